@@ -1,0 +1,1 @@
+"""Benchmarks, one file per question asked; run as ``python -m bench.<name>``."""

@@ -1,0 +1,175 @@
+"""How fast is verification? ``python -m bench.bench_verify [--quick] [--json FILE]``
+
+For every shape ``[B, Q, V]`` and dtype, cold and hot: ``ops.verify`` with all hints right (so that every row is read),
+the native call inside it, a plain vectorised read of as many bytes with the same threads, and ``torch.argmax``. The four
+are timed in turn, call by call, so that other load on the machine meets them alike; medians. Reported:
+
+* ``us``: one call of ``ops.verify``, the checks and allocations in Python included (cold, they miss the caches too);
+* ``native``: the native call alone; ``GB/s``: bytes of logits over that time;
+* ``of read``: time of the plain read over the native time, 1.00 being memory bandwidth;
+* ``torch``: time of ``torch.argmax`` over that of ``ops.verify``.
+
+Cold: every call gets bytes that were not touched since a sweep over a buffer of ``--cold-mib``. Hot: the same bytes
+again and again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness import ColdMemory, last_level_cache_bytes, machine, median_us, seconds
+from pipespec_kernels import _native, ops
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Case:
+    """Logits, and the tokens that agree with them."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+        batch, width, _ = logits.shape
+        self.tokens = torch.zeros((batch, width), dtype=torch.int64)
+        self.tokens[:, 1:] = ops.argmax(logits)[:, :-1]
+
+    def verify(self, n_fed: torch.Tensor, n_hint: torch.Tensor, threads: int) -> None:
+        ops.verify(self.logits, self.tokens, n_fed, n_hint, threads=threads)
+
+    def native_arguments(self, n_fed: torch.Tensor, n_hint: torch.Tensor, out: torch.Tensor, threads: int) -> list[int]:
+        x, t = self.logits, self.tokens
+        code = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}[
+            x.dtype
+        ]
+        counts = [n_fed.data_ptr(), n_hint.data_ptr()]
+        results = [out.data_ptr(), out.data_ptr() + 4 * t.numel()]
+        return [x.data_ptr(), code, *x.shape, *x.stride()[:2], t.data_ptr(), 8, *t.stride(), *counts, *results, threads]
+
+
+def measure(
+    memory: ColdMemory, shape: tuple[int, int, int], name: str, threads: int, repeats: int
+) -> list[dict[str, Any]]:
+    batch, width, _ = shape
+    dtype = DTYPES[name]
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    n_fed = torch.full((batch,), width, dtype=torch.int32)
+    n_hint = n_fed - 1
+    # At most this many torch calls: it is far slower than the rest, and less noisy for it.
+    torch_repeats = min(repeats, max(5, repeats // 5))
+
+    # Neighbours in memory, so that the sweep has left them equally cold.
+    whole, inner, reads, others = [], [], [], []
+    for i in range(repeats):
+        whole.append(Case(memory.piece(shape, dtype)))
+        inner.append(Case(memory.piece(shape, dtype)))
+        reads.append(memory.piece(shape, dtype))
+        if i < torch_repeats:
+            others.append(memory.piece(shape, dtype))
+    hot = Case(whole[0].logits.clone())
+    out = torch.empty(batch * width + batch, dtype=torch.int32)
+    assert ops.verify(hot.logits, hot.tokens, n_fed, n_hint)[1].tolist() == [width - 1] * batch
+
+    results = []
+    for state in ("cold", "hot"):
+        if state == "hot":
+            whole, inner, reads = [hot] * repeats, [hot] * repeats, [hot.logits] * repeats
+            others = reads[:torch_repeats]
+        else:
+            memory.flush()
+        verify, native, read, other = [], [], [], []
+        for i in range(repeats):
+            if state == "hot":
+                hot.verify(n_fed, n_hint, threads)  # torch may have evicted it
+            arguments = inner[i].native_arguments(n_fed, n_hint, out, threads)
+            native.append(seconds(_native.verify, *arguments))
+            verify.append(seconds(whole[i].verify, n_fed, n_hint, threads))
+            read.append(seconds(_native.read_bandwidth_probe, reads[i].data_ptr(), nbytes, threads))
+            if i < torch_repeats:
+                other.append(seconds(torch.argmax, others[i], -1))
+        us, native_us, read_us, torch_us = (median_us(samples) for samples in (verify, native, read, other))
+        results.append(
+            {
+                "shape": shape,
+                "dtype": name,
+                "state": state,
+                "threads": threads,
+                "repeats": repeats,
+                "bytes": nbytes,
+                "us": us,
+                "native_us": native_us,
+                "read_us": read_us,
+                "torch_us": torch_us,
+                "gb_per_s": nbytes / native_us / 1e3,
+                "read_gb_per_s": nbytes / read_us / 1e3,
+                "fraction_of_read": read_us / native_us,
+                "times_torch": torch_us / us,
+                "best_us": min(verify) * 1e6,
+                "best_native_us": min(native) * 1e6,
+                "best_read_us": min(read) * 1e6,
+            }
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed of ops.verify against a plain read and torch.argmax.")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats: under a minute")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--simd", choices=["portable", "avx2", "avx512"], help="default: the best")
+    parser.add_argument(
+        "--cold-mib", type=int, help="size of the cold buffer (default: 1.5 x last-level cache, <= 1024)"
+    )
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+
+    torch.set_num_threads(options.threads)
+    if options.simd:
+        _native.set_simd(options.simd)
+    cold_mib = options.cold_mib or max(256, min(1024, last_level_cache_bytes() * 3 // 2 >> 20))
+    memory = ColdMemory(cold_mib << 20)
+    torch.manual_seed(0)
+    batches, widths, vocabs = (
+        ([1, 4], [1, 5], [2048, 128256]) if options.quick else ([1, 4, 16], [1, 5, 9], [2048, 32000, 128256])
+    )
+    dtypes = ["bfloat16"] if options.quick else list(DTYPES)
+
+    info = machine() | {"cold_mib": cold_mib, "simd": _native.simd(), "threads": options.threads}
+    print(
+        f"{info['cpu']}, {info['cores']} cores, {info['simd']}, {options.threads} threads, torch {info['torch']}; ",
+        end="",
+    )
+    print(
+        f"cold buffer {cold_mib} MiB, last-level cache {info['last_level_cache_bytes'] >> 20} MiB, load {info['load_average'][0]:.1f}"
+    )
+    print(
+        f"{'B':>3}{'Q':>3}{'V':>8}  {'dtype':10}{'':6}{'us':>10}{'native':>10}{'GB/s':>8}{'read GB/s':>11}{'of read':>9}{'torch':>8}"
+    )
+    results = []
+    for name in dtypes:
+        memory.fill(torch.randn(4 << 20).to(DTYPES[name]))
+        for vocab, batch, width in itertools.product(vocabs, batches, widths):
+            nbytes = batch * width * vocab * DTYPES[name].itemsize
+            # The cold pieces (three and a bit per repeat) should fit the buffer, and a case take a second or so.
+            most = 60 if options.quick else 300
+            repeats = max(7, min(most, memory.bytes.numel() * 3 // 10 // (nbytes + 4096)))
+            for r in measure(memory, (batch, width, vocab), name, options.threads, repeats):
+                results.append(r)
+                print(
+                    f"{batch:3}{width:3}{vocab:8}  {name:10}{r['state']:6}{r['us']:10.1f}{r['native_us']:10.1f}{r['gb_per_s']:8.1f}"
+                    f"{r['read_gb_per_s']:11.1f}{r['fraction_of_read']:9.2f}{r['times_torch']:8.1f}",
+                    flush=True,
+                )
+    info["load_average_after"] = machine()["load_average"]
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
+        print(f"written to {options.json}")
+
+
+if __name__ == "__main__":
+    main()

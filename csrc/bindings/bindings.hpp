@@ -1,0 +1,12 @@
+// What each file of bindings adds to the module; module.cpp calls them in turn.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pipespec {
+
+void bind_build_info(pybind11::module_& m);  // build_info.cpp
+void bind_select(pybind11::module_& m);      // select.cpp: argmax and verification on the host
+void bind_state(pybind11::module_& m);       // state.cpp: the state block, plan, commit
+
+}  // namespace pipespec

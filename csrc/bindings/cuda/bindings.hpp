@@ -1,0 +1,10 @@
+// What each file of CUDA bindings adds to the module; module.cpp calls them in turn.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pipespec::cuda {
+
+void bind_device(pybind11::module_& m);  // device.cpp
+
+}  // namespace pipespec::cuda

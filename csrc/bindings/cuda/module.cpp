@@ -1,0 +1,7 @@
+// pipespec_kernels._cuda: the kernels for CUDA devices. Importing it touches no driver.
+#include "bindings/cuda/bindings.hpp"
+
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "The CUDA part of pipespec's native core.";
+  pipespec::cuda::bind_device(m);
+}

@@ -1,0 +1,10 @@
+// pipespec_kernels._native: the host core. Knows pointers and integers only; never torch, never
+// CUDA.
+#include "bindings/bindings.hpp"
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "The native host core of pipespec: state protocol and row selection.";
+  pipespec::bind_build_info(m);
+  pipespec::bind_select(m);
+  pipespec::bind_state(m);
+}

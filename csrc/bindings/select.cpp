@@ -1,0 +1,56 @@
+// Bindings of row selection: addresses and numbers in, nothing out; the caller has allocated the
+// results.
+#include "../cpu/select.hpp"
+
+#include "../cpu/pool.hpp"
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace pipespec {
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T = void>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void argmax(Address logits, int dtype, std::int64_t batch, std::int64_t width, std::int64_t vocab,
+            std::int64_t batch_stride, std::int64_t width_stride, Address selected, int threads) {
+  cpu::argmax({pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
+              pointer<std::int32_t>(selected), threads);
+}
+
+void verify(Address logits, int dtype, std::int64_t batch, std::int64_t width, std::int64_t vocab,
+            std::int64_t batch_stride, std::int64_t width_stride, Address tokens, int token_bytes,
+            std::int64_t token_batch_stride, std::int64_t token_width_stride, Address n_fed,
+            Address n_hint, Address selected, Address accepted, int threads) {
+  cpu::verify({pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
+              {pointer(tokens), token_bytes, token_batch_stride, token_width_stride},
+              pointer<std::int32_t>(n_fed), pointer<std::int32_t>(n_hint),
+              pointer<std::int32_t>(selected), pointer<std::int32_t>(accepted), threads);
+}
+
+std::uint64_t read_bandwidth_probe(Address data, std::int64_t bytes, int threads) {
+  return cpu::read_bandwidth_probe(pointer(data), bytes, threads);
+}
+
+}  // namespace
+
+void bind_select(py::module_& m) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
+  m.attr("FLOAT32") = int(cpu::DType::kFloat32);
+  m.attr("BFLOAT16") = int(cpu::DType::kBFloat16);
+  m.attr("FLOAT16") = int(cpu::DType::kFloat16);
+  m.def("argmax", &argmax, WithoutGil());
+  m.def("verify", &verify, WithoutGil());
+  m.def("simd", &cpu::simd);
+  m.def("set_simd", &cpu::set_simd, py::arg("name"));
+  m.def("pool_threads", &cpu::pool_threads);
+  m.def("read_bandwidth_probe", &read_bandwidth_probe, py::arg("address"), py::arg("bytes"),
+        py::arg("threads"), WithoutGil());
+}
+
+}  // namespace pipespec

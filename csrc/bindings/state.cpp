@@ -1,0 +1,127 @@
+// Bindings of the state block and a stage's port onto it.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "../runtime/generation.hpp"
+#include "../runtime/stage_port.hpp"
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace pipespec {
+namespace {
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+// A view, not a copy: Python reads what plan() wrote.
+py::array_t<std::int32_t> view(std::vector<std::int32_t>& data, std::vector<py::ssize_t> shape,
+                               py::handle owner) {
+  return py::array_t<std::int32_t>(std::move(shape), data.data(), owner);
+}
+
+py::dict counters(const Block& block, std::uint32_t stage, std::uint32_t row) {
+  const Counters& c = block.priv(stage, row).counters;
+  py::dict out;
+  out["steps"] = load_relaxed(&c.steps);
+  out["fed"] = load_relaxed(&c.fed);
+  out["drafted"] = load_relaxed(&c.drafted);
+  out["accepted"] = load_relaxed(&c.accepted);
+  out["produced"] = load_relaxed(&c.produced);
+  out["adopted"] = load_relaxed(&c.adopted);
+  out["truncated"] = load_relaxed(&c.truncated);
+  out["rollbacks"] = load_relaxed(&c.rollbacks);
+  py::list histogram;
+  for (const std::uint64_t& bin : c.histogram) histogram.append(load_relaxed(&bin));
+  out["histogram"] = histogram;
+  return out;
+}
+
+}  // namespace
+
+void bind_state(py::module_& m) {
+  m.attr("MAX_EOS") = kMaxEos;
+  m.attr("MAX_STAGES") = kMaxStages;
+
+  py::enum_<Action>(m, "Action")
+      .value("IDLE", Action::kIdle)
+      .value("STEP", Action::kStep)
+      .value("CATCH_UP", Action::kCatchUp)
+      .value("WAIT", Action::kWait)
+      .value("FINISHED", Action::kFinished);
+
+  py::class_<Block>(m, "Block")
+      .def(py::init([](std::uintptr_t base) { return attach(pointer(base)); }), py::arg("base"))
+      .def_static("bytes", &Block::bytes, py::arg("stages"), py::arg("rows"), py::arg("capacity"))
+      .def_static(
+          "create",
+          [](std::uintptr_t base, std::uint32_t stages, std::uint32_t rows,
+             std::uint32_t capacity) {
+            return Block::create(pointer(base), stages, rows, capacity);
+          },
+          py::arg("base"), py::arg("stages"), py::arg("rows"), py::arg("capacity"))
+      .def_property_readonly("stages", &Block::stages)
+      .def_property_readonly("rows", &Block::rows)
+      .def_property_readonly("capacity", &Block::capacity)
+      .def("reset", &reset, py::arg("starts"), py::arg("limits"), py::arg("last"), py::arg("eos"))
+      .def("start", &start, py::arg("generation"))
+      .def("length", [](const Block& b, std::uint32_t s,
+                        std::uint32_t r) { return Sequence(b, s, r).word().length; })
+      .def("epoch", [](const Block& b, std::uint32_t s,
+                       std::uint32_t r) { return Sequence(b, s, r).word().epoch; })
+      .def("tokens", &tokens, py::arg("stage"), py::arg("row"), py::arg("begin"), py::arg("end"))
+      .def("counters", &counters, py::arg("stage"), py::arg("row"))
+      .def("set_alive", [](const Block& b, std::uint32_t s,
+                           bool alive) { store_release(&b.control(s).alive, alive ? 1u : 0u); })
+      .def("is_alive",
+           [](const Block& b, std::uint32_t s) { return load_acquire(&b.control(s).alive) != 0; })
+      .def("step_ns",
+           [](const Block& b, std::uint32_t s) { return load_relaxed(&b.control(s).step_ns); })
+      .def("end_row", &end_row, py::arg("row"));
+
+  py::class_<StagePort>(m, "StagePort")
+      .def(py::init([](std::uintptr_t base, std::uint32_t stage, std::uint32_t width) {
+             return new StagePort(pointer(base), stage, width);
+           }),
+           py::arg("base"), py::arg("stage"), py::arg("width"))
+      .def("plan", &StagePort::plan, py::arg("window"), py::arg("max_hints"), py::arg("min_hints"))
+      .def(
+          "commit",
+          [](StagePort& p, std::uintptr_t selected, std::int64_t stride) {
+            return p.commit(reinterpret_cast<const std::int32_t*>(selected), stride);
+          },
+          py::arg("selected"), py::arg("stride"))
+      .def("park", &StagePort::park, py::arg("timeout_ns"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("ring", &StagePort::ring)
+      .def("set_step_ns", &StagePort::set_step_ns)
+      .def_property_readonly("generation", &StagePort::generation)
+      .def_property_readonly("columns", &StagePort::columns)
+      .def_property_readonly("width", &StagePort::width)
+      .def_property_readonly("tokens",
+                             [](py::object self) {
+                               auto& p = self.cast<StagePort&>();
+                               return view(p.tokens(), {p.rows(), p.width()}, self);
+                             })
+      .def_property_readonly("kv",
+                             [](py::object self) {
+                               auto& p = self.cast<StagePort&>();
+                               return view(p.kv(), {p.rows()}, self);
+                             })
+      .def_property_readonly("n_fed",
+                             [](py::object self) {
+                               auto& p = self.cast<StagePort&>();
+                               return view(p.n_fed(), {p.rows()}, self);
+                             })
+      .def_property_readonly("n_hint",
+                             [](py::object self) {
+                               auto& p = self.cast<StagePort&>();
+                               return view(p.n_hint(), {p.rows()}, self);
+                             })
+      .def_property_readonly("n_select", [](py::object self) {
+        auto& p = self.cast<StagePort&>();
+        return view(p.n_select(), {p.rows()}, self);
+      });
+}
+
+}  // namespace pipespec

@@ -1,0 +1,318 @@
+#include "select.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+#include <vector>
+
+#include "pool.hpp"
+#include "span.hpp"
+
+namespace pipespec::cpu {
+namespace {
+
+// Below this many bytes a round stays in the caller. Waking a parked helper costs the caller 7 to
+// 12 us (measured on a virtual machine; the system call alone), and reading what a forward pass has
+// just written takes one thread some 4 us per 256 KiB: two threads pay from about here on, with
+// cold data somewhat earlier.
+constexpr int64_t kParallelBytes = 384 << 10;
+// Units per thread and round: enough to even out a helper that wakes late, and units long enough to
+// stream.
+constexpr int64_t kUnitsPerThread = 4;
+constexpr int64_t kMinUnitBytes = 32 << 10;
+
+const SpanKernels* supported(const std::string& name) {
+#if defined(__x86_64__)
+  // The builtin knows the CPU *and* whether the operating system saves the registers (XCR0).
+  if (name == "avx512") {
+    const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    return runs ? avx512_kernels() : nullptr;
+  }
+  if (name == "avx2") {
+    // The compiler may use whatever the file's flags allow.
+    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
+                      __builtin_cpu_supports("fma");
+    return runs ? avx2_kernels() : nullptr;
+  }
+#endif
+  return name == "portable" ? portable_kernels() : nullptr;
+}
+
+const SpanKernels* chosen(const std::string& name) {
+  const SpanKernels* found = supported(name);
+  if (found != nullptr) return found;
+  std::string best;
+  for (const char* candidate : {"portable", "avx2", "avx512"}) {
+    if (supported(candidate) != nullptr) best += std::string(best.empty() ? "" : ", ") + candidate;
+  }
+  throw std::invalid_argument("SIMD variant '" + name +
+                              "' (PIPESPEC_SIMD) cannot run here; available: " + best);
+}
+
+std::atomic<const SpanKernels*> g_kernels{nullptr};
+
+const SpanKernels& kernels() {
+  const SpanKernels* k = g_kernels.load(std::memory_order_acquire);
+  if (k == nullptr) {
+    const char* wanted = std::getenv("PIPESPEC_SIMD");
+    if (wanted != nullptr && *wanted != '\0') {
+      k = chosen(wanted);
+    } else {
+      k = supported("avx512");
+      if (k == nullptr) k = supported("avx2");
+      if (k == nullptr) k = portable_kernels();
+    }
+    g_kernels.store(k, std::memory_order_release);
+  }
+  return *k;
+}
+
+// How to select from rows of one dtype and length.
+struct Selector {
+  Packed (*span)(const void*, int64_t, int32_t);
+  int32_t inf;
+  int64_t item_bytes;
+  int64_t vocab;
+
+  explicit Selector(const Logits& logits) : vocab(logits.vocab) {
+    const SpanKernels& k = kernels();
+    switch (logits.dtype) {
+      case DType::kFloat32:
+        span = k.argmax32, inf = 0x7F800000, item_bytes = 4;
+        break;
+      case DType::kBFloat16:
+        span = k.argmax16, inf = 0x7F80, item_bytes = 2;
+        break;
+      case DType::kFloat16:
+        span = k.argmax16, inf = 0x7C00, item_bytes = 2;
+        break;
+      default:
+        throw std::invalid_argument("logits: unknown dtype code");
+    }
+  }
+
+  int64_t row_bytes() const { return vocab * item_bytes; }
+
+  // Part of a row, its index counted from the row's beginning.
+  Packed part(const unsigned char* row, int64_t begin, int64_t count) const {
+    const Packed p = span(row + begin * item_bytes, count, inf);
+    return (p >> 32 << 32) | uint32_t(~(uint32_t(~p) + uint32_t(begin)));
+  }
+
+  static int32_t index(Packed p) { return int32_t(uint32_t(~p)); }
+
+  int32_t row(const void* data) const { return index(span(data, vocab, inf)); }
+};
+
+const unsigned char* row_at(const Logits& logits, const Selector& selector, int64_t b, int64_t q) {
+  return static_cast<const unsigned char*>(logits.data) +
+         (b * logits.batch_stride + q * logits.width_stride) * selector.item_bytes;
+}
+
+// Selection over a list of rows by a team: long rows are cut into parts, short rows are handed out
+// in groups.
+class RowTeam {
+ public:
+  RowTeam(const Selector& selector, int threads)
+      : selector_(selector), threads_(threads), team_(threads - 1, &RowTeam::unit, this) {}
+
+  // out[i] = argmax of rows[i].
+  void run(const std::vector<const unsigned char*>& rows, std::vector<int32_t>& out) {
+    const int64_t n = int64_t(rows.size());
+    const int64_t row_bytes = selector_.row_bytes();
+    const int64_t unit_bytes =
+        std::max(kMinUnitBytes, n * row_bytes / (threads_ * kUnitsPerThread));
+    parts_ = std::max<int64_t>(1, (row_bytes + unit_bytes / 2) / unit_bytes);
+    // Parts begin a whole number of cache lines apart.
+    part_ = (((selector_.vocab + parts_ - 1) / parts_) + 63) / 64 * 64;
+    parts_ = (selector_.vocab + part_ - 1) / part_;
+    group_ = parts_ > 1 ? 1 : std::max<int64_t>(1, unit_bytes / row_bytes);
+    while ((n + group_ - 1) / group_ * parts_ > Team::kMaxUnits) group_ *= 2;
+    rows_ = rows.data();
+    n_rows_ = n;
+    best_.resize(size_t(n * parts_));
+    team_.run((n + group_ - 1) / group_ * parts_);
+    out.resize(rows.size());
+    for (int64_t i = 0; i < n; ++i) {
+      out[size_t(i)] = Selector::index(
+          *std::max_element(best_.begin() + i * parts_, best_.begin() + (i + 1) * parts_));
+    }
+  }
+
+ private:
+  static void unit(void* self, int64_t unit) { static_cast<RowTeam*>(self)->unit(unit); }
+
+  void unit(int64_t unit) {
+    const int64_t part = unit % parts_;
+    const int64_t first = unit / parts_ * group_;
+    const int64_t begin = part * part_;
+    const int64_t count = std::min(part_, selector_.vocab - begin);
+    for (int64_t i = first; i < std::min(first + group_, n_rows_); ++i) {
+      best_[size_t(i * parts_ + part)] = selector_.part(rows_[i], begin, count);
+    }
+  }
+
+  const Selector selector_;
+  const int64_t threads_;
+  const unsigned char* const* rows_ = nullptr;
+  int64_t n_rows_ = 0, parts_ = 1, part_ = 0, group_ = 1;
+  std::vector<Packed> best_;
+  Team team_;  // last: helpers may look at the rest
+};
+
+void check(const Logits& logits, int threads) {
+  if (logits.batch < 0 || logits.width < 0) throw std::invalid_argument("logits: negative size");
+  if (logits.vocab < 1) throw std::invalid_argument("logits: the vocabulary is empty");
+  if (logits.vocab > INT32_MAX)
+    throw std::invalid_argument("logits: the vocabulary does not fit int32 ids");
+  if (threads < 1)
+    throw std::invalid_argument("threads must be at least 1, got " + std::to_string(threads));
+}
+
+void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint) {
+  for (int64_t r = 0; r < logits.batch; ++r) {
+    const char* wrong = nullptr;
+    if (n_fed[r] < 0 || n_hint[r] < 0) {
+      wrong = "counts are negative";
+    } else if (n_fed[r] > logits.width) {
+      wrong = "n_fed exceeds the columns of logits";
+    } else if (n_fed[r] > 0 && n_hint[r] >= n_fed[r]) {
+      wrong = "n_hint must be smaller than n_fed (the last token before the hints is needed)";
+    }
+    if (wrong != nullptr) {
+      throw std::invalid_argument(
+          "row " + std::to_string(r) + ": " + wrong + ": n_fed=" + std::to_string(n_fed[r]) +
+          ", n_hint=" + std::to_string(n_hint[r]) + ", Q=" + std::to_string(logits.width));
+    }
+  }
+}
+
+int64_t token_at(const Tokens& tokens, int64_t b, int64_t q) {
+  const int64_t i = b * tokens.batch_stride + q * tokens.width_stride;
+  return tokens.item_bytes == 4 ? static_cast<const int32_t*>(tokens.data)[i]
+                                : static_cast<const int64_t*>(tokens.data)[i];
+}
+
+// One row of the batch on its way through its hints.
+struct Walk {
+  int64_t row;
+  int64_t first;  // column whose logits decide about the first hint
+  int64_t hints;
+  int64_t at = 0;  // hints accepted so far
+
+  // Notes what was selected in column first + at; false at the end of the walk.
+  bool step(const Tokens& tokens, int32_t id, int32_t* selected_row, int32_t* accepted) {
+    selected_row[at] = id;
+    if (at < hints && token_at(tokens, row, first + 1 + at) == id) {
+      ++at;
+      return true;
+    }
+    accepted[row] = int32_t(at);
+    return false;
+  }
+};
+
+}  // namespace
+
+void argmax(const Logits& logits, int32_t* selected, int threads) {
+  check(logits, threads);
+  const Selector selector(logits);
+  const int64_t n = logits.batch * logits.width;
+  if (threads == 1 || n * selector.row_bytes() < kParallelBytes) {
+    for (int64_t b = 0; b < logits.batch; ++b) {
+      for (int64_t q = 0; q < logits.width; ++q)
+        *selected++ = selector.row(row_at(logits, selector, b, q));
+    }
+    return;
+  }
+  std::vector<const unsigned char*> rows;
+  rows.reserve(size_t(n));
+  for (int64_t b = 0; b < logits.batch; ++b) {
+    for (int64_t q = 0; q < logits.width; ++q) rows.push_back(row_at(logits, selector, b, q));
+  }
+  std::vector<int32_t> out;
+  RowTeam(selector, threads).run(rows, out);
+  std::copy(out.begin(), out.end(), selected);
+}
+
+void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, const int32_t* n_hint,
+            int32_t* selected, int32_t* accepted, int threads) {
+  check(logits, threads);
+  if (tokens.item_bytes != 4 && tokens.item_bytes != 8)
+    throw std::invalid_argument("tokens: need int32 or int64");
+  check_counts(logits, n_fed, n_hint);
+  const Selector selector(logits);
+  std::fill_n(selected, logits.batch * logits.width, -1);
+  std::fill_n(accepted, logits.batch, 0);
+
+  const int64_t active = logits.batch - std::count(n_fed, n_fed + logits.batch, 0);
+  const auto walk_of = [&](int64_t r) { return Walk{r, n_fed[r] - 1 - n_hint[r], n_hint[r]}; };
+  if (threads == 1 || active * selector.row_bytes() < kParallelBytes) {
+    for (int64_t r = 0; r < logits.batch; ++r) {
+      if (n_fed[r] == 0) continue;
+      Walk walk = walk_of(r);
+      while (walk.step(tokens, selector.row(row_at(logits, selector, r, walk.first + walk.at)),
+                       selected + r * logits.width, accepted)) {
+      }
+    }
+    return;
+  }
+  // All rows advance together, one position a round: the stop at the first mismatch stays exact,
+  // and the work of a round is spread evenly however many rows are left.
+  std::vector<Walk> walks;
+  for (int64_t r = 0; r < logits.batch; ++r) {
+    if (n_fed[r] > 0) walks.push_back(walk_of(r));
+  }
+  std::vector<const unsigned char*> rows;
+  std::vector<int32_t> ids;
+  RowTeam team(selector, threads);
+  while (!walks.empty()) {
+    rows.clear();
+    for (const Walk& walk : walks)
+      rows.push_back(row_at(logits, selector, walk.row, walk.first + walk.at));
+    team.run(rows, ids);
+    size_t live = 0;
+    for (size_t i = 0; i < walks.size(); ++i) {
+      if (walks[i].step(tokens, ids[i], selected + walks[i].row * logits.width, accepted))
+        walks[live++] = walks[i];
+    }
+    walks.resize(live);
+  }
+}
+
+std::string simd() { return kernels().name; }
+
+std::string set_simd(const std::string& name) {
+  const SpanKernels* wanted = chosen(name);
+  const std::string before = simd();
+  g_kernels.store(wanted, std::memory_order_release);
+  return before;
+}
+
+uint64_t read_bandwidth_probe(const void* data, int64_t bytes, int threads) {
+  if (bytes < 0 || threads < 1) throw std::invalid_argument("bytes must be >= 0 and threads >= 1");
+  struct Probe {
+    const unsigned char* data;
+    int64_t bytes, unit_bytes;
+    uint64_t (*read)(const void*, int64_t);
+    std::atomic<uint64_t> sum;
+  } probe{static_cast<const unsigned char*>(data), bytes, bytes, kernels().read, {0}};
+  const auto unit = [](void* context, int64_t i) {
+    Probe& p = *static_cast<Probe*>(context);
+    const int64_t begin = i * p.unit_bytes;
+    p.sum.fetch_add(p.read(p.data + begin, std::min(p.unit_bytes, p.bytes - begin)),
+                    std::memory_order_relaxed);
+  };
+  if (threads == 1 || bytes < kParallelBytes) {
+    if (bytes > 0) unit(&probe, 0);
+    return probe.sum.load();
+  }
+  probe.unit_bytes = (std::max(kMinUnitBytes, bytes / (threads * kUnitsPerThread)) + 63) / 64 * 64;
+  Team team(threads - 1, unit, &probe);
+  team.run((bytes + probe.unit_bytes - 1) / probe.unit_bytes);
+  return probe.sum.load();
+}
+
+}  // namespace pipespec::cpu

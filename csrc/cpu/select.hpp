@@ -1,0 +1,55 @@
+// Row selection on the host: greedy argmax and verification over logits[B, Q, V].
+//
+// Plain pointers and strides in, int32 out; no torch, no Python. Strides count elements, not bytes,
+// and may be any number (0 and negative too); the vocabulary itself is contiguous. Nothing but the
+// described elements is read. Of equal values the lowest id wins, -0.0 equals +0.0, and a NaN
+// counts as larger than everything, the first of them winning: what torch.argmax does.
+//
+// Instructions are chosen at run time, best first: AVX-512, AVX2, portable;
+// PIPESPEC_SIMD=portable|avx2|avx512 overrides. `threads` is an upper bound (the caller included);
+// small work stays in the caller. All functions may be called from several threads at once. They
+// throw std::invalid_argument before anything is written.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace pipespec::cpu {
+
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+struct Logits {
+  const void* data;
+  DType dtype;
+  int64_t batch, width, vocab;         // B, Q >= 0; 1 <= V < 2^31
+  int64_t batch_stride, width_stride;  // in elements
+};
+
+struct Tokens {
+  const void* data;  // [B, Q]
+  int item_bytes;    // 4 or 8: int32 or int64
+  int64_t batch_stride, width_stride;
+};
+
+// selected[B, Q] (contiguous): the id of the largest logit of each row.
+void argmax(const Logits& logits, int32_t* selected, int threads);
+
+// Greedy verification. Row r of the batch was fed tokens[r, 0 .. n_fed[r]-1], of which the last
+// n_hint[r] are hints. With s = n_fed[r] - 1 - n_hint[r], selected[r, j] is the argmax of logits[r,
+// s + j] for j = 0 .. accepted[r]; the walk goes on while selected[r, j] == tokens[r, s + 1 + j]
+// and hints are left. Logits behind the first mismatch are not read. Entries of selected[B, Q]
+// (contiguous) past accepted[r] are -1. A row with n_fed[r] == 0 idles: all -1, accepted 0, its
+// n_hint ignored. Counts outside 0 <= n_hint < n_fed <= Q are an error.
+void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, const int32_t* n_hint,
+            int32_t* selected, int32_t* accepted, int threads);
+
+// The instructions in use: "portable", "avx2" or "avx512". set_simd is for tests and benchmarks; it
+// returns the previous name and refuses what this CPU, its operating system or the compiler lacked.
+std::string simd();
+std::string set_simd(const std::string& name);
+
+// Reads `bytes` bytes with the same vectors and threads and returns something that depends on them
+// all: how fast the functions above could be at best.
+uint64_t read_bandwidth_probe(const void* data, int64_t bytes, int threads);
+
+}  // namespace pipespec::cpu

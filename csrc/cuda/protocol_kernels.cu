@@ -1,0 +1,65 @@
+#include <cuda_runtime.h>
+
+#include "cuda/protocol_kernels.hpp"
+#include "protocol/commit.hpp"
+
+namespace pipespec::cuda {
+namespace {
+
+// One thread per row: a row's walk over its tokens is sequential and short, and rows are few.
+constexpr std::uint32_t kThreads = 32;
+
+std::uint32_t blocks_for(std::uint32_t rows) { return (rows + kThreads - 1) / kThreads; }
+
+__global__ void __launch_bounds__(kThreads)
+    PlanKernel(void* base, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
+               const Policy* policy, StepArrays out) {
+  const std::uint32_t row = blockIdx.x * kThreads + threadIdx.x;
+  if (row >= rows) return;
+  const Block block(base);
+  std::int32_t* tokens = out.tokens + std::size_t{row} * width;
+  Step step{Action::kIdle, 0, 0, 0};
+  if (row < block.header().active_rows) {
+    const Policy now{policy->window, policy->max_hints, policy->min_hints, width};
+    step = pipespec::plan(block, stage, row, now, tokens);
+  }
+  for (std::uint32_t i = step.n_fed; i < width; ++i) tokens[i] = 0;
+  out.kv[row] = static_cast<std::int32_t>(step.kv);
+  out.n_fed[row] = static_cast<std::int32_t>(step.n_fed);
+  out.n_hint[row] = static_cast<std::int32_t>(step.n_hint);
+  out.n_select[row] = step.action == Action::kStep ? static_cast<std::int32_t>(step.n_fed) : 0;
+  out.action[row] = static_cast<std::int32_t>(step.action);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    CommitKernel(void* base, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
+                 StepArrays in, const std::int32_t* selected, std::int64_t stride) {
+  const std::uint32_t row = blockIdx.x * kThreads + threadIdx.x;
+  if (row >= rows) return;
+  const Step step{static_cast<Action>(in.action[row]), static_cast<std::uint32_t>(in.kv[row]),
+                  static_cast<std::uint32_t>(in.n_fed[row]),
+                  static_cast<std::uint32_t>(in.n_hint[row])};
+  pipespec::commit(Block(base), stage, row, step, in.tokens + std::size_t{row} * width,
+                   selected + row * stride);
+}
+
+}  // namespace
+
+cudaError_t plan(void* block, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
+                 const Policy* policy, const StepArrays& out, std::uintptr_t stream) {
+  if (rows == 0) return cudaSuccess;
+  PlanKernel<<<blocks_for(rows), kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
+      block, stage, rows, width, policy, out);
+  return cudaGetLastError();
+}
+
+cudaError_t commit(void* block, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
+                   const StepArrays& step, const std::int32_t* selected, std::int64_t stride,
+                   std::uintptr_t stream) {
+  if (rows == 0) return cudaSuccess;
+  CommitKernel<<<blocks_for(rows), kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
+      block, stage, rows, width, step, selected, stride);
+  return cudaGetLastError();
+}
+
+}  // namespace pipespec::cuda

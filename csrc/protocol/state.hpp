@@ -1,0 +1,183 @@
+// The state block: everything the stages of one pipeline know of each other, in one flat piece of
+// memory that threads, processes (shared memory) and GPUs (pinned or device memory) map alike.
+//
+//   Header | RowSpan[rows] | StageControl[stages] | per stage { Published[rows] Private[rows]
+//   ring[rows][capacity] }
+//
+// Every word has one writer, named beside it; words of different writers lie on different cache
+// lines.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hd.hpp"
+
+namespace pipespec {
+
+// Two 64-byte lines: x86 prefetches lines in pairs, and some arm64 parts have lines of 128 bytes.
+inline constexpr std::size_t kLine = 128;
+inline constexpr std::uint64_t kMagic = 0x31636570'73657069;  // bumped with the layout
+inline constexpr std::uint32_t kMaxEos = 64;
+inline constexpr std::uint32_t kMaxStages = 16;
+inline constexpr std::uint32_t kHistogram = 64;
+
+// Writer: the caller of generate(), while no stage runs; `generation` also while they run (0 stops
+// them).
+struct alignas(kLine) Header {
+  std::uint64_t magic;
+  std::uint64_t bytes;
+  std::uint32_t stages;
+  std::uint32_t rows;         // rows there is room for
+  std::uint32_t active_rows;  // rows of the present generation
+  std::uint32_t capacity;     // tokens per ring, a power of two
+  std::uint32_t generation;   // 0: stop; else the number of the generation that runs
+  std::uint32_t n_eos;
+  std::int32_t eos[kMaxEos];
+  std::uint32_t bell;  // the caller's own, rung when `generation` changes
+};
+
+// Writer: the caller. Positions count tokens of the row from 0, padding left out.
+struct alignas(kLine) RowSpan {
+  std::uint32_t start;  // prompt length P: the first position that is generated
+  std::uint32_t limit;  // no stage's sequence grows past this position; lowering it to the target's
+                        // length ends the row
+};
+
+// One per stage. `alive` is written by the caller (who sees a process die), the others by their
+// stage.
+struct StageControl {
+  alignas(kLine) std::uint32_t alive;
+  alignas(kLine) std::uint32_t bell;  // counts publications; only ever compared for change
+  std::uint32_t step_ns;  // running mean of the duration of a step, for the neighbour's wait
+  alignas(kLine)
+      std::uint32_t parked;  // 1: asleep on this word. Stored by the sleeper (1) and by wakers (0)
+};
+
+// Writer: the stage. `word` = epoch << 32 | length. The epoch grows whenever the stage takes tokens
+// back, so within one epoch the tokens below the length never change. Below `settled` they equal
+// the target's and never change again.
+struct alignas(kLine) Published {
+  std::uint64_t word;
+  std::uint32_t settled;
+};
+
+struct Counters {
+  std::uint64_t steps;     // forwards in which this row selected a token
+  std::uint64_t fed;       // tokens fed
+  std::uint64_t drafted;   // hints fed
+  std::uint64_t accepted;  // hints that survived
+  std::uint64_t
+      produced;  // tokens appended by this stage's own selection (accepted hints and its own token)
+  std::uint64_t adopted;    // tokens taken over from downstream
+  std::uint64_t truncated;  // tokens taken back
+  std::uint64_t rollbacks;  // times tokens were taken back
+  std::uint64_t
+      histogram[kHistogram];  // steps by number of accepted hints (the last bin: that many or more)
+};
+
+// Writer: the stage. Nobody else acts on these; the counters are read by the caller for its report.
+struct alignas(kLine) Private {
+  std::uint32_t kv;          // tokens whose keys and values exist
+  std::uint32_t agreed;      // compared with the downstream neighbour up to here ...
+  std::uint32_t seen_epoch;  // ... in this epoch of its
+  Counters counters;
+};
+
+static_assert(sizeof(Header) % kLine == 0 && sizeof(RowSpan) == kLine);
+static_assert(sizeof(StageControl) == 3 * kLine && sizeof(Published) == kLine &&
+              sizeof(Private) % kLine == 0);
+
+struct Word {
+  std::uint32_t epoch;
+  std::uint32_t length;
+};
+
+PIPESPEC_HD inline std::uint64_t pack(Word w) { return std::uint64_t{w.epoch} << 32 | w.length; }
+PIPESPEC_HD inline Word unpack(std::uint64_t w) {
+  return {static_cast<std::uint32_t>(w >> 32), static_cast<std::uint32_t>(w)};
+}
+
+// A view of the block: a pointer and the offsets computed from its header's sizes. Copies are cheap
+// and share the block.
+class Block {
+ public:
+  Block() = default;  // for the device too: nvcc refuses marks on defaulted functions
+  PIPESPEC_HD explicit Block(void* base)
+      : base_(static_cast<char*>(base)),
+        stages_(header().stages),
+        rows_(header().rows),
+        capacity_(header().capacity) {}
+
+  // Room for `capacity` tokens per row and stage; capacity must be a power of two.
+  PIPESPEC_HD static std::size_t bytes(std::uint32_t stages, std::uint32_t rows,
+                                       std::uint32_t capacity) {
+    return stages_offset(stages, rows) + stages * stage_bytes(rows, capacity);
+  }
+
+  // Lays the block out in zeroed memory of at least bytes(...) bytes.
+  PIPESPEC_HD static Block create(void* base, std::uint32_t stages, std::uint32_t rows,
+                                  std::uint32_t capacity) {
+    Header& h = *static_cast<Header*>(base);
+    h.magic = kMagic;
+    h.bytes = bytes(stages, rows, capacity);
+    h.stages = stages;
+    h.rows = rows;
+    h.capacity = capacity;
+    return Block(base);
+  }
+
+  PIPESPEC_HD Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  PIPESPEC_HD RowSpan& span(std::uint32_t row) const {
+    return reinterpret_cast<RowSpan*>(base_ + sizeof(Header))[row];
+  }
+  PIPESPEC_HD StageControl& control(std::uint32_t stage) const {
+    return reinterpret_cast<StageControl*>(base_ + sizeof(Header) + rows_ * sizeof(RowSpan))[stage];
+  }
+  PIPESPEC_HD Published& published(std::uint32_t stage, std::uint32_t row) const {
+    return reinterpret_cast<Published*>(stage_base(stage))[row];
+  }
+  PIPESPEC_HD Private& priv(std::uint32_t stage, std::uint32_t row) const {
+    return reinterpret_cast<Private*>(stage_base(stage) + rows_ * sizeof(Published))[row];
+  }
+  PIPESPEC_HD std::int32_t* ring(std::uint32_t stage, std::uint32_t row) const {
+    char* rings = stage_base(stage) + rows_ * (sizeof(Published) + sizeof(Private));
+    return reinterpret_cast<std::int32_t*>(rings) + std::size_t{row} * ring_words(capacity_);
+  }
+  PIPESPEC_HD std::uint32_t stages() const { return stages_; }
+  PIPESPEC_HD std::uint32_t rows() const { return rows_; }
+  PIPESPEC_HD std::uint32_t capacity() const { return capacity_; }
+  PIPESPEC_HD std::uint32_t target() const { return stages_ - 1; }
+
+  PIPESPEC_HD bool is_eos(std::int32_t token) const {
+    const Header& h = header();
+    for (std::uint32_t i = 0; i < h.n_eos; ++i)
+      if (h.eos[i] == token) return true;
+    return false;
+  }
+
+ private:
+  // Rings of neighbouring rows are written by the same stage but at different times by different
+  // readers' neighbours; whole lines keep them apart.
+  PIPESPEC_HD static std::size_t ring_words(std::uint32_t capacity) {
+    constexpr std::size_t per_line = kLine / sizeof(std::int32_t);
+    return (capacity + per_line - 1) / per_line * per_line;
+  }
+  PIPESPEC_HD static std::size_t stages_offset(std::uint32_t stages, std::uint32_t rows) {
+    return sizeof(Header) + rows * sizeof(RowSpan) + stages * sizeof(StageControl);
+  }
+  PIPESPEC_HD static std::size_t stage_bytes(std::uint32_t rows, std::uint32_t capacity) {
+    return rows *
+           (sizeof(Published) + sizeof(Private) + ring_words(capacity) * sizeof(std::int32_t));
+  }
+  PIPESPEC_HD char* stage_base(std::uint32_t stage) const {
+    return base_ + stages_offset(stages_, rows_) + stage * stage_bytes(rows_, capacity_);
+  }
+
+  char* base_ = nullptr;
+  std::uint32_t stages_ = 0;
+  std::uint32_t rows_ = 0;
+  std::uint32_t capacity_ = 0;
+};
+
+}  // namespace pipespec

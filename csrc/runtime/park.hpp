@@ -1,0 +1,83 @@
+// Sleeping until a neighbour publishes, without a busy wait and without a lost wake-up. Host only;
+// works between threads and between processes that map the same block.
+//
+// A stage rings its bell after it has published. A sleeper notes the bells *before* it looks at the
+// state, finds nothing to do, says that it is parked and looks at the bells once more. Bell and
+// parked word are accessed sequentially consistently (Dekker): either the sleeper sees the new
+// bell, or the publisher sees the parked sleeper and wakes it. `parked` is the one word with
+// several writers: the sleeper stores 1, wakers store 0; a late 0 only wakes it for nothing.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdint>
+
+#include "../protocol/state.hpp"
+
+namespace pipespec {
+
+class Bells {
+ public:
+  // In the place of a stage: the caller of generate(). It has a bell of its own (a word has one
+  // writer) and never parks.
+  static constexpr std::uint32_t kCaller = kMaxStages;
+
+  Bells(const Block& block, std::uint32_t stage) : block_(block), stage_(stage) {}
+
+  // Everything published after this call ends the next park().
+  void note() {
+    for (std::uint32_t s = 0; s < block_.stages(); ++s) heard_[s] = listen(s);
+    heard_[kCaller] = listen(kCaller);
+  }
+
+  // After publishing: wakes whoever sleeps.
+  void ring() {
+    std::uint32_t* own = bell(stage_);
+    __atomic_store_n(own, __atomic_load_n(own, __ATOMIC_RELAXED) + 1, __ATOMIC_SEQ_CST);
+    for (std::uint32_t s = 0; s < block_.stages(); ++s) {
+      std::uint32_t* parked = &block_.control(s).parked;
+      if (s == stage_ || __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0) continue;
+      __atomic_store_n(parked, 0u, __ATOMIC_SEQ_CST);
+      futex(parked, FUTEX_WAKE, 1, nullptr);
+    }
+  }
+
+  // Sleeps until another stage or the caller rings or the time is over. Returns whether a bell rang
+  // since note().
+  bool park(std::int64_t timeout_ns) {
+    if (timeout_ns <= 0) return rung();
+    std::uint32_t* parked = &block_.control(stage_).parked;
+    __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
+    if (!rung()) {
+      const timespec timeout{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
+      futex(parked, FUTEX_WAIT, 1, &timeout);
+    }
+    __atomic_store_n(parked, 0u, __ATOMIC_SEQ_CST);
+    return rung();
+  }
+
+ private:
+  std::uint32_t* bell(std::uint32_t s) const {
+    return s == kCaller ? &block_.header().bell : &block_.control(s).bell;
+  }
+  std::uint32_t listen(std::uint32_t s) const { return __atomic_load_n(bell(s), __ATOMIC_SEQ_CST); }
+  bool rung() const {
+    for (std::uint32_t s = 0; s < block_.stages(); ++s)
+      if (s != stage_ && listen(s) != heard_[s]) return true;
+    return listen(kCaller) != heard_[kCaller];
+  }
+  // Not FUTEX_PRIVATE_FLAG: waker and sleeper may be different processes.
+  static void futex(std::uint32_t* word, int op, std::uint32_t value, const timespec* timeout) {
+    syscall(SYS_futex, word, op, value, timeout, nullptr, 0);
+  }
+
+  Block block_;
+  std::uint32_t stage_;
+  std::array<std::uint32_t, kMaxStages + 1> heard_{};
+};
+
+}  // namespace pipespec

@@ -1,0 +1,113 @@
+// A stage's end of the block, for all rows of a batch: plan() fills one rectangle of tokens to
+// feed, commit() takes the selections for it, park() sleeps until a neighbour has published.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "../protocol/commit.hpp"
+#include "park.hpp"
+
+namespace pipespec {
+
+class StagePort {
+ public:
+  // `width`: columns of the rectangle, i.e. the most tokens one row feeds in one step.
+  StagePort(void* block, std::uint32_t stage, std::uint32_t width)
+      : block_(block), stage_(stage), width_(width), bells_(block_, stage) {
+    if (block_.header().magic != kMagic)
+      throw std::invalid_argument("this memory holds no pipespec state block");
+    if (stage >= block_.stages()) throw std::invalid_argument("the block has no such stage");
+    if (width < 2) throw std::invalid_argument("width must be at least 2");
+    const std::size_t rows = block_.rows();
+    tokens_.resize(rows * width);
+    n_fed_.resize(rows);
+    n_select_.resize(rows);
+    n_hint_.resize(rows);
+    kv_.resize(rows);
+    steps_.resize(rows);
+  }
+
+  // What the rows together should do: kStep when anything is to be fed (n_fed, n_hint, kv, tokens
+  // and columns() tell what); kWait when some row would rather wait for more hints (with min_hints
+  // 0 never); else kIdle or kFinished.
+  Action plan(std::uint32_t window, std::uint32_t max_hints, std::uint32_t min_hints) {
+    bells_.note();
+    const Policy policy{window, max_hints, min_hints, width_};
+    const std::uint32_t active = block_.header().active_rows;
+    bool waits = false, works = false, all_finished = true;
+    columns_ = 0;
+    for (std::uint32_t row = 0; row < active; ++row) {
+      std::int32_t* tokens = &tokens_[std::size_t{row} * width_];
+      const Word before = Sequence(block_, stage_, row).word();
+      const Step step = steps_[row] = pipespec::plan(block_, stage_, row, policy, tokens);
+      published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
+      for (std::uint32_t i = step.n_fed; i < width_; ++i) tokens[i] = 0;
+      kv_[row] = static_cast<std::int32_t>(step.kv);
+      n_fed_[row] = static_cast<std::int32_t>(step.n_fed);
+      n_hint_[row] = static_cast<std::int32_t>(step.n_hint);
+      n_select_[row] = step.action == Action::kStep ? n_fed_[row] : 0;
+      columns_ = detail::max(columns_, step.n_fed);
+      waits |= step.action == Action::kWait;
+      works |= step.n_fed > 0;
+      all_finished &= step.action == Action::kFinished;
+    }
+    // What plan() took back or adopted is news for the neighbours.
+    if (published_) bells_.ring();
+    published_ = false;
+    if (waits) return Action::kWait;
+    if (works) return Action::kStep;
+    return all_finished ? Action::kFinished : Action::kIdle;
+  }
+
+  // `selected`: [active rows, at least columns()] as verify() gives it, `stride` elements apart.
+  // Returns tokens appended.
+  std::uint32_t commit(const std::int32_t* selected, std::int64_t stride) {
+    std::uint32_t appended = 0;
+    const std::uint32_t active = block_.header().active_rows;
+    for (std::uint32_t row = 0; row < active; ++row)
+      appended += pipespec::commit(block_, stage_, row, steps_[row],
+                                   &tokens_[std::size_t{row} * width_], selected + row * stride);
+    bells_.ring();
+    return appended;
+  }
+
+  // Also returns true when the generation is no longer the one that generation() last told: a stage
+  // looks at it before plan() notes the bells, and must not sleep through a stop in between.
+  bool park(std::int64_t timeout_ns) {
+    if (asked_ && load_acquire(&block_.header().generation) != generation_) return true;
+    return bells_.park(timeout_ns);
+  }
+  void ring() { bells_.ring(); }
+
+  // The number of the generation that should run, 0 for none.
+  std::uint32_t generation() {
+    asked_ = true;
+    return generation_ = load_acquire(&block_.header().generation);
+  }
+  void set_step_ns(std::uint32_t ns) { store_relaxed(&block_.control(stage_).step_ns, ns); }
+
+  std::uint32_t rows() const { return block_.rows(); }
+  std::uint32_t width() const { return width_; }
+  std::uint32_t columns() const { return columns_; }
+  std::vector<std::int32_t>& tokens() { return tokens_; }
+  std::vector<std::int32_t>& kv() { return kv_; }
+  std::vector<std::int32_t>& n_fed() { return n_fed_; }
+  std::vector<std::int32_t>& n_hint() { return n_hint_; }
+  std::vector<std::int32_t>& n_select() { return n_select_; }
+
+ private:
+  Block block_;
+  std::uint32_t stage_;
+  std::uint32_t width_;
+  Bells bells_;
+  bool published_ = false;
+  bool asked_ = false;
+  std::uint32_t generation_ = 0;
+  std::uint32_t columns_ = 0;
+  std::vector<Step> steps_;
+  std::vector<std::int32_t> tokens_, kv_, n_fed_, n_hint_, n_select_;
+};
+
+}  // namespace pipespec

@@ -1,0 +1,197 @@
+"""What is installed, what was built, what this machine has, and what is wrong with it: for ``pipespec doctor``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "rich")
+
+
+def collect_env() -> dict[str, Any]:
+    """Facts about this installation and machine, as plain values that go into JSON. Never raises.
+
+    Imports torch, if there is one (seconds when it is not imported yet).
+    """
+    import pipespec_kernels
+
+    native, native_error = _import("_native")
+    return {
+        "version": pipespec_kernels.__version__,
+        "location": str(Path(__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _installed(name) for name in PACKAGES},
+        "torch": _torch(),
+        "native": native.build_info() if native else None,
+        "native_error": native_error,
+        "cuda": _cuda(),
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),  # what taskset, a batch system or a container leaves us
+            "quota_cores": _cpu_quota(),
+            "simd": native.simd() if native else None,
+        },
+        "memory_bytes": _memory("MemTotal"),
+        "memory_available_bytes": _memory("MemAvailable"),
+    }
+
+
+def problems(env: dict[str, Any]) -> list[str]:
+    """What is wrong in an environment from :func:`collect_env` and what to do, worst first; empty if all is well."""
+    found = []
+    if env["native_error"]:
+        found.append(env["native_error"])
+    elif env["native"]["version"] != env["version"]:
+        found.append(
+            f"The native module is of version {env['native']['version']}, the Python code of {env['version']}: "
+            f"build again (pip install -e . or make native in the source tree)."
+        )
+    for name, wanted in _lower_bounds().items():
+        have = env["packages"].get(name)
+        if have is None:
+            found.append(f"{name} is not installed: pip install '{name}>={wanted}'.")
+        elif _numbers(have) < _numbers(wanted):
+            found.append(f"{name} {have} is too old: pip install --upgrade '{name}>={wanted}'.")
+    if env["torch"]["error"] and env["packages"]["torch"]:
+        found.append(f"torch is installed but does not import: {env['torch']['error']}. Install it again.")
+
+    cuda = env["cuda"]
+    has_gpu = bool(cuda["devices"]) or env["torch"]["cuda_available"]
+    if cuda["error"] and cuda["file"]:
+        found.append(cuda["error"])
+    elif cuda["error"] and has_gpu:
+        found.append(
+            "There is a GPU, but pipespec was built without its CUDA module: "
+            "install the CUDA toolkit (nvcc) and install pipespec again with PIPESPEC_CUDA=on."
+        )
+    if cuda["driver"] and not cuda["error"] and cuda["device_error"]:
+        found.append(f"An NVIDIA driver is loaded, but {cuda['device_error']}: the driver may be too old for CUDA 13.")
+    if cuda["devices"] and env["torch"]["version"] and not env["torch"]["cuda_version"]:
+        found.append("There is a GPU, but this torch is a build for CPUs: install a torch that was built with CUDA.")
+    built = [int(arch.split("-")[0]) for arch in (env["native"] or {}).get("cuda_archs", [])]
+    for device in cuda["devices"]:
+        capability = device["capability"][0] * 10 + device["capability"][1]
+        if built and capability < min(built):
+            found.append(
+                f"{device['name']} has compute capability {capability / 10}, older than what the CUDA module was built "
+                f"for: install pipespec again with PIPESPEC_CUDA_ARCHS={capability}."
+            )
+
+    cores = min(env["cpu"]["usable_cores"], env["cpu"]["quota_cores"] or env["cpu"]["usable_cores"])
+    if cores < 2 and not has_gpu:
+        found.append("Only one CPU core may be used: nothing can run beside the target, so expect no gain on this CPU.")
+    return found
+
+
+def _import(name: str) -> tuple[Any, str | None]:
+    import pipespec_kernels
+
+    try:
+        return getattr(pipespec_kernels, name), None
+    except ImportError as error:
+        return None, str(error)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lower_bounds() -> dict[str, str]:
+    """``{"torch": "2.9"}`` and so on, from our own metadata: pyproject.toml is the one place that says it."""
+    try:
+        requirements = importlib.metadata.requires("pipespec") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    plain = [requirement for requirement in requirements if ";" not in requirement]
+    matches = [re.match(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?$", requirement) for requirement in plain]
+    return {match[1]: match[2] or "0" for match in matches if match}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _torch() -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "version": None,
+        "error": None,
+        "cuda_version": None,
+        "cuda_available": False,
+        "threads": None,
+    }
+    try:
+        torch = importlib.import_module("torch")
+        facts.update(
+            version=torch.__version__,
+            cuda_version=torch.version.cuda,
+            cuda_available=torch.cuda.is_available(),
+            threads=torch.get_num_threads(),
+        )
+    except Exception as error:  # a broken torch fails in many ways; each is a finding, none may stop the report
+        facts["error"] = f"{type(error).__name__}: {error}"
+    return facts
+
+
+def _cuda() -> dict[str, Any]:
+    module, error = _import("_cuda")
+    files = sorted(path.name for path in Path(__file__).parent.glob("_cuda.*so"))
+    facts: dict[str, Any] = {
+        "file": files[0] if files else None,
+        "error": error,
+        "runtime": None,
+        "driver": _first_line("/proc/driver/nvidia/version"),
+        "driver_supports": None,
+        "devices": [],
+        "device_error": None,
+    }
+    if module:
+        try:
+            facts["runtime"] = module.runtime_version()
+            facts["driver_supports"] = module.driver_version()
+            facts["devices"] = [{**device, "capability": list(device["capability"])} for device in module.devices()]
+        except RuntimeError as refusal:
+            facts["device_error"] = str(refusal)
+    return facts
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        return Path(path).read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def _field(path: str, pattern: str) -> str | None:
+    try:
+        match = re.search(pattern, Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return match[1].strip() if match else None
+
+
+def _cpu_model() -> str:
+    return _field("/proc/cpuinfo", r"^model name\s*:(.*)$") or platform.processor() or platform.machine()
+
+
+def _cpu_quota() -> float | None:
+    """Cores' worth of time that the container allows (cgroup v2), None without a limit."""
+    quota = _field("/sys/fs/cgroup/cpu.max", r"^(\d+ \d+)$")
+    if quota is None:
+        return None
+    allowed, period = map(int, quota.split())
+    return allowed / period
+
+
+def _memory(name: str) -> int | None:
+    kilobytes = _field("/proc/meminfo", rf"^{name}:\s*(\d+) kB$")
+    return int(kilobytes) * 1024 if kilobytes else None

@@ -1,0 +1,352 @@
+"""The command line: ``pipespec generate``, ``demo`` and ``doctor``.
+
+Text goes to stdout, everything else to stderr. Exit codes: 0; 1 where the answer is "no" (texts differ, this installation
+cannot work); 2 for an error; 130 after Ctrl-C. torch is imported only by what needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipespec.progress import quiet_transformers, say, working
+from pipespec_kernels import __version__, collect_env, problems
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_SCHEDULES = ("plain", "lockstep", "workers")
+
+# These say in words what was wrong with the input; of any other error the kind is shown, too.
+_PLAIN_ERRORS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        with _plain_warnings():
+            return command(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our text has gone (`| head`). Nothing is left to be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        message = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, _PLAIN_ERRORS):
+            message = f"{type(error).__name__}: {message}"
+        if isinstance(error, ImportError):
+            message += " (`pipespec doctor` says what is wrong with the installation)"
+        say(f"error: {message}")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "pipespec",
+        description="A large language model's own answer, faster: a chain of models generates the last one's text.",
+    )
+    parser.add_argument("--version", action="version", version=f"pipespec {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    generate = commands.add_parser("generate", help="generate text with any models", description=_generate.__doc__)
+    generate.set_defaults(command=_generate)
+    generate.add_argument("--target", metavar="PATH", help="the model whose text it is (default: the bundled family)")
+    generate.add_argument(
+        "--draft", metavar="PATH", action="append", default=[], help="a smaller model; several: smallest first"
+    )
+    generate.add_argument(
+        "--schedule", choices=_SCHEDULES, help="default: workers where there is more than one core, otherwise lockstep"
+    )
+    generate.add_argument(
+        "--windows", metavar="N", type=int, nargs="+", help="tokens a draft may be ahead: one for all, or one per draft"
+    )
+    prompt = generate.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: standard input")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="line ends at its end are dropped")
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
+    generate.add_argument("--dtype", choices=_DTYPES, help="default: as stored; float32 for the bundled family")
+    generate.add_argument("--device", metavar="D", help="cpu or cuda; default: cpu")
+    generate.add_argument("--chat", action="store_true", help="put the prompt into the target's chat template")
+    generate.add_argument("--report", action="store_true", help="afterwards, say what each stage did")
+    generate.add_argument("--no-stream", action="store_true", help="write the text when it is complete")
+    generate.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+
+    demo = commands.add_parser(
+        "demo", help="three bundled models, real prompts, who is how fast", description=_demo.__doc__
+    )
+    demo.set_defaults(command=_demo)
+    demo.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
+    demo.add_argument("--prompt", metavar="FILE", help="show and measure this text instead; - for standard input")
+    demo.add_argument("--prompts", metavar="N", type=int, help="how many prompts to measure")
+    demo.add_argument("--new-tokens", metavar="N", type=int, help="most tokens per prompt")
+    demo.add_argument("--family", metavar="FOLDER", type=Path, help="other models: FOLDER/target, /medium and /small")
+
+    doctor = commands.add_parser("doctor", help="what is installed, what is wrong", description=_doctor.__doc__)
+    doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--json", action="store_true", help="everything, for programs")
+
+    for command in commands.choices.values():
+        command.add_argument("--debug", action="store_true", help="show where an error comes from")
+    return parser
+
+
+def _generate(args: argparse.Namespace) -> int:
+    """Continue a prompt: the target's own greedy text, token for token, with or without drafts."""
+    prompt = _prompt(args)
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
+    if args.target is None and args.draft:
+        raise ValueError("--draft needs a --target: the bundled family has its own drafts")
+    target, drafts, dtype = args.target, list(args.draft), args.dtype or "auto"
+    if target is None:
+        target, drafts = _bundled(args.schedule)
+        dtype = args.dtype or "float32"
+    schedule = args.schedule or _default_schedule()
+    with working("importing torch and transformers"):
+        from transformers import AutoTokenizer
+
+        from pipespec.observe.text import TextStream
+        from pipespec.pipeline import Pipeline
+
+    with quiet_transformers():
+        with working("loading the models" + (", starting workers" if drafts and schedule == "workers" else "")):
+            pipe = Pipeline(
+                target,
+                drafts,
+                schedule=schedule,
+                windows=args.windows[0] if args.windows and len(args.windows) == 1 else args.windows,
+                dtype=dtype,
+                device=args.device,
+                trust_remote_code=args.trust_remote_code,
+            )
+        with pipe:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=args.trust_remote_code)
+            except (OSError, ValueError) as error:
+                raise FileNotFoundError(f"{target} holds no tokenizer that can be loaded: {error}") from error
+            inputs = _encode(tokenizer, prompt, args.chat)
+            length, limit = inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None)
+            if limit is not None and length <= limit < length + args.max_new_tokens:
+                say(f"warning: beyond {limit - length} new tokens the text passes the target's limit of {limit} tokens")
+            pieces: list[str] = []
+
+            def write(text: str, drafted: bool) -> None:
+                if args.no_stream:
+                    pieces.append(text)
+                else:
+                    print(text, end="", flush=True)
+
+            stream = TextStream(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), write)
+            try:
+                pipe.generate(
+                    **inputs.to(pipe.target.device),
+                    max_new_tokens=args.max_new_tokens,
+                    do_sample=False,
+                    streamer=stream,
+                )
+            except KeyboardInterrupt:
+                stream.end()
+                print("".join(pieces), flush=True)
+                raise
+            print("".join(pieces), flush=True)
+            if args.report:
+                print(pipe.report, file=sys.stderr)
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        text, where = args.prompt, "--prompt"
+    elif args.prompt_file is not None:
+        text, where = _read(args.prompt_file), str(args.prompt_file)
+    else:
+        text, where = _read(None), "standard input"
+    if not text.strip():
+        raise ValueError(f"the prompt is empty ({where})")
+    return text
+
+
+def _read(file: Path | None) -> str:
+    """A prompt from a file or standard input, without the line ends that editors and ``echo`` put at its end."""
+    try:
+        if file is None:
+            if sys.stdin is None or sys.stdin.isatty():
+                raise ValueError("no prompt: give --prompt TEXT, --prompt-file FILE, or a text on standard input")
+            text = sys.stdin.read()
+        else:
+            text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text: {file or 'standard input'}") from error
+    return text.rstrip("\r\n")
+
+
+def _encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not tokenizer.chat_template:
+        raise ValueError("--chat: the target's tokenizer has no chat template")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _default_schedule() -> str:
+    return "workers" if _cores() > 1 else "lockstep"
+
+
+def _bundled(schedule: str | None) -> tuple[Path, list[Path]]:
+    from pipespec.demo import family_path
+
+    # A process per stage needs a core per stage.
+    names = ["small", "medium"] if schedule == "lockstep" or _cores() > 2 else ["medium"]
+    if schedule == "plain":
+        names = []
+    say(f"no --target: using the bundled demo family, target{''.join(f' + {name}' for name in names)}")
+    return family_path("target"), [family_path(name) for name in names]
+
+
+def _demo(args: argparse.Namespace) -> int:
+    """Stream the text of three bundled models working at once, then measure: plain generate(), HuggingFace's assisted
+    generation, and ours. Exit code 1 if any of them generates another text."""
+    from dataclasses import replace
+
+    text = None
+    if args.prompt is not None:
+        text = _read(None if args.prompt == "-" else Path(args.prompt))
+        if not text.strip():
+            raise ValueError(f"--prompt: {args.prompt} is empty")
+    for name in ("prompts", "new_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    with working("importing torch and transformers"):
+        from pipespec.demo.run import FULL, QUICK, run_demo
+    size = QUICK if args.quick else FULL
+    size = replace(size, prompts=args.prompts or size.prompts, new_tokens=args.new_tokens or size.new_tokens)
+    return 0 if run_demo(size, text, args.family) else 1
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """What is installed, what was built, what will be used, what is wrong and what to do. Exit code 1 if pipespec cannot work."""
+    with working("looking around (imports torch and transformers)"):
+        env = collect_env()
+        env["pipeline_error"] = _pipeline_error()
+    env["family"] = _family_state()
+    env["schedules"] = _schedules(env)
+    env["default_schedule"] = _default_schedule()
+    env["problems"] = problems(env)
+    usable = env["usable"] = env["pipeline_error"] is None and env["native"]["version"] == env["version"]
+    if env["pipeline_error"] and not env["problems"]:
+        env["problems"].append(f"pipespec does not import: {env['pipeline_error']}")
+    if isinstance(env["family"], str):
+        env["problems"].append(f"The demo's models are missing: {env['family']}")
+    if args.json:
+        print(json.dumps(env, indent=1))
+        return 0 if usable else 1
+    rows = list(_doctor_rows(env))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    print()
+    for problem in env["problems"]:
+        print(f"! {problem}")
+    if not usable:
+        print("pipespec CANNOT work here until the above is repaired.")
+    elif env["problems"]:
+        print("pipespec works here, with the restrictions above.")
+    else:
+        print("All is well.")
+    return 0 if usable else 1
+
+
+def _pipeline_error() -> str | None:
+    """Why the part that needs everything does not import; None if it does."""
+    try:
+        import pipespec.pipeline  # noqa: F401
+    except Exception as error:  # broken packages fail in many ways
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _family_state() -> dict[str, float] | str:
+    """Megabytes per model, or what is missing."""
+    from pipespec.demo import FAMILY, family_path
+
+    try:
+        return {name: round((family_path(name) / "model.safetensors").stat().st_size / 1e6, 1) for name in FAMILY}
+    except OSError as error:
+        return str(error)
+
+
+def _schedules(env: dict[str, Any]) -> dict[str, str]:
+    """Per schedule: ``"yes"``, or why not."""
+    if env["pipeline_error"]:
+        return dict.fromkeys(_SCHEDULES, "no: pipespec does not import")
+    available = dict.fromkeys(_SCHEDULES, "yes")
+    if env["cpu"]["usable_cores"] < 2:
+        available["workers"] = "yes, but with one core the stages only take turns"
+    return available
+
+
+def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    cpu, cuda, native, torch = env["cpu"], env["cuda"], env["native"], env["torch"]
+    yield "pipespec", f"{env['version']}, {env['location']}"
+    yield "Python", f"{env['python']}, {env['platform']}"
+    for name, version in env["packages"].items():
+        detail = version or "not installed"
+        if name == "torch" and version and torch["error"]:
+            detail += ", does not import"
+        elif name == "torch" and torch["version"]:
+            detail = f"{torch['version']}, {torch['threads']} threads, CUDA {torch['cuda_version'] or 'no'}"
+        yield name, detail
+    yield "native module", ", ".join(f"{k} {_short(v)}" for k, v in native.items()) if native else "does not import"
+    quota = f", {cpu['quota_cores']:g} allowed by the container" if cpu["quota_cores"] else ""
+    yield "CPU", f"{cpu['model']}, {cpu['usable_cores']} of {cpu['cores']} cores usable{quota}"
+    yield "row selection", f"native, {cpu['simd']}" if native else "-"
+    if env["memory_bytes"]:
+        yield (
+            "memory",
+            f"{env['memory_bytes'] / 2**30:.1f} GiB, {(env['memory_available_bytes'] or 0) / 2**30:.1f} available",
+        )
+    yield (
+        "CUDA module",
+        cuda["file"] if cuda["file"] and not cuda["error"] else "not built" if not cuda["file"] else "broken",
+    )
+    yield "GPUs", ", ".join(device["name"] for device in cuda["devices"]) or "none"
+    for schedule, state in env["schedules"].items():
+        default = " (default)" if schedule == env["default_schedule"] and state == "yes" else ""
+        yield f"schedule {schedule}", state + default
+    family = env["family"]
+    sizes = family if isinstance(family, str) else ", ".join(f"{name} {size} MB" for name, size in family.items())
+    yield "bundled family", f"incomplete: {sizes}" if isinstance(family, str) else f"complete: {sizes}"
+
+
+def _short(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as a user wants them: what, not where."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *args, **kwargs: say(f"warning: {message}")
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

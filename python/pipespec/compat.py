@@ -1,0 +1,49 @@
+"""What differs between versions of transformers, and what its attentions make of a mask: the one place that knows."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+
+def text_config(config: Any) -> Any:
+    """The part of a model's config that describes its decoder."""
+    return config.get_text_config(decoder=True)
+
+
+def query_length(query: int | torch.Tensor) -> int:
+    """Columns of a forward as ``Cache.get_mask_sizes`` is told: an int, or (in 5.0) the 1-D ``cache_position``."""
+    return query if isinstance(query, int) else query.shape[0]
+
+
+def cropped_length(length: int, n: int) -> int:
+    """What ``Cache.crop(n)`` leaves of ``length`` tokens in the installed transformers.
+
+    Negative ``n`` removes ``-n`` tokens in every version. 0 empties the cache in 5.0 and does nothing in later ones.
+    Positive ``n`` keeps the first ``n`` tokens up to 5.17 and raises ValueError in later ones. Rather than knowing
+    which version does what, ask its own layer, with tensors that have a shape and no memory.
+    """
+    layer = DynamicLayer()
+    layer.keys = layer.values = torch.empty((1, 1, length, 1), device="meta")
+    layer.is_initialized = True
+    layer.crop(n)
+    return int(layer.keys.shape[2])
+
+
+class MaskKind(enum.Enum):
+    """What a model's attention makes of a 4-D mask."""
+
+    SDPA = enum.auto()  # takes bool and additive; None means causal by flag
+    EAGER = enum.auto()  # takes additive only: a bool mask is added as 0 and 1, silently; None means no mask at all
+    NONE = enum.auto()  # no such mask
+
+
+def mask_kind(config: Any) -> MaskKind:
+    """The kind of the attention that a model with this config uses at the moment."""
+    name = config._attn_implementation
+    if name == "sdpa":
+        return MaskKind.SDPA
+    return MaskKind.EAGER if name == "eager" else MaskKind.NONE

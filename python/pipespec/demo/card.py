@@ -1,0 +1,159 @@
+"""Writes the family's model card from the figures that the training phases recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_HEAD = """\
+# The demo's model family
+
+Three language models of the LLaMA architecture and one tokenizer, small enough to live in the
+repository, so that every example, test and benchmark of this project runs offline on real weights.
+They are made for one purpose: a target that is slow because it is deep, and drafts that often agree
+with it. They are **not** useful as models of Python.
+
+"""
+
+_TAIL = """\
+## Limits
+
+Toy size: the continuations look like Python and often mean nothing. 512 positions, one domain (source
+text of one Python version), one vocabulary of 2048 byte-level tokens. The agreement figures hold for
+greedy decoding after prompts like those above; other text, or sampling, gives others. The target's greedy
+text soon repeats itself, and repetition is easy to predict: the first 64 tokens are the stricter figure.
+
+The drafts were distilled from this target. With another target they are worth nothing.
+
+## Licence
+
+The weights, the tokenizer and this card: Apache-2.0, like the project. They were trained on the Python
+standard library, which the Python Software Foundation publishes under the PSF License Agreement, and on
+what the target wrote after it; no other text was used. The sample above quotes a few lines of it, and the
+target may recite others.
+"""
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n\n"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min"
+
+
+def write(records: dict[str, Any], shapes: dict[str, tuple[int, int, int, int]], held_out: tuple[str, ...]) -> str:
+    """The card as Markdown. ``records`` are the phases' figures, by phase; nothing else is a source of numbers."""
+    data, target, drafts, text = records["corpus"], records["target"], records["drafts"], records["text"]
+    figures = records["evaluate"]
+    parts = [_HEAD, "## Shapes\n\n"]
+    parts.append(
+        _table(
+            ["model", "hidden", "layers", "heads", "intermediate", "parameters"],
+            [
+                [name, *(str(size) for size in shape), f"{figures['parameters'][name]:,}"]
+                for name, shape in shapes.items()
+            ],
+        )
+    )
+    parts.append(
+        f"Tied embeddings, bf16 weights, {figures['bytes'] / 1e6:.1f} MB in all. Every folder loads by itself with\n"
+        "`AutoModelForCausalLM` and `AutoTokenizer`; the tokenizer is the same in each. Load with\n"
+        "`dtype=torch.float32` for the figures below. The tokenizer puts `<|begin|>` before a text, and\n"
+        "`<|endoftext|>` ends a file.\n\n"
+    )
+    parts.append("## Data\n\n")
+    parts.append(
+        f"The standard library of CPython {data['python']}, without tests, generated tables and site packages:\n"
+        f"{data['files']} files, {data['characters'] / 1e6:.2f} M characters, {data['tokens'] / 1e6:.2f} M tokens.\n"
+        f"Held out, and seen by no model:\n{', '.join(f'`{m}`' for m in held_out)}\n"
+        f"({data['held_out_files']} files, {data['held_out_tokens']:,} tokens).\n\n"
+    )
+    parts.append("## Training\n\n")
+    rows = [
+        [
+            "target",
+            "next token, corpus",
+            f"{target['steps']:,}",
+            f"{target['tokens'] / 1e6:.2f} M",
+            _minutes(target["seconds"]),
+        ]
+    ]
+    if "pretrain" in records:
+        first = records["pretrain"]
+        rows.append(
+            [
+                "both drafts",
+                "next token, corpus",
+                f"{first['steps']:,}",
+                f"{first['tokens'] / 1e6:.2f} M",
+                _minutes(first["seconds"]),
+            ]
+        )
+    rows.append(
+        [
+            "both drafts",
+            "distillation",
+            f"{drafts['steps']:,}",
+            f"{drafts['tokens'] / 1e6:.2f} M",
+            _minutes(drafts["seconds"]),
+        ]
+    )
+    parts.append(_table(["model", "phase", "steps", "tokens", "wall time"], rows))
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in text["by_kind"].items())
+    parts.append(
+        f"Distillation text: {sum(text['by_kind'].values()):,} tokens in {text['sequences']:,} sequences that the target\n"
+        f"itself wrote after prompts of the training modules\n({kinds};\n"
+        f"{_minutes(text['seconds'])}), and every fourth step the corpus. Loss: KL divergence to the target's\n"
+        "distribution plus cross entropy with its first choice. Optimizer: Muon for the layers' matrices, AdamW for\n"
+        "the rest; the rate follows half a cosine over the wall-clock budget.\n\n"
+    )
+    if records.get("notes"):
+        parts.append("\n".join(records["notes"]) + "\n\n")
+    parts.append("## Measured on the held-out modules\n\n")
+    parts.append(
+        f"All figures are of the bf16 files as they are here, in fp32. Losses are nats per token over\n"
+        f"{figures['held_out_loss_tokens']:,} tokens of the held-out modules.\n\n"
+    )
+    losses = figures["held_out_loss"]
+    parts.append(_table(["model", "held-out loss"], [[name, f"{losses[name]:.3f}"] for name in shapes]))
+    sizes = figures["prompt_tokens"]
+    parts.append(
+        f"Agreement: {figures['prompts']} held-out function heads ({sizes[0]} to {sizes[-1]} tokens, median\n"
+        f"{sizes[len(sizes) // 2]}), up to 128 tokens written greedily after each by the verifying model; the share\n"
+        "of those tokens that are the draft's first choice too. Accepted: mean number of draft tokens accepted in a\n"
+        "round of greedy speculative decoding with the given window; a round yields one token more.\n\n"
+    )
+    rows = []
+    for pair in ("medium->target", "small->target", "small->medium"):
+        found = figures[pair]
+        rows.append(
+            [
+                pair.replace("->", " → "),
+                f"{found['tokens']:,}",
+                f"{found['agreement']:.3f}",
+                f"{found['first_half']:.3f} / {found['second_half']:.3f}",
+                f"{found['accepted_at_4']:.2f}",
+                f"{found['accepted_at_8']:.2f}",
+            ]
+        )
+    parts.append(
+        _table(
+            ["draft → verifier", "tokens", "agreement", "first / last 64 tokens", "accepted of 4", "accepted of 8"],
+            rows,
+        )
+    )
+    sample = figures["samples"][0]
+    parts.append(f"What the target writes after the first of those prompts (`{sample['name']}`, the prompt first):\n\n")
+    parts.append(f"```python\n{sample['prompt']}\n# --- from here on the target ---{sample['text']}\n```\n\n")
+    parts.append("## How to make it again\n\n")
+    parts.append("The commands of this family, in the order in which they were started:\n\n```sh\n")
+    commands = [records[phase]["command"] for phase in ("target", "pretrain") if phase in records]
+    commands += [*text["commands"], drafts["command"], figures["command"]]
+    parts.append("\n".join(dict.fromkeys(commands)) + "\n```\n\n")
+    parts.append(
+        "Without `--phases` one command does all of it in order. Budgets are wall clock, so another machine, or\n"
+        "another load, gives other weights; on the same interpreter the data and its order are the same.\n\n"
+    )
+    parts.append(_TAIL)
+    return "".join(parts)

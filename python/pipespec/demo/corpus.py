@@ -1,0 +1,176 @@
+"""The demo's text: the running interpreter's own standard library.
+
+Nothing is downloaded. The library's pure-Python modules are the training text, a fixed list of
+modules is held out, and the heads of the held-out functions are the demo's prompts. Every result
+depends only on the interpreter (its version and its files), never on the clock or on the order in
+which a directory happens to be listed.
+
+This module uses the standard library alone, so that it can be used without PyTorch.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Top-level modules (a file ``x.py`` or a package ``x/``) that no model of the family is trained on.
+#: All of them exist in CPython 3.11 to 3.14.
+HELD_OUT = (
+    "bisect",
+    "calendar",
+    "configparser",
+    "difflib",
+    "fractions",
+    "graphlib",
+    "heapq",
+    "pprint",
+    "shlex",
+    "statistics",
+    "textwrap",
+    "zipfile",
+)
+
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"},
+)
+
+# Generated tables and data that happen to be Python source: long, and nothing like a program.
+_SKIPPED_FILES = (
+    "_sysconfigdata*.py",
+    "config-*/*.py",
+    "encodings/cp*.py",
+    "encodings/iso8859*.py",
+    "encodings/koi8*.py",
+    "encodings/mac_*.py",
+    "encodings/hp_roman8.py",
+    "encodings/kz1048.py",
+    "encodings/palmos.py",
+    "encodings/ptcp154.py",
+    "encodings/tis_620.py",
+    "encodings/aliases.py",
+    "html/entities.py",
+    "locale.py",
+    "pydoc_data/*.py",
+    "stringprep.py",
+    "_pydatetime.py",
+)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One module of the standard library: its path below the library folder, with ``/``, and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def module(self) -> str:
+        """The top-level module that the file belongs to (``zipfile/_path.py`` -> ``zipfile``)."""
+        return self.name.split("/")[0].removesuffix(".py")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A prompt: a function's head and some lines that precede it in its file."""
+
+    name: str
+    text: str
+
+
+def stdlib() -> Path:
+    """The running interpreter's standard library folder."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _sources(root: Path) -> Iterator[SourceFile]:
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        relative = path.relative_to(root)
+        if _SKIPPED_FOLDERS.intersection(relative.parts[:-1]) or any(relative.match(p) for p in _SKIPPED_FILES):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip():
+            yield SourceFile(relative.as_posix(), text)
+
+
+def training_files(root: Path | None = None) -> list[SourceFile]:
+    """Every usable module that is not held out, sorted by name."""
+    return [s for s in _sources(root or stdlib()) if s.module not in HELD_OUT]
+
+
+def held_out_files(root: Path | None = None) -> list[SourceFile]:
+    """The held-out modules' files, sorted by name."""
+    return [s for s in _sources(root or stdlib()) if s.module in HELD_OUT]
+
+
+def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions and methods with their qualified names; not the functions inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _functions(node, prefix)
+
+
+def heads_of(files: Iterable[SourceFile], *, max_chars: int = 480, context_lines: int = 8) -> list[Head]:
+    """Function heads of ``files``, in file order, without duplicates.
+
+    A head is the signature, the docstring where there is one, and up to ``context_lines`` lines of
+    the file before it, at most ``max_chars`` characters in all (the oldest lines go first). It ends
+    on its last visible character: the tokenizer joins a line's end to the next line's indent, so a
+    final newline would be a token that the models never saw there.
+    """
+    heads: list[Head] = []
+    seen: set[str] = set()
+    for source in files:
+        try:
+            tree = ast.parse(source.text)
+        except SyntaxError:
+            continue
+        lines = source.text.splitlines()
+        for qualified, node in _functions(tree):
+            body = node.body[0]
+            documented = ast.get_docstring(node, clean=False) is not None
+            if len(node.body) < 2 and documented:
+                continue  # Nothing left to continue.
+            if body.lineno == node.lineno:
+                continue  # A one-line function: the head cannot be told from the body by lines.
+            start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
+            end = body.end_lineno if documented else body.lineno - 1
+            head = lines[start:end]
+            while head and (not head[-1].strip() or head[-1].lstrip().startswith("#")):
+                head.pop()  # Comments between the signature and the first statement belong to the body.
+            if not head or len("\n".join(head)) > max_chars:
+                continue
+            before = lines[max(0, start - context_lines) : start]
+            while before and len("\n".join(before + head)) > max_chars:
+                before.pop(0)
+            text = "\n".join(before + head).strip("\n").rstrip()
+            if len(text) < 100 or text in seen:
+                continue
+            seen.add(text)
+            heads.append(Head(f"{source.name}:{qualified}", text))
+    return heads
+
+
+def function_heads(n: int | None = None, seed: int = 0) -> list[Head]:
+    """``n`` prompts (all of them with ``None``) from the held-out modules, in an order drawn with ``seed``.
+
+    Deterministic for an interpreter, and the first ``k`` of ``n`` are those of ``function_heads(k)``.
+    Raises ``ValueError`` where this interpreter's held-out modules have fewer than ``n``.
+    """
+    heads = heads_of(held_out_files())
+    random.Random(seed).shuffle(heads)
+    if n is None:
+        return heads
+    if n > len(heads):
+        raise ValueError(f"{n} prompts asked for, but the held-out modules have only {len(heads)}")
+    return heads[:n]

@@ -1,0 +1,72 @@
+"""What a driver is, and what all of them share: the state block and the numbers that steer the stages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from pipespec.stage import WIDTH
+from pipespec_kernels.state import StateBlock
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of ``generate()``, for the drivers.
+
+    ``prompts``: per row int32 token ids ``[P_r]``, no padding. ``limits``: per row the length (prompt included) at which it
+    ends at the latest. ``eos``: ids that end a row. ``on_commit``: called by the target's side after each of its steps.
+    """
+
+    prompts: Sequence[np.ndarray]
+    limits: Sequence[int]
+    eos: Sequence[int]
+    on_commit: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The numbers that steer a chain; the text does not depend on them.
+
+    ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it. ``wait``: drafts that a verifying
+    stage awaits when it has fewer (a bet with a deadline, never a condition).
+    """
+
+    windows: tuple[int, ...] = field(default_factory=tuple)
+    wait: int = 0
+
+    def window(self, stage: int) -> int:
+        return self.windows[stage] if stage < len(self.windows) else 0
+
+    def max_hints(self, stage: int) -> int:
+        return min(self.windows[stage - 1], WIDTH // 2) if stage > 0 else 0
+
+
+class Driver(ABC):
+    """Runs the stages of one chain until the target's rows are complete.
+
+    After ``run`` the block holds the target's tokens, whatever happened to the drafts; if it raises, those committed so far.
+    """
+
+    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy) -> None:
+        self.models = list(models)
+        self.policy = policy
+        self.block = StateBlock.create(len(models), 1, 64)
+
+    def _prepare(self, request: Request) -> None:
+        """Lay the rows out in the block. While no stage runs."""
+        starts = [len(p) for p in request.prompts]
+        self.block.ensure(
+            len(starts), max(limit - start + 2 for start, limit in zip(starts, request.limits, strict=True))
+        )
+        self.block.reset(starts, request.limits, [int(p[-1]) for p in request.prompts], request.eos)
+
+    @abstractmethod
+    def run(self, request: Request) -> None:
+        """Generate. Returns when every row of the target is complete."""
+
+    def close(self) -> None:
+        """Release what the driver holds beyond memory. May be called more than once."""

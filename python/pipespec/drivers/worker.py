@@ -1,0 +1,99 @@
+"""The process of one draft stage, started by ``workers.py`` with an inherited socket.
+
+It builds its model on shared weights, then serves one generation after the other. It ends when the caller closes the socket
+or dies; it never outlives its parent by more than ``_ORPHAN_CHECK_NS``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+
+from pipespec.drivers.base import Policy
+from pipespec.drivers.weights import SharedWeights
+from pipespec.stage import Stage
+from pipespec_kernels.state import Action, SharedMemory, StateBlock
+
+_ORPHAN_CHECK_NS = 500_000_000
+
+
+@dataclass(frozen=True)
+class Setup:
+    """First message: what to build. The descriptors were inherited under these numbers."""
+
+    index: int
+    weights: SharedWeights
+    weights_fd: int
+    block_fd: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation to take part in."""
+
+    generation: int
+    prompts: list[np.ndarray]
+    limits: list[int]
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Last message of a worker that cannot go on."""
+
+    cause: str
+    details: str
+
+
+def _serve(conn: Connection, setup: Setup, parent: int) -> None:
+    torch.set_num_threads(setup.threads)
+    model = setup.weights.build(SharedMemory(setup.weights_fd))
+    block = StateBlock(SharedMemory(setup.block_fd))
+    stage = Stage(model, block, setup.index)
+    conn.send("ready")
+    while True:
+        while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
+            if os.getppid() != parent:
+                return
+        run: Run = conn.recv()
+        block.refresh()
+        _take_part(stage, run, parent)
+        conn.send(run.generation)
+
+
+def _take_part(stage: Stage, run: Run, parent: int) -> None:
+    stage.prefill(run.prompts, run.limits)
+    port = stage.port
+    window, max_hints = run.policy.window(stage.index), run.policy.max_hints(stage.index)
+    while port.generation == run.generation:
+        action = stage.step(window, max_hints)
+        if action != Action.STEP:
+            port.park(_ORPHAN_CHECK_NS)
+        if os.getppid() != parent:
+            return
+
+
+def main() -> None:
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's business
+    conn = Connection(int(sys.argv[1]))
+    status = 0
+    try:
+        _serve(conn, conn.recv(), parent)
+    except (EOFError, ConnectionError):
+        pass  # the caller closed the pipeline, or died
+    except BaseException as error:
+        with suppress(ConnectionError):
+            conn.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        status = 1
+    # At once: to tear down the interpreter with torch in it takes a second, and there is nothing here to be saved.
+    os._exit(status)

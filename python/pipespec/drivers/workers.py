@@ -1,0 +1,257 @@
+"""workers: every draft stage in a process of its own, the target in the caller's; they meet in shared memory.
+
+The target never waits for a draft that cannot come: a worker that dies, hangs or fails costs speed, not the text.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.drivers.base import Driver, Policy, Request
+from pipespec.drivers.weights import SharedWeights
+from pipespec.drivers.worker import Failed, Run, Setup
+from pipespec.stage import Stage
+from pipespec_kernels.state import Action, SharedMemory, StateBlock
+
+_READY_TIMEOUT_S = 120.0
+"""Importing torch and transformers takes seconds, on a busy machine many."""
+
+_SEND_TIMEOUT_S = 5
+
+_FINISH_TIMEOUT_S = 10.0
+"""A worker told to stop finishes the forward it is in. One that needs longer than this is taken for hung."""
+
+
+class StageFailure(RuntimeWarning):
+    """A draft stage died or failed; the text is the same, only slower."""
+
+
+class _Worker:
+    """One draft stage's process, seen from the caller."""
+
+    def __init__(
+        self, index: int, weights: SharedWeights, memory: SharedMemory, block: StateBlock, threads: int
+    ) -> None:
+        self.index = index
+        ours, theirs = socket.socketpair()
+        fds = (theirs.fileno(), memory.fd, block.memory.fd)
+        # '' is the current directory, which -P would leave out.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        # A plain command, not multiprocessing's spawn: that would run the user's script again unless it is guarded. Own
+        # process group: the terminal's Ctrl-C must not reach it.
+        code = "from pipespec.drivers.worker import main; main()"
+        command = [sys.executable, "-P", "-c", code, str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            command, pass_fds=fds, env=environment, process_group=0, stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        # A stopped worker reads nothing: prompts larger than the socket's buffer must not block the caller for ever.
+        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self.conn = Connection(ours.detach())
+        self.busy = 0  # generation it was told to run and has not reported the end of
+        self.last_words: Failed | None = None
+        with suppress(OSError):  # it was killed at once: await_ready() will say so
+            self.conn.send(Setup(index, weights, memory.fd, block.memory.fd, threads))
+
+    def await_ready(self) -> None:
+        """Raises ``RuntimeError`` with the worker's own words if it cannot start."""
+        if not self.conn.poll(_READY_TIMEOUT_S):
+            self.kill()
+            raise RuntimeError(f"draft stage {self.index}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
+        try:
+            answer = self.conn.recv()
+        except (EOFError, OSError):
+            answer = Failed(self.obituary(), "")
+        if isinstance(answer, Failed):
+            self.kill()
+            raise RuntimeError(f"draft stage {self.index} could not start: {answer.cause}\n{answer.details}")
+
+    def is_dead(self) -> bool:
+        return self.process.poll() is not None
+
+    def obituary(self) -> str:
+        """Why it is dead: its own last words if it had time for some."""
+        code = self.process.wait()
+        try:
+            while self.last_words is None and self.conn.poll(0):
+                self._hear()
+        except (EOFError, OSError):
+            pass
+        if self.last_words is not None:
+            return self.last_words.cause
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with status {code}"
+
+    def run(self, run: Run) -> None:
+        self.busy = run.generation
+        try:
+            self.conn.send(run)
+        except OSError:
+            self.process.kill()  # dead already, or stopped with half of the message: is_dead() will say so
+
+    def _hear(self) -> None:
+        message = self.conn.recv()
+        if isinstance(message, Failed):
+            self.last_words = message
+        elif message == self.busy:
+            self.busy = 0
+
+    def await_idle(self) -> bool:
+        """Wait for the end of the last generation it took part in. False if it is dead or does not answer."""
+        deadline = time.monotonic() + _FINISH_TIMEOUT_S
+        try:
+            while self.busy and not self.last_words and self.conn.poll(max(0.0, deadline - time.monotonic())):
+                self._hear()
+        except (EOFError, OSError):
+            with suppress(subprocess.TimeoutExpired):  # the kernel closes a process's files a moment before it is dead
+                self.process.wait(1)
+            return False
+        return self.busy == 0 and not self.is_dead()
+
+    def kill(self) -> None:
+        self.conn.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class WorkersDriver(Driver):
+    """The asynchronous chain on a CPU: each draft runs ahead in its own process while the target verifies in the caller's."""
+
+    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy) -> None:
+        for i, model in enumerate(models[:-1]):
+            kind = type(model)
+            if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+                raise ValueError(
+                    f"draft {i}: a worker process cannot import its class {kind.__qualname__}; define it in a module, or use "
+                    "schedule='lockstep'"
+                )
+        super().__init__(models, policy)
+        drafts = len(models) - 1
+        # What torch may use is what the user set, or the cores; each draft needs one of them. Drafts are small: more
+        # threads would cost them more in synchronisation than they gain.
+        self._target_threads = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - drafts)
+        self._target = Stage(models[-1], self.block, drafts)
+        self.block.set_alive(drafts, True)
+        self._generation = 0
+        self._weights = []
+        for model in models[:-1]:
+            weights = SharedWeights.describe(model)
+            memory = SharedMemory.create(weights.size, "pipespec-weights")
+            weights.store(model, memory)
+            self._weights.append((weights, memory))
+        self._workers: dict[int, _Worker] = {}
+        # Also at interpreter exit, and when the driver is garbage.
+        weakref.finalize(self, _shut_down, self._workers)
+        for failure in self._start_missing().values():
+            self.close()
+            raise failure
+
+    def _start_missing(self) -> dict[int, RuntimeError]:
+        """Start the workers that are not there, all at once, and wait until they are ready. Returns those that cannot start."""
+        fresh = [i for i in range(len(self._weights)) if i not in self._workers]
+        failures = {}
+        try:
+            for i in fresh:
+                weights, memory = self._weights[i]
+                self._workers[i] = _Worker(i, weights, memory, self.block, threads=1)
+            for i in fresh:
+                try:
+                    self._workers[i].await_ready()
+                except RuntimeError as failure:
+                    failures[i] = failure
+                    self._workers.pop(i).kill()
+                self.block.set_alive(i, i not in failures)
+        except BaseException:
+            self.close()
+            raise
+        return failures
+
+    def run(self, request: Request) -> None:
+        for i, worker in list(self._workers.items()):
+            if not worker.await_idle():
+                cause = worker.obituary() if worker.is_dead() else "it did not answer"
+                worker.kill()
+                del self._workers[i]
+                if self.block.is_alive(i):  # else it has been told
+                    self._lost(i, f"has gone since the last call ({cause}); it is started again")
+        for i, failure in self._start_missing().items():
+            self._lost(i, f"is missing, this call goes on without it: {failure}")
+        self._prepare(request)
+        self._generation = self._generation % (2**31) + 1
+        run = Run(self._generation, list(request.prompts), list(request.limits), self.policy)
+        try:
+            self.block.start(self._generation)
+            for worker in self._workers.values():
+                worker.run(run)
+            with _torch_threads(self._target_threads):
+                self._target.prefill(request.prompts, request.limits)
+                while self._step() != Action.FINISHED:
+                    for i, worker in self._workers.items():
+                        if worker.is_dead() and self.block.is_alive(i):
+                            self._lost(
+                                i,
+                                f"is gone ({worker.obituary()}); this call goes on without it, the next one starts it again",
+                            )
+                    if request.on_commit is not None:
+                        request.on_commit()
+        finally:
+            self.block.start(0)
+
+    def _lost(self, i: int, what: str) -> None:
+        """Tell the user, once, and no stage waits for it any more. To be called from ``run`` itself."""
+        self.block.set_alive(i, False)
+        # Points at the line that called Pipeline.generate().
+        warnings.warn(f"draft stage {i} {what}. The text is not affected, only its speed", StageFailure, stacklevel=5)
+
+    def _step(self) -> Action:
+        upstream = self._target.index - 1
+        max_hints = self.policy.max_hints(self._target.index)
+        action = self._target.step(0, max_hints, self.policy.wait)
+        if action == Action.WAIT:
+            # The time the missing drafts are expected to take, with some slack; then go on with what there is.
+            patience = int(1.5 * self.policy.wait * self.block.step_ns(upstream))
+            deadline = time.perf_counter_ns() + patience
+            while action == Action.WAIT:
+                left = deadline - time.perf_counter_ns()
+                if left <= 0:
+                    action = self._target.step(0, max_hints)
+                    break
+                self._target.port.park(left)
+                action = self._target.step(0, max_hints, self.policy.wait)
+        return action
+
+    def close(self) -> None:
+        """End the workers. A later ``run`` starts them again."""
+        self.block.start(0)
+        _shut_down(self._workers)
+
+
+def _shut_down(workers: dict[int, _Worker]) -> None:
+    # At the end of a fork of the caller it does nothing: Popen.kill() looks first whether it is our child.
+    for worker in workers.values():
+        worker.kill()
+    workers.clear()
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

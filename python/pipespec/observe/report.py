@@ -1,0 +1,96 @@
+"""Report: what one call of ``generate()`` did, per stage and as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from pipespec_kernels.state import StateBlock
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage, summed over the rows of the batch.
+
+    ``steps``: row-steps in which it selected a token; ``drafted``: hints of its upstream that it verified; ``accepted``: those
+    that held; ``produced``: tokens it appended (accepted hints and its own); ``adopted``: tokens taken over from downstream;
+    ``rollbacks``/``wasted``: how often, and how many tokens, it took back; ``histogram[j]``: steps that accepted j hints (the last bin: or more).
+    """
+
+    name: str
+    steps: int
+    fed: int
+    drafted: int
+    accepted: int
+    produced: int
+    adopted: int
+    rollbacks: int
+    wasted: int
+    histogram: tuple[int, ...]
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted; NaN for a stage that verified nothing (the first, or plain decoding)."""
+        return self.accepted / self.drafted if self.drafted else float("nan")
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean tokens per step, the stage's own token included."""
+        return self.produced / self.steps if self.steps else float("nan")
+
+
+@dataclass(frozen=True)
+class Report:
+    """One call of ``generate()``. Times are wall-clock seconds; ``tokens`` counts generated tokens of all rows, padding not."""
+
+    schedule: str
+    rows: int
+    tokens: int
+    seconds: float
+    seconds_to_first_token: float
+    stages: tuple[StageReport, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else float("nan")
+
+    def to_dict(self) -> dict:
+        """Everything, the derived figures included, ready for JSON."""
+        out = asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        for entry, stage in zip(out["stages"], self.stages, strict=True):
+            entry |= {"acceptance_rate": stage.acceptance_rate, "accepted_length": stage.accepted_length}
+        return out
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s = {self.tokens_per_second:.1f} tokens/s, "
+            f"first after {self.seconds_to_first_token * 1e3:.0f} ms",
+            f"{'stage':<12}{'steps':>8}{'drafted':>9}{'accepted':>10}{'rate':>7}{'length':>8}{'rollbacks':>11}{'wasted':>8}",
+        ]
+        for s in self.stages:
+            rate = f"{s.acceptance_rate:.3f}" if s.drafted else "-"
+            lines.append(
+                f"{s.name:<12}{s.steps:>8}{s.drafted:>9}{s.accepted:>10}{rate:>7}{s.accepted_length:>8.2f}"
+                f"{s.rollbacks:>11}{s.wasted:>8}"
+            )
+        return "\n".join(lines)
+
+
+def stage_report(name: str, block: StateBlock, stage: int, rows: int) -> StageReport:
+    """Sum a stage's counters over the rows of the last generation."""
+    counts = [block.counters(stage, row) for row in range(rows)]
+    total = {key: sum(c[key] for c in counts) for key in counts[0] if key != "histogram"}
+    histogram = [sum(column) for column in zip(*(c["histogram"] for c in counts), strict=True)]
+    while len(histogram) > 1 and histogram[-1] == 0:
+        histogram.pop()
+    return StageReport(
+        name=name,
+        steps=total["steps"],
+        fed=total["fed"],
+        drafted=total["drafted"],
+        accepted=total["accepted"],
+        produced=total["produced"],
+        adopted=total["adopted"],
+        rollbacks=total["rollbacks"],
+        wasted=total["truncated"],
+        histogram=tuple(histogram),
+    )

@@ -1,0 +1,196 @@
+"""What was built: does it say so truthfully, does it depend on nothing it must not, does its failure explain itself."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import pipespec_kernels
+from pipespec_kernels import _native, env
+
+PACKAGE = Path(pipespec_kernels.__file__).parent
+CUDA_MODULES = list(PACKAGE.glob("_cuda.*so"))
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter whose only pipespec_kernels is the one in ``cwd``."""
+    # -S: no site-packages, hence no installed pipespec and no torch.
+    return subprocess.run([sys.executable, "-S", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package's Python files, without native modules, in a folder of its own."""
+    shutil.copytree(PACKAGE, tmp_path / "pipespec_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def test_build_info_says_what_was_built() -> None:
+    info = _native.build_info()
+    assert info["version"] == pipespec_kernels.__version__
+    assert info["cxx_standard"] >= 202002
+    assert info["build_type"] == "Release"
+    assert info["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
+    assert set(info["simd"]) <= {"avx2", "avx512"}
+    assert info["cuda"] == bool(CUDA_MODULES) == bool(info["cuda_archs"])
+    if info["cuda"]:
+        assert not info["cuda_archs"][-1].endswith("-real"), "no PTX for GPUs that are newer than this build"
+
+
+@pytest.mark.parametrize("module", ["_native", "_cuda"])
+def test_module_links_neither_torch_nor_cuda(module: str) -> None:
+    files = list(PACKAGE.glob(f"{module}.*so"))
+    if not files:
+        pytest.skip(f"{module} was not built")
+    linked = subprocess.run(["ldd", files[0]], capture_output=True, text=True, check=True).stdout
+    for library in ("torch", "c10", "libcuda", "libcudart", "libpython"):
+        assert library not in linked
+
+
+def test_native_imports_without_torch_and_numpy(copy: Path) -> None:
+    shutil.copy(_native.__file__, copy / "pipespec_kernels")
+    ran = python("from pipespec_kernels import _native; print(_native.build_info()['version'])", copy)
+    assert ran.stdout.strip() == pipespec_kernels.__version__, ran.stderr
+
+
+def test_unbuilt_module_says_how_to_build(copy: Path) -> None:
+    ran = python("from pipespec_kernels import _native", copy)
+    assert ran.returncode != 0
+    assert "pipespec_kernels._native is not built" in ran.stderr
+    assert "pip install" in ran.stderr
+
+
+def test_source_tree_that_hides_an_installed_package_says_so(copy: Path) -> None:
+    (copy / "setup.py").touch()
+    ran = python("from pipespec_kernels import _native", copy)
+    assert "make native" in ran.stderr
+    assert "the source tree hides it" in ran.stderr
+
+
+def test_module_for_another_python_names_both(copy: Path) -> None:
+    other = "_native.cpython-39-x86_64-linux-gnu.so"
+    (copy / "pipespec_kernels" / other).touch()
+    ran = python("from pipespec_kernels import _native", copy)
+    assert "another Python" in ran.stderr
+    assert other in ran.stderr
+    assert "_native" + sysconfig.get_config_var("EXT_SUFFIX") in ran.stderr
+
+
+def test_module_that_does_not_load_says_why(copy: Path) -> None:
+    (copy / "pipespec_kernels" / Path(_native.__file__).name).write_text("not a shared object")
+    ran = python("from pipespec_kernels import _native", copy)
+    assert "does not load" in ran.stderr
+    assert "file too short" in ran.stderr or "invalid ELF header" in ran.stderr
+
+
+@pytest.mark.parametrize("package", ["pipespec", "pipespec_kernels"])
+def test_every_folder_with_code_is_a_package(package: str) -> None:
+    """A folder without ``__init__.py`` works in the source tree and is missing from the wheel."""
+    root = Path(importlib.import_module(package).__file__).parent
+    folders = {path.parent for path in root.rglob("*.py")}
+    assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = pipespec_kernels.nonsense
+
+
+def test_import_loads_no_torch() -> None:
+    code = "import sys, pipespec_kernels; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.skipif(not CUDA_MODULES, reason="_cuda was not built")
+def test_cuda_module_imports_and_answers_or_refuses_in_words() -> None:
+    from pipespec_kernels import _cuda
+
+    assert _cuda.runtime_version() >= 12000
+    assert _cuda.driver_version() >= 0
+    if env.collect_env()["cuda"]["devices"]:
+        assert _cuda.device_count() == len(_cuda.devices())
+    else:
+        with pytest.raises(RuntimeError, match=r"no usable CUDA device: .*CUDA error \d+"):
+            _cuda.device_count()
+
+
+def test_environment_of_this_installation() -> None:
+    found = env.collect_env()
+    json.dumps(found)  # plain values only
+    assert found["native"] == _native.build_info()
+    assert found["native_error"] is None
+    assert found["packages"]["torch"] == found["torch"]["version"]
+    assert 1 <= found["cpu"]["usable_cores"] <= found["cpu"]["cores"]
+    assert found["cpu"]["simd"] in ("portable", "avx2", "avx512")
+    assert found["memory_bytes"] >= found["memory_available_bytes"] > 0
+    assert all(isinstance(problem, str) for problem in env.problems(found))
+
+
+def test_environment_with_nothing_installed(copy: Path) -> None:
+    code = "import json; from pipespec_kernels import *; e = collect_env(); print(json.dumps([e, problems(e)]))"
+    ran = python(code, copy)
+    found, said = json.loads(ran.stdout)
+    assert found["native"] is None
+    assert "is not built" in said[0]
+    assert found["packages"]["torch"] is None
+    assert found["torch"]["error"].startswith("ModuleNotFoundError")
+
+
+def healthy() -> dict:
+    """An environment without problems on a machine with a GPU."""
+    return {
+        "version": "1.0",
+        "packages": {"torch": "2.13.0", "transformers": "5.23.0", "numpy": "2.4", "safetensors": "0.8", "rich": "15.0"},
+        "torch": {"version": "2.13.0", "error": None, "cuda_version": "13.0", "cuda_available": True, "threads": 2},
+        "native": {"version": "1.0", "cuda_archs": ["80-real", "90"]},
+        "native_error": None,
+        "cuda": {
+            "file": "_cuda.so",
+            "error": None,
+            "driver": "NVRM version: 580",
+            "devices": [{"name": "H200", "capability": [9, 0]}],
+            "device_error": None,
+        },
+        "cpu": {"usable_cores": 4, "quota_cores": None},
+    }
+
+
+def test_no_problems() -> None:
+    assert env.problems(healthy()) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "sentence"),
+    [
+        ("native", {"version": "0.9"}, "native module is of version 0.9"),
+        ("packages", {"torch": "2.8.1"}, "torch 2.8.1 is too old"),
+        ("packages", {"transformers": None}, "transformers is not installed"),
+        ("torch", {"error": "OSError: libc10"}, "does not import: OSError: libc10"),
+        ("torch", {"cuda_version": None}, "this torch is a build for CPUs"),
+        ("cuda", {"error": "not built", "file": None, "devices": []}, "built without its CUDA module"),
+        ("cuda", {"error": "_cuda does not load: x"}, "_cuda does not load: x"),
+        ("cuda", {"devices": [], "device_error": "no usable CUDA device: old"}, "driver may be too old"),
+        ("cuda", {"devices": [{"name": "T4", "capability": [7, 5]}]}, "PIPESPEC_CUDA_ARCHS=75"),
+    ],
+)
+def test_problem_is_named(part: str, change: dict, sentence: str) -> None:
+    broken = healthy()
+    broken[part].update(change)
+    said = env.problems(broken)
+    assert len(said) == 1
+    assert sentence in said[0]
+
+
+def test_one_core_is_named() -> None:
+    broken = healthy()
+    broken["cuda"].update(devices=[], driver=None)
+    broken["torch"].update(cuda_available=False)
+    broken["cpu"]["quota_cores"] = 0.5
+    assert "Only one CPU core" in env.problems(broken)[0]

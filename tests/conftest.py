@@ -1,0 +1,103 @@
+"""Models and prompts that the tests share. Everything is made here: no weights are downloaded."""
+
+from __future__ import annotations
+
+import copy
+import signal
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 320
+
+# The models here are tiny: a second thread gains nothing, and on a busy machine each product waits for it.
+torch.set_num_threads(1)
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests of Ctrl-C need it heard.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--bundled-prompts",
+        type=int,
+        default=16,
+        help="prompts for the losslessness test with the bundled family (200 for the full claim; takes half an hour)",
+    )
+
+
+def random_llama(
+    seed: int,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    kv_heads: int = 2,
+    vocabulary: int = VOCABULARY,
+    dtype=torch.float32,
+) -> LlamaForCausalLM:
+    """An untrained LLaMA whose greedy text is lively: weights large enough that attention and MLP matter."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def always_right(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A draft with the target's own weights: every hint is accepted."""
+    return copy.deepcopy(target)
+
+
+def always_wrong(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A draft whose logits are the target's, negated: it proposes what the target likes least."""
+    draft = copy.deepcopy(target)
+    with torch.no_grad():
+        draft.lm_head.weight.neg_()
+    return draft
+
+
+def noisy(target: LlamaForCausalLM, scale: float, seed: int = 0) -> LlamaForCausalLM:
+    """A draft that agrees with the target more or less often: its weights plus noise of relative size ``scale``."""
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * scale)
+    return draft
+
+
+def random_prompts(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 24) -> list[torch.Tensor]:
+    """LongTensors ``[P]`` of token ids >= 2 (0 pads, 1 begins)."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
+
+
+def left_pad(prompts: list[torch.Tensor], pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input_ids`` and ``attention_mask``, both ``[B, S]``."""
+    width = max(len(p) for p in prompts)
+    ids = torch.full((len(prompts), width), pad)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask
+
+
+@pytest.fixture(scope="session")
+def target() -> LlamaForCausalLM:
+    return random_llama(0)

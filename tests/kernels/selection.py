@@ -1,0 +1,127 @@
+"""What the tests of row selection share: awkward data, strided views, and an oracle that looks at every element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pipespec_kernels import _native
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = ["normal", "negative", "few values", "minus inf", "zeros", "nans", "any bits"]
+
+
+def simd_variants() -> list[str]:
+    """What this machine can run."""
+    names = []
+    for name in ("portable", "avx2", "avx512"):
+        try:
+            before = _native.set_simd(name)
+        except ValueError:
+            continue
+        _native.set_simd(before)
+        names.append(name)
+    return names
+
+
+@contextmanager
+def simd(name: str) -> Iterator[None]:
+    before = _native.set_simd(name)
+    try:
+        yield
+    finally:
+        _native.set_simd(before)
+
+
+def make_logits(kind: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    def rand(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator)
+
+    x = torch.randn(shape, generator=generator)
+    if kind == "negative":
+        x = -x.abs() - 0.25
+    elif kind == "few values":
+        few = torch.tensor([-math.inf, -2.0, -1.0, -0.0, 0.0, 1.0, 2.0])
+        x = few[torch.randint(0, 7, shape, generator=generator)]
+    elif kind == "minus inf":
+        x = torch.full(shape, -math.inf)
+    elif kind == "zeros":
+        x = torch.where(rand(*shape) < 0.5, torch.tensor(-0.0), torch.tensor(0.0))
+    elif kind == "nans":
+        chance = rand(*shape)
+        x = x.masked_fill(chance < 0.02, math.nan)
+        x = torch.where((chance > 0.02) & (chance < 0.04), torch.tensor(-math.nan), x)
+    x = x.to(dtype)
+    if kind == "any bits":
+        lane = torch.int32 if dtype is torch.float32 else torch.int16
+        info = torch.iinfo(lane)
+        bits = torch.randint(info.min, info.max + 1, shape, generator=generator, dtype=torch.int64)
+        x = bits.to(lane).view(dtype)
+    return x
+
+
+def strided(x: Tensor, layout: str) -> Tensor:
+    """The same values in other places: rows that begin unaligned, transposed, with gaps, reversed order of storage."""
+    b, q, v = x.shape
+    if layout == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "gaps":
+        wide = torch.full((b, q + 1, v + 3), math.nan, dtype=x.dtype)  # NaNs outside would win
+        wide[:, 1:, 1 : v + 1] = x
+        return wide[:, 1:, 1 : v + 1]
+    if layout == "offset":
+        flat = torch.full((b * q * v + 1,), math.nan, dtype=x.dtype)
+        flat[1:] = x.reshape(-1)
+        return flat[1:].view(b, q, v)
+    return x
+
+
+LAYOUTS = ["plain", "transposed", "gaps", "offset"]
+
+
+def argmax_by_hand(row: list[float]) -> int:
+    best = 0
+    for i, x in enumerate(row):
+        if math.isnan(row[best]):
+            break
+        if math.isnan(x) or x > row[best]:
+            best = i
+    return best
+
+
+def verify_by_hand(logits: Tensor, tokens: Tensor, n_fed: list[int], n_hint: list[int]) -> tuple[Tensor, Tensor]:
+    batch, width, _ = logits.shape
+    selected = [[-1] * width for _ in range(batch)]
+    accepted = [0] * batch
+    for r in range(batch):
+        own = n_fed[r] - n_hint[r]
+        if n_fed[r] == 0:
+            continue
+        hints = tokens[r, own : n_fed[r]].tolist()
+        for j in range(n_hint[r] + 1):
+            selected[r][j] = argmax_by_hand(logits[r, own - 1 + j].tolist())
+            if j == n_hint[r] or selected[r][j] != hints[j]:
+                break
+            accepted[r] += 1
+    return torch.tensor(selected, dtype=torch.int32).view(batch, width), torch.tensor(accepted, dtype=torch.int32)
+
+
+def hinted_tokens(logits: Tensor, agreement: float, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Tokens of which each agrees with what the logits of the column before select, at the given rate."""
+    batch, width, vocab = logits.shape
+    tokens = torch.randint(0, vocab, (batch, width), generator=generator)
+    if batch * width:
+        agreeing = torch.rand((batch, width), generator=generator) < agreement
+        agreeing[:, 0] = False
+        tokens = torch.where(agreeing, torch.argmax(logits, dim=-1).roll(1, dims=1), tokens)
+    return tokens.to(dtype)
+
+
+def ragged_counts(batch: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    n_fed = torch.randint(0, width + 1, (batch,), generator=generator)
+    n_hint = (torch.rand(batch, generator=generator) * n_fed).long()
+    return n_fed.to(torch.int32), n_hint.to(torch.int32)

@@ -1,0 +1,193 @@
+// A model that costs nothing and forgives nothing. Its next token is a hash of the tokens that its
+// cache really holds, position by position: a hole, a stale entry or a shifted one changes the
+// text. And plain decoding with the same model, which is what every pipeline must reproduce.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "protocol/commit.hpp"
+
+namespace fake {
+
+using Tokens = std::vector<std::int32_t>;
+
+// Sanitizers cost that much; tests that repeat something do it less often then.
+#if defined(__SANITIZE_THREAD__)
+constexpr std::uint32_t kSlow = 8;
+#elif defined(__SANITIZE_ADDRESS__)
+constexpr std::uint32_t kSlow = 3;
+#else
+constexpr std::uint32_t kSlow = 1;
+#endif
+
+inline std::uint64_t mix(std::uint64_t x) {  // splitmix64's finaliser
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+inline std::uint64_t extend(std::uint64_t hash, std::int32_t token) {
+  return mix(hash * 0x9e3779b97f4a7c15u + static_cast<std::uint32_t>(token) + 1);
+}
+
+struct Random {
+  std::uint64_t state;
+  std::uint64_t next() { return mix(state += 0x9e3779b97f4a7c15u); }
+  std::uint32_t below(std::uint32_t n) { return static_cast<std::uint32_t>(next() % n); }
+  bool chance(double p) { return static_cast<double>(next() >> 11) * 0x1p-53 < p; }
+  template <class T>
+  T pick(std::initializer_list<T> of) {
+    return of.begin()[below(static_cast<std::uint32_t>(of.size()))];
+  }
+};
+
+// What the target says. With a script: that text, as long as the cache holds exactly its beginning.
+struct Truth {
+  std::uint64_t seed = 1;
+  std::int32_t vocabulary = 40;
+  Tokens eos = {-5};      // ids that end a text; at least one, if only for drafts to say it
+  double eos_rate = 0.0;  // how often the hash says one of them
+  Tokens script = {};     // from position 0, i.e. with the prompt
+
+  std::int32_t next(std::uint64_t hash, std::uint32_t n) const {
+    if (n < script.size() && hash == hash_of(script.data(), n)) return script[n];
+    const std::uint64_t bits = mix(hash ^ seed);
+    if (static_cast<double>(bits >> 11) * 0x1p-53 < eos_rate) {
+      return eos[bits % eos.size()];
+    }
+    return 100 + static_cast<std::int32_t>((bits >> 5) % static_cast<std::uint32_t>(vocabulary));
+  }
+  static std::uint64_t hash_of(const std::int32_t* tokens, std::uint32_t n) {
+    std::uint64_t hash = 0;
+    for (std::uint32_t i = 0; i < n; ++i) hash = extend(hash, tokens[i]);
+    return hash;
+  }
+};
+
+// A stage's model: says the truth with some probability.
+struct Model {
+  const Truth* truth;
+  double accuracy = 1.0;
+  std::uint64_t seed = 0;
+  std::uint32_t right_until = ~0u;  // from this position on always wrong
+  std::uint32_t wrong_at = ~0u;     // wrong at this one position
+  bool says_eos = false;            // nothing but EOS
+
+  std::int32_t next(std::uint64_t hash, std::uint32_t n) const {
+    if (says_eos) return truth->eos.front();
+    const std::int32_t right = truth->next(hash, n);
+    Random random{hash ^ mix(seed + 17)};
+    const bool wrong = n == wrong_at || n >= right_until || !random.chance(accuracy);
+    if (!wrong) return right;
+    // Few wrong answers, so that two drafts are often wrong in the same way; one of them is EOS.
+    if (n != wrong_at && right != truth->eos.front() && random.below(5) == 0) {
+      return truth->eos.front();
+    }
+    const auto other = 100 + static_cast<std::int32_t>(random.below(3));
+    return other == right ? other + 1 : other;
+  }
+};
+
+// Storage for keys and values of one row. Every entry is the token it was computed from.
+class Cache {
+ public:
+  explicit Cache(const Model& model) : model_(model) {}
+
+  // The prompt but for its last token, as a prefill leaves it.
+  void prefill(const Tokens& prompt) {
+    entries_.assign(prompt.begin(), prompt.end() - 1);
+    entries_.resize(entries_.size() + 8, kGarbage);
+  }
+
+  // A forward over a row of a rectangle with `columns` columns: padding lands in the storage too.
+  void feed(const std::int32_t* tokens, std::uint32_t kv, std::uint32_t n_fed,
+            std::uint32_t columns) {
+    if (entries_.size() < kv + columns) entries_.resize(kv + columns, kGarbage);
+    for (std::uint32_t i = 0; i < columns; ++i) entries_[kv + i] = i < n_fed ? tokens[i] : kGarbage;
+  }
+
+  // What the op `verify` gives: choices while the hints hold, then one more, then -1.
+  void select(const std::int32_t* tokens, std::uint32_t kv, std::uint32_t n_fed,
+              std::uint32_t n_hint, std::int32_t* selected, std::uint32_t columns) const {
+    std::fill(selected, selected + columns, -1);
+    if (n_fed == 0) return;
+    const std::uint32_t own = n_fed - n_hint;
+    std::uint64_t hash = Truth::hash_of(entries_.data(), kv + own);
+    for (std::uint32_t j = 0;; ++j) {
+      selected[j] = model_.next(hash, kv + own + j);
+      if (j == n_hint || selected[j] != tokens[own + j]) return;
+      hash = extend(hash, entries_[kv + own + j]);
+    }
+  }
+
+  const Tokens& entries() const { return entries_; }
+  static constexpr std::int32_t kGarbage = -1000;
+
+ private:
+  Model model_;
+  Tokens entries_;
+};
+
+// Plain decoding: the prompt and what the model makes of it, up to position `limit` or the first
+// EOS.
+inline Tokens plain(const Model& model, const Tokens& prompt, std::uint32_t limit) {
+  Tokens text = prompt;
+  std::uint64_t hash = Truth::hash_of(text.data(), static_cast<std::uint32_t>(text.size()));
+  while (text.size() < limit) {
+    text.push_back(model.next(hash, static_cast<std::uint32_t>(text.size())));
+    hash = extend(hash, text.back());
+    const Tokens& eos = model.truth->eos;
+    if (std::find(eos.begin(), eos.end(), text.back()) != eos.end()) break;
+  }
+  return text;
+}
+
+// Memory for a block, shared with child processes.
+class BlockMemory {
+ public:
+  BlockMemory(std::uint32_t stages, std::uint32_t rows, std::uint32_t capacity)
+      : size_(pipespec::Block::bytes(stages, rows, capacity)),
+        base_(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {
+    if (base_ == MAP_FAILED) throw std::bad_alloc();
+    block_ = pipespec::Block::create(base_, stages, rows, capacity);
+    for (std::uint32_t s = 0; s < stages; ++s) block_.control(s).alive = 1;
+  }
+  BlockMemory(const BlockMemory&) = delete;
+  BlockMemory& operator=(const BlockMemory&) = delete;
+  ~BlockMemory() { munmap(base_, size_); }
+
+  void* base() const { return base_; }
+  const pipespec::Block& block() const { return block_; }
+
+ private:
+  std::size_t size_;
+  void* base_;
+  pipespec::Block block_;
+};
+
+inline std::uint32_t power_of_two(std::uint32_t n) {
+  std::uint32_t p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+inline void set_eos(const pipespec::Block& block, const Tokens& eos) {
+  block.header().n_eos = static_cast<std::uint32_t>(eos.size());
+  std::copy(eos.begin(), eos.end(), block.header().eos);
+}
+
+// Positions [begin, end) of a stage's sequence.
+inline Tokens tokens_of(const pipespec::Block& block, std::uint32_t stage, std::uint32_t row,
+                        std::uint32_t begin, std::uint32_t end) {
+  const pipespec::Sequence sequence(block, stage, row);
+  Tokens out;
+  for (std::uint32_t p = begin; p < end; ++p) out.push_back(sequence.token(p));
+  return out;
+}
+
+}  // namespace fake

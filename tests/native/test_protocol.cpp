@@ -1,0 +1,939 @@
+// plan() and commit(), one thread: every rule by itself, then thousands of random schedules. Stages
+// take turns in any order, also between the plan and the commit of another one. Whatever the order:
+// the target's text is that of plain decoding, and every cache holds its stage's sequence.
+#include <cstdio>
+#include <optional>
+
+#include "check.hpp"
+#include "fake_stage.hpp"
+#include "runtime/generation.hpp"
+#include "runtime/stage_port.hpp"
+
+using namespace pipespec;
+using fake::kSlow;
+using fake::Model;
+using fake::Random;
+using fake::Tokens;
+using fake::Truth;
+using u32 = std::uint32_t;
+
+namespace {
+
+constexpr u32 kEverything = 0xffffffffu;
+
+// A pipeline of fake stages for one row. Checks the invariants after every half step.
+class Chain {
+ public:
+  // The last of `models` is the target.
+  Chain(Truth truth, std::vector<Model> models, Tokens prompt, u32 limit)
+      : truth_(std::move(truth)),
+        models_(std::move(models)),
+        prompt_(std::move(prompt)),
+        memory_(static_cast<u32>(models_.size()), 1, fake::power_of_two(limit + 1)) {
+    for (Model& model : models_) model.truth = &truth_;
+    restart(limit);
+  }
+
+  void restart(u32 limit) {
+    limit_ = limit;
+    fake::set_eos(block(), truth_.eos);
+    reset_row(block(), 0, start(), limit, prompt_.back());
+    text_ = fake::plain(models_.back(), prompt_, limit);
+    stages_.clear();
+    for (const Model& model : models_) {
+      stages_.emplace_back(model);
+      stages_.back().cache.prefill(prompt_);
+    }
+    for (u32 s = 0; s < stages(); ++s) {
+      const Private& priv = block().priv(s, 0);
+      expect(CHECK(priv.agreed == start() && priv.seen_epoch == 0 && priv.counters.steps == 0));
+      check(s);
+    }
+  }
+
+  const Block& block() const { return memory_.block(); }
+  u32 stages() const { return static_cast<u32>(models_.size()); }
+  u32 target() const { return stages() - 1; }
+  u32 start() const { return static_cast<u32>(prompt_.size()); }
+  u32 limit() const { return limit_; }
+  const Tokens& text() const { return text_; }
+  Sequence sequence(u32 stage) const { return Sequence(block(), stage, 0); }
+  u32 length(u32 stage) const { return sequence(stage).word().length; }
+  u32 kv(u32 stage) const { return block().priv(stage, 0).kv; }
+  Counters& counters(u32 stage) const { return block().priv(stage, 0).counters; }
+  Tokens tokens(u32 stage) const {
+    return fake::tokens_of(block(), stage, 0, start() - 1, length(stage));
+  }
+  const Tokens& fed(u32 stage) const { return stages_[stage].tokens; }
+  bool pending(u32 stage) const { return stages_[stage].step.has_value(); }
+  bool finished() const { return stages_[target()].finished; }
+  bool good() const { return good_; }
+
+  Step plan(u32 stage, Policy policy) {
+    Stage& own = stages_[stage];
+    const u32 before = length(stage);
+    u32 reached = 0;
+    if (stage != target()) reached = std::max(length(target()), length(stage + 1));
+    own.tokens.assign(policy.width + 1, Cache::kGarbage);
+    const Step step = pipespec::plan(block(), stage, 0, policy, own.tokens.data());
+
+    expect(CHECK(step.n_fed <= policy.width && step.n_hint <= step.n_fed));
+    expect(CHECK_EQ(own.tokens[policy.width], Cache::kGarbage));  // did not write past the buffer
+    const bool feeds = step.action == Action::kStep || step.action == Action::kCatchUp;
+    expect(CHECK_EQ(feeds, step.n_fed > 0));
+    expect(CHECK(step.n_hint <= policy.max_hints && (stage > 0 || step.n_hint == 0)));
+    if (feeds) {
+      expect(CHECK_EQ(step.kv, kv(stage)));
+      const u32 known = step.n_fed - step.n_hint;
+      for (u32 i = 0; i < known; ++i) {
+        expect(CHECK_EQ(own.tokens[i], sequence(stage).token(step.kv + i)));
+      }
+      if (step.action == Action::kStep) {
+        expect(CHECK_EQ(step.kv + known, length(stage)));
+      } else {
+        expect(CHECK(step.n_hint == 0 && step.kv + known < length(stage)));
+      }
+    }
+    if (stage == target()) {
+      expect(CHECK_EQ(length(stage), before));  // obeys nobody
+      if (step.action == Action::kFinished) own.finished = true;
+      expect(CHECK(step.action != Action::kIdle));
+    } else {
+      expect(CHECK(step.action != Action::kFinished));
+      own.bound = u32(std::min<std::uint64_t>(std::uint64_t{reached} + policy.window, limit_));
+      expect(CHECK(length(stage) <= std::max(before, reached)));
+    }
+    if (feeds) {
+      const u32 columns = step.n_fed + (step.n_fed + before) % 3;  // other rows may be wider
+      own.tokens.resize(std::max<std::size_t>(own.tokens.size(), columns));
+      own.cache.feed(own.tokens.data(), step.kv, step.n_fed, columns);
+      own.step = step;
+    }
+    check(stage);
+    return step;
+  }
+
+  u32 commit(u32 stage) {
+    Stage& own = stages_[stage];
+    const Step step = *own.step;
+    own.step.reset();
+    Tokens selected(step.n_fed + 1, -1);
+    if (step.action == Action::kStep) {
+      own.cache.select(own.tokens.data(), step.kv, step.n_fed, step.n_hint, selected.data(),
+                       step.n_fed + 1);
+    }
+    const u32 before = length(stage);
+    const u32 appended =
+        pipespec::commit(block(), stage, 0, step, own.tokens.data(), selected.data());
+    expect(CHECK_EQ(length(stage), before + appended));
+    expect(CHECK_EQ(std::min(1u, appended), u32(step.action == Action::kStep &&
+                                                before < load_relaxed(&block().span(0).limit))));
+    expect(CHECK(appended <= step.n_hint + 1));
+    if (stage != target() && appended > 0) expect(CHECK(length(stage) <= own.bound));
+    check(stage);
+    return appended;
+  }
+
+  // A whole step. Returns what plan() said.
+  Action step(u32 stage, Policy policy) {
+    const Step step = plan(stage, policy);
+    if (step.n_fed > 0) commit(stage);
+    return step.action;
+  }
+
+  // To the end, with nobody but the target.
+  void finish(Policy policy = {8, 8, 0, 8}) {
+    for (u32 i = 0; i <= limit_ && !finished() && good_; ++i) step(target(), policy);
+    expect(CHECK(finished()));
+  }
+
+  void check_text() {
+    expect(CHECK_EQ(tokens(target()), Tokens(text_.begin() + start() - 1, text_.end())));
+  }
+
+ private:
+  using Cache = fake::Cache;
+  struct Stage {
+    explicit Stage(const Model& model) : cache(model) {}
+    Cache cache;
+    std::optional<Step> step;
+    Tokens tokens;
+    u32 bound = 0;
+    bool finished = false;
+    Word seen{0, 0};  // at the last check, and the tokens then
+    Tokens snapshot;
+  };
+
+  void expect(bool held) { good_ = good_ && held; }
+
+  void check(u32 stage) {
+    Stage& own = stages_[stage];
+    const Word word = sequence(stage).word();
+    const u32 settled = sequence(stage).settled();
+    const Tokens now = tokens(stage);
+    expect(CHECK(word.length >= start() && word.length <= limit_));
+    expect(CHECK(kv(stage) < word.length && kv(stage) >= start() - 1));
+    expect(CHECK(settled >= start() && settled <= word.length && settled <= length(target())));
+    if (stage == target()) expect(CHECK(word.epoch == 0 && settled == word.length));
+    // Below `settled` it is the target's text, for ever.
+    for (u32 p = start(); p < settled; ++p) {
+      if (!CHECK_EQ(now[p - start() + 1], text_[p])) return expect(false);
+    }
+    // Within an epoch nothing is taken back.
+    if (word.epoch == own.seen.epoch) {
+      expect(CHECK(word.length >= own.seen.length));
+      expect(CHECK(std::equal(own.snapshot.begin(), own.snapshot.end(), now.begin())));
+    }
+    expect(CHECK(word.epoch >= own.seen.epoch));
+    own.seen = word;
+    own.snapshot = now;
+    // The cache holds the sequence over [0, kv): no hole, nothing stale, nothing twice.
+    for (u32 p = 0; p < kv(stage); ++p) {
+      const std::int32_t expected = p < start() ? prompt_[p] : now[p - start() + 1];
+      if (!CHECK_EQ(own.cache.entries()[p], expected)) return expect(false);
+    }
+  }
+
+  Truth truth_;
+  std::vector<Model> models_;
+  Tokens prompt_;
+  fake::BlockMemory memory_;
+  u32 limit_ = 0;
+  Tokens text_;
+  std::vector<Stage> stages_;
+  bool good_ = true;
+};
+
+Model right() { return {nullptr}; }
+Model says_eos() {
+  Model model = right();
+  model.says_eos = true;
+  return model;
+}
+Model wrong_at(u32 position) {
+  Model model = right();
+  model.wrong_at = position;
+  return model;
+}
+
+const Tokens kPrompt{5, 6, 7, 8};
+constexpr u32 kStart = 4;
+const Truth kTruth{.seed = 3, .eos = {2}};
+
+Policy policy(u32 window = 8, u32 max_hints = 16, u32 min_hints = 0, u32 width = 32) {
+  return {window, max_hints, min_hints, width};
+}
+
+// Any order of plans and commits, any policy at any time, stages that stop for good.
+void run_any_order(Chain& chain, Random& random, bool deaths) {
+  const u32 stages = chain.stages();
+  std::vector<u32> weight(stages), waited(stages, 0);
+  for (u32& w : weight) w = random.pick({1u, 1u, 3u, 10u});
+  std::vector<bool> dead(stages, false);
+  Policy fixed{random.pick({1u, 2u, 3u, 8u, 20u, kEverything}), random.pick({0u, 1u, 3u, 8u, 99u}),
+               random.pick({0u, 0u, 1u, 3u, 8u}), random.pick({2u, 3u, 4u, 9u, 40u})};
+  const bool changing = random.chance(0.5);
+  u32 target_steps = 0;
+  const u32 appended_at_most = chain.limit() - chain.start();
+  while (!chain.finished() && chain.good()) {
+    u32 total = 0;
+    for (u32 w : weight) total += w;
+    u32 at = random.below(total), stage = 0;
+    while (at >= weight[stage]) at -= weight[stage++];
+    if (deaths && stage != chain.target() && random.chance(0.02)) {
+      dead[stage] = true;  // maybe with a plan that it never commits; maybe nobody notices
+      if (random.chance(0.7)) chain.block().control(stage).alive = 0;
+    }
+    if (dead[stage]) continue;
+    if (chain.pending(stage)) {
+      if (random.chance(0.6)) {
+        if (stage == chain.target()) ++target_steps;
+        chain.commit(stage);
+      }
+      continue;
+    }
+    Policy policy = fixed;
+    if (changing) {
+      policy = {random.below(10), random.below(8), random.below(8), 2 + random.below(10)};
+      if (random.chance(0.2)) policy.window = kEverything;
+    }
+    if (waited[stage] >= 4) policy.min_hints = 0;  // the deadline
+    const Step step = chain.plan(stage, policy);
+    waited[stage] = step.action == Action::kWait ? waited[stage] + 1 : 0;
+    if (step.action == Action::kWait) {
+      CHECK(policy.min_hints > 0 && stage > 0 && chain.block().control(stage - 1).alive != 0);
+    }
+  }
+  CHECK(target_steps <= appended_at_most);  // at least one token per step
+  chain.check_text();
+}
+
+Model random_model(Random& random, u32 limit) {
+  Model model{nullptr, random.pick({0.0, 0.3, 0.7, 0.9, 0.97, 1.0}), random.below(4)};
+  if (random.chance(0.1)) model.right_until = kStart + random.below(limit);
+  model.says_eos = random.chance(0.05);
+  return model;
+}
+
+}  // namespace
+
+// --- plan: what is fed -------------------------------------------------------------------------
+
+TEST(first_step_feeds_the_last_prompt_token) {
+  for (u32 stages : {1u, 2u, 5u}) {
+    Chain chain(kTruth, std::vector<Model>(stages, right()), kPrompt, 20);
+    for (u32 s = 0; s < stages; ++s) {
+      const Step step = chain.plan(s, policy());
+      CHECK_EQ(step.action, Action::kStep);
+      CHECK_EQ(step.kv, kStart - 1);
+      CHECK_EQ(step.n_fed, 1u);
+      CHECK_EQ(chain.fed(s)[0], kPrompt.back());
+    }
+    for (u32 s = 0; s < stages; ++s) CHECK_EQ(chain.commit(s), 1u);
+    CHECK_EQ(chain.length(stages - 1), kStart + 1);
+    CHECK_EQ(chain.kv(stages - 1), kStart);
+    chain.finish();
+    chain.check_text();
+  }
+}
+
+TEST(a_prompt_of_one_token) {
+  Chain chain(kTruth, {right(), right()}, {9}, 12);
+  for (int i = 0; i < 4; ++i) chain.step(0, policy());
+  chain.finish();
+  chain.check_text();
+  CHECK_EQ(chain.text().size(), 12u);
+}
+
+TEST(planning_twice_changes_nothing) {
+  Chain chain(kTruth, {right(), right(), right()}, kPrompt, 40);
+  for (int i = 0; i < 5; ++i) chain.step(0, policy());
+  for (int i = 0; i < 3; ++i) chain.step(1, policy(8, 2));
+  for (u32 s = 0; s < 3; ++s) {
+    const Step one = chain.plan(s, policy());
+    const Word word = chain.sequence(s).word();
+    const Step two = chain.plan(s, policy());
+    CHECK(one.action == two.action && one.kv == two.kv && one.n_fed == two.n_fed);
+    CHECK_EQ(pack(chain.sequence(s).word()), pack(word));
+  }
+}
+
+TEST(hints_are_limited_by_each_of_the_numbers) {
+  const auto hints = [](Policy p, u32 limit) {
+    Chain chain(kTruth, {right(), right()}, kPrompt, limit);
+    for (int i = 0; i < 10; ++i) chain.step(0, policy(10));
+    const Step step = chain.plan(1, p);
+    return step.n_hint;
+  };
+  CHECK_EQ(hints(policy(), 40), 10u);            // all there are
+  CHECK_EQ(hints(policy(0), 40), 10u);           // the target has nobody to run ahead of
+  CHECK_EQ(hints(policy(8, 4), 40), 4u);         // max_hints
+  CHECK_EQ(hints(policy(8, 0), 40), 0u);         // none wanted: plain decoding
+  CHECK_EQ(hints(policy(8, 16, 0, 4), 40), 3u);  // width, less the token of our own
+  CHECK_EQ(hints(policy(8, 16, 0, 2), 40), 1u);
+  CHECK_EQ(hints(policy(), kStart + 10), 9u);  // the last place is for our own token
+  CHECK_EQ(hints(policy(), kStart + 1), 0u);
+  // A middle stage keeps within its own window.
+  for (u32 window : {1u, 2u, 5u}) {
+    Chain chain(kTruth, {right(), right(), right()}, kPrompt, 40);
+    for (int i = 0; i < 10; ++i) chain.step(0, policy(10));
+    CHECK_EQ(chain.plan(1, policy(window)).n_hint, window - 1);
+    chain.commit(1);
+    CHECK_EQ(chain.length(1), kStart + window);
+    CHECK_EQ(chain.plan(1, policy(window)).action, Action::kIdle);
+  }
+}
+
+TEST(hints_of_another_text_are_not_taken) {
+  Chain chain(kTruth, {wrong_at(kStart), right(), right()}, kPrompt, 40);
+  for (int i = 0; i < 4; ++i) chain.step(0, policy());
+  chain.step(1, policy(8, 0));  // decodes its own first token: another one than stage 0's
+  const Step step = chain.plan(1, policy());
+  CHECK_EQ(step.action, Action::kStep);
+  CHECK_EQ(step.n_hint, 0u);
+  chain.commit(1);
+  chain.step(2, policy(8, 0));
+  CHECK_EQ(chain.plan(2, policy()).n_hint, 1u);  // but stage 1's are
+}
+
+TEST(catching_up_in_pieces_when_the_width_is_small) {
+  for (u32 width : {2u, 3u, 5u, 7u}) {
+    Chain chain(kTruth, {right(), right()}, kPrompt, 40);
+    for (int i = 0; i < 20; ++i) chain.step(1, policy());
+    u32 expected_kv = kStart - 1;
+    for (;;) {
+      const Step step = chain.plan(0, policy(8, 8, 0, width));
+      CHECK_EQ(step.kv, expected_kv);
+      const u32 known = kStart + 20 - expected_kv;
+      CHECK_EQ(step.n_fed, std::min(width, known));
+      CHECK_EQ(step.action, known > width ? Action::kCatchUp : Action::kStep);
+      CHECK_EQ(chain.commit(0), known > width ? 0u : 1u);
+      if (known <= width) break;
+      expected_kv += width;
+      CHECK_EQ(chain.kv(0), expected_kv);
+    }
+    CHECK_EQ(chain.length(0), kStart + 21);
+    CHECK_EQ(chain.counters(0).steps, 1u);
+    CHECK_EQ(chain.counters(0).adopted, 20u);
+    CHECK_EQ(chain.counters(0).fed, 21u);
+  }
+}
+
+TEST(a_correction_in_the_middle_of_a_catch_up) {
+  // Stage 0 catches up with tokens that it adopted from stage 1, and the target then refuses them.
+  Chain chain(kTruth, {right(), wrong_at(kStart + 1), right()}, kPrompt, 60);
+  for (int i = 0; i < 9; ++i) chain.step(1, policy(20));
+  CHECK_EQ(chain.step(0, policy(20, 8, 0, 3)), Action::kCatchUp);
+  const Step step = chain.plan(0, policy(20, 8, 0, 3));
+  CHECK_EQ(step.action, Action::kCatchUp);
+  for (int i = 0; i < 5; ++i) chain.step(2, policy(8, 0));
+  chain.commit(0);  // the piece that was under way still lands
+  CHECK_EQ(chain.kv(0), kStart + 5);
+  chain.plan(0, policy(20, 8, 0, 8));
+  CHECK_EQ(chain.kv(0), kStart + 1);  // back to the difference
+  CHECK_EQ(chain.length(0), kStart + 5);
+  chain.commit(0);
+  chain.finish();
+  chain.check_text();
+}
+
+// --- obeying -----------------------------------------------------------------------------------
+
+TEST(rollback_with_the_difference_at_every_index) {
+  constexpr u32 kAhead = 8;
+  for (u32 differs = 0; differs < kAhead; ++differs) {
+    for (u32 planned : {0u, 1u}) {  // 1: the correction arrives while a draft step is under way
+      Chain chain(kTruth, {wrong_at(kStart + differs), right()}, kPrompt, 60);
+      for (u32 i = 0; i < kAhead; ++i) chain.step(0, policy(kAhead + 1));
+      if (planned) chain.plan(0, policy(kAhead + 1));
+      CHECK_EQ(chain.plan(1, policy()).n_hint, kAhead);
+      CHECK_EQ(chain.commit(1), differs + 1);
+      CHECK_EQ(chain.kv(1), kStart + differs);
+      if (planned) chain.commit(0);
+
+      const Step step = chain.plan(0, policy(kAhead));
+      CHECK_EQ(step.action, Action::kStep);
+      CHECK_EQ(step.kv, kStart + differs);  // what is fed: the correction, no more and no less
+      CHECK_EQ(step.n_fed, 1u);
+      CHECK_EQ(chain.fed(0)[0], chain.text()[kStart + differs]);
+      CHECK_EQ(chain.length(0), kStart + differs + 1);
+      CHECK_EQ(chain.sequence(0).word().epoch, 1u);
+      CHECK_EQ(chain.counters(0).rollbacks, 1u);
+      CHECK_EQ(chain.counters(0).truncated, kAhead + planned - differs);
+      CHECK_EQ(chain.counters(0).adopted, 1u);
+      CHECK_EQ(chain.counters(1).accepted, differs);
+      CHECK_EQ(chain.counters(1).drafted, kAhead);
+      CHECK_EQ(chain.counters(1).histogram[differs], 1u);
+      chain.commit(0);
+      chain.finish();
+      chain.check_text();
+    }
+  }
+}
+
+TEST(a_bonus_token_is_adopted) {
+  Chain chain(kTruth, {right(), right()}, kPrompt, 60);
+  for (int i = 0; i < 5; ++i) chain.step(0, policy(5));
+  CHECK_EQ(chain.plan(0, policy(5)).action, Action::kIdle);
+  CHECK_EQ(chain.step(1, policy()), Action::kStep);
+  CHECK_EQ(chain.length(1), kStart + 6);  // five hints and the bonus
+  const Step step = chain.plan(0, policy(5));
+  CHECK_EQ(chain.length(0), kStart + 6);
+  CHECK_EQ(chain.sequence(0).word().epoch, 0u);  // nothing was taken back
+  CHECK_EQ(step.kv, kStart + 4);                 // its own last token and the bonus
+  CHECK_EQ(step.n_fed, 2u);
+  CHECK_EQ(chain.counters(0).adopted, 1u);
+}
+
+TEST(a_draft_keeps_what_it_has_beyond_an_agreeing_target) {
+  Chain chain(kTruth, {right(), right()}, kPrompt, 60);
+  for (int i = 0; i < 6; ++i) chain.step(0, policy());
+  chain.step(1, policy(8, 2));  // 2 hints and its own, which is the draft's next one
+  const Step step = chain.plan(0, policy());
+  CHECK_EQ(chain.length(0), kStart + 6);
+  CHECK_EQ(step.n_fed, 1u);
+  CHECK_EQ(chain.sequence(0).settled(), kStart + 3);
+}
+
+TEST(every_stage_obeys_the_target_directly) {
+  // All drafts wrong in the same place; the middle ones take no step between.
+  const u32 differs = kStart + 2;
+  Chain chain(kTruth, {wrong_at(differs), wrong_at(differs), wrong_at(differs), right()}, kPrompt,
+              60);
+  for (int i = 0; i < 9; ++i) chain.step(0, policy(20));
+  for (u32 s = 1; s < 3; ++s) chain.step(s, policy(20));
+  chain.step(3, policy());
+  CHECK_EQ(chain.length(3), differs + 1);
+  chain.plan(0, policy(20));
+  CHECK_EQ(chain.length(0), differs + 1);  // although stages 1 and 2 still say otherwise
+  CHECK_EQ(chain.tokens(0), chain.tokens(3));
+}
+
+TEST(a_neighbour_on_a_refuted_text_is_ignored) {
+  const u32 differs = kStart + 1;
+  Chain chain(kTruth, {right(), wrong_at(differs), right()}, kPrompt, 60);
+  for (int i = 0; i < 6; ++i) chain.step(1, policy(20, 0));
+  for (int i = 0; i < 3; ++i) chain.step(2, policy(8, 0));
+  chain.plan(0, policy(20));  // sees the target's three tokens and stage 1's six
+  CHECK_EQ(chain.length(0), kStart + 3);
+  CHECK_EQ(chain.tokens(0), chain.tokens(2));
+  chain.commit(0);
+  chain.plan(1, policy(20));  // stage 1 obeys
+  chain.commit(1);
+  CHECK_EQ(chain.sequence(1).word().epoch, 1u);
+  chain.plan(0, policy(20));
+  CHECK_EQ(chain.tokens(0), chain.tokens(1));    // which is believed again
+  CHECK_EQ(chain.sequence(0).word().epoch, 0u);  // and stage 0 never left the right text
+}
+
+TEST(past_the_target_the_neighbour_knows_best) {
+  const u32 differs = kStart + 3;
+  Chain chain(kTruth, {wrong_at(differs), right(), right()}, kPrompt, 60);
+  for (int i = 0; i < 6; ++i) chain.step(0, policy(20));
+  chain.step(1, policy(20));
+  CHECK_EQ(chain.length(1), differs + 1);
+  const Step step = chain.plan(0, policy(20));
+  CHECK_EQ(chain.tokens(0), chain.tokens(1));
+  CHECK_EQ(step.kv, differs);
+  CHECK_EQ(step.n_fed, 1u);
+  CHECK_EQ(chain.sequence(0).settled(), kStart);
+}
+
+// The trap: stage 0 compared itself with stage 1 up to some position; stage 2 then corrects stage 1
+// before that position. Who compares only beyond what it has compared never sees it.
+TEST(stale_agreement_a_rewritten_neighbour_is_compared_again) {
+  for (u32 stages : {4u, 5u}) {
+    std::vector<Model> models(stages, right());
+    models[0] = models[1] = wrong_at(kStart + 2);
+    Chain chain(kTruth, models, kPrompt, 90);
+    for (int i = 0; i < 6; ++i) chain.step(1, policy(20, 0));
+    for (int i = 0; i < 6; ++i) chain.step(0, policy(20));
+    CHECK_EQ(chain.step(2, policy(20)), Action::kStep);  // refuses the third token
+    CHECK_EQ(chain.length(2), kStart + 3);
+    for (int i = 0; i < 9; ++i) chain.step(1, policy(20, 0));  // obeys and is as far as before
+    CHECK(chain.length(1) >= kStart + 8);
+    chain.plan(0, policy(20));
+    CHECK_EQ(chain.tokens(0), chain.tokens(1));
+    chain.commit(0);
+    // And so stage 1 finds hints again.
+    CHECK(chain.plan(1, policy(20)).n_hint > 0);
+  }
+}
+
+// --- the end of a text -------------------------------------------------------------------------
+
+namespace {
+
+// Runs one given target text under many schedules; drafts say the same text, or not.
+void check_script(const Tokens& prompt, const Tokens& continuation, const Tokens& eos, u32 limit,
+                  std::size_t expected_length) {
+  Truth truth{.seed = 11, .eos = eos};
+  truth.script = prompt;
+  truth.script.insert(truth.script.end(), continuation.begin(), continuation.end());
+  for (u32 seed = 0; seed < 60 / kSlow; ++seed) {
+    Random random{seed};
+    const u32 stages = 2 + seed % 3;
+    std::vector<Model> models;
+    for (u32 s = 0; s + 1 < stages; ++s) {
+      models.push_back(seed % 4 == 0 ? right() : random_model(random, limit));
+    }
+    models.push_back(right());
+    Chain chain(truth, models, prompt, limit);
+    if (!CHECK_EQ(chain.text().size(), expected_length)) return;
+    run_any_order(chain, random, false);
+    if (!CHECK(chain.good())) {
+      std::fprintf(stderr, "  seed %u\n", seed);
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+TEST(eos_wherever_it_can_be) {
+  check_script(kPrompt, {2, 20, 21}, {2}, 30, kStart + 1);                   // the first token
+  check_script(kPrompt, {20, 2, 21, 2, 22}, {2}, 30, kStart + 2);            // twice in a window
+  check_script(kPrompt, {20, 21, 22, 3, 2, 22}, {9, 2, 3}, 30, kStart + 4);  // a list of ids
+  check_script(kPrompt, {20, 21, 22, 23, 2}, {2}, kStart + 5, kStart + 5);   // on the last place
+  check_script(kPrompt, {20, 21, 22, 23, 2}, {2}, kStart + 4, kStart + 4);   // just past it
+  check_script({5, 2}, {20, 21, 2}, {2}, 20, 5);   // a prompt that ends in EOS goes on
+  check_script({2}, {20, 21, 22, 2}, {2}, 20, 5);  // and consists of it
+  check_script({2, 2}, {2, 20}, {2}, 20, 3);
+  check_script(kPrompt, {20, 21}, {-5}, 20, 20);  // none at all
+  for (u32 at = 0; at < 12; ++at) {               // as a bonus, at the edge of a window, past it
+    Tokens text(at, 30);
+    text.push_back(2);
+    text.push_back(31);
+    check_script(kPrompt, text, {2}, 40, kStart + at + 1);
+  }
+}
+
+TEST(eos_among_hints_ends_the_commit) {
+  for (u32 at : {0u, 1u, 4u}) {
+    Truth truth{.seed = 3, .eos = {2}};
+    truth.script = kPrompt;
+    for (u32 i = 0; i < 5; ++i) truth.script.push_back(i == at ? 2 : 20 + static_cast<int>(i));
+    // A draft that does not know what EOS is: its own text goes on.
+    Chain chain(truth, {right(), right()}, kPrompt, 30);
+    chain.block().header().n_eos = 0;
+    for (int i = 0; i < 5; ++i) chain.step(0, policy());
+    CHECK_EQ(chain.length(0), kStart + 5);
+    chain.block().header().n_eos = 1;
+    CHECK_EQ(chain.plan(1, policy()).n_hint, 5u);
+    CHECK_EQ(chain.commit(1), at + 1);
+    CHECK_EQ(chain.plan(1, policy()).action, Action::kFinished);
+    chain.check_text();
+    // Nothing differs, so the draft takes nothing back: what lies past the end hurts nobody.
+    chain.plan(0, policy());
+    CHECK_EQ(chain.length(0), kStart + 5);
+  }
+}
+
+TEST(a_draft_that_ends_early_rests_and_goes_on_when_corrected) {
+  Chain chain(kTruth, {says_eos(), right()}, kPrompt, 30);
+  CHECK_EQ(chain.step(0, policy()), Action::kStep);
+  CHECK_EQ(chain.plan(0, policy()).action, Action::kIdle);
+  CHECK_EQ(chain.step(1, policy(8, 8, 5)), Action::kStep);  // nothing more can come: no waiting
+  CHECK_EQ(chain.length(1), kStart + 1);
+  CHECK_EQ(chain.step(0, policy()), Action::kStep);
+  CHECK_EQ(chain.length(0), kStart + 2);
+  chain.finish();
+  chain.check_text();
+}
+
+TEST(every_limit_against_every_window) {
+  for (u32 more = 1; more <= 13; ++more) {
+    for (u32 window = 1; window <= 7; ++window) {
+      Chain chain(kTruth, {right(), right(), right()}, kPrompt, kStart + more);
+      for (int i = 0; i < 200 && !chain.finished(); ++i) {
+        for (u32 s = 0; s < 3; ++s) chain.step(s, policy(window, window, 0, 16));
+      }
+      CHECK(chain.finished());
+      CHECK_EQ(chain.length(2), kStart + more);
+      chain.check_text();
+      for (u32 s = 0; s < 2; ++s) CHECK(chain.length(s) <= kStart + more);
+      if (!CHECK(chain.good())) return;
+    }
+  }
+}
+
+TEST(a_limit_at_the_start_is_finished_at_once) {
+  Chain chain(kTruth, {right(), right()}, kPrompt, kStart);
+  CHECK_EQ(chain.plan(1, policy()).action, Action::kFinished);
+  CHECK_EQ(chain.plan(0, policy()).action, Action::kIdle);
+}
+
+TEST(ending_a_row_while_it_runs) {
+  for (u32 seed = 0; seed < 300 / kSlow; ++seed) {
+    Random random{seed};
+    Chain chain(kTruth, {right(), {nullptr, 0.8, 2}, right()}, kPrompt, 60);
+    for (u32 i = random.below(30); i > 0; --i) {
+      const u32 s = random.below(3);
+      chain.pending(s) ? chain.commit(s) : chain.plan(s, policy()).n_fed;
+    }
+    const u32 length = chain.length(2);
+    end_row(chain.block(), 0);
+    for (int i = 0; i < 10; ++i) {
+      for (u32 s = 0; s < 3; ++s) {
+        chain.pending(s) ? chain.commit(s) : chain.plan(s, policy()).n_fed;
+      }
+    }
+    CHECK(chain.finished());
+    CHECK_EQ(chain.length(2), length);
+    if (!CHECK(chain.good())) return;
+  }
+}
+
+TEST(a_limit_that_is_lowered_during_a_step_holds) {
+  for (u32 left : {0u, 1u, 3u, 6u, 9u}) {
+    Chain chain(kTruth, {right(), right(), right()}, kPrompt, 60);
+    for (int i = 0; i < 5; ++i) chain.step(0, policy());
+    for (u32 s : {1u, 2u}) {
+      CHECK_EQ(chain.plan(s, policy()).n_hint, s == 1 ? 5u : std::min(left, 6u));
+      chain.block().span(0).limit = kStart + left;
+      CHECK_EQ(chain.commit(s), s == 1 ? std::min(left, 6u) : std::min(left, 7u));
+      chain.block().span(0).limit = 60;
+    }
+    CHECK(chain.good());
+  }
+}
+
+// --- back-pressure and waiting -----------------------------------------------------------------
+
+TEST(a_slow_target_stalls_the_drafts) {
+  Chain chain(kTruth, {right(), right(), right()}, kPrompt, 90);
+  for (int i = 0; i < 50; ++i) {
+    chain.step(0, policy(4));
+    chain.step(1, policy(6));
+    CHECK(chain.length(1) <= kStart + 6);
+    CHECK(chain.length(0) <= kStart + 6 + 4);
+  }
+  CHECK_EQ(chain.length(1), kStart + 6);
+  CHECK_EQ(chain.length(0), kStart + 10);
+  CHECK_EQ(chain.plan(0, policy(4)).action, Action::kIdle);
+  CHECK_EQ(chain.plan(0, policy(0)).action, Action::kIdle);
+  CHECK_EQ(chain.counters(0).produced + chain.counters(0).adopted, 10u);
+}
+
+TEST(a_window_without_bound) {
+  Chain chain(kTruth, {right(), right()}, kPrompt, 40);
+  for (int i = 0; i < 60; ++i) chain.step(0, policy(kEverything, kEverything, 0, 64));
+  CHECK_EQ(chain.length(0), 40u);  // up to the limit, not past it
+  CHECK_EQ(chain.step(1, policy(kEverything, kEverything, kEverything, 64)), Action::kStep);
+  CHECK_EQ(chain.length(1), 40u);
+}
+
+TEST(a_window_of_nothing_only_rests) {
+  Chain chain(kTruth, {right(), right()}, kPrompt, 40);
+  for (int i = 0; i < 5; ++i) {
+    CHECK_EQ(chain.step(0, policy(0)), Action::kIdle);
+    chain.step(1, policy());
+  }
+  chain.finish();
+  chain.check_text();
+}
+
+TEST(waiting_for_hints) {
+  Chain chain(kTruth, {right(), right()}, kPrompt, kStart + 12);
+  CHECK_EQ(chain.plan(1, policy(8, 8, 3)).action, Action::kWait);
+  chain.step(0, policy());
+  chain.step(0, policy());
+  CHECK_EQ(chain.plan(1, policy(8, 8, 3)).action, Action::kWait);
+  CHECK_EQ(chain.plan(1, policy(8, 8, 2)).action, Action::kStep);
+  chain.step(0, policy());
+  CHECK_EQ(chain.step(1, policy(8, 8, 3)), Action::kStep);
+  CHECK_EQ(chain.length(1), kStart + 4);
+  // Never for more than can be used.
+  for (int i = 0; i < 3; ++i) chain.step(0, policy());
+  CHECK_EQ(chain.plan(1, policy(8, 2, 3)).n_hint, 2u);
+  CHECK_EQ(chain.plan(1, policy(8, 8, 3, 3)).n_hint, 2u);
+  // The deadline: without min_hints it takes what there is.
+  CHECK_EQ(chain.plan(1, policy(8, 8, 7)).action, Action::kWait);
+  CHECK_EQ(chain.plan(1, policy(8, 8, 0)).action, Action::kStep);
+}
+
+TEST(a_prompt_that_ends_in_eos_does_not_end_the_waiting) {
+  Chain chain(kTruth, {right(), right()}, {5, 2}, 40);
+  CHECK_EQ(chain.plan(1, policy(8, 8, 1)).action, Action::kWait);
+  chain.step(0, policy());
+  CHECK_EQ(chain.plan(1, policy(8, 8, 1)).n_hint, 1u);
+}
+
+TEST(nobody_waits_for_the_dead) {
+  Chain chain(kTruth, {right(), right()}, kPrompt, 40);
+  chain.step(0, policy());
+  CHECK_EQ(chain.plan(1, policy(8, 8, 4)).action, Action::kWait);
+  chain.block().control(0).alive = 0;
+  CHECK_EQ(chain.plan(1, policy(8, 8, 4)).n_hint, 1u);  // what it left is still good
+  chain.commit(1);
+  CHECK_EQ(chain.step(1, policy(8, 8, 4)), Action::kStep);
+  chain.finish(policy(8, 8, 4));
+  chain.check_text();
+}
+
+// Without any deadline: with windows of at least min_hints, waiting always ends by itself.
+TEST(waiting_ends_by_itself_when_the_window_allows) {
+  for (u32 seed = 0; seed < 400 / kSlow; ++seed) {
+    Random random{seed};
+    const u32 stages = 2 + seed % 4, wait = 1 + random.below(6);
+    const u32 limit = kStart + 1 + random.below(50);
+    Truth truth{.seed = seed, .eos = {2}, .eos_rate = random.pick({0.0, 0.05})};
+    std::vector<Model> models;
+    for (u32 s = 0; s + 1 < stages; ++s) models.push_back(random_model(random, limit));
+    models.push_back(right());
+    Chain chain(truth, models, kPrompt, limit);
+    const u32 window = wait + random.below(3);
+    u32 in_vain = 0;
+    while (!chain.finished() && chain.good() && in_vain < 100 * stages) {
+      const Action action =
+          chain.step(random.below(stages), policy(window, 9, wait, 2 + wait + random.below(8)));
+      const bool fed = action == Action::kStep || action == Action::kCatchUp;
+      in_vain = fed ? 0 : in_vain + 1;
+    }
+    if (!CHECK(chain.finished() && chain.good())) {
+      std::fprintf(stderr, "  seed %u, %u stages, waiting for %u of %u\n", seed, stages, wait,
+                   window);
+      return;
+    }
+    chain.check_text();
+  }
+}
+
+// --- the whole ---------------------------------------------------------------------------------
+
+TEST(any_order_any_policy_gives_the_plain_text) {
+  for (u32 seed = 0; seed < 6000 / kSlow; ++seed) {
+    Random random{seed};
+    const u32 stages = 2 + random.below(4);
+    const u32 limit = kStart + 1 + random.below(60);
+    Truth truth{.seed = seed,
+                .vocabulary = random.pick({2, 5, 40}),
+                .eos = random.pick<Tokens>({{-5}, {2}, {3, 4, 2}}),
+                .eos_rate = random.pick({0.0, 0.01, 0.1})};
+    std::vector<Model> models;
+    for (u32 s = 0; s + 1 < stages; ++s) models.push_back(random_model(random, limit));
+    models.push_back(right());
+    Chain chain(truth, models, kPrompt, limit);
+    run_any_order(chain, random, seed % 3 == 0);
+    if (!CHECK(chain.good())) {
+      std::fprintf(stderr, "  seed %u, %u stages\n", seed, stages);
+      return;
+    }
+  }
+}
+
+TEST(a_block_is_used_again) {
+  Chain chain(kTruth, {right(), {nullptr, 0.7, 1}, right()}, kPrompt, 60);
+  for (u32 seed = 0; seed < 50; ++seed) {
+    Random random{seed};
+    chain.restart(kStart + 1 + random.below(56));
+    run_any_order(chain, random, false);
+    if (!CHECK(chain.good())) return;
+  }
+}
+
+namespace {
+
+// Stages that take time: stage s commits `cost[s]` after its plan. Returns tokens per target step
+// and how many of the drafted tokens were accepted, over the second half of the text.
+struct Yield {
+  double tokens_per_step, acceptance;
+};
+Yield run_timed(Chain& chain, const std::vector<u32>& cost, Policy policy) {
+  std::vector<std::uint64_t> ready(chain.stages(), 0);
+  const u32 target = chain.target();
+  const u32 half = (chain.start() + chain.limit()) / 2;
+  Counters at_half{};
+  u32 length_at_half = 0;
+  for (std::uint64_t now = 0; !chain.finished() && chain.good(); ++now) {
+    for (u32 s = 0; s <= target; ++s) {
+      if (now < ready[s]) continue;
+      if (chain.pending(s)) chain.commit(s);
+      if (chain.plan(s, policy).n_fed > 0) ready[s] = now + cost[s];
+    }
+    if (length_at_half == 0 && chain.length(target) >= half) {
+      at_half = chain.counters(target);
+      length_at_half = chain.length(target);
+    }
+  }
+  const Counters& end = chain.counters(target);
+  const auto steps = static_cast<double>(end.steps - at_half.steps);
+  return {static_cast<double>(chain.length(target) - length_at_half) / steps,
+          static_cast<double>(end.accepted - at_half.accepted) /
+              static_cast<double>(std::max<std::uint64_t>(1, end.drafted - at_half.drafted))};
+}
+
+}  // namespace
+
+TEST(acceptance_recovers_after_corrections) {
+  const Truth truth{.seed = 5, .vocabulary = 5000};
+  for (u32 stages : {2u, 3u, 4u, 5u}) {
+    for (double accuracy : {1.0, 0.95, 0.8}) {
+      std::vector<Model> models;
+      std::vector<u32> cost;
+      for (u32 s = 0; s < stages; ++s) {
+        models.push_back({nullptr, s + 1 < stages ? accuracy : 1.0, s % 2});
+        cost.push_back(1u << (2 * s));  // each stage four times as slow as the one before
+      }
+      Chain chain(truth, models, kPrompt, 800);
+      const Yield yield = run_timed(chain, cost, policy(64, 31, 0, 64));
+      chain.check_text();
+      // Hints are drafted on top of each other: one that is wrong costs those after it, too.
+      const double floor = accuracy == 1.0 ? 1.0 : accuracy == 0.95 ? 0.75 : 0.5;
+      CHECK(yield.acceptance >= floor);
+      if (accuracy == 1.0) CHECK(yield.tokens_per_step > (stages == 2 ? 3.9 : 15.0));
+      if (accuracy == 0.95) CHECK(yield.tokens_per_step > (stages == 2 ? 2.8 : 4.5));
+      if (!CHECK(chain.good())) return;
+    }
+  }
+}
+
+// --- rows --------------------------------------------------------------------------------------
+
+TEST(ports_run_several_rows_of_different_length) {
+  for (u32 seed = 0; seed < 200 / kSlow; ++seed) {
+    Random random{seed};
+    const u32 stages = 2 + seed % 3, rows = 1 + random.below(5), limit = 70;
+    const Truth truth{.seed = seed, .eos = {2}, .eos_rate = 0.03};
+    fake::BlockMemory memory(stages, rows + 1, fake::power_of_two(limit));  // one row stays unused
+    std::vector<u32> starts, limits;
+    std::vector<Tokens> prompts;
+    Tokens last;
+    for (u32 r = 0; r < rows; ++r) {
+      prompts.emplace_back();
+      for (u32 i = 1 + random.below(9); i > 0; --i) prompts[r].push_back(static_cast<int>(10 + i));
+      starts.push_back(static_cast<u32>(prompts[r].size()));
+      limits.push_back(starts[r] + random.below(limit - starts[r]));
+      last.push_back(prompts[r].back());
+    }
+    reset(memory.block(), starts, limits, last, truth.eos);
+    start(memory.block(), 1);
+    std::vector<StagePort> ports;
+    std::vector<std::vector<fake::Cache>> caches(stages);
+    for (u32 s = 0; s < stages; ++s) {
+      const Model model{&truth, s + 1 < stages ? 0.8 : 1.0, s};
+      ports.emplace_back(memory.base(), s, 2 + random.below(8));
+      for (u32 r = 0; r < rows; ++r) {
+        caches[s].emplace_back(model);
+        caches[s][r].prefill(prompts[r]);
+      }
+    }
+    bool finished = false;
+    for (int i = 0; i < 5000 && !finished; ++i) {
+      const u32 s = random.below(stages);
+      StagePort& port = ports[s];
+      const Action action = port.plan(1 + random.below(8), random.below(8), random.below(2));
+      if (action == Action::kFinished) finished = true;
+      if (action != Action::kStep) continue;  // also kWait: what was planned is planned again
+      Tokens selected(rows * port.columns());
+      u32 widest = 0;
+      for (u32 r = 0; r < rows; ++r) {
+        const auto n_fed = static_cast<u32>(port.n_fed()[r]);
+        const auto n_hint = static_cast<u32>(port.n_hint()[r]);
+        const auto kv = static_cast<u32>(port.kv()[r]);
+        const std::int32_t* tokens = &port.tokens()[r * port.width()];
+        widest = std::max(widest, n_fed);
+        const bool selects =
+            n_fed > 0 && kv + n_fed - n_hint == Sequence(memory.block(), s, r).word().length;
+        CHECK_EQ(port.n_select()[r], selects ? n_fed : 0);  // nothing while it only catches up
+        caches[s][r].feed(tokens, kv, n_fed, port.columns());
+        caches[s][r].select(tokens, kv, static_cast<u32>(port.n_select()[r]), n_hint,
+                            &selected[r * port.columns()], port.columns());
+      }
+      CHECK_EQ(widest, port.columns());
+      port.commit(selected.data(), port.columns());
+    }
+    CHECK(finished);
+    for (u32 r = 0; r < rows; ++r) {
+      const Tokens text = fake::plain(Model{&truth}, prompts[r], limits[r]);
+      const u32 length = Sequence(memory.block(), stages - 1, r).word().length;
+      if (!CHECK_EQ(tokens(memory.block(), stages - 1, r, starts[r] - 1, length),
+                    Tokens(text.begin() + starts[r] - 1, text.end()))) {
+        std::fprintf(stderr, "  seed %u\n", seed);
+        return;
+      }
+    }
+  }
+}
+
+TEST(arguments_are_checked) {
+  fake::BlockMemory memory(2, 2, 16);
+  const Block& block = memory.block();
+  reset(block, {3, 1}, {18, 16}, {7, 8}, {2});  // 16 positions, the prompt's last token included
+  CHECK_THROWS((reset(block, {3}, {19}, {7}, {2}), 0));
+  CHECK_THROWS((reset(block, {3}, {2}, {7}, {2}), 0));
+  CHECK_THROWS((reset(block, {0}, {4}, {7}, {2}), 0));
+  CHECK_THROWS((reset(block, {3, 3, 3}, {5, 5, 5}, {7, 7, 7}, {2}), 0));
+  CHECK_THROWS((reset(block, {3, 3}, {5}, {7, 7}, {2}), 0));
+  CHECK_THROWS((reset(block, {3}, {5}, {7}, Tokens(kMaxEos + 1, 2)), 0));
+  CHECK_THROWS(tokens(block, 1, 0, 2, 4));
+  CHECK_THROWS(tokens(block, 1, 0, 3, 2));
+  CHECK_EQ(tokens(block, 1, 0, 2, 3), Tokens{7});
+  CHECK_THROWS(StagePort(memory.base(), 2, 8));
+  CHECK_THROWS(StagePort(memory.base(), 0, 1));
+  alignas(kLine) static unsigned char garbage[1024] = {};
+  CHECK_THROWS(StagePort(garbage, 0, 8));
+  CHECK_THROWS(attach(garbage));
+}
+
+TEST_MAIN()

@@ -1,0 +1,487 @@
+// Row selection on the host: every SIMD variant and dtype against a scalar oracle, between pages
+// that must not be touched, with threads and across fork().
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "cpu/pool.hpp"
+#include "cpu/select.hpp"
+
+using namespace pipespec::cpu;
+
+namespace {
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+std::vector<std::string> variants() {
+  std::vector<std::string> names;
+  for (const char* name : {"portable", "avx2", "avx512"}) {
+    try {
+      const std::string before = set_simd(name);
+      set_simd(before);
+      names.push_back(name);
+    } catch (const std::invalid_argument&) {
+      // not on this machine
+    }
+  }
+  return names;
+}
+
+// --- a second opinion on what a logit is worth
+// ---------------------------------------------------------------------
+
+int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+double value(DType dtype, const void* p) {
+  if (dtype == DType::kFloat32) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return x;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, p, 2);
+  const int exponent_bits = dtype == DType::kBFloat16 ? 8 : 5;
+  const int fraction_bits = 15 - exponent_bits;
+  const int fraction = bits & ((1 << fraction_bits) - 1);
+  const int exponent = bits >> fraction_bits & ((1 << exponent_bits) - 1);
+  const int bias = (1 << (exponent_bits - 1)) - 1;
+  double x;
+  if (exponent == (1 << exponent_bits) - 1) {
+    x = fraction == 0 ? std::numeric_limits<double>::infinity()
+                      : std::numeric_limits<double>::quiet_NaN();
+  } else if (exponent == 0) {
+    x = std::ldexp(fraction, 1 - bias - fraction_bits);
+  } else {
+    x = std::ldexp((1 << fraction_bits) + fraction, exponent - bias - fraction_bits);
+  }
+  return bits >> 15 ? -x : x;
+}
+
+int32_t oracle(DType dtype, const void* row, int64_t n) {
+  const auto* p = static_cast<const unsigned char*>(row);
+  int32_t best = 0;
+  double best_value = value(dtype, p);
+  for (int64_t i = 0; i < n && !std::isnan(best_value); ++i) {
+    const double x = value(dtype, p + i * item_bytes(dtype));
+    if (std::isnan(x) || x > best_value) best = int32_t(i), best_value = x;
+  }
+  return best;
+}
+
+// --- data
+// ------------------------------------------------------------------------------------------------------------
+
+using Rng = std::mt19937_64;
+
+void put(DType dtype, void* p, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (dtype == DType::kFloat32) {
+    std::memcpy(p, &bits, 4);
+    return;
+  }
+  uint16_t half;
+  if (dtype == DType::kBFloat16) {
+    half = uint16_t(bits >> 16);
+    if (std::isnan(x)) half |= 1;  // a payload in the lost bits must not turn into infinity
+  } else if (std::isnan(x)) {
+    half = uint16_t((bits >> 31) << 15 | 0x7C01);
+  } else if (std::isinf(x)) {
+    half = uint16_t((bits >> 31) << 15 | 0x7C00);
+  } else if (x == 0) {
+    half = uint16_t((bits >> 31) << 15);
+  } else {
+    const int exponent = int(bits >> 23 & 0xFF) - 127 + 15;
+    half = uint16_t((bits >> 31) << 15 |
+                    uint32_t(exponent < 1    ? 1
+                             : exponent > 30 ? 30
+                                             : exponent)
+                        << 10 |
+                    (bits >> 13 & 0x3FF));
+  }
+  std::memcpy(p, &half, 2);
+}
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+const float kNan = std::numeric_limits<float>::quiet_NaN();
+
+enum class Kind { kNormal, kNegative, kFewValues, kAllMinusInf, kZeros, kNans, kAnyBits, kCount };
+
+void fill(DType dtype, unsigned char* p, int64_t n, Kind kind, Rng& rng) {
+  const int64_t size = item_bytes(dtype);
+  std::normal_distribution<float> normal;
+  const float few[] = {-kInf, -2.0f, -1.0f, -0.0f, 0.0f, 1.0f, 2.0f};
+  for (int64_t i = 0; i < n; ++i) {
+    float x = 0;
+    switch (kind) {
+      case Kind::kNormal:
+      case Kind::kNans:
+        x = normal(rng);
+        break;
+      case Kind::kNegative:
+        x = -std::fabs(normal(rng)) - 0.25f;
+        break;
+      case Kind::kFewValues:
+        x = few[rng() % 7];
+        break;
+      case Kind::kAllMinusInf:
+        x = -kInf;
+        break;
+      case Kind::kZeros:
+        x = rng() % 2 ? 0.0f : -0.0f;
+        break;
+      case Kind::kAnyBits:
+      case Kind::kCount: {
+        const uint64_t bits = rng();
+        std::memcpy(p + i * size, &bits, size_t(size));
+        continue;
+      }
+    }
+    put(dtype, p + i * size, x);
+  }
+  if (kind == Kind::kNans) {
+    for (int i = 0; i < 2; ++i)
+      put(dtype, p + int64_t(rng() % uint64_t(n)) * size, rng() % 2 ? kNan : -kNan);
+  }
+}
+
+// Memory whose first and last usable bytes lie beside pages that crash on access.
+class Guarded {
+ public:
+  explicit Guarded(size_t bytes) : page_(size_t(sysconf(_SC_PAGESIZE))) {
+    usable_ = (bytes + page_ - 1) / page_ * page_;
+    void* p = mmap(nullptr, usable_ + 2 * page_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    base_ = static_cast<unsigned char*>(p);
+    if (mprotect(begin(), usable_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+  }
+  ~Guarded() { munmap(base_, usable_ + 2 * page_); }
+  unsigned char* begin() const { return base_ + page_; }
+  unsigned char* end() const { return begin() + usable_; }
+  void forbid(unsigned char* p, size_t bytes) const {
+    if (mprotect(p, bytes, PROT_NONE) != 0) throw std::bad_alloc();
+  }
+  size_t page() const { return page_; }
+
+ private:
+  size_t page_, usable_ = 0;
+  unsigned char* base_ = nullptr;
+};
+
+int32_t select_row(DType dtype, const void* row, int64_t n, int threads = 1) {
+  int32_t selected = -7;
+  argmax({row, dtype, 1, 1, n, n, n}, &selected, threads);
+  return selected;
+}
+
+}  // namespace
+
+TEST(argmax_agrees_with_the_oracle_and_reads_nothing_else) {
+  Rng rng(1);
+  const std::string before = simd();
+  std::vector<int64_t> sizes;
+  for (int64_t n = 1; n <= 140; ++n) sizes.push_back(n);
+  for (int64_t n : {511, 512, 513, 1000, 1024, 2047, 4096, 4097, 8191, 8193, 32000})
+    sizes.push_back(n);
+  const Guarded memory(4 * 32000 + 64);
+  for (const std::string& name : variants()) {
+    set_simd(name);
+    for (DType dtype : kDTypes) {
+      for (int64_t n : sizes) {
+        for (int kind = 0; kind < int(Kind::kCount); ++kind) {
+          const int64_t bytes = n * item_bytes(dtype);
+          // Against the page behind, against the page before, and at an odd address.
+          unsigned char* const places[] = {memory.end() - bytes, memory.begin(),
+                                           memory.end() - bytes - 1};
+          unsigned char* row = places[rng() % 3];
+          fill(dtype, row, n, Kind(kind), rng);
+          if (!CHECK_EQ(select_row(dtype, row, n), oracle(dtype, row, n))) {
+            std::fprintf(stderr, "  %s dtype %d n %lld kind %d\n", name.c_str(), int(dtype),
+                         (long long)n, kind);
+            return;
+          }
+        }
+      }
+    }
+  }
+  set_simd(before);
+}
+
+TEST(every_position_can_win) {
+  const std::string before = simd();
+  for (const std::string& name : variants()) {
+    set_simd(name);
+    for (DType dtype : kDTypes) {
+      const int64_t n = 9001, size = item_bytes(dtype);
+      std::vector<unsigned char> row(size_t(n * size));
+      for (const float rest : {-3.0f, 3.0f, -kInf}) {
+        for (int64_t i = 0; i < n; ++i) put(dtype, &row[size_t(i * size)], rest);
+        for (const float top : {-0.0f, 5.0f, kInf, kNan, -kNan}) {
+          if (top == 0 && rest > 0) continue;
+          for (int64_t i = 0; i < n; i += 1 + i / 200) {
+            // An equal one later must not win; the equal of -0.0 is +0.0.
+            const int64_t twin = (i + n) / 2;
+            put(dtype, &row[size_t(twin * size)], top == 0 ? 0.0f : top);
+            put(dtype, &row[size_t(i * size)], top);
+            if (!CHECK_EQ(select_row(dtype, row.data(), n), i)) return;
+            put(dtype, &row[size_t(i * size)], rest);
+            put(dtype, &row[size_t(twin * size)], rest);
+          }
+        }
+      }
+    }
+  }
+  set_simd(before);
+}
+
+TEST(the_first_nan_wins_whatever_its_sign_and_payload) {
+  const std::string before = simd();
+  const uint16_t bfloat[] = {0x7F81, 0x7FC0, 0x7FFF, 0xFF81, 0xFFC0, 0xFFFF};
+  const uint16_t half[] = {0x7C01, 0x7E00, 0x7FFF, 0xFC01, 0xFE00, 0xFFFF};
+  const uint32_t single[] = {0x7F800001, 0x7FC00000, 0x7FFFFFFF,
+                             0xFF800001, 0xFFC00000, 0xFFFFFFFF};
+  for (const std::string& name : variants()) {
+    set_simd(name);
+    for (int first = 0; first < 6; ++first) {
+      for (int second = 0; second < 6; ++second) {
+        std::vector<uint16_t> b(300, 0x7F80), h(300, 0x7C00);
+        std::vector<uint32_t> s(300, 0x7F800000);
+        b[77] = bfloat[first], b[200] = bfloat[second];
+        h[77] = half[first], h[200] = half[second];
+        s[77] = single[first], s[200] = single[second];
+        CHECK_EQ(select_row(DType::kBFloat16, b.data(), 300), 77);
+        CHECK_EQ(select_row(DType::kFloat16, h.data(), 300), 77);
+        CHECK_EQ(select_row(DType::kFloat32, s.data(), 300), 77);
+      }
+    }
+  }
+  set_simd(before);
+}
+
+TEST(long_rows_are_split_and_short_rows_grouped) {
+  Rng rng(2);
+  for (DType dtype : kDTypes) {
+    for (const auto& [batch, width, vocab] :
+         {std::tuple<int, int, int>{1, 1, 300001}, {3, 2, 70001}, {40, 9, 2049}}) {
+      const int64_t size = item_bytes(dtype);
+      std::vector<unsigned char> data(size_t(batch * width) * size_t(vocab * size));
+      for (const Kind kind : {Kind::kNormal, Kind::kFewValues, Kind::kNans, Kind::kAllMinusInf}) {
+        fill(dtype, data.data(), int64_t(batch) * width * vocab, kind, rng);
+        std::vector<int32_t> expected;
+        for (int64_t i = 0; i < batch * width; ++i) {
+          expected.push_back(oracle(dtype, &data[size_t(i * vocab * size)], vocab));
+        }
+        for (int threads : {1, 2, 3, 9}) {
+          std::vector<int32_t> selected(size_t(batch * width), -7);
+          argmax({data.data(), dtype, batch, width, vocab, int64_t(width) * vocab, vocab},
+                 selected.data(), threads);
+          if (!CHECK_EQ(selected, expected)) return;
+        }
+      }
+    }
+  }
+  CHECK(pool_threads() >= 2);
+}
+
+TEST(verify_reads_nothing_behind_the_first_mismatch) {
+  const std::string before = simd();
+  for (const std::string& name : variants()) {
+    set_simd(name);
+    for (DType dtype : kDTypes) {
+      for (int threads : {1, 2}) {
+        // Each logits row has pages of its own, so that each can be forbidden; 3 rows of 256 KiB
+        // are worth threads.
+        const int64_t size = item_bytes(dtype), width = 5, batch = 4, row_bytes = 256 << 10;
+        const int64_t vocab = row_bytes / size - 3, stride = row_bytes / size;
+        const Guarded memory(size_t(batch * width * row_bytes));
+        const auto row = [&](int64_t b, int64_t q) {
+          return memory.begin() + (b * width + q) * row_bytes;
+        };
+        const int32_t choice[] = {0, 11, 222, int32_t(vocab - 1), 4444};
+        for (int64_t b = 0; b < batch; ++b) {
+          for (int64_t q = 0; q < width; ++q) {
+            for (int64_t i = 0; i < vocab; ++i) put(dtype, row(b, q) + i * size, -1.0f);
+            put(dtype, row(b, q) + choice[q] * size, 1.0f);
+          }
+        }
+        // Column q chooses choice[q], so tokens[q + 1] == choice[q] agrees.
+        std::vector<int64_t> tokens(size_t(batch * width), -5);
+        const auto token = [&](int64_t b, int64_t q) -> int64_t& {
+          return tokens[size_t(b * width + q)];
+        };
+        for (int64_t b = 0; b < batch; ++b) {
+          for (int64_t q = 1; q < width; ++q) token(b, q) = choice[q - 1];
+        }
+        token(0, 3) = 7;  // row 0: two of four hints hold
+        token(2, 4) =
+            int64_t{1} << 32 | choice[3];  // row 2: no such id, though its low half agrees
+        const int32_t n_fed[] = {5, 0, 5, 4},
+                      n_hint[] = {4, 3, 1, 2};  // row 1 idles; row 3: two hints, both hold
+        const auto forbid = [&](int64_t b, int64_t q) {
+          memory.forbid(row(b, q), size_t(row_bytes));
+        };
+        for (int64_t q : {3, 4}) forbid(0, q);
+        for (int64_t q = 0; q < width; ++q) forbid(1, q);
+        for (int64_t q : {0, 1, 2, 4}) forbid(2, q);
+        for (int64_t q : {0, 4}) forbid(3, q);
+
+        std::vector<int32_t> selected(size_t(batch * width), -7), accepted(size_t(batch), -7);
+        verify({memory.begin(), dtype, batch, width, vocab, width * stride, stride},
+               {tokens.data(), 8, width, 1}, n_fed, n_hint, selected.data(), accepted.data(),
+               threads);
+        CHECK_EQ(accepted, (std::vector<int32_t>{2, 0, 0, 2}));
+        CHECK_EQ(selected, (std::vector<int32_t>{choice[0], choice[1], choice[2], -1, -1,  //
+                                                 -1,        -1,        -1,        -1, -1,  //
+                                                 choice[3], -1,        -1,        -1, -1,  //
+                                                 choice[1], choice[2], choice[3], -1, -1}));
+      }
+    }
+  }
+  set_simd(before);
+}
+
+TEST(offsets_beyond_32_bits) {
+  const int64_t stride = int64_t{3} << 30;  // elements: 6 GiB apart
+  const size_t bytes = size_t(3 * stride) * 2;
+  void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) {
+    std::printf("       (skipped: no address space)\n");
+    return;
+  }
+  auto* const data = static_cast<uint16_t*>(p);
+  for (int64_t i = 0; i < 3; ++i) {
+    uint16_t* row = data + i * stride;
+    CHECK_EQ(mprotect(row, 4096, PROT_READ | PROT_WRITE), 0);
+    row[i + 1] = 0x3F80;
+  }
+  std::vector<int32_t> selected(3);
+  argmax({data, DType::kBFloat16, 3, 1, 100, stride, 0}, selected.data(), 1);
+  CHECK_EQ(selected, (std::vector<int32_t>{1, 2, 3}));
+  argmax({data + 2 * stride, DType::kBFloat16, 1, 3, 100, 0, -stride}, selected.data(), 1);
+  CHECK_EQ(selected, (std::vector<int32_t>{3, 2, 1}));
+  munmap(p, bytes);
+}
+
+TEST(errors_come_before_anything_is_written) {
+  const std::vector<float> logits(2 * 3 * 4, 0.0f);
+  const std::vector<int32_t> tokens(2 * 3, 0);
+  const Logits good{logits.data(), DType::kFloat32, 2, 3, 4, 12, 4};
+  const Tokens fed{tokens.data(), 4, 3, 1};
+  std::vector<int32_t> selected(6, -7), accepted(2, -7);
+  const auto refuses = [&](const Logits& l, const Tokens& t, std::vector<int32_t> n_fed,
+                           std::vector<int32_t> n_hint, int threads = 1) {
+    CHECK_THROWS(
+        verify(l, t, n_fed.data(), n_hint.data(), selected.data(), accepted.data(), threads));
+    CHECK_EQ(selected, std::vector<int32_t>(6, -7));
+    CHECK_EQ(accepted, std::vector<int32_t>(2, -7));
+  };
+  refuses(good, fed, {1, 4}, {0, 0});
+  refuses(good, fed, {1, -1}, {0, 0});
+  refuses(good, fed, {1, 2}, {0, -1});
+  refuses(good, fed, {1, 2}, {0, 2});
+  refuses(good, fed, {1, 1}, {0, 0}, 0);
+  refuses(good, {tokens.data(), 2, 3, 1}, {1, 1}, {0, 0});
+  Logits bad = good;
+  bad.vocab = 0;
+  refuses(bad, fed, {1, 1}, {0, 0});
+  bad.vocab = int64_t{1} << 31;
+  refuses(bad, fed, {1, 1}, {0, 0});
+  bad = good;
+  bad.dtype = DType(3);
+  refuses(bad, fed, {1, 1}, {0, 0});
+  CHECK_THROWS(set_simd("avx1024"));
+  CHECK_THROWS(read_bandwidth_probe(logits.data(), -1, 1));
+}
+
+TEST(the_probe_depends_on_all_bytes) {
+  std::vector<unsigned char> data(3 << 20, 0);
+  const std::string before = simd();
+  for (const std::string& name : variants()) {
+    set_simd(name);
+    for (int threads : {1, 2}) {
+      const uint64_t base = read_bandwidth_probe(data.data(), int64_t(data.size()), threads);
+      for (size_t i = 0; i < data.size(); i += data.size() / 37 + 1) {
+        data[i] = 1;
+        CHECK(read_bandwidth_probe(data.data(), int64_t(data.size()), threads) != base);
+        data[i] = 0;
+      }
+    }
+  }
+  set_simd(before);
+}
+
+TEST(many_callers_share_one_pool) {
+  Rng rng(3);
+  const int64_t batch = 3, width = 4, vocab = 50021;
+  std::vector<uint16_t> data(size_t(batch * width * vocab));
+  fill(DType::kBFloat16, reinterpret_cast<unsigned char*>(data.data()), int64_t(data.size()),
+       Kind::kNormal, rng);
+  std::vector<int32_t> best;
+  for (int64_t i = 0; i < batch * width; ++i)
+    best.push_back(oracle(DType::kBFloat16, &data[size_t(i * vocab)], vocab));
+  std::vector<int32_t> tokens(size_t(batch * width), 0);
+  for (int64_t i = 0; i < batch * width; ++i) {
+    if (i % width != 0) tokens[size_t(i)] = best[size_t(i - 1)];
+  }
+  tokens[2] = -1;  // row 0 accepts one hint, the others all three
+  const std::vector<int32_t> n_fed(3, 4), n_hint(3, 3), expected{1, 3, 3};
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 4; ++c) {
+    callers.emplace_back([&, c] {
+      for (int round = 0; round < 100; ++round) {
+        std::vector<int32_t> selected(size_t(batch * width)), accepted(size_t(batch), -7);
+        verify({data.data(), DType::kBFloat16, batch, width, vocab, width * vocab, vocab},
+               {tokens.data(), 4, width, 1}, n_fed.data(), n_hint.data(), selected.data(),
+               accepted.data(), 1 + (c + round) % 4);
+        if (!CHECK_EQ(accepted, expected)) return;
+        for (int64_t i = 0; i < batch * width; ++i) {
+          if (!CHECK_EQ(selected[size_t(i)], i == 2 || i == 3 ? -1 : best[size_t(i)]) && i != 2)
+            return;
+        }
+      }
+    });
+  }
+  for (std::thread& t : callers) t.join();
+}
+
+#ifndef __SANITIZE_THREAD__  // its runtime refuses threads in the child of a fork
+TEST(a_forked_child_starts_its_own_threads) {
+  std::vector<float> row(300000, 0.0f);
+  row[234567] = 1.0f;
+  CHECK_EQ(select_row(DType::kFloat32, row.data(), int64_t(row.size()), 2), 234567);
+  CHECK(pool_threads() >= 1);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(30);  // a hang is a failure, too
+    const bool fresh = pool_threads() == 0;
+    const bool right = select_row(DType::kFloat32, row.data(), int64_t(row.size()), 3) == 234567;
+    shutdown_pool();
+    _exit(fresh && right ? 0 : 1);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK_EQ(select_row(DType::kFloat32, row.data(), int64_t(row.size()), 2), 234567);
+}
+#endif
+
+TEST(works_on_after_shutdown) {
+  std::vector<float> row(300000, 0.0f);
+  row[234567] = 1.0f;
+  CHECK_EQ(select_row(DType::kFloat32, row.data(), int64_t(row.size()), 2), 234567);
+  shutdown_pool();
+  CHECK_EQ(pool_threads(), 0);
+  CHECK_EQ(select_row(DType::kFloat32, row.data(), int64_t(row.size()), 2), 234567);
+}
+
+TEST_MAIN()

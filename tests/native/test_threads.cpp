@@ -1,0 +1,775 @@
+// The protocol under real concurrency: litmus tests of what readers may see, sleeping and waking,
+// pipelines of threads and of processes. To be run under ThreadSanitizer as well.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+
+#include "check.hpp"
+#include "fake_stage.hpp"
+#include "runtime/generation.hpp"
+#include "runtime/stage_port.hpp"
+
+using namespace pipespec;
+using fake::kSlow;
+using fake::Model;
+using fake::Random;
+using fake::Tokens;
+using fake::Truth;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+namespace {
+
+constexpr std::int64_t kSecond = 1'000'000'000;
+// Far longer than anything here takes: who sleeps this long was not woken.
+constexpr std::int64_t kForever = 60 * kSecond;
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void spin(u32 n) {
+  while (n-- > 0) asm volatile("");
+}
+
+// A random pause: mostly none, sometimes a few hundred instructions, sometimes the time slice.
+void dawdle(Random& random) {
+  const u32 kind = random.below(16);
+  if (kind < 6) {
+    spin(random.below(400));
+  } else if (kind == 6) {
+    std::this_thread::yield();
+  } else if (kind == 7) {
+    usleep(random.below(60));
+  }
+}
+
+}  // namespace
+
+// --- litmus tests --------------------------------------------------------------------------------
+// Each: what the writer does || what the reader does; which outcomes are allowed, and why.
+
+// L1. Publication.   W: tokens 0..n-1, word = (0, n)   ||   R: word = (0, n), tokens 0..n-1
+// Allowed: R reads exactly the tokens that W wrote. Not: older contents of the ring.
+// Why: the word is stored with release and loaded with acquire.
+TEST(L1_a_reader_that_sees_a_length_sees_its_tokens) {
+  constexpr u32 kLength = 4096;
+  for (u32 round = 0; round < 40 / kSlow; ++round) {
+    fake::BlockMemory memory(2, 1, kLength);
+    std::fill_n(memory.block().ring(1, 0), kLength, -1);
+    std::thread writer([&] {
+      OwnSequence own(memory.block(), 1, 0);
+      Random random{round};
+      while (own.length() < kLength) {
+        for (u32 i = std::min(1 + random.below(8), kLength - own.length()); i > 0; --i) {
+          own.append(static_cast<std::int32_t>(own.length() * 3));
+        }
+        own.publish();
+      }
+    });
+    const Sequence seen(memory.block(), 1, 0);
+    u64 wrong = 0;
+    for (u32 length = 0; length < kLength;) {
+      const u32 before = length;
+      length = seen.word().length;
+      wrong += length < before;
+      for (u32 p = length < 32 ? 0 : length - 32; p < length; ++p) {
+        wrong += seen.token(p) != static_cast<std::int32_t>(p * 3);
+      }
+    }
+    writer.join();
+    if (!CHECK_EQ(wrong, 0u)) return;
+  }
+}
+
+// L2. Epoch before overwrite.   W: word = (e+1, t), tokens t.. anew, word = (e+1, n)
+//                               R: word = (e, n), tokens below n, word = (e', n')
+// Allowed: e' != e (R drops what it read); e' == e and every token is the one of epoch e.
+// Not: e' == e and a token of a later epoch. Why: tokens are stored with release and loaded with
+// acquire, so whoever saw a token of epoch e+1 sees the word that announced it.
+TEST(L2_within_one_epoch_a_reader_sees_one_text) {
+  constexpr u32 kLength = 64;
+  const auto cut = [](u32 epoch) { return static_cast<u32>(fake::mix(epoch) % kLength); };
+  // In epoch e, a position holds the number of the last epoch that cut at or before it.
+  const auto token_in = [&](u32 epoch, u32 position) {
+    while (epoch > 0 && cut(epoch) > position) --epoch;
+    return static_cast<std::int32_t>(epoch);
+  };
+  fake::BlockMemory memory(2, 1, kLength);
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    OwnSequence own(memory.block(), 1, 0);
+    while (own.length() < kLength) own.append(0);
+    own.publish();
+    for (u32 epoch = 1; !done; ++epoch) {
+      own.truncate(cut(epoch));
+      while (own.length() < kLength) own.append(static_cast<std::int32_t>(epoch));
+      own.publish();
+      if (epoch % 8 == 0) spin(2000);
+    }
+  });
+  const Sequence seen(memory.block(), 1, 0);
+  u64 consistent = 0, dropped = 0, wrong = 0;
+  Tokens read(kLength);
+  const std::int64_t end = now_ns() + 3 * kSecond;
+  while ((consistent < 20'000 / kSlow || dropped < 1'000 / kSlow) && now_ns() < end) {
+    const Word word = seen.word();
+    for (u32 p = 0; p < word.length; ++p) read[p] = seen.token(p);
+    if (seen.word().epoch != word.epoch) {
+      ++dropped;
+      continue;
+    }
+    ++consistent;
+    for (u32 p = 0; p < word.length; ++p) wrong += read[p] != token_in(word.epoch, p);
+  }
+  done = true;
+  writer.join();
+  CHECK_EQ(wrong, 0u);
+  CHECK(consistent > 0 && dropped > 0);  // else it showed nothing
+}
+
+// L3. Bell and parked word (Dekker).   W: bell = new, r = parked   ||   S: parked = 1, q = bell
+// Allowed: r == 1 (W wakes S), or q == new (S does not sleep), or both.
+// Not: r == 0 and q == old: S would sleep though the bell rang. Why: all four are sequentially
+// consistent; with acquire and release alone each store could wait in its core's store buffer.
+TEST(L3_bell_or_parked_word_is_seen) {
+  constexpr u32 kPairs = 2048;  // of bell and parked word; both threads walk along them
+  std::vector<StageControl> control(kPairs);
+  std::vector<u32> seen_parked(kPairs), seen_bell(kPairs);
+  u32 lost = 0;
+  for (u32 round = 0; round < 100 / kSlow; ++round) {
+    for (StageControl& c : control) c.bell = c.parked = 0;
+    std::atomic<u32> ready{0};
+    const auto both_ready = [&] {
+      ready.fetch_add(1);
+      while (ready.load() < 2) std::this_thread::yield();
+    };
+    std::thread publisher([&] {
+      both_ready();
+      for (u32 i = 0; i < kPairs; ++i) {
+        __atomic_store_n(&control[i].bell, 1u, __ATOMIC_SEQ_CST);
+        seen_parked[i] = __atomic_load_n(&control[i].parked, __ATOMIC_SEQ_CST);
+      }
+    });
+    both_ready();
+    for (u32 i = 0; i < kPairs; ++i) {
+      __atomic_store_n(&control[i].parked, 1u, __ATOMIC_SEQ_CST);
+      seen_bell[i] = __atomic_load_n(&control[i].bell, __ATOMIC_SEQ_CST);
+    }
+    publisher.join();
+    for (u32 i = 0; i < kPairs; ++i) lost += seen_parked[i] == 0 && seen_bell[i] == 0;
+  }
+  CHECK_EQ(lost, 0u);
+}
+
+// L4. Settled.   W (the target): tokens, word, settled = n   ||   R: settled = n, tokens below n
+// Allowed: the target's tokens, now and for ever; a word that R loads after `settled` has at least
+// that length. Why: `settled` is stored with release after the word.
+TEST(L4_settled_tokens_are_there_and_stay) {
+  constexpr u32 kLength = 20'000;
+  fake::BlockMemory memory(1, 1, fake::power_of_two(kLength));
+  std::thread writer([&] {
+    OwnSequence own(memory.block(), 0, 0);
+    while (own.length() < kLength) {
+      own.append(static_cast<std::int32_t>(own.length() ^ 5));
+      own.publish();
+      own.settle(own.length());
+    }
+  });
+  const Sequence seen(memory.block(), 0, 0);
+  u64 wrong = 0;
+  for (u32 settled = 0; settled < kLength;) {
+    settled = seen.settled();
+    wrong += seen.word().length < settled;
+    if (settled > 0)
+      wrong += seen.token(settled - 1) != static_cast<std::int32_t>((settled - 1) ^ 5);
+  }
+  writer.join();
+  CHECK_EQ(wrong, 0u);
+}
+
+// L5. Obeying a neighbour that moves.   W: rewrites its text for ever, then stops   ||   R: plan()
+// Allowed: while W moves, R may hold a mixture of W's texts (it adopts after the epoch was
+// checked). When W has stopped, one more plan() of R makes the two equal. Not: a mixture that
+// stays. Why: R notes the epoch it saw before it adopted, and any later one sends it back to
+// `settled`.
+TEST(L5_torn_adoption_heals) {
+  constexpr u32 kLength = 256;
+  for (u32 round = 0; round < 60 / kSlow; ++round) {
+    fake::BlockMemory memory(3, 1, kLength);
+    const Block& block = memory.block();
+    fake::set_eos(block, {-5});
+    reset_row(block, 0, 1, kLength, 9);
+    std::atomic<bool> done{false};
+    std::thread writer([&] {
+      OwnSequence own(block, 1, 0);
+      Random random{round};
+      for (u32 i = 0; i < 3000; ++i) {
+        if (random.chance(0.6) || own.length() == kLength) {
+          own.truncate(1 + random.below(own.length()));
+        }
+        for (u32 n = random.below(std::min(20u, kLength - own.length() + 1)); n > 0; --n) {
+          own.append(static_cast<std::int32_t>(random.below(4)));
+        }
+        own.publish();
+      }
+      done = true;
+    });
+    Tokens buffer(kLength);
+    const Policy policy{kLength, kLength, 0, kLength};
+    while (!done) plan(block, 0, 0, policy, buffer.data());
+    writer.join();
+    plan(block, 0, 0, policy, buffer.data());
+    const u32 length = Sequence(block, 1, 0).word().length;
+    // R may keep more of its own, beyond what W has.
+    if (!CHECK(Sequence(block, 0, 0).word().length >= length)) return;
+    if (!CHECK_EQ(fake::tokens_of(block, 0, 0, 0, length), fake::tokens_of(block, 1, 0, 0, length)))
+      return;
+  }
+}
+
+// --- sleeping and waking -------------------------------------------------------------------------
+
+namespace {
+
+// Stage `stage` of `stages` waits for its turn and passes it on. Every wait is a park, so one lost
+// wake-up costs kForever.
+void pass_the_turn(const Block& block, u32 stage, u32 rounds) {
+  const u32 stages = block.stages();
+  Bells bells(block, stage);
+  Random random{stage + 77};
+  OwnSequence own(block, stage, 0);
+  const Sequence before(block, (stage + stages - 1) % stages, 0);
+  for (u32 round = 0; round < rounds; ++round) {
+    const u32 turn = stage == 0 ? round : round + 1;
+    for (;;) {
+      bells.note();
+      if (before.word().length >= turn) break;
+      const std::int64_t asleep = now_ns();
+      bells.park(kForever);
+      if (!CHECK(now_ns() - asleep < kForever / 2)) return;  // nobody woke us
+    }
+    if (round % 16 == 0) dawdle(random);
+    own.append(0);
+    own.publish();
+    bells.ring();
+  }
+}
+
+}  // namespace
+
+TEST(no_wake_up_is_lost_between_threads) {
+  for (u32 stages : {2u, 4u}) {
+    fake::BlockMemory memory(stages, 1, 2);
+    std::vector<std::thread> threads;
+    const u32 rounds = (stages == 2 ? 100'000 : 25'000) / kSlow;
+    for (u32 s = 0; s < stages; ++s) {
+      threads.emplace_back([&, s] { pass_the_turn(memory.block(), s, rounds); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(Sequence(memory.block(), 0, 0).word().length, rounds);
+  }
+}
+
+TEST(no_wake_up_is_lost_between_processes) {
+  fake::BlockMemory memory(2, 1, 2);
+  const u32 rounds = 30'000 / kSlow;
+  const pid_t child = fork();
+  if (child == 0) {
+    check::failures = 0;
+    pass_the_turn(memory.block(), 0, rounds);
+    _exit(check::failures == 0 ? 0 : 1);
+  }
+  pass_the_turn(memory.block(), 1, rounds);
+  int status = -1;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
+}
+
+// Ring and park at the same instant, from one starting line: where a bell or a parked word that is
+// not sequentially consistent loses a wake-up. (The ping-pong above mostly has one of the two
+// asleep.)
+TEST(ringing_while_the_other_lies_down) {
+  fake::BlockMemory memory(2, 1, 2);
+  std::atomic<u32> arrived{0};
+  const auto line_up = [&](u32 times) {
+    arrived.fetch_add(1);
+    for (u32 spins = 0; arrived.load() < 2 * times; ++spins) {
+      if (spins > 300) std::this_thread::yield();
+    }
+  };
+  std::atomic<bool> over{false};  // read by both between the same two line-ups
+  std::thread publisher([&] {
+    Bells bells(memory.block(), 1);
+    Random random{1};
+    for (u32 i = 0; !over; ++i) {
+      line_up(2 * i + 1);
+      // Looking at the sleeper's word keeps it in our cache, too: its store then takes its time.
+      for (u32 n = random.below(60); n > 0; --n) load_relaxed(&memory.block().control(0).parked);
+      bells.ring();
+      line_up(2 * i + 2);
+    }
+  });
+  Bells bells(memory.block(), 0);
+  Random random{2};
+  // Where the machine is busy with other things, the line-ups take their time.
+  const std::int64_t end = now_ns() + 3 * kSecond;
+  for (u32 i = 0; !over; ++i) {
+    bells.note();
+    line_up(2 * i + 1);
+    spin(random.below(40));
+    const std::int64_t asleep = now_ns();
+    bells.park(kForever / 4);
+    over = !CHECK(now_ns() - asleep < kForever / 8) || i == 50'000 || now_ns() > end;
+    line_up(2 * i + 2);
+  }
+  publisher.join();
+}
+
+// Many ring at once; one sleeper must see all of it.
+TEST(several_publishers_wake_one_sleeper) {
+  constexpr u32 kPublishers = 3;
+  const u32 each = 20'000 / kSlow;
+  fake::BlockMemory memory(kPublishers + 1, 1, 2);
+  std::vector<std::thread> publishers;
+  for (u32 s = 0; s < kPublishers; ++s) {
+    publishers.emplace_back([&, s] {
+      Bells bells(memory.block(), s);
+      OwnSequence own(memory.block(), s, 0);
+      Random random{s};
+      for (u32 i = 0; i < each; ++i) {
+        own.append(0);
+        own.publish();
+        bells.ring();
+        if (random.below(8) == 0) dawdle(random);
+      }
+    });
+  }
+  Bells bells(memory.block(), kPublishers);
+  for (;;) {
+    bells.note();
+    u32 sum = 0;
+    for (u32 s = 0; s < kPublishers; ++s) sum += Sequence(memory.block(), s, 0).word().length;
+    if (sum == kPublishers * each) break;
+    const std::int64_t asleep = now_ns();
+    bells.park(kForever);
+    if (!CHECK(now_ns() - asleep < kForever / 2)) break;
+  }
+  for (std::thread& publisher : publishers) publisher.join();
+}
+
+TEST(parking_ends_with_the_time_and_with_what_rang_before) {
+  fake::BlockMemory memory(2, 1, 2);
+  Bells own(memory.block(), 0), other(memory.block(), 1);
+  own.note();
+  std::int64_t begin = now_ns();
+  CHECK(!own.park(3'000'000));
+  CHECK(now_ns() - begin >= 2'500'000);
+  CHECK(!own.park(0));
+  CHECK(!own.park(-1));
+  own.ring();  // its own bell does not wake it
+  CHECK(!own.park(1000));
+  other.ring();
+  begin = now_ns();
+  CHECK(own.park(kForever));  // rang after note(): no sleep
+  CHECK(own.park(0));
+  CHECK(now_ns() - begin < kForever / 2);
+  own.note();
+  CHECK(!own.park(1000));
+  Bells(memory.block(), Bells::kCaller).ring();
+  CHECK(own.park(kForever));
+}
+
+// The stop may come between a stage's look at the generation and its plan(), which notes the bells.
+TEST(a_stop_is_not_slept_through) {
+  fake::BlockMemory memory(2, 1, 16);
+  reset(memory.block(), {1}, {1}, {9}, {});
+  for (u32 stage : {0u, 1u}) {  // the target's thread may be another one than the caller's
+    start(memory.block(), 7);
+    StagePort port(memory.base(), stage, 4);
+    CHECK_EQ(port.generation(), 7u);
+    start(memory.block(), 0);
+    port.plan(4, 4, 0);
+    const std::int64_t begin = now_ns();
+    CHECK(port.park(kForever));
+    CHECK(now_ns() - begin < kForever / 2);
+    CHECK_EQ(port.generation(), 0u);
+    port.plan(4, 4, 0);
+    CHECK(!port.park(1000));
+  }
+}
+
+// Whatever a port publishes ends the sleep of the others: what it commits and what its plan takes
+// back or adopts.
+TEST(ports_wake_each_other) {
+  fake::BlockMemory memory(3, 1, 64);
+  reset(memory.block(), {1}, {50}, {9}, {});
+  StagePort first(memory.base(), 0, 8), middle(memory.base(), 1, 8), target(memory.base(), 2, 8);
+  const Tokens selected(8, 100);
+  CHECK_EQ(first.plan(0, 8, 0), Action::kIdle);
+  CHECK(!first.park(1000));
+  CHECK_EQ(target.plan(0, 8, 0), Action::kStep);
+  CHECK(!first.park(1000));  // it has published nothing yet
+  target.commit(selected.data(), 8);
+  const std::int64_t begin = now_ns();
+  CHECK(first.park(kForever));
+  CHECK_EQ(first.plan(0, 8, 0), Action::kIdle);
+  CHECK_EQ(middle.plan(0, 8, 0), Action::kIdle);  // but it has adopted the target's token
+  CHECK(first.park(kForever));
+  CHECK(now_ns() - begin < kForever / 2);
+  first.plan(0, 8, 0);
+  middle.plan(0, 8, 0);  // no news
+  CHECK(!first.park(1000));
+}
+
+// A draft that may be one token ahead and a target that insists on it: they take turns, and neither
+// has anything but the other's bell to wake it.
+TEST(ports_take_turns) {
+  const u32 limit = 8000 / kSlow;
+  fake::BlockMemory memory(2, 1, fake::power_of_two(limit));
+  const Block& block = memory.block();
+  reset(block, {1}, {limit}, {9}, {});
+  start(block, 1);
+  const auto run = [&](u32 stage) {
+    StagePort port(memory.base(), stage, 4);
+    Random random{stage};
+    while (port.generation() == 1) {
+      const Action action = port.plan(1, 1, stage);
+      if (action == Action::kFinished) return;
+      if (action == Action::kStep) {
+        Tokens selected(port.columns());  // the next token is its position
+        const auto first = static_cast<u32>(port.kv()[0] + port.n_fed()[0] - port.n_hint()[0]);
+        for (u32 j = 0; j < selected.size(); ++j) selected[j] = static_cast<int>(first + j);
+        if (random.below(16) == 0) dawdle(random);
+        port.commit(selected.data(), port.columns());
+        continue;
+      }
+      const std::int64_t asleep = now_ns();
+      port.park(kForever);
+      if (!CHECK(now_ns() - asleep < kForever / 2)) return;
+    }
+  };
+  std::thread draft([&] { run(0); });
+  run(1);
+  start(block, 0);
+  draft.join();
+  CHECK_EQ(Sequence(block, 1, 0).word().length, limit);
+  const Counters& counters = block.priv(1, 0).counters;
+  CHECK_EQ(counters.accepted, counters.drafted);
+  CHECK(counters.steps <= limit / 2 + 1);
+}
+
+// --- pipelines -----------------------------------------------------------------------------------
+
+namespace {
+
+// One stage of a pipeline over several rows, as a driver runs it.
+class Worker {
+ public:
+  Worker(void* base, u32 stage, u32 width, const Model& model, const std::vector<Tokens>& prompts)
+      : block_(base), stage_(stage), width_(width), prompts_(prompts) {
+    for (const Tokens& prompt : prompts) {
+      caches_.emplace_back(model);
+      caches_.back().prefill(prompt);
+    }
+  }
+
+  // Works until the generation is over; the target: until the text is complete. A stage with
+  // `dies_after` steps stops for good after them, in the middle of the last.
+  void run(u32 generation, u64 seed, u32 dies_after = ~0u) {
+    StagePort port(&block_.header(), stage_, width_);
+    Random random{seed * 31 + stage_};
+    u32 steps = 0;
+    const std::int64_t began = now_ns();
+    while (port.generation() == generation) {
+      if (!CHECK(now_ns() - began < kForever)) return;  // no progress
+      const u32 window = random.below(4) == 0 ? ~0u : 1 + random.below(12);
+      const u32 max_hints = random.below(10), min_hints = random.below(2) * random.below(6);
+      Action action = port.plan(window, max_hints, min_hints);
+      if (action == Action::kWait) {
+        if (port.park(random.below(200'000)) && random.chance(0.9)) continue;
+        action = port.plan(window, max_hints, 0);  // the deadline has passed
+      }
+      if (action == Action::kFinished) return;
+      if (action == Action::kWait) CHECK(false);
+      if (action == Action::kIdle) {
+        CHECK(stage_ != block_.target());
+        port.park(kForever);
+        continue;
+      }
+      Tokens selected(prompts_.size() * port.columns());
+      for (u32 r = 0; r < prompts_.size(); ++r) {
+        const auto n_fed = static_cast<u32>(port.n_fed()[r]);
+        const std::int32_t* tokens = &port.tokens()[r * width_];
+        caches_[r].feed(tokens, static_cast<u32>(port.kv()[r]), n_fed, port.columns());
+        caches_[r].select(tokens, static_cast<u32>(port.kv()[r]),
+                          static_cast<u32>(port.n_select()[r]), static_cast<u32>(port.n_hint()[r]),
+                          &selected[r * port.columns()], port.columns());
+      }
+      dawdle(random);
+      if (++steps > dies_after) return;
+      port.commit(selected.data(), port.columns());
+      port.set_step_ns(1000);
+    }
+  }
+
+  // Every row's cache holds the stage's sequence. When nobody runs.
+  void check_caches() const {
+    for (u32 r = 0; r < prompts_.size(); ++r) {
+      const auto start = static_cast<u32>(prompts_[r].size());
+      const u32 kv = block_.priv(stage_, r).kv;
+      const Sequence sequence(block_, stage_, r);
+      for (u32 p = 0; p < kv; ++p) {
+        const std::int32_t token = p < start ? prompts_[r][p] : sequence.token(p);
+        if (!CHECK_EQ(caches_[r].entries()[p], token)) return;
+      }
+    }
+  }
+
+ private:
+  Block block_;
+  u32 stage_, width_;
+  const std::vector<Tokens>& prompts_;
+  std::vector<fake::Cache> caches_;
+};
+
+struct Task {
+  Truth truth;
+  std::vector<Model> models;
+  std::vector<Tokens> prompts;
+  std::vector<u32> limits;
+  std::vector<u32> widths;
+
+  Task(u32 stages, u32 rows, Random& random, u32 max_limit)
+      : truth{.seed = random.next(),
+              .vocabulary = random.pick({4, 40}),
+              .eos = {3, 2},
+              .eos_rate = random.pick({0.0, 0.01})} {
+    for (u32 s = 0; s < stages; ++s) {
+      models.push_back(
+          {&truth, s + 1 == stages ? 1.0 : random.pick({0.0, 0.6, 0.9, 1.0}), random.below(3)});
+      widths.push_back(2 + random.below(12));
+    }
+    for (u32 r = 0; r < rows; ++r) {
+      prompts.emplace_back();
+      for (u32 i = 1 + random.below(6); i > 0; --i) {
+        prompts[r].push_back(static_cast<std::int32_t>(random.below(9)));
+      }
+      const auto start = static_cast<u32>(prompts[r].size());
+      limits.push_back(start + 1 + random.below(max_limit - start));
+    }
+  }
+  Task(const Task&) = delete;
+  Task& operator=(const Task&) = delete;
+
+  void reset(const Block& block) const {
+    std::vector<u32> starts;
+    Tokens last;
+    for (const Tokens& prompt : prompts) {
+      starts.push_back(static_cast<u32>(prompt.size()));
+      last.push_back(prompt.back());
+    }
+    pipespec::reset(block, starts, limits, last, truth.eos);
+    for (u32 s = 0; s < block.stages(); ++s) store_release(&block.control(s).alive, 1u);
+  }
+
+  bool check_text(const Block& block) const {
+    for (u32 r = 0; r < prompts.size(); ++r) {
+      const Tokens text = fake::plain(models.back(), prompts[r], limits[r]);
+      const auto begin = static_cast<u32>(prompts[r].size()) - 1;
+      const u32 length = Sequence(block, block.target(), r).word().length;
+      if (!CHECK_EQ(tokens(block, block.target(), r, begin, length),
+                    Tokens(text.begin() + begin, text.end()))) {
+        return false;
+      }
+      CHECK_EQ(Sequence(block, block.target(), r).word().epoch, 0u);
+    }
+    return true;
+  }
+};
+
+// One text per row by threads; the drafts in `deaths` stop after so many steps.
+bool run_threads(const fake::BlockMemory& memory, const Task& task, u32 generation, u64 seed,
+                 const std::vector<u32>& deaths) {
+  const Block& block = memory.block();
+  task.reset(block);
+  start(block, generation);
+  std::vector<std::unique_ptr<Worker>> workers;
+  std::vector<std::thread> threads;
+  for (u32 s = 0; s < block.stages(); ++s) {
+    workers.push_back(
+        std::make_unique<Worker>(memory.base(), s, task.widths[s], task.models[s], task.prompts));
+  }
+  for (u32 s = 0; s < block.stages(); ++s) {
+    threads.emplace_back([&, s] {
+      workers[s]->run(generation, seed, deaths[s]);
+      if (deaths[s] != ~0u && seed % 3 != 0) {  // else nobody notices that it is gone
+        store_release(&block.control(s).alive, 0u);
+      }
+    });
+  }
+  threads.back().join();
+  const std::int64_t stopped = now_ns();
+  start(block, 0);
+  for (u32 s = 0; s + 1 < block.stages(); ++s) threads[s].join();
+  bool good = CHECK(now_ns() - stopped < kForever / 2);
+  good = task.check_text(block) && good;
+  for (const auto& worker : workers) worker->check_caches();
+  return good && check::failures == 0;
+}
+
+}  // namespace
+
+TEST(threads_give_the_plain_text) {
+  for (u32 seed = 0; seed < 240 / kSlow; ++seed) {
+    Random random{seed};
+    const u32 stages = 2 + seed % 4, rows = 1 + random.below(4);
+    const Task task(stages, rows, random, 250);
+    fake::BlockMemory memory(stages, rows, 256);
+    if (!run_threads(memory, task, 1, seed, std::vector<u32>(stages, ~0u))) {
+      std::fprintf(stderr, "  seed %u\n", seed);
+      return;
+    }
+  }
+}
+
+TEST(drafts_die_at_any_moment_and_the_next_text_starts_clean) {
+  fake::BlockMemory memory(4, 3, 256);
+  for (u32 seed = 0; seed < 120 / kSlow; ++seed) {
+    Random random{seed + 1000};
+    const Task task(4, 3, random, 200);
+    std::vector<u32> deaths(4, ~0u);
+    for (u32 s = 0; s < 3; ++s) {
+      if (random.chance(0.5)) deaths[s] = random.below(random.pick({3u, 100u}));
+    }
+    if (!run_threads(memory, task, seed + 1, seed, deaths)) {
+      std::fprintf(stderr, "  seed %u\n", seed);
+      return;
+    }
+  }
+}
+
+// The threads stay; the caller starts and stops one text after the other on the same block.
+TEST(threads_that_stay_from_text_to_text) {
+  constexpr u32 kStages = 3, kRows = 2;
+  const u32 texts = 60 / kSlow;
+  fake::BlockMemory memory(kStages, kRows, 128);
+  const Block& block = memory.block();
+  std::atomic<u32> posted{0}, idle{0};  // what a driver's messages are
+  const Task* work = nullptr;
+  std::vector<std::thread> threads;
+  for (u32 s = 0; s + 1 < kStages; ++s) {
+    threads.emplace_back([&, s] {
+      for (u32 generation = 1; generation <= texts; ++generation) {
+        while (posted.load() != generation) std::this_thread::yield();
+        const Task* task = work;
+        Worker(memory.base(), s, task->widths[s], task->models[s], task->prompts)
+            .run(generation, generation);
+        idle.fetch_add(1);
+      }
+    });
+  }
+  for (u32 generation = 1; generation <= texts; ++generation) {
+    Random random{generation};
+    const Task task(kStages, kRows, random, 120);
+    task.reset(block);
+    work = &task;
+    start(block, generation);
+    posted = generation;  // a worker may come too late and find the text complete
+    Worker target(memory.base(), kStages - 1, 8, task.models.back(), task.prompts);
+    target.run(generation, generation);
+    start(block, 0);
+    while (idle.load() < generation * (kStages - 1)) std::this_thread::yield();
+    task.check_text(block);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Rows that the caller ends while everybody runs.
+TEST(rows_are_ended_from_outside) {
+  for (u32 seed = 0; seed < 60 / kSlow; ++seed) {
+    Random random{seed + 5000};
+    Task task(3, 2, random, 2000);
+    task.truth.eos_rate = 0;
+    task.limits = {2000, 2000};
+    fake::BlockMemory memory(3, 2, 2048);
+    const Block& block = memory.block();
+    task.reset(block);
+    start(block, 1);
+    std::vector<std::thread> threads;
+    for (u32 s = 0; s < 3; ++s) {
+      threads.emplace_back([&, s] {
+        Worker(memory.base(), s, task.widths[s], task.models[s], task.prompts).run(1, seed);
+      });
+    }
+    usleep(random.below(3000));
+    end_row(block, 0);
+    usleep(random.below(1000));
+    end_row(block, 1);
+    threads.back().join();
+    start(block, 0);
+    for (u32 s = 0; s < 2; ++s) threads[s].join();
+    for (u32 r = 0; r < 2; ++r) {
+      const Tokens text = fake::plain(task.models.back(), task.prompts[r], 2000);
+      const u32 length = Sequence(block, 2, r).word().length;
+      const auto begin = static_cast<u32>(task.prompts[r].size()) - 1;
+      // A step that was under way may still land, or its first tokens.
+      CHECK(length >= block.span(r).limit && length <= block.span(r).limit + 1 + 12);
+      if (!CHECK_EQ(tokens(block, 2, r, begin, length),
+                    Tokens(text.begin() + begin, text.begin() + length))) {
+        return;
+      }
+    }
+  }
+}
+
+// Drafts in processes of their own; some are killed, without warning, at any instruction.
+TEST(processes_give_the_plain_text_also_when_killed) {
+  for (u32 seed = 0; seed < 40 / kSlow; ++seed) {
+    Random random{seed + 9000};
+    constexpr u32 kStages = 3;
+    const Task task(kStages, 2, random, 250);
+    fake::BlockMemory memory(kStages, 2, 256);
+    const Block& block = memory.block();
+    task.reset(block);
+    start(block, 1);
+    pid_t children[kStages - 1];
+    for (u32 s = 0; s + 1 < kStages; ++s) {
+      children[s] = fork();
+      if (children[s] == 0) {
+        check::failures = 0;
+        Worker(memory.base(), s, task.widths[s], task.models[s], task.prompts).run(1, seed);
+        _exit(check::failures == 0 ? 0 : 1);
+      }
+    }
+    const bool kills = seed % 2 == 1;
+    std::thread killer([&, delay = random.below(4000)] {
+      if (!kills) return;
+      usleep(delay);
+      for (const pid_t child : children) kill(child, SIGKILL);
+      for (u32 s = 0; s + 1 < kStages; ++s) store_release(&block.control(s).alive, 0u);
+    });
+    Worker target(memory.base(), kStages - 1, 8, task.models.back(), task.prompts);
+    target.run(1, seed);
+    start(block, 0);
+    killer.join();
+    for (const pid_t child : children) {
+      int status = -1;
+      waitpid(child, &status, 0);
+      CHECK(status == 0 || (kills && WIFSIGNALED(status)));
+    }
+    target.check_caches();
+    if (!task.check_text(block)) return;
+  }
+}
+
+TEST_MAIN()

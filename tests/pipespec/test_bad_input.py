@@ -1,0 +1,489 @@
+"""Everything that cannot work is refused before any work, with a message that names the thing and says what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaModel,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from pipespec import Pipeline
+from pipespec.drivers import workers
+from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3)
+
+
+@pytest.fixture(scope="module")
+def pipeline(model):
+    return Pipeline(model, noisy(model, 0.02))
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch):
+    """Whatever is refused here is refused before a process is started."""
+
+    def started(*args, **kwargs):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(workers, "_Worker", started)
+
+
+def refused(error, match, *args, **kwargs) -> str:
+    """A pipeline with workers that must not come to be. Returns the message."""
+    with pytest.raises(error, match=match) as caught:
+        Pipeline(*args, **{"schedule": "workers"} | kwargs)
+    return str(caught.value)
+
+
+# ---- models that form no chain
+
+
+def test_vocabularies_of_different_sizes(model):
+    message = refused(ValueError, "draft 0 .*vocabulary of 300 .*target 320", model, random_llama(1, vocabulary=300))
+    assert "tokenizer" in message
+    refused(ValueError, "draft 1", model, [noisy(model, 0.1), random_llama(1, vocabulary=300)])
+
+
+def save(model, folder, tokens=None):
+    model.save_pretrained(folder)
+    if tokens is not None:
+        vocabulary = {token: i for i, token in enumerate(tokens)}
+        content = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a0"}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_tokenizers_that_differ(model, tmp_path):
+    tokens = [f"a{i}" for i in range(320)]
+    target = save(model, tmp_path / "target", tokens)
+    same = save(noisy(model, 0.1), tmp_path / "same", tokens)
+    other = save(noisy(model, 0.1), tmp_path / "other", tokens[:5] + tokens[6:] + tokens[5:6])
+    none = save(noisy(model, 0.1), tmp_path / "none")
+    refused(ValueError, "draft 0 has another tokenizer", target, other)
+    refused(ValueError, "draft 1 has another tokenizer", str(target), [str(same), str(other)])
+    loaded = [transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (target, other)]
+    refused(ValueError, "draft 0 has another tokenizer", *loaded)
+    for fine in (same, none):
+        assert Pipeline(target, fine).generate(PROMPT, max_new_tokens=2).shape == (1, 6)
+
+
+def small(config_class, **kwargs):
+    return config_class(vocab_size=320, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: GPT2LMHeadModel(small(GPT2Config, n_embd=32, n_layer=1, n_head=2)), "GPT2LMHeadModel.*LLaMA-like"),
+        (
+            lambda: BertLMHeadModel(
+                small(
+                    BertConfig,
+                    hidden_size=32,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    intermediate_size=32,
+                    is_decoder=True,
+                )
+            ),
+            "BertLMHeadModel.*LLaMA-like",
+        ),
+        (
+            lambda: T5ForConditionalGeneration(small(T5Config, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)),
+            "T5ForConditionalGeneration.*LLaMA-like",
+        ),
+        (
+            lambda: MistralForCausalLM(
+                small(
+                    MistralConfig,
+                    hidden_size=32,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    num_key_value_heads=2,
+                    intermediate_size=32,
+                    sliding_window=16,
+                )
+            ),
+            "MistralForCausalLM.*(full attention|sliding)",
+        ),
+        (lambda: LlamaModel(random_llama(1).config), "LlamaModel.*(head|AutoModelForCausalLM)"),
+    ],
+    ids=["gpt2", "bert", "t5", "sliding", "headless"],
+)
+def test_models_that_are_not_like_llama(model, make, match):
+    with torch.random.fork_rng():
+        other = make()
+    assert "draft 0" in refused(TypeError, match, model, other)
+    assert "target" in refused(TypeError, match, other)
+
+
+def test_things_that_are_no_models(model):
+    for thing in (None, 7, torch.nn.Linear(2, 2), {"model": model}):
+        refused(TypeError, f"not {type(thing).__name__}", model, [thing])
+    refused(TypeError, "underlying transformers model", torch.nn.DataParallel(model))
+
+
+def test_one_model_in_two_places(model):
+    refused(ValueError, "draft 0|target is the same object", model, model)
+    draft = noisy(model, 0.1)
+    refused(ValueError, "draft 1 is the same object", model, [draft, draft])
+
+
+def test_too_many_models(model):
+    refused(ValueError, "at most", model, [noisy(model, 0.1) for _ in range(40)])
+
+
+def test_schedules_windows_and_waits(model):
+    draft = always_right(model)
+    refused(ValueError, "schedule='parallel'.*'lockstep'", model, draft, schedule="parallel")
+    refused(ValueError, "windows must be at least 1", model, draft, windows=0)
+    refused(ValueError, "windows must be at least 1", model, draft, windows=[-3])
+    refused(ValueError, "one per draft, 1, not 2", model, draft, windows=[3, 4])
+    refused(ValueError, "one per draft, 1, not 0", model, draft, windows=[])
+    refused(TypeError, "windows", model, draft, windows=2.5)
+    refused(ValueError, "wait must not be negative", model, draft, wait=-1)
+
+
+def test_a_single_draft_needs_no_list(model, tmp_path):
+    draft = noisy(model, 0.02)
+    for given in (draft, [draft], (draft,), save(draft, tmp_path / "draft"), str(tmp_path / "draft")):
+        assert len(Pipeline(model, given).models) == 2
+
+
+# ---- where and how the models lie
+
+
+def test_dtypes_and_devices_that_cannot_work(model):
+    half = random_llama(1, dtype=torch.float16)
+    assert "bfloat16" in refused(ValueError, "draft 0 is float16 on the CPU", model, half)
+    refused(ValueError, "target is float16 on the CPU", half)
+    with torch.device("meta"):
+        hollow = transformers.LlamaForCausalLM(model.config)
+    refused(ValueError, "draft 0 .*not loaded", model, hollow)
+    refused(ValueError, "target .*not loaded", hollow)
+    part = noisy(model, 0.1)
+    part.model.layers[1].to("meta")
+    refused(ValueError, "draft 0 .*not loaded", model, part)
+
+
+def test_mixed_dtypes_that_do_work(model):
+    wanted = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert torch.equal(Pipeline(model, always_right(model).to(dtype)).generate(PROMPT, max_new_tokens=9), wanted)
+
+
+# ---- paths
+
+
+def test_paths_that_hold_no_model(model, tmp_path):
+    refused(FileNotFoundError, "no folder .*nowhere", tmp_path / "nowhere")
+    refused(FileNotFoundError, "no folder .*nowhere", model, str(tmp_path / "nowhere"))
+    refused(FileNotFoundError, "no folder ./nowhere", "./nowhere")
+    (tmp_path / "empty").mkdir()
+    refused(FileNotFoundError, "empty holds no model.*config.json", tmp_path / "empty")
+    file = tmp_path / "file.safetensors"
+    file.write_bytes(b"")
+    refused((FileNotFoundError, ValueError), r"file\.safetensors", file)
+    (tmp_path / "hollow").mkdir()
+    model.config.save_pretrained(tmp_path / "hollow")
+    refused(ValueError, "hollow holds no safetensors", tmp_path / "hollow")
+
+
+def test_weights_that_are_pickles(model, tmp_path):
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+
+    class Bomb:
+        def __reduce__(self):
+            return (exec, (f"open({str(tmp_path / 'exploded')!r}, 'w')",))
+
+    torch.save({"model.norm.weight": Bomb()}, folder / "pytorch_model.bin")
+    message = refused(ValueError, "pickled holds no safetensors weights .*pytorch_model.bin", folder)
+    assert "convert" in message
+    assert not (tmp_path / "exploded").exists()
+    # Nor where something safe lies beside it, under a name that nobody loads.
+    (folder / "other.safetensors").write_bytes(b"")
+    refused((FileNotFoundError, ValueError), "pickled", folder)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_broken_weights(model, tmp_path):
+    folder = save(model, tmp_path / "broken")
+    whole = (folder / "model.safetensors").read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"\xff" * 200):
+        (folder / "model.safetensors").write_bytes(content)
+        refused((FileNotFoundError, ValueError), "broken", folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    (folder / "config.json").write_text("{ not json")
+    refused((FileNotFoundError, ValueError), "broken", folder)
+
+
+def test_weights_that_are_missing_are_not_made_up(model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = save(model, tmp_path / "gaps")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(ValueError, "model.layers.1.mlp.up_proj.weight", folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "unheard_of"])
+def test_remote_code_runs_only_when_asked_for(model, tmp_path, kind, monkeypatch):
+    """A folder that brings its own code: refused (or loaded as what transformers knows), and its code is not executed."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "stdin", None)  # nobody to ask
+    folder = save(model, tmp_path / "remote")
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n"
+        f"    model_type = {kind!r}\n"
+        "class Own(LlamaForCausalLM):\n"
+        "    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = kind
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (folder / "config.json").write_text(json.dumps(config))
+    if kind == "unheard_of":
+        refused(ValueError, "trust_remote_code", folder)
+        refused(ValueError, "trust_remote_code", model, folder)
+    else:
+        assert type(Pipeline(folder).target) is transformers.LlamaForCausalLM
+    assert not ran.exists()
+    assert type(Pipeline(folder, trust_remote_code=True).target).__name__ == "Own"
+    assert ran.exists()
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1, 0), (0, 0)])
+def test_empty_prompts(pipeline, shape):
+    with pytest.raises(ValueError, match="prompt is empty"):
+        pipeline.generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=3)
+
+
+def test_no_prompt(pipeline):
+    with pytest.raises(ValueError, match="input_ids"):
+        pipeline.generate(max_new_tokens=3)
+    for nothing in ([], [[]]):
+        with pytest.raises(ValueError, match="empty"):
+            pipeline.generate(nothing, max_new_tokens=3)
+    with pytest.raises(ValueError, match="not both"):
+        pipeline.generate(PROMPT, input_ids=PROMPT)
+
+
+def test_prompts_of_the_wrong_kind(pipeline):
+    with pytest.raises(TypeError, match="str"):
+        pipeline.generate("def f():")
+    with pytest.raises(TypeError, match=r"integers.*float"):
+        pipeline.generate(PROMPT.float())
+    with pytest.raises(TypeError, match=r"integers.*bool"):
+        pipeline.generate(PROMPT.bool())
+    with pytest.raises(TypeError, match="input_ids"):
+        pipeline.generate([["def", "f"]])
+    with pytest.raises((TypeError, ValueError), match="input_ids"):
+        pipeline.generate([[1.5, 2.5]])
+    for shape in ([4], [1, 1, 4]):
+        with pytest.raises(ValueError, match=r"shape .batch, length"):
+            pipeline.generate(PROMPT.view(shape))
+    for bad in (-1, 320, 2**40):
+        with pytest.raises(ValueError, match=f"token id {bad}, outside .*vocabulary of 320"):
+            pipeline.generate(torch.tensor([[5, bad]]))
+
+
+def test_a_prompt_longer_than_the_models_limit(pipeline):
+    for length in (513, 600):
+        with pytest.raises(ValueError, match=f"{length} tokens.*limit.*512"):
+            pipeline.generate(torch.full((1, length), 7), max_new_tokens=1)
+
+
+def test_unequal_lengths_without_a_mask(pipeline, model):
+    with pytest.raises(ValueError, match=r"unequal lengths \[3, 2\].*attention_mask"):
+        pipeline.generate([[5, 6, 7], [8, 9]], max_new_tokens=2)
+    # A tensor with padding that may be text: the pad id ends texts, too (what many tokenizers are set to).
+    ids, _ = left_pad(random_prompts(3, seed=1), pad=2)
+    with pytest.raises(ValueError, match=r"pad_token_id 2, which is also.*attention_mask"):
+        pipeline.generate(ids, max_new_tokens=2, pad_token_id=2, eos_token_id=[2, 3])
+    # Transformers takes it for padding where it ends nothing, and so it must lie on the left.
+    with pytest.raises(ValueError, match=r"pad_token_id 0 occurs behind.*attention_mask"):
+        pipeline.generate(torch.tensor([[5, 6, 7], [5, 6, 0]]), max_new_tokens=2)
+
+
+def test_masks(pipeline):
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    for mask in ([[1, 1, 1], [1, 1, 0]], [[1, 1, 1], [1, 0, 1]]):
+        with pytest.raises(ValueError, match="row 1 is not padded on the left"):
+            pipeline.generate(ids, attention_mask=torch.tensor(mask), max_new_tokens=2)
+    with pytest.raises(ValueError, match="row 0 is all padding"):
+        pipeline.generate(ids, attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]]), max_new_tokens=2)
+    for shape in ((2, 4), (1, 3), (3,), (2, 1, 3, 3)):
+        with pytest.raises(ValueError, match="attention_mask has shape"):
+            pipeline.generate(ids, attention_mask=torch.ones(shape), max_new_tokens=2)
+    for mask in ("ones", [[1, 1], [1]]):
+        with pytest.raises((TypeError, ValueError), match="attention_mask"):
+            pipeline.generate(ids, attention_mask=mask, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"attention_mask.*0 and 1"):
+        pipeline.generate(ids, attention_mask=torch.tensor([[0.0, 0.0, -torch.inf]] * 2), max_new_tokens=2)
+
+
+# ---- lengths and ids
+
+
+def test_lengths_that_leave_nothing_to_do(pipeline):
+    for new in (0, -1):
+        with pytest.raises(ValueError, match=f"max_new_tokens must be at least 1, not {new}"):
+            pipeline.generate(PROMPT, max_new_tokens=new)
+    for length in (4, 3, 0, -5):
+        with pytest.raises(ValueError, match=f"max_length={length} .*prompt of 4.*max_new_tokens"):
+            pipeline.generate(PROMPT, max_length=length)
+    for new in (2.5, "3", [4]):
+        with pytest.raises(TypeError, match="max_new_tokens"):
+            pipeline.generate(PROMPT, max_new_tokens=new)
+
+
+def test_ids_that_are_none(pipeline):
+    with pytest.raises(TypeError, match="eos_token_id"):
+        pipeline.generate(PROMPT, eos_token_id="</s>")
+    with pytest.raises(TypeError, match="pad_token_id"):
+        pipeline.generate(PROMPT, pad_token_id=1.5)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        pipeline.generate(PROMPT, max_new_tokens=2**31)
+    with pytest.raises(ValueError, match="lower max_new_tokens"):
+        pipeline.generate(PROMPT, max_new_tokens=2**30)
+    with pytest.raises(ValueError, match="eos_token_id: at most"):
+        pipeline.generate(PROMPT, eos_token_id=list(range(100)))
+
+
+# ---- options of transformers that are not here (yet)
+
+_EFFECTS = {
+    "do_sample": True,
+    "num_beams": 4,
+    "num_return_sequences": 3,
+    "repetition_penalty": 1.3,
+    "encoder_repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "min_length": 30,
+    "min_new_tokens": 3,
+    "bad_words_ids": [[7]],
+    "force_words_ids": [[7]],
+    "forced_bos_token_id": 5,
+    "forced_eos_token_id": 5,
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [5],
+    "sequence_bias": {(5,): -3.0},
+    "exponential_decay_length_penalty": (2, 1.5),
+    "guidance_scale": 1.5,
+    "watermarking_config": {"bias": 2.5},
+    "stop_strings": ["x"],
+    "max_time": 3.0,
+    "token_healing": True,
+    "penalty_alpha": 0.5,
+    "dola_layers": "low",
+    "cache_implementation": "static",
+    "prefill_chunk_size": 4,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "prompt_lookup_num_tokens": 3,
+    "assistant_early_exit": 1,
+}
+
+
+@pytest.mark.parametrize("name", _EFFECTS)
+def test_options_with_an_effect_are_refused_by_name(pipeline, name):
+    match = "sampling" if name == "do_sample" else name
+    with pytest.raises(NotImplementedError, match=match):
+        pipeline.generate(PROMPT, max_new_tokens=2, **{name: _EFFECTS[name]})
+    config = GenerationConfig(max_new_tokens=2)
+    setattr(config, name, _EFFECTS[name])
+    with pytest.raises(NotImplementedError, match=match):
+        pipeline.generate(PROMPT, config)
+
+
+def test_no_option_of_the_installed_transformers_is_overlooked(pipeline):
+    """Every field of GenerationConfig, given a value that it does not have by default, is refused or named in a list."""
+    from pipespec import generation
+
+    known = generation._HONOURED | generation._WITHOUT_EFFECT
+    for name in GenerationConfig().to_dict():
+        if name in known or name.startswith("_"):
+            continue
+        with pytest.raises(NotImplementedError, match="sampling" if name == "do_sample" else name):
+            pipeline.generate(PROMPT, max_new_tokens=2, **{name: 77})
+
+
+def test_options_without_an_effect_are_let_through(pipeline, model):
+    wanted = model.generate(PROMPT, max_new_tokens=5, do_sample=False)
+    neutral = {
+        "do_sample": False, "num_beams": 1, "use_cache": False, "temperature": 0.7, "top_k": 5, "top_p": 0.9,
+        "repetition_penalty": 1.0, "num_return_sequences": 1, "return_dict_in_generate": False, "no_repeat_ngram_size": 0,
+        "min_new_tokens": 0, "bad_words_ids": None, "stop_strings": None, "output_scores": False,
+    }  # fmt: skip
+    assert torch.equal(pipeline.generate(PROMPT, max_new_tokens=5, **neutral), wanted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_tokens", "logits_processor", "stopping_criteria", "assistant_model", "past_key_values", "position_ids", "inputs_embeds",
+     "token_type_ids", "prefix_allowed_tokens_fn", "synced_gpus", "generator", "custom_generate", "tokenizer"],
+)  # fmt: skip
+def test_arguments_that_nobody_knows(pipeline, name):
+    with pytest.raises(TypeError, match=f"'{name}'"):
+        pipeline.generate(PROMPT, max_new_tokens=2, **{name: 5})
+
+
+def test_configurations_of_the_wrong_kind(pipeline):
+    with pytest.raises(TypeError, match="generation_config"):
+        pipeline.generate(PROMPT, {"max_new_tokens": 2})
+
+
+def test_a_streamer_and_a_batch(pipeline):
+    with pytest.raises(ValueError, match=r"streamer.*batch has 2"):
+        pipeline.generate(PROMPT.expand(2, -1), max_new_tokens=2, streamer=object())
+
+
+def test_a_refusal_leaves_the_pipeline_usable(pipeline, model):
+    for bad in ({"max_new_tokens": 0}, {"num_beams": 2}, {"nonsense": 1}):
+        with pytest.raises((ValueError, TypeError, NotImplementedError)):
+            pipeline.generate(PROMPT, **bad)
+    out = pipeline.generate(PROMPT, max_new_tokens=5)
+    assert torch.equal(out, model.generate(PROMPT, max_new_tokens=5, do_sample=False))
+
+
+def test_the_message_is_what_a_user_sees(tmp_path):
+    """From the outside: one traceback, its last line names the folder and the remedy, status 1, no process left behind."""
+    code = f"import pipespec; pipespec.Pipeline({str(tmp_path / 'nowhere')!r}, schedule='workers')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr.strip().splitlines()[-1]
+    assert "config.json" in done.stderr.strip().splitlines()[-1]

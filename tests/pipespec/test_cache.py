@@ -1,0 +1,445 @@
+"""RowCache against DynamicCache, against itself after rollbacks, and against wrong use."""
+
+import copy
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+
+from pipespec.cache import RowCache
+from pipespec.forward import forward
+
+VOCAB = 97
+PROMPT = 11
+
+
+def make_model(kv_heads=4, attention="sdpa", dtype=torch.float64, seed=0, **options):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation=attention,
+        **options,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture(params=[(4, "sdpa"), (2, "sdpa"), (4, "eager"), (1, "eager")], ids=lambda p: f"{p[0]}kv-{p[1]}")
+def model(request):
+    return make_model(*request.param)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, VOCAB, (4, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def call(model, tokens, cache):
+    """A model called as its users do, with what the cache says."""
+    q = tokens.shape[1]
+    return model(tokens, attention_mask=cache.mask(q), position_ids=cache.positions(q), past_key_values=cache).logits
+
+
+class NoOps(TorchDispatchMode):
+    """Fails on any torch operation, allocation included."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called")
+
+
+# ---- the same as DynamicCache
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("chunks", [[11, 1, 1, 4, 1], [1, 1, 1], [7, 4, 8, 2]], ids=str)
+@pytest.mark.parametrize("how", ["huggingface's mask", "own mask"])
+def test_same_logits_as_dynamic_cache(model, ids, dtype, rows, chunks, how):
+    model = model.to(dtype)
+    ours, theirs, begin = RowCache.for_model(model, rows, 64), DynamicCache(config=model.config), 0
+    for q in chunks:
+        tokens = ids[:rows, begin : begin + q]
+        begin += q
+        expected = model(tokens, past_key_values=theirs).logits
+        got = call(model, tokens, ours) if how == "own mask" else model(tokens, past_key_values=ours).logits
+        if dtype == torch.float64:
+            assert torch.equal(got, expected)
+        else:
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert ours.lengths == (begin,) * rows
+        assert ours.get_seq_length() == theirs.get_seq_length() == begin
+    for layer in range(3):
+        for mine, its in ((ours.layers[layer].keys, "keys"), (ours.layers[layer].values, "values")):
+            torch.testing.assert_close(mine[:, :, :begin], getattr(theirs.layers[layer], its))
+
+
+GENERATE = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"do_sample": False, "num_beams": 2},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},  # uses crop()
+}
+
+
+@pytest.mark.parametrize("mode", GENERATE)
+def test_generate_as_with_dynamic_cache(model, ids, mode):
+    model = model.float()  # in fp64 HuggingFace's eager attention makes NaN of a column that sees nothing
+    options = {"max_new_tokens": 12, "pad_token_id": 0, **GENERATE[mode]}
+    tokens = ids[:3, :PROMPT].clone()
+    mask = torch.ones_like(tokens)
+    for row, padding in enumerate((0, 4, 9)):  # left padding
+        tokens[row, :padding] = 0
+        mask[row, :padding] = 0
+    if mode == "prompt lookup":
+        tokens, mask = tokens[1:2], mask[1:2]
+    rows = len(tokens) * options.get("num_return_sequences", 1) * options.get("num_beams", 1)
+    results = []
+    for cache in (DynamicCache(config=model.config), RowCache.for_model(model, rows, 64)):
+        torch.manual_seed(7)
+        results.append(model.generate(tokens, attention_mask=mask, past_key_values=cache, **options))
+    assert torch.equal(*results)
+
+
+def test_generate_continues_a_cache(model, ids):
+    cache = RowCache.for_model(model, 1, 64)
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    first = model.generate(ids[:1, :PROMPT], max_new_tokens=5, past_key_values=cache, **options)
+    assert cache.lengths == (PROMPT + 4,)
+    second = model.generate(first, max_new_tokens=5, past_key_values=cache, **options)
+    assert torch.equal(second, model.generate(ids[:1, :PROMPT], max_new_tokens=10, **options))
+
+
+# ---- truncation
+
+
+@pytest.mark.parametrize("keep", range(PROMPT + 8))
+def test_truncation_at_every_index_leaves_no_trace(model, ids, keep):
+    """Truncated to ``keep`` and fed on: bit for bit the logits of a run that never held more than ``keep``."""
+    right, wrong = ids[:1], (ids[:1] + 5) % VOCAB
+    fresh, rolled = RowCache.for_model(model, 1, 64), RowCache.for_model(model, 1, 64)
+    if keep:
+        call(model, right[:, :keep], fresh)
+        call(model, right[:, :keep], rolled)
+    for begin, q in ((keep, 5), (keep + 5, 1), (keep + 6, 12)):
+        call(model, wrong[:, begin : begin + q], rolled)
+    rolled.truncate([keep])
+    assert rolled.lengths == (keep,)
+    for begin, q in ((keep, 4), (keep + 4, 1), (keep + 5, 6)):
+        tokens = right[:, begin : begin + q]
+        assert torch.equal(call(model, tokens, rolled), call(model, tokens, fresh))
+
+
+@pytest.mark.parametrize(
+    "step", [call, lambda model, tokens, cache: forward(model, tokens, cache, keep=tokens.shape[1])]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_ragged_rows_equal_rows_run_alone(model, step, seed):
+    """Random feeds with padding columns, idle rows, a rollback per row: each row as if alone and never wrong."""
+    rng = np.random.default_rng(seed)
+    rows, total = 4, 60
+    text = torch.from_numpy(rng.integers(3, VOCAB, (rows, total)))
+    alone = [model(text[r : r + 1]).logits[0] for r in range(rows)]
+    cache = RowCache.for_model(model, rows, total + 16)
+    pointers = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+    for _ in range(12):
+        q = int(rng.integers(1, 9))
+        have = np.array(cache.lengths)
+        real = np.minimum(rng.integers(0, q + 1, rows), total - have)  # 0: the row idles
+        tokens = torch.from_numpy(rng.integers(3, VOCAB, (rows, q)))  # padding: anything
+        for r in range(rows):
+            tokens[r, : real[r]] = text[r, have[r] : have[r] + real[r]]
+        logits = step(model, tokens, cache)
+        assert torch.isfinite(logits).all()  # of padding and idle rows too
+        assert cache.lengths == tuple(have + q)
+        for r in range(rows):
+            torch.testing.assert_close(
+                logits[r, : real[r]], alone[r][have[r] : have[r] + real[r]], rtol=1e-4, atol=1e-4
+            )
+        back = np.array([rng.integers(0, min(have[r] + real[r], 6) + 1) for r in range(rows)])
+        cache.truncate(have + real - back)
+    assert pointers == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+
+
+def test_truncate_reset_and_lengths_run_no_torch_operation(model, ids):
+    cache = RowCache.for_model(model, 3, 32)
+    call(model, ids[:3, :9], cache)
+    with NoOps():
+        cache.truncate([9, 4, 0])
+        assert cache.lengths == (9, 4, 0)
+        assert cache.ragged
+        cache.truncate(np.array([3, 3, 0]))
+        cache.reset()
+    assert cache.lengths == (0, 0, 0)
+    assert not cache.ragged
+
+
+def test_truncate_accepts_arrays_and_tensors():
+    cache = RowCache(make_model().config, 2, 16, dtype=torch.float32, device="cpu")
+    cache._set([9, 9])
+    cache.truncate(np.array([8, 7], dtype=np.int32))
+    assert cache.lengths == (8, 7)
+    cache.truncate(torch.tensor([6, 5]))
+    assert cache.lengths == (6, 5)
+    assert all(type(n) is int for n in cache.lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([5, 4], "row 1 holds 3"), ([-1, 3], "row 0 .* cannot be truncated to -1"), ([3], "1 lengths .* 2 rows")],
+)
+def test_truncate_refuses(lengths, message):
+    cache = RowCache(make_model().config, 2, 16, dtype=torch.float32, device="cpu")
+    cache._set([5, 3])
+    with pytest.raises(ValueError, match=message):
+        cache.truncate(lengths)
+    assert cache.lengths == (5, 3)
+
+
+@pytest.mark.parametrize("n", [-100, -7, -6, -1, 0, 1, 6, 7, 8, 100])
+def test_crop_means_what_it_means_to_dynamic_cache(ids, n):
+    model = make_model()
+    ours, theirs = RowCache.for_model(model, 1, 32), DynamicCache(config=model.config)
+    for cache in (ours, theirs):
+        model(ids[:1, :7], past_key_values=cache)
+    try:
+        theirs.crop(n)
+    except ValueError:
+        with pytest.raises(ValueError, match="crop"):
+            ours.crop(n)
+    else:
+        ours.crop(n)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_crop_of_uneven_rows_removes_as_many_from_each():
+    cache = RowCache(make_model().config, 3, 16, dtype=torch.float32, device="cpu")
+    cache._set([9, 5, 1])
+    cache.crop(-3)
+    assert cache.lengths == (6, 2, 0)
+
+
+# ---- mask and positions
+
+
+@pytest.mark.parametrize("lengths", [[0], [1], [37], [0, 0], [5, 5, 5], [4, 0, 9]], ids=str)
+@pytest.mark.parametrize("q", [1, 2, 16, 17, 64, 65, 80])
+def test_mask_and_positions_by_definition(lengths, q):
+    cache = RowCache(make_model(attention="eager").config, len(lengths), 128, dtype=torch.float32, device="cpu")
+    cache._set(list(lengths))
+    positions = cache.positions(q)
+    assert positions.dtype == torch.int64
+    assert positions.tolist() == [[n + i for i in range(q)] for n in lengths]
+    keys = max(lengths) + q
+    expected = torch.tensor([[[[j <= n + i for j in range(keys)] for i in range(q)]] for n in lengths])
+    if q == 1 and len(set(lengths)) == 1:
+        assert cache.mask(q) is None
+        assert expected.all()
+        return
+    assert expected.any(-1).all()  # every column sees something: itself
+    assert torch.equal(cache.mask(q, torch.bool), expected)
+    mask = cache.mask(q)
+    assert mask is not None
+    assert mask.dtype == torch.float32
+    assert torch.equal(mask, torch.zeros(expected.shape).masked_fill(~expected, -torch.inf))
+
+
+def test_bool_mask_is_honoured_by_sdpa(ids):
+    model = make_model()
+    results = []
+    for dtype in (torch.bool, None):
+        cache = RowCache.for_model(model, 2, 32)
+        call(model, ids[:2, :9], cache)
+        cache.truncate([3, 8])
+        options = {"attention_mask": cache.mask(4, dtype), "position_ids": cache.positions(4)}
+        results.append(model(ids[:2, 9:13], past_key_values=cache, **options).logits)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda cache: {},
+        lambda cache: {"attention_mask": torch.ones(2, 11, dtype=torch.long)},
+        lambda cache: {"position_ids": cache.positions(2)},
+        lambda cache: {"attention_mask": cache.mask(2, torch.bool)[:, :, :, :].clone(), "position_ids": None},
+        lambda cache: {"attention_mask": torch.zeros(2, 1, 2, 11), "position_ids": cache.positions(2)},
+    ],
+    ids=["nothing", "2-D mask", "positions only", "mask only", "a mask of another origin"],
+)
+def test_mask_trap(model, ids, asked):
+    """Where rows differ in length, anything that HuggingFace would derive by itself is refused, nothing is written."""
+    cache = RowCache.for_model(model, 2, 32)
+    call(model, ids[:2, :9], cache)
+    cache.truncate([9, 4])
+    if "position_ids" in (options := asked(cache)) and options["position_ids"] is None:
+        cache._ragged = None  # mask() had to know the positions; nobody asked for them
+    before = cache._store.clone()
+    with pytest.raises(RuntimeError, match=r"\[9, 4\].*attention_mask=cache.mask\(q\)"):
+        model(ids[:2, 9:11], past_key_values=cache, **options)
+    assert torch.equal(cache._store, before)
+    assert cache.lengths == (9, 4)
+    call(model, ids[:2, 9:11], cache)  # and the right way still works
+
+
+def test_attention_without_4d_masks_is_refused_where_it_matters(ids):
+    model = make_model()
+    cache = RowCache.for_model(model, 2, 32)
+    call(model, ids[:2, :9], cache)
+    cache.truncate([9, 4])
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(
+        NotImplementedError, match=r"flash_attention_2 attention takes no 4-D mask.*set_attn_implementation"
+    ):
+        cache.mask(1)
+
+
+# ---- wrong use
+
+
+def test_overflow_is_refused_before_anything_is_written(model, ids):
+    cache = RowCache.for_model(model, 2, 12)
+    call(model, ids[:2, :9], cache)
+    cache.truncate([4, 9])
+    before = cache._store.clone()
+    message = r"capacity is 12, and feeding 4 columns to row 1, which holds 9 tokens, needs 13"
+    with pytest.raises(ValueError, match=message):
+        cache.mask(4)
+    with pytest.raises(ValueError, match=message):
+        cache.positions(4)
+    with pytest.raises(ValueError, match=message):
+        forward(model, ids[:2, :4], cache, keep=1)
+    cache.truncate([4, 4])
+    with pytest.raises(ValueError, match="capacity is 12"):
+        model(ids[:2, :9], past_key_values=cache)
+    assert torch.equal(cache._store, before)
+    assert cache.lengths == (4, 4)
+    call(model, ids[:2, :8], cache)  # exactly full
+    assert cache.lengths == (12, 12)
+
+
+def test_other_rows_dtype_and_autograd_are_refused(ids):
+    model = make_model()
+    with pytest.raises(ValueError, match="RowCache of 2 rows"):
+        model(ids[:1, :3], past_key_values=RowCache.for_model(model, 2, 8))
+    with pytest.raises(ValueError, match=r"RowCache holds torch.float32 .* torch.float64"):
+        model(ids[:1, :3], past_key_values=RowCache(model.config, 1, 8, dtype=torch.float32, device="cpu"))
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="inference_mode"):
+        model(ids[:1, :3], past_key_values=RowCache.for_model(model, 1, 8))
+
+
+def test_layers_out_of_order_are_refused():
+    cache = RowCache(make_model().config, 1, 8, dtype=torch.float64, device="cpu")
+    states = torch.zeros(1, 4, 2, 8, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"layer 1 is updated.*layer 0"):
+        cache.update(states, states, 1)
+
+
+def test_a_forward_that_fails_half_way_changes_no_length(ids):
+    model = make_model()
+    cache, fresh = RowCache.for_model(model, 1, 32), RowCache.for_model(model, 1, 32)
+    for c in (cache, fresh):
+        call(model, ids[:1, :5], c)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        call(model, ids[:1, 9:12], cache)
+    hook.remove()
+    assert cache.lengths == (5,)
+    assert torch.equal(call(model, ids[:1, 5:9], cache), call(model, ids[:1, 5:9], fresh))
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(0, 8), (1, 0), (-1, 8)])
+def test_sizes_are_checked(rows, capacity):
+    with pytest.raises(ValueError, match="at least one row"):
+        RowCache(make_model().config, rows, capacity, dtype=torch.float32, device="cpu")
+
+
+def test_sliding_windows_are_refused():
+    config = MistralConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=8
+    )
+    with pytest.raises(ValueError, match="full attention layers only; this mistral model has sliding_attention"):
+        RowCache(config, 1, 8, dtype=torch.float32, device="cpu")
+
+
+def test_changing_the_number_of_rows_is_refused():
+    cache = RowCache(make_model().config, 2, 8, dtype=torch.float32, device="cpu")
+    with pytest.raises(NotImplementedError, match="make one of 6 rows"):
+        cache.batch_repeat_interleave(3)
+    with pytest.raises(NotImplementedError, match="fixed number of rows"):
+        cache.batch_select_indices(torch.tensor([0]))
+
+
+# ---- the object
+
+
+def test_storage_and_what_it_says_of_itself():
+    config = make_model(kv_heads=2).config
+    with torch.inference_mode():
+        cache = RowCache(config, 2, 10, dtype=torch.bfloat16, device="cpu")
+    assert not cache._store.is_inference()  # or no one could write to it outside of inference_mode
+    assert (cache.rows, cache.capacity, len(cache)) == (2, 10, 3)
+    assert cache.nbytes == 2 * 3 * 2 * 2 * 10 * 8 * 2
+    assert cache.layers[0].keys.shape == (2, 2, 10, 8)
+    assert cache.get_max_length() == cache.get_max_cache_shape() == cache.layers[1].get_max_length() == 10
+    assert cache.is_compileable is False
+    assert cache.is_initialized
+    assert cache.is_sliding == [False] * 3
+    assert cache.batch_size == cache.max_batch_size == 2
+    assert cache.fits(2, 10)
+    assert cache.fits(2, 3)
+    assert not cache.fits(2, 11)
+    assert not cache.fits(1, 10)
+    assert "lengths=[0, 0]" in repr(cache)
+
+
+def test_update_returns_views_of_the_used_prefix(ids):
+    cache = RowCache(make_model(kv_heads=2).config, 2, 10, dtype=torch.float64, device="cpu")
+    states = torch.randn(2, 2, 3, 8, dtype=torch.float64)
+    for layer in range(3):
+        keys, values = cache.update(states, states + 1, layer)
+        assert keys.shape == values.shape == (2, 2, 3, 8)
+        assert keys.data_ptr() == cache.layers[layer].keys.data_ptr()
+        assert values.data_ptr() == cache.layers[layer].values.data_ptr()
+        assert torch.equal(keys, states)
+        assert torch.equal(values, states + 1)
+
+
+def test_copies_are_independent(ids):
+    model = make_model()
+    cache = RowCache.for_model(model, 1, 32)
+    call(model, ids[:1, :7], cache)
+    twin = copy.deepcopy(cache)
+    call(model, ids[:1, 20:29], twin)
+    twin.truncate([7])
+    assert cache.lengths == (7,)
+    assert torch.equal(call(model, ids[:1, 7:9], cache), call(model, ids[:1, 7:9], twin))
+
+
+def test_storage_is_freed_without_the_garbage_collector():
+    cache = RowCache(make_model().config, 1, 8, dtype=torch.float32, device="cpu")
+    gc.disable()
+    try:
+        gone = weakref.ref(cache)
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,334 @@
+"""The command line, and the comparison that the demo and the benchmark share."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from bench import bench_cpu
+from pipespec.cli import main
+from pipespec.demo import run as demo_run
+from pipespec.demo.comparison import Comparison, Family, Result, cells
+from pipespec.observe.text import TextStream
+from pipespec.pipeline import Pipeline
+from tests.conftest import noisy, random_llama
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte: every text can be encoded, and no token need be a whole character."""
+    vocabulary = {"<pad>": 0, "<begin>": 1} | {
+        c: i + 2 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<begin>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Path:
+    """A folder with three tiny models, as ``pipespec demo --family`` takes it."""
+    folder = tmp_path_factory.mktemp("family")
+    target = random_llama(0)
+    for name, model in {"target": target, "medium": noisy(target, 0.05), "small": noisy(target, 0.2)}.items():
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def expected_text(family: Path, prompt: str, new_tokens: int) -> str:
+    loaded = Family.load(family)
+    ids = loaded.encode(prompt)
+    output = loaded.target.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+    )
+    return shown(loaded.tokenizer, output[0, ids.shape[1] :].tolist())
+
+
+def shown(tokenizer, tokens: list[int]) -> str:
+    pieces: list[str] = []
+    stream = TextStream(tokenizer.decode, lambda text, drafted: pieces.append(text))
+    stream.put(torch.tensor([[1]]))
+    for token in tokens:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    return "".join(pieces)
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+# --- what must be quick --------------------------------------------------------------------------------------------
+
+
+def test_version_and_help_do_not_import_torch():
+    code = (
+        "import sys\nfrom pipespec.cli import main\n"
+        "for flag in ('--version', '--help'):\n"
+        "    try: main([flag])\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'transformers', 'numpy', 'rich'} & sys.modules.keys()"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pipespec ")
+    assert "doctor" in done.stdout
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["frobnicate"])
+    assert end.value.code == 2
+    assert "generate" in capsys.readouterr().err
+
+
+# --- doctor --------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_that_all_works(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("native module", "schedule workers", "bundled family", "torch"):
+        assert expected in out
+
+
+def test_doctor_json(capsys):
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["usable"] is True
+    assert set(facts["schedules"]) == {"plain", "lockstep", "workers"}
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])
+def test_doctor_works_where_something_is_missing(missing):
+    code = "import sys; sys.modules[sys.argv[1]] = None; from pipespec.cli import main; sys.exit(main(sys.argv[2:]))"
+    done = run_python(code, missing, "doctor")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "CANNOT work" in done.stdout
+    assert "! " in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_generate_without_torch_is_one_line():
+    code = "import sys; sys.modules['torch'] = None; from pipespec.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = run_python(code, "generate", "--prompt", "x")
+    assert done.returncode == 2
+    assert "pipespec doctor" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- generate ------------------------------------------------------------------------------------------------------
+
+
+def test_generate_from_stdin_streams_the_targets_text(family, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))
+    drafts = ["--draft", str(family / "small"), "--draft", str(family / "medium")]
+    arguments = [
+        "generate",
+        "--target",
+        str(family / "target"),
+        *drafts,
+        "--schedule",
+        "lockstep",
+        "--windows",
+        "3",
+        "4",
+    ]
+    assert main([*arguments, "--max-new-tokens", "20", "--report"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected_text(family, "def f(x):", 20) + "\n"
+    assert "tokens/s" in captured.err
+
+
+def test_generate_from_a_file_without_streaming(family, capsys, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("hello\n")
+    arguments = ["generate", "--target", str(family / "target"), "--prompt-file", str(file), "--no-stream"]
+    assert main([*arguments, "--max-new-tokens", "12"]) == 0
+    assert capsys.readouterr().out == expected_text(family, "hello", 12) + "\n"
+
+
+def test_generate_with_the_bundled_family(capsys):
+    assert main(["generate", "--prompt", "def f(x):", "--max-new-tokens", "4", "--schedule", "lockstep"]) == 0
+    captured = capsys.readouterr()
+    assert "bundled demo family" in captured.err
+    assert captured.out.endswith("\n")
+
+
+def test_generate_warns_beyond_the_models_limit(family, capsys):
+    arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * 508, "--max-new-tokens", "6"]
+    assert main(arguments) == 0
+    assert "limit of 512" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt-file", "/nowhere/prompt"], "/nowhere/prompt"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
+        (["--prompt", "x", "--draft", "y"], "--target"),
+        (["--prompt", "x", "--target", "/nowhere/model"], "/nowhere/model"),
+        (["--prompt", "x", "--target", "{family}"], "config.json"),
+        (["--prompt", "x", "--target", "{family}/target", "--chat"], "chat template"),
+        (["--prompt", "x" * 600, "--target", "{family}/target"], "limit"),
+        (["--prompt", "x", "--target", "{family}/target", "--draft", "{family}/small", "--windows", "0"], "windows"),
+    ],
+)
+def test_generate_refuses_in_one_line(family, capsys, arguments, message):
+    given = [argument.format(family=family) for argument in arguments]
+    assert main(["generate", "--schedule", "lockstep", *given]) == 2
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if line.startswith("pipespec: error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_debug_shows_where(capsys):
+    assert main(["generate", "--prompt", "", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_workers_and_keeps_the_text(family, tmp_path):
+    slow = tmp_path / "slow"
+    model = random_llama(0, layers=24, hidden=256)
+    model.save_pretrained(slow)
+    byte_tokenizer().save_pretrained(slow)
+    arguments = ["generate", "--target", str(slow), "--draft", str(family / "small"), "--schedule", "workers"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipespec.cli", *arguments, "--prompt", "hello", "--max-new-tokens", "500"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)  # it is generating
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err.decode()
+    assert (first + out).endswith(b"\n")
+    assert b"Traceback" not in err
+    assert children
+    deadline = time.monotonic() + 10
+    while any(child.is_running() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(child.is_running() for child in children)
+
+
+# --- the streamer --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["plain", "a b  c\n\n\td", "naïve — 日本語 🙂 end", "🙂"])
+def test_text_stream_is_the_decoded_text(text):
+    tokenizer = byte_tokenizer()
+    assert shown(tokenizer, tokenizer(text).input_ids) == text
+
+
+def test_text_stream_marks_the_targets_own_token():
+    pieces: list[tuple[str, bool]] = []
+    tokenizer = byte_tokenizer()
+    stream = TextStream(tokenizer.decode, lambda text, drafted: pieces.append((text, drafted)))
+    stream.put(torch.tensor([[1]]))
+    stream.put(torch.tensor(tokenizer("abc").input_ids))
+    stream.end()
+    assert pieces == [("a", True), ("b", True), ("c", False)]
+
+
+# --- demo and benchmark ----------------------------------------------------------------------------------------------
+
+LOCAL_ROWS = ("plain", "assisted-small", "lookup", "ours-plain", "lockstep-3")
+
+
+def measured(family: Path) -> dict:
+    with Comparison(Family.load(family), ["def f(x):", "hello"], 8, LOCAL_ROWS) as comparison:
+        comparison.start()
+        comparison.tune(["x = "])
+        comparison.warm_up()
+        tables = list(comparison.measure(2))
+        assert len(tables) == 4
+        return comparison.record()
+
+
+def test_comparison_and_what_the_benchmark_makes_of_it(family, tmp_path, capsys):
+    record = measured(family) | {"when": "2000-01-01T00:00:00+00:00", "repeats": 2}
+    rows = {row["key"]: Result(**row) for row in record["rows"]}
+    assert tuple(rows) == LOCAL_ROWS
+    for row in rows.values():
+        assert row.identical == row.runs == 4
+        assert row.tokens_per_second > 0
+    assert rows["plain"].ratio_to_plain == 1
+    assert rows["assisted-small"].setting
+    assert len(record["tuning"]["assisted-small"]) == 7
+    assert list(rows["lockstep-3"].accepted_length) == ["medium", "target"]
+    assert rows["lockstep-3"].accepted_length["target"] > 1
+    assert "tmp" not in json.dumps(record)
+
+    file, readme = tmp_path / "cpu.json", tmp_path / "README.md"
+    file.write_text(json.dumps(record))
+    readme.write_text("before\n<!-- table:begin -->\nSTALE\n<!-- table:end -->\nafter\n")
+    copy = tmp_path / "results" / "copy.json"
+    assert bench_cpu.main(["--from", str(file), "--readme", str(readme), "--json", str(copy)]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "STALE" not in text
+    assert all(cells(row)[1] in text for row in rows.values())
+    assert json.loads(copy.read_text()) == record
+    assert copy.with_suffix(".svg").read_text().count("<rect") == len(rows) + 1
+    assert "tokens/s" in capsys.readouterr().out
+
+    record["rows"][0]["identical"] = 3
+    file.write_text(json.dumps(record))
+    assert bench_cpu.main(["--from", str(file)]) == 1
+    assert "NO (3/4)" in capsys.readouterr().out
+
+
+def test_comparison_refuses_unknown_rows(family):
+    with pytest.raises(ValueError, match="no row 'nothing'"):
+        Comparison(Family.load(family), ["x"], 4, ["nothing"])
+
+
+QUICK_DEMO = ["demo", "--quick", "--prompts", "1", "--new-tokens", "6", "--family"]
+
+
+@pytest.mark.slow
+def test_demo(family, capsys):
+    assert main([*QUICK_DEMO, str(family)]) == 0
+    out = capsys.readouterr().out
+    assert "three models at once" in out
+    assert "workers, small + medium" in out
+    assert "Every row generated the same text" in out
+
+
+def test_demo_fails_where_a_text_differs(family, capsys, monkeypatch):
+    class WithoutWorkers(Comparison):
+        def __post_init__(self) -> None:
+            self.rows = ("lockstep-3",)
+            super().__post_init__()
+
+        def pipeline(self, key: str) -> Pipeline:
+            return super().pipeline("lockstep-3")
+
+    monkeypatch.setattr(demo_run, "Comparison", WithoutWorkers)
+    monkeypatch.setattr(Result, "is_identical", property(lambda result: result.key == "plain"))
+    assert main([*QUICK_DEMO, str(family)]) == 1
+    out = capsys.readouterr().out
+    assert "NO (" in out
+    assert "NOT every row" in out

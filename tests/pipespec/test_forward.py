@@ -1,0 +1,267 @@
+"""Calling a model: every way gives bit for bit what the model itself gives; and what is asked of transformers."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from pipespec import compat
+from pipespec import forward as forward_module
+from pipespec.cache import RowCache
+from pipespec.forward import forward
+
+VOCAB = 101
+
+
+def make_model(kind=LlamaForCausalLM, config=LlamaConfig, dtype=torch.float32, attention="sdpa", **options):
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "attn_implementation": attention,
+        **options,
+    }
+    return kind(config(**settings)).to(dtype).eval()
+
+
+def rope(kind, **options):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **options}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+MODELS = {
+    "fp32": ({}, "_Flat"),
+    "fp64": ({"dtype": torch.float64}, "_Flat"),
+    "bf16": ({"dtype": torch.bfloat16}, "_Flat"),
+    "grouped": ({"num_key_value_heads": 2}, "_Flat"),
+    "one kv head": ({"num_key_value_heads": 1}, "_Flat"),
+    "head_dim": ({"head_dim": 32}, "_Flat"),
+    "tied": ({"tie_word_embeddings": True}, "_Flat"),
+    "gelu": ({"hidden_act": "gelu"}, "_Flat"),
+    "linear rope": (rope("linear", factor=2.0), "_Flat"),
+    "llama3 rope": (rope("llama3", **LLAMA3), "_Flat"),
+    "yarn rope": (rope("yarn", factor=4.0, original_max_position_embeddings=32), "_Flat"),
+    "dynamic rope": (rope("dynamic", factor=2.0), "_Flat"),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, "_Walk"),
+    "eager": ({"attention": "eager"}, "_Walk"),
+    "eager grouped": ({"attention": "eager", "num_key_value_heads": 2}, "_Walk"),
+    "mistral": ({"kind": MistralForCausalLM, "config": MistralConfig, "sliding_window": None}, "_Ordinary"),
+}
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, VOCAB, (3, 80), generator=torch.Generator().manual_seed(3))
+
+
+def way(model):
+    return type(forward_module._callers[model]).__name__
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_forward_is_bit_identical_to_the_model(name, rows, ids):
+    options, expected_way = MODELS[name]
+    model = make_model(**options)
+    if options.get("attention_bias"):
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                nn.init.normal_(parameter)
+    cache, reference, begin = RowCache.for_model(model, rows, 96), RowCache.for_model(model, rows, 96), 0
+    dynamic = DynamicCache(config=model.config)
+    for q, keep in ((20, 1), (1, 1), (5, 5), (8, 3), (1, 1), (2, 0)):
+        tokens = ids[:rows, begin : begin + q]
+        begin += q
+        got = forward(model, tokens.int(), cache, keep=keep)
+        with torch.no_grad():
+            wanted = model(tokens, past_key_values=dynamic).logits[:, q - keep :]
+            model(tokens, past_key_values=reference)
+        assert got.shape == (rows, keep, VOCAB)
+        assert got.dtype == model.dtype
+        # A kept slice goes through the head in another shape than the whole, which may round differently.
+        if keep == q or model.dtype == torch.float32:
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0 if keep == q else 1e-5)
+        assert cache.lengths == reference.lengths
+        assert torch.equal(cache._store, reference._store)
+    assert way(model) == expected_way
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "dynamic rope"])
+def test_forward_of_uneven_rows_is_bit_identical_to_the_model(name, ids):
+    model = make_model(**MODELS[name][0])
+    caches = [RowCache.for_model(model, 3, 64) for _ in range(2)]
+    for cache in caches:
+        forward(model, ids[:, :12], cache, keep=1)
+        cache.truncate([12, 3, 7])
+    for q in (1, 4, 1, 9):
+        ours, theirs = caches
+        tokens = ids[:, 20 : 20 + q]
+        with torch.no_grad():
+            options = {"attention_mask": theirs.mask(q), "position_ids": theirs.positions(q), "past_key_values": theirs}
+            wanted = model(tokens, **options).logits
+        assert torch.equal(forward(model, tokens, ours, keep=q), wanted)
+        for cache in caches:
+            cache.truncate([n - back for n, back in zip(cache.lengths, (q - 1, 0, q // 2), strict=True)])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_forward_is_bit_identical_at_every_width(threads, ids):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = make_model()
+        for q in (1, 2, 3, 4, 5, 8, 16, 17):
+            cache, dynamic = RowCache.for_model(model, 1, 64), DynamicCache(config=model.config)
+            for begin in (0, 17, 17 + q):
+                tokens = ids[:1, begin : begin + (q if begin else 17)]
+                with torch.no_grad():
+                    wanted = model(tokens, past_key_values=dynamic).logits
+                assert torch.equal(forward(model, tokens, cache, keep=tokens.shape[1]), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keep", "message"),
+    [((2, 3), 4, "keep=4 of 3"), ((2, 3), -1, "keep=-1"), ((1, 3), 1, "1 rows of tokens for a RowCache of 2")],
+)
+def test_forward_checks_its_arguments(tokens, keep, message):
+    model = make_model()
+    with pytest.raises(ValueError, match=message):
+        forward(model, torch.zeros(tokens, dtype=torch.long), RowCache.for_model(model, 2, 8), keep=keep)
+
+
+def replace_weight(model):
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(torch.randn(80, 64))
+
+
+def change_in_place(model):
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+
+
+def change_dtype(model):
+    model.double()
+
+
+def use_eager(model):
+    model.set_attn_implementation("eager")
+
+
+def hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def pre_hook(model):
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
+
+
+def patch_forward(model):
+    attention, original = model.model.layers[2].self_attn, model.model.layers[2].self_attn.forward
+    attention.forward = lambda *args, **kwargs: original(*args, **kwargs)
+
+
+class Adapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        return self.base(x) + x.sum(-1, keepdim=True)
+
+
+def adapt(model):
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = Adapter(attention.v_proj)
+
+
+CHANGES = {
+    replace_weight: "_Flat",
+    change_in_place: "_Flat",
+    change_dtype: "_Flat",
+    use_eager: "_Walk",
+    hook: "_Ordinary",
+    pre_hook: "_Ordinary",
+    patch_forward: "_Ordinary",
+    adapt: "_Ordinary",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_model_is_noticed_when_the_next_sequence_begins(change, ids):
+    model = make_model()
+    first = forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=9)
+    assert way(model) == "_Flat"
+    change(model)
+    got = forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=9)
+    assert way(model) == CHANGES[change]
+    with torch.no_grad():
+        assert torch.equal(got, model(ids[:1, :9]).logits)
+    if change not in (use_eager, pre_hook, patch_forward, change_dtype):
+        assert not torch.allclose(got, first)
+
+
+def test_a_walk_that_differs_in_one_bit_is_not_used(monkeypatch, ids):
+    def off_by_a_bit(self, x, norm):
+        return torch.nextafter(right(self, x, norm), x.new_tensor(torch.inf))
+
+    right = forward_module._Flat.normed
+    monkeypatch.setattr(forward_module._Flat, "normed", off_by_a_bit)
+    model = make_model()
+    forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
+    assert way(model) == "_Walk"
+
+
+def test_captured_hidden_states_do_not_slow_later_calls(ids):
+    model = make_model()
+    with torch.no_grad():
+        model(ids[:1, :5], output_hidden_states=True, output_attentions=False)
+    forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
+    assert way(model) == "_Flat"
+
+
+def test_large_models_on_a_cpu_are_called_in_the_ordinary_way(monkeypatch, ids):
+    monkeypatch.setattr(forward_module, "_WALK_UP_TO", 1000)
+    model = make_model()
+    forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
+    assert way(model) == "_Ordinary"
+
+
+def test_models_are_not_kept_alive(ids):
+    model = make_model()
+    forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_autocast_is_honoured(ids):
+    model = make_model()
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = model(ids[:2, :9]).logits
+        assert wanted.dtype == torch.bfloat16
+        cache = RowCache.for_model(model, 2, 32)
+        assert torch.equal(forward(model, ids[:2, :9], cache, keep=9)[:1], wanted[:1])
+        cache.truncate([9, 4])
+        forward(model, ids[:2, 9:11], cache, keep=1)
+
+
+def test_query_length():
+    assert compat.query_length(7) == 7
+    assert compat.query_length(torch.arange(5)) == 5
+
+
+def test_mask_kind():
+    assert compat.mask_kind(make_model().config) is compat.MaskKind.SDPA
+    assert compat.mask_kind(make_model(attention="eager").config) is compat.MaskKind.EAGER

@@ -1,0 +1,444 @@
+"""``Pipeline.generate`` keeps the contract of ``target.generate(do_sample=False)``: arguments in, LongTensor out."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from pipespec import Pipeline
+from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+
+LIMIT = 512  # of the random models (max_position_embeddings)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3)
+
+
+@pytest.fixture(scope="module")
+def chain(model):
+    """Three stages in one process: a draft that is often right behind one that always is."""
+    return Pipeline(model, [noisy(model, 0.02), always_right(model)], windows=[3, 4])
+
+
+def both(pipeline: Pipeline, *args, **kwargs) -> torch.Tensor:
+    """The pipeline's result, after a comparison with the target's own."""
+    wanted = pipeline.target.generate(*args, **{"do_sample": False} | kwargs)
+    got = pipeline.generate(*args, **kwargs)
+    assert got.dtype == torch.long
+    assert got.device == wanted.device
+    assert torch.equal(got, wanted), f"wanted {wanted.tolist()}, got {got.tolist()}"
+    return got
+
+
+def new_tokens(model, prompt: torch.Tensor, count: int) -> list[int]:
+    """What the model says without an end."""
+    out = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return out[0, prompt.shape[1] :].tolist()
+
+
+def first_uses(text: list[int]) -> list[int]:
+    """Places at which a token occurs for the first time: where the text ends if that token ends it."""
+    return [i for i, token in enumerate(text) if token not in text[:i]]
+
+
+# ---- the end of a text
+
+
+def test_eos_at_every_place_of_the_window(chain, model):
+    """First token, inside of an accepted block, as its last hint, as bonus, at the edge, one past it: wherever it falls."""
+    prompt = random_prompts(1, seed=5, shortest=6)[0][None]
+    text = new_tokens(model, prompt, 24)
+    places = first_uses(text)
+    assert places[:6] == [0, 1, 2, 3, 4, 5]
+    for place in places:
+        out = both(chain, prompt, max_new_tokens=24, eos_token_id=text[place], pad_token_id=0)
+        assert out.shape[1] == prompt.shape[1] + place + 1
+        assert out[0, -1] == text[place]
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 12])
+def test_eos_at_every_place_with_one_perfect_draft(model, window):
+    pipeline = Pipeline(model, always_right(model), windows=window)
+    prompt = random_prompts(1, seed=6, shortest=6)[0][None]
+    text = new_tokens(model, prompt, 15)
+    for place in first_uses(text):
+        both(pipeline, prompt, max_new_tokens=15, eos_token_id=text[place])
+        assert pipeline.report.tokens == place + 1
+    assert pipeline.report.stages[-1].accepted > 0
+
+
+def test_several_ends(chain, model):
+    prompt = random_prompts(1, seed=7, shortest=6)[0][None]
+    text = new_tokens(model, prompt, 20)
+    late, early = (text[i] for i in first_uses(text)[4:8:3][::-1])
+    both(chain, prompt, max_new_tokens=20, eos_token_id=[late, early, late])
+    both(chain, prompt, max_new_tokens=20, eos_token_id=[late])
+    both(chain, prompt, max_new_tokens=20, eos_token_id=[text[0], text[1]])
+    both(chain, prompt, max_new_tokens=20, eos_token_id=torch.tensor([late, early]))
+    # An end that the text never reaches, or that no vocabulary has.
+    both(chain, prompt, max_new_tokens=20, eos_token_id=[t for t in range(320) if t not in text][:8])
+
+
+def test_an_end_in_the_prompt_ends_nothing(chain, model):
+    prompt = random_prompts(1, seed=8, shortest=8)[0][None]
+    text = new_tokens(model, prompt, 12)
+    for end in (int(prompt[0, -1]), int(prompt[0, 2])):
+        if end not in text:
+            assert both(chain, prompt, max_new_tokens=12, eos_token_id=end).shape[1] == prompt.shape[1] + 12
+    doubled = torch.cat([prompt, torch.tensor([[text[0]]])], dim=1)  # the prompt ends with what would end the text
+    both(chain, doubled, max_new_tokens=12, eos_token_id=text[0], pad_token_id=0)
+
+
+def test_rows_end_at_different_times(chain, model):
+    ids, mask = left_pad(random_prompts(8, seed=9, longest=12))
+    texts = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[:, ids.shape[1] :].tolist()
+    ends = [texts[row][place] for row, place in enumerate([0, 3, 5, 7, 9, 11])]
+    for count in range(1, len(ends) + 1):
+        both(chain, ids, attention_mask=mask, max_new_tokens=20, eos_token_id=ends[:count], pad_token_id=0)
+    # All rows end before the limit: the result is as long as the longest of them, not as the limit.
+    every = sorted({row[place % 7] for place, row in enumerate(texts)})
+    out = both(chain, ids, attention_mask=mask, max_new_tokens=20, eos_token_id=every, pad_token_id=2)
+    assert out.shape[1] < ids.shape[1] + 20
+    assert (out[:, -1] == 2).any()
+
+
+@pytest.mark.parametrize("pad", [None, 0, 5])
+@pytest.mark.parametrize("eos", ["int", "list"])
+def test_what_finished_rows_are_filled_with(model, pad, eos):
+    target = copy.deepcopy(model)
+    target.generation_config.pad_token_id = pad
+    pipeline = Pipeline(target, always_right(target))
+    ids = torch.stack(random_prompts(4, seed=10, shortest=6, longest=6))
+    texts = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    end = int(texts[0, 6 + 2])
+    both(
+        pipeline,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=9,
+        eos_token_id=end if eos == "int" else [end, 319],
+    )
+
+
+# ---- how long
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 6, 7, 16, 17, 64, 65])
+def test_max_new_tokens(model, new):
+    for draft in (always_right(model), always_wrong(model)):
+        pipeline = Pipeline(model, draft, windows=5)
+        ids, mask = left_pad(random_prompts(2, seed=new))
+        assert both(pipeline, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
+
+
+def test_max_length_counts_the_padding(chain):
+    ids, mask = left_pad(random_prompts(3, seed=12, longest=14))
+    for length in (ids.shape[1] + 1, ids.shape[1] + 4, 40):
+        assert both(chain, ids, attention_mask=mask, max_length=length).shape[1] == length
+    # Twenty is what older versions of transformers have for a default.
+    short = random_prompts(1, seed=12, shortest=5, longest=5)[0][None]
+    assert both(chain, short, max_length=20).shape[1] == 20
+
+
+def test_the_default_length(chain):
+    prompt = random_prompts(1, seed=13, shortest=4, longest=4)[0][None]
+    assert both(chain, prompt).shape[1] == 24
+    long = torch.randint(2, 320, (1, LIMIT - 7), generator=torch.Generator().manual_seed(1))
+    assert both(chain, long).shape[1] <= LIMIT
+
+
+def test_the_callers_words_go_before_the_configurations(model):
+    target = copy.deepcopy(model)
+    prompt = random_prompts(1, seed=14, shortest=5, longest=5)[0][None]
+    text = new_tokens(target, prompt, 12)
+    target.generation_config.max_new_tokens = 9
+    target.generation_config.eos_token_id = text[first_uses(text)[5]]
+    pipeline = Pipeline(target, noisy(target, 0.02))
+    before = target.generation_config.to_dict()
+    assert both(pipeline, prompt).shape[1] == 5 + 6
+    assert both(pipeline, prompt, max_new_tokens=3).shape[1] == 5 + 3
+    assert both(pipeline, prompt, eos_token_id=text[2]).shape[1] == 5 + 3
+    given = GenerationConfig(max_new_tokens=4, do_sample=False)
+    kept = given.to_dict()
+    assert both(pipeline, prompt, given).shape[1] == 5 + 4
+    assert both(pipeline, prompt, generation_config=given, max_new_tokens=2).shape[1] == 5 + 2
+    both(pipeline, prompt, GenerationConfig(max_length=8, do_sample=False, eos_token_id=text[1]))
+    both(pipeline, prompt, GenerationConfig(max_new_tokens=4, temperature=0.3, top_k=3, do_sample=False))
+    assert target.generation_config.to_dict() == before
+    assert given.to_dict() == kept
+
+
+def test_the_shortest_and_the_longest_prompt(chain):
+    assert both(chain, torch.tensor([[9]]), max_new_tokens=8).shape[1] == 9
+    both(chain, *[left_pad([torch.tensor([9]), torch.arange(2, 13)])[0]], max_new_tokens=8)
+    long = torch.randint(2, 320, (1, LIMIT), generator=torch.Generator().manual_seed(2))
+    for length, new in ((LIMIT - 1, 1), (LIMIT - 4, 4), (LIMIT, 1)):
+        both(chain, long[:, :length], max_new_tokens=new)
+
+
+# ---- how it is called
+
+
+def test_positional_keyword_and_integer_types(chain):
+    prompt = random_prompts(1, seed=15, shortest=5)[0][None]
+    wanted = both(chain, prompt, max_new_tokens=6)
+    assert torch.equal(chain.generate(inputs=prompt, max_new_tokens=6), wanted)
+    assert torch.equal(chain.generate(input_ids=prompt, max_new_tokens=6), wanted)
+    assert torch.equal(
+        chain.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6), wanted
+    )
+    narrow = chain.generate(prompt.int(), max_new_tokens=6)
+    assert narrow.dtype == torch.long
+    assert torch.equal(narrow, wanted)
+    assert torch.equal(chain.generate(prompt.tolist(), max_new_tokens=6), wanted)
+    for mask in (torch.ones_like(prompt).bool(), torch.ones_like(prompt).float(), torch.ones_like(prompt).tolist()):
+        assert torch.equal(chain.generate(prompt, attention_mask=mask, max_new_tokens=6), wanted)
+    with torch.no_grad():
+        assert torch.equal(chain.generate(prompt, max_new_tokens=6), wanted)
+    strided = torch.stack([prompt[0], prompt[0]]).t().contiguous().t()  # not contiguous
+    assert torch.equal(chain.generate(strided, max_new_tokens=6), wanted.expand(2, -1))
+
+
+def test_the_input_is_not_touched_and_the_result_is_the_callers(chain):
+    ids, mask = left_pad(random_prompts(3, seed=16))
+    kept = ids.clone(), mask.clone()
+    out = chain.generate(ids, attention_mask=mask, max_new_tokens=5)
+    again = out.clone()
+    out.zero_()
+    assert torch.equal(ids, kept[0])
+    assert torch.equal(mask, kept[1])
+    assert torch.equal(chain.generate(ids, attention_mask=mask, max_new_tokens=5), again)
+
+
+def test_a_mask_is_inferred_as_transformers_does(chain, model):
+    ids, mask = left_pad(random_prompts(4, seed=17))
+    assert (ids == 0).any()
+    wanted = chain.generate(ids, attention_mask=mask, max_new_tokens=7)
+    assert torch.equal(both(chain, ids, max_new_tokens=7), wanted)
+
+
+def test_calls_of_all_sizes_one_after_the_other(chain):
+    """Block and caches grow, shrink in rows, and are used again."""
+    for call, (rows, longest, new) in enumerate(
+        [(1, 3, 4), (8, 30, 6), (2, 200, 3), (1, 5, 140), (3, 9, 1), (8, 30, 6), (1, 400, 9), (5, 2, 70), (1, 3, 4)]
+    ):
+        ids, mask = left_pad(random_prompts(rows, seed=20 + call, longest=longest))
+        both(chain, ids, attention_mask=mask, max_new_tokens=new)
+
+
+@pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
+def test_one_model_is_plain_decoding(model, schedule):
+    pipeline = Pipeline(model, schedule=schedule)
+    ids, mask = left_pad(random_prompts(3, seed=30))
+    both(pipeline, ids, attention_mask=mask, max_new_tokens=9)
+    assert pipeline.schedule == "plain"
+    assert len(pipeline.report.stages) == 1
+
+
+def test_the_plain_schedule_ignores_the_drafts(model):
+    pipeline = Pipeline(model, always_wrong(model), schedule="plain")
+    both(pipeline, random_prompts(1, seed=31)[0][None], max_new_tokens=9)
+    assert [s.drafted for s in pipeline.report.stages] == [0]
+
+
+@pytest.mark.parametrize("window", [*range(1, 21), 40, 200])
+def test_windows(model, window):
+    pipeline = Pipeline(model, [noisy(model, 0.05), noisy(model, 0.01)], windows=window)
+    ids, mask = left_pad(random_prompts(2, seed=window))
+    both(pipeline, ids, attention_mask=mask, max_new_tokens=20)
+    for upstream in pipeline.report.stages[:-1]:
+        assert upstream.produced > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kv_heads": 1},
+        {"kv_heads": 4},
+        {"layers": 1, "hidden": 32},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_other_models(config):
+    target = random_llama(40, **config)
+    pipeline = Pipeline(target, [random_llama(41, layers=1), noisy(target, 0.02)])
+    ids, mask = left_pad(random_prompts(3, seed=41))
+    wanted = target.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    got = pipeline.generate(ids, attention_mask=mask, max_new_tokens=12)
+    if target.dtype == torch.bfloat16:  # near-ties abound, and padding changes the shapes: equal to itself, not to them
+        again = Pipeline(target).generate(ids, attention_mask=mask, max_new_tokens=12)
+        assert (got == again).float().mean() > 0.9
+        assert got.shape == wanted.shape
+    else:
+        assert torch.equal(got, wanted)
+
+
+def test_tied_weights():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(50)
+    target = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            initializer_range=0.15, tie_word_embeddings=True, pad_token_id=0, eos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+    pipeline = Pipeline(target, [noisy(target, 0.02), copy.deepcopy(target)])
+    both(pipeline, torch.stack(random_prompts(2, seed=51, shortest=7, longest=7)), max_new_tokens=15)
+
+
+# ---- the streamer
+
+
+class Recorder:
+    def __init__(self):
+        self.values, self.ends = [], 0
+
+    def put(self, value):
+        assert self.ends == 0
+        assert isinstance(value, torch.Tensor)
+        assert value.device.type == "cpu"
+        self.values.append(value.clone())
+
+    def end(self):
+        self.ends += 1
+
+
+@pytest.mark.parametrize("make", [always_right, always_wrong, lambda t: noisy(t, 0.03)])
+def test_the_streamer_gets_every_token_once(model, make):
+    pipeline = Pipeline(model, make(model), windows=4)
+    prompt = random_prompts(1, seed=60)[0][None]
+    text = new_tokens(model, prompt, 21)
+    for end in (None, text[first_uses(text)[-1]]):
+        recorder = Recorder()
+        out = pipeline.generate(prompt, max_new_tokens=21, eos_token_id=end, streamer=recorder)
+        assert recorder.ends == 1
+        assert torch.equal(recorder.values[0], prompt)
+        assert all(v.ndim == 1 and len(v) > 0 for v in recorder.values[1:])
+        assert torch.equal(torch.cat(recorder.values[1:]), out[0, prompt.shape[1] :])
+        if make is always_wrong:
+            assert all(len(v) == 1 for v in recorder.values[1:])
+
+
+def test_the_streamer_gets_tokens_as_they_come(model):
+    """Not all at the end: an error raised at the fifth token stops the generation there, and the next call is whole."""
+
+    class Impatient(Recorder):
+        def put(self, value):
+            super().put(value)
+            if sum(v.numel() for v in self.values[1:]) >= 5:
+                raise LookupError("enough")
+
+    pipeline = Pipeline(model, noisy(model, 0.05), windows=2)
+    prompt = random_prompts(1, seed=61)[0][None]
+    impatient = Impatient()
+    with pytest.raises(LookupError, match="enough"):
+        pipeline.generate(prompt, max_new_tokens=400, streamer=impatient)
+    assert sum(v.numel() for v in impatient.values[1:]) <= 5 + 2
+    both(pipeline, prompt, max_new_tokens=9)
+
+
+def test_a_streamer_of_transformers(model):
+    from transformers import TextIteratorStreamer
+
+    class Tokenizer:
+        def decode(self, ids, **_):
+            return "".join(f"<{int(i)}>" for i in ids)
+
+    prompt = random_prompts(1, seed=62)[0][None]
+    streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True)
+    out = Pipeline(model, noisy(model, 0.02)).generate(prompt, max_new_tokens=15, streamer=streamer)
+    assert "".join(streamer) == Tokenizer().decode(out[0, prompt.shape[1] :])
+
+
+# ---- the report
+
+
+def test_the_report_adds_up(model):
+    ids, mask = left_pad(random_prompts(5, seed=70))
+    end = int(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[1, ids.shape[1] + 6])
+    for drafts in ([], [noisy(model, 0.03)], [always_wrong(model), noisy(model, 0.02), always_right(model)]):
+        pipeline = Pipeline(model, drafts)
+        out = pipeline.generate(ids, attention_mask=mask, max_new_tokens=20, eos_token_id=end, pad_token_id=0)
+        report = pipeline.report
+        new = out[:, ids.shape[1] :].tolist()
+        tokens = sum(row.index(end) + 1 if end in row else len(row) for row in new)
+        assert report.tokens == tokens < 5 * 20
+        assert (report.schedule, report.rows) == (pipeline.schedule, 5)
+        assert 0 < report.seconds_to_first_token <= report.seconds
+        assert report.tokens_per_second == pytest.approx(tokens / report.seconds)
+        assert [s.name for s in report.stages] == [f"draft {i}" for i in range(len(drafts))] + ["target"]
+        target = report.stages[-1]
+        assert target.produced == tokens
+        assert (target.adopted, target.rollbacks, target.wasted) == (0, 0, 0)
+        for place, stage in enumerate(report.stages):
+            assert stage.accepted <= stage.drafted
+            assert sum(stage.histogram) == stage.steps
+            assert sum(j * n for j, n in enumerate(stage.histogram)) == stage.accepted
+            # One token of its own per step, unless an accepted hint was the end.
+            assert stage.accepted <= stage.produced <= stage.accepted + stage.steps
+            assert stage.fed >= stage.drafted + stage.steps
+            if place == 0:
+                assert stage.drafted == 0
+        assert set(report.to_dict()) >= {"schedule", "tokens", "stages", "tokens_per_second"}
+        assert "target" in str(report)
+    perfect = Pipeline(model, always_right(model), windows=4)
+    perfect.generate(ids, attention_mask=mask, max_new_tokens=20)
+    assert perfect.report.stages[-1].acceptance_rate == 1
+    assert perfect.report.stages[-1].steps == 5 * 4  # 20 tokens at 4 + 1 per step
+
+
+# ---- one generation at a time
+
+
+def test_another_thread_is_told_so(model):
+    pipeline = Pipeline(model, noisy(model, 0.02), windows=2)
+    prompt = random_prompts(1, seed=80)[0][None]
+    inside, go_on, errors, outs = threading.Event(), threading.Event(), [], []
+
+    class Gate(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 3:
+                inside.set()
+                assert go_on.wait(60)
+
+    thread = threading.Thread(target=lambda: outs.append(pipeline.generate(prompt, max_new_tokens=30, streamer=Gate())))
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with pytest.raises(RuntimeError, match="another thread"):
+            pipeline.generate(prompt, max_new_tokens=30)
+    except BaseException as error:
+        errors.append(error)
+    go_on.set()
+    thread.join(60)
+    assert not errors
+    assert torch.equal(outs[0], both(pipeline, prompt, max_new_tokens=30))
+
+
+def test_two_pipelines_in_two_threads(model):
+    prompts = [p[None] for p in random_prompts(2, seed=81, shortest=4)]
+    pipelines = [Pipeline(model, noisy(model, 0.02)), Pipeline(model, always_wrong(model))]
+    wanted = [model.generate(p, max_new_tokens=40, do_sample=False) for p in prompts]
+    outs = [None, None]
+
+    def work(i):
+        for _ in range(3):
+            outs[i] = pipelines[i].generate(prompts[i], max_new_tokens=40)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert torch.equal(outs[0], wanted[0])
+    assert torch.equal(outs[1], wanted[1])

@@ -1,0 +1,530 @@
+"""Worker processes under attack: killed, stopped, failing, slow, interrupted, orphaned. The text stays, nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipespec import Pipeline
+from pipespec.drivers import workers
+from pipespec.drivers.workers import StageFailure
+from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.faulty import Faulty
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow  # importing torch and transformers is what starting a worker costs
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def gone(pids, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+class OnToken:
+    """A streamer that does something once, when so many new tokens are there."""
+
+    def __init__(self, at: int, do):
+        self.at, self.do, self.count = at, do, -1
+
+    def put(self, value):
+        self.count += 1 if self.count < 0 else value.numel()
+        if self.count >= self.at and self.do is not None:
+            do, self.do = self.do, None
+            do()
+
+    def end(self):
+        pass
+
+
+class Rig:
+    """Two drafts in processes of their own and a target, all of which misbehave when told to."""
+
+    def __init__(self):
+        plain = random_llama(3)
+        self.target = Faulty.like(plain)
+        self.drafts = [Faulty.like(noisy(plain, 0.03, seed=i)) for i in range(2)]
+        self.pipeline = Pipeline(self.target, self.drafts, schedule="workers", windows=[4, 6])
+        self.prompts = random_prompts(8, seed=4, shortest=3)
+        self.texts = [plain.generate(p[None], max_new_tokens=60, do_sample=False)[0] for p in self.prompts]
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for _, worker in sorted(self.pipeline._driver._workers.items())]
+
+    def behave(self):
+        for model in (self.target, *self.drafts):
+            model.set()
+
+    def generate(self, which: int = 0, new: int = 60, do=None, at: int = 0) -> list[str]:
+        """One call, its text checked. Returns what it warned of."""
+        prompt = self.prompts[which]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = self.pipeline.generate(prompt[None], max_new_tokens=new, streamer=OnToken(at, do) if do else None)
+        assert torch.equal(out[0], self.texts[which][: len(prompt) + new])
+        for warning in caught:
+            assert warning.category is StageFailure
+            assert warning.filename == __file__
+        return [str(warning.message) for warning in caught]
+
+    def kill(self, stage: int, sig=signal.SIGKILL):
+        pid = self.pids[stage]
+        os.kill(pid, sig)
+        assert sig != signal.SIGKILL or gone([pid], 10)  # it takes the kernel a moment
+
+    def check_recovered(self):
+        """The next call works, all stages are there, and hints flow."""
+        self.behave()
+        assert self.generate(1) == []
+        assert len(self.pids) == 2
+        assert all(map(alive, self.pids))
+        _, middle, target = self.pipeline.report.stages
+        self.target.set(delay=-0.005)
+        assert self.generate(1) == []
+        _, middle, target = self.pipeline.report.stages
+        assert target.accepted > 0
+        assert middle.produced > 0
+        self.behave()
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    rig = Rig()
+    yield rig
+    rig.pipeline.close()
+
+
+@pytest.fixture
+def rig(healthy):
+    """With all its workers there and awake, whatever the test before has left."""
+    healthy.behave()
+    for pid in filter(alive, healthy.pids):
+        os.kill(pid, signal.SIGCONT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        healthy.pipeline.generate(healthy.prompts[0][None], max_new_tokens=2)
+    return healthy
+
+
+# ---- in health
+
+
+def test_workers_are_kept_and_leak_nothing(rig):
+    """Two hundred calls of many sizes: the same processes, no file descriptor and no mapping more than after the first few."""
+
+    def resources():
+        gc.collect()
+        return {
+            pid: (len(os.listdir(f"/proc/{pid}/fd")), sum("memfd" in line for line in open(f"/proc/{pid}/maps")))
+            for pid in (os.getpid(), *pids)
+        }
+
+    pids = rig.pids
+    sizes = [(1, 3, 3), (3, 20, 4), (8, 9, 2), (1, 60, 70)]
+    calls = []
+    for rows, longest, new in sizes:
+        ids, mask = left_pad(random_prompts(rows, seed=rows, longest=longest))
+        wanted = rig.target.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+        calls.append((ids, mask, new, wanted))
+    before = None
+    for i in range(208):
+        ids, mask, new, wanted = calls[i % 4 if i < 12 or i % 20 < 4 else i % 3]
+        assert torch.equal(rig.pipeline.generate(ids, attention_mask=mask, max_new_tokens=new), wanted)
+        if i == 7:
+            before = resources()
+    assert rig.pids == pids
+    after = resources()
+    for pid, (files, maps) in after.items():
+        assert files <= before[pid][0]
+        assert maps <= before[pid][1]
+
+
+def test_no_busy_wait(rig):
+    """Neither an idle worker between calls nor one held back by a slow target uses the processor."""
+
+    def used(action) -> int:
+        before = [cpu_ticks(pid) for pid in rig.pids]
+        action()
+        return max(cpu_ticks(pid) - old for pid, old in zip(rig.pids, before, strict=True))
+
+    rig.generate()
+    time.sleep(0.3)
+    assert used(lambda: time.sleep(1.5)) <= 6  # of 150; it looks for its parent twice a second
+    ticks = []
+    rig.generate(do=lambda: (time.sleep(0.5), ticks.append(used(lambda: time.sleep(1.5)))), at=5)
+    assert ticks[0] <= 6
+
+
+def test_run_ahead_is_bounded(rig):
+    """While the target stands still, a draft stops at its window."""
+    lengths = []
+
+    def look():
+        time.sleep(0.7)
+        block = rig.pipeline._driver.block
+        lengths.extend(block.length(stage, 0) for stage in range(3))
+
+    rig.generate(do=look, at=5)
+    smallest, middle, target = lengths
+    assert middle <= target + 6
+    assert smallest <= middle + 4
+
+
+def test_random_delays_do_not_change_the_text(rig):
+    random.seed(1)
+    ids, mask = left_pad(rig.prompts[:3])
+    for call in range(12):
+        for model, longest in zip([rig.target, *rig.drafts], ([0, 0.004, 0.02] * 2)[call % 3 :], strict=False):
+            model.set(delay=longest)
+        assert rig.generate(call % 8) == []
+        out = rig.pipeline.generate(ids, attention_mask=mask, max_new_tokens=20)
+        for row in range(3):
+            prompt = rig.prompts[row]
+            assert torch.equal(out[row, ids.shape[1] :], rig.texts[row][len(prompt) : len(prompt) + 20])
+
+
+# ---- killed
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_killed_worker_is_named_once_and_restarted(rig, stage):
+    rig.target.set(delay=-0.005)
+    other = rig.pids[1 - stage]
+    messages = rig.generate(do=lambda: rig.kill(stage), at=4)
+    assert len(messages) == 1
+    assert f"draft stage {stage} " in messages[0]
+    assert "SIGKILL" in messages[0]
+    rig.check_recovered()
+    assert rig.pids[1 - stage] == other
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_killed_between_two_calls(rig, stage):
+    rig.generate()
+    rig.kill(stage)
+    messages = rig.generate()
+    assert len(messages) == 1
+    assert f"draft stage {stage} " in messages[0]
+    assert "SIGKILL" in messages[0]
+    rig.check_recovered()
+
+
+def test_killed_during_the_prefill(rig):
+    rig.target.set(delay=-0.02)
+    rig.drafts[0].set(delay=-0.4)  # its prefill lasts as long
+    threading.Timer(0.15, lambda: rig.kill(0)).start()
+    messages = rig.generate()
+    assert len(messages) == 1
+    assert "draft stage 0 " in messages[0]
+    rig.check_recovered()
+
+
+def test_killed_while_it_starts(rig, monkeypatch):
+    """A worker that cannot be started again is missed, not fatal; a pipeline that cannot be made says why."""
+    real = workers._Worker.await_ready
+
+    def stillborn(self):
+        self.process.kill()
+        real(self)
+
+    rig.kill(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(workers._Worker, "await_ready", stillborn)
+        messages = rig.generate()
+        assert len(messages) == 2
+        assert "draft stage 1 has gone" in messages[0]
+        assert "draft stage 1 is missing" in messages[1]
+        assert "SIGKILL" in messages[1]
+        before = set(Path("/proc").glob("[0-9]*"))
+        with pytest.raises(RuntimeError, match=r"draft stage 0 could not start: killed by SIGKILL"):
+            Pipeline(rig.target, noisy(random_llama(3), 0.1), schedule="workers")
+        assert len(set(Path("/proc").glob("[0-9]*")) - before) <= 2  # other processes of this machine come and go
+    rig.check_recovered()
+
+
+def test_thirty_kills_at_random_moments(rig):
+    """Every call loses one worker or both, somewhere between its first and its last moment."""
+    random.seed(2)
+    rig.target.set(delay=-0.003)
+    began = time.monotonic()
+    rig.generate()
+    duration = time.monotonic() - began
+    kills = told = call = 0
+    while kills < 30:
+        if not all(map(alive, rig.pids)):  # the last blow fell after the end of the call
+            told += len(rig.generate())
+        victims = random.choice([[0, 1], [0, 1], [0], [1]])
+        pids = [rig.pids[v] for v in victims]
+        call += 1
+
+        def strike(pids=pids):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+        rig.target.set(delay=-0.003)
+        if call % 2:  # at a token of the target's
+            told += len(rig.generate(call % 8, do=strike, at=random.randint(0, 59)))
+        else:  # at a moment, the start of the call and the time after it included
+            timer = threading.Timer(random.uniform(0, 1.1 * duration), strike)
+            timer.start()
+            told += len(rig.generate(call % 8))
+            timer.join()
+        assert gone(pids, 10)
+        kills += len(pids)
+    told += len(rig.generate())
+    assert told == kills
+    rig.check_recovered()
+
+
+def test_a_dead_draft_costs_no_time(rig):
+    """Nobody waits for it: what is left of the call runs at the speed of the target alone."""
+    rig.target.set(delay=-0.01)
+    times = []
+
+    def strike():
+        for stage in (0, 1):
+            rig.kill(stage)
+        times.append(time.monotonic())
+
+    assert len(rig.generate(do=strike, at=1)) == 2
+    took = time.monotonic() - times[0]
+    began = time.monotonic()
+    Pipeline(rig.target).generate(rig.prompts[0][None], max_new_tokens=60)
+    plain = time.monotonic() - began
+    assert took < 2 * plain
+    rig.check_recovered()
+
+
+# ---- stopped, failing
+
+
+def test_a_stopped_worker(rig, monkeypatch):
+    monkeypatch.setattr(workers, "_FINISH_TIMEOUT_S", 1.0)
+    rig.target.set(delay=-0.002)
+    stopped = rig.pids[1]
+    rig.generate(do=lambda: rig.kill(1, signal.SIGSTOP), at=4)
+    assert alive(stopped)
+    messages = rig.generate(1)
+    assert len(messages) == 1
+    assert "draft stage 1 has gone since the last call (it did not answer)" in messages[0]
+    assert not alive(stopped)
+    rig.check_recovered()
+
+
+def test_a_worker_stopped_between_calls_does_not_block_the_caller(rig, monkeypatch):
+    # Prompts larger than a socket's buffer: sending them to a process that reads nothing must end.
+    ids = torch.randint(2, VOCABULARY, (400, 256), generator=torch.Generator().manual_seed(0))
+    with Pipeline(rig.target, schedule="plain") as plain:
+        wanted = plain.generate(ids, max_new_tokens=2)
+    rig.kill(0, signal.SIGSTOP)
+    with pytest.warns(StageFailure, match="draft stage 0"):
+        assert torch.equal(rig.pipeline.generate(ids, max_new_tokens=2), wanted)
+    rig.check_recovered()
+
+
+def test_a_worker_stopped_for_a_while_goes_on(rig):
+    rig.target.set(delay=-0.002)
+    pids = rig.pids
+    rig.generate(do=lambda: rig.kill(0, signal.SIGSTOP), at=4)
+    threading.Timer(0.3, lambda: os.kill(pids[0], signal.SIGCONT)).start()
+    assert rig.generate(1) == []
+    assert rig.pids == pids
+    rig.check_recovered()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("call", [1, 4], ids=["prefill", "step"])
+def test_a_worker_whose_model_fails(rig, stage, call):
+    rig.target.set(delay=-0.04)  # time enough to die before the text is complete
+    rig.drafts[stage].set(fail_at=call)
+    messages = rig.generate()
+    assert len(messages) == 1
+    assert f"draft stage {stage} " in messages[0]
+    assert "ArithmeticError: made to fail" in messages[0]
+    rig.check_recovered()
+
+
+def test_a_target_that_fails(rig):
+    for fail_at in (1, 5):
+        rig.target.set(fail_at=fail_at)
+        with pytest.raises(ArithmeticError, match="made to fail"):
+            rig.pipeline.generate(rig.prompts[0][None], max_new_tokens=60)
+        rig.target.set()
+        assert rig.generate() == []
+
+
+def test_a_streamer_that_fails(rig):
+    def fail():
+        raise LookupError("no more")
+
+    pids = rig.pids
+    for at in (-1, 0, 1, 20):
+        with pytest.raises(LookupError, match="no more"):
+            rig.generate(do=fail, at=at)
+        assert rig.generate(2) == []
+    assert rig.pids == pids
+
+
+def test_a_failure_may_be_made_an_error(rig):
+    """With warnings as errors, the call ends with it, and the next one works."""
+    rig.target.set(delay=-0.005)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(StageFailure, match=r"draft stage 0"):
+            rig.pipeline.generate(rig.prompts[0][None], max_new_tokens=60, streamer=OnToken(3, lambda: rig.kill(0)))
+    rig.check_recovered()
+
+
+# ---- the end
+
+
+def test_close_and_collection():
+    """close() ends the processes, twice does no harm, a later call starts them again, and garbage collection ends those."""
+    target = random_llama(3)
+    pipeline = Pipeline(target, noisy(target, 0.02), schedule="workers")
+    prompt = random_prompts(1, seed=2)[0][None]
+    wanted = target.generate(prompt, max_new_tokens=9, do_sample=False)
+    pids = [w.process.pid for w in pipeline._driver._workers.values()]
+    assert all(map(alive, pids))
+    with pipeline:
+        assert torch.equal(pipeline.generate(prompt, max_new_tokens=9), wanted)
+    assert gone(pids, 2)
+    pipeline.close()
+    pipeline.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(pipeline.generate(prompt, max_new_tokens=9), wanted)
+    pids = [w.process.pid for w in pipeline._driver._workers.values()]
+    assert len(pids) == 1
+    # The models outlive the pipeline in the memory that they shared.
+    del pipeline
+    gc.collect()
+    assert gone(pids, 2)
+    assert torch.equal(target.generate(prompt, max_new_tokens=9, do_sample=False), wanted)
+
+
+_SCRIPT = """
+import os, signal, sys, warnings
+import torch
+from tests.conftest import VOCABULARY, random_llama, noisy
+from tests.pipespec.faulty import Faulty
+from pipespec import Pipeline
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background of a shell ignores it
+plain = random_llama(3)
+target = Faulty.like(plain)
+pipeline = Pipeline(target, [noisy(plain, 0.02), noisy(plain, 0.01)], schedule="workers")
+prompt = torch.tensor([[5, 6, 7, 8]])
+wanted = plain.generate(prompt, max_new_tokens=40, do_sample=False)
+pids = [w.process.pid for w in pipeline._driver._workers.values()]
+print("pids", *pids, flush=True)
+
+
+class Say:
+    count = 0
+    def put(self, value):
+        self.count += 1
+        if self.count == 4:
+            print("generating", flush=True)
+    def end(self):
+        pass
+
+
+warnings.simplefilter("error")
+target.set(delay=-0.1)
+try:
+    pipeline.generate(prompt, max_new_tokens=400, streamer=Say())
+    print("not interrupted")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+target.set()
+assert torch.equal(pipeline.generate(prompt, max_new_tokens=40), wanted)
+assert [w.process.pid for w in pipeline._driver._workers.values()] == pids
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # runs the exit handlers of a process that did not start the workers
+os.waitpid(child, 0)
+assert torch.equal(pipeline.generate(prompt, max_new_tokens=40), wanted)
+assert [w.process.pid for w in pipeline._driver._workers.values()] == pids
+print("done", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def user_script(tmp_path):
+    """The script above in a session of its own, generating. Yields the process and its workers."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    lines, pids = [], []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("generating"):
+                break
+        assert lines, "no output"
+        assert lines[-1] == "generating\n", "".join(lines)
+        pids = next([int(p) for p in line.split()[1:]] for line in lines if line.startswith("pids"))
+        assert len(pids) == 2
+        assert all(map(alive, pids))
+        yield process, pids
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        for pid in filter(alive, pids):  # where the test fails
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_an_interrupted_script_goes_on_and_leaves_nothing(tmp_path):
+    """Ctrl-C: the caller's KeyboardInterrupt; the same workers serve the next call; without close() none is left at exit.
+
+    The script has no ``__main__`` guard; it also forks, and the end of the fork is not the end of the workers.
+    """
+    with user_script(tmp_path) as (process, pids):
+        os.killpg(process.pid, signal.SIGINT)
+        output = process.stdout.read()
+        assert process.wait(60) == 0, output
+        assert output.splitlines() == ["interrupted", "done"]
+        assert gone(pids, 2)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_do_not_outlive_their_parent(tmp_path, sig):
+    with user_script(tmp_path) as (process, pids):
+        process.send_signal(sig)
+        process.wait()
+        assert gone(pids, 2)
