@@ -27,10 +27,10 @@ constexpr float kSmallU = 0x1p-10f;
 constexpr float kLeast = 0x1p-25f;  // what 1 - u counts as where u rounds to 1
 constexpr float kLn2 = 0x1.62e43p-1f;
 // lg2(1 + t) = t P(t) for sqrt(1/2) <= 1 + t < sqrt(2): minimax in relative error (1.1e-6), so it
-// stays exact in proportion where the logarithm itself is near zero. Lowest degree first.
-constexpr int kDegree = 6;
-constexpr float kP[kDegree + 1] = {0x1.71548ep+0f, -0x1.715692p-1f, 0x1.ec296cp-2f, -0x1.6fff1ep-2f,
-                                   0x1.2ecbdap-2f, -0x1.13c8aep-2f, 0x1.5f7cb2p-3f};
+// stays exact in proportion where the logarithm itself is near zero.
+constexpr float kP0 = 0x1.71548ep+0f, kP1 = -0x1.715692p-1f, kP2 = 0x1.ec296cp-2f,
+                kP3 = -0x1.6fff1ep-2f, kP4 = 0x1.2ecbdap-2f, kP5 = -0x1.13c8aep-2f,
+                kP6 = 0x1.5f7cb2p-3f;
 constexpr std::int32_t kSqrtHalfBits = 0x3F3504F3;
 
 // No noise is larger than this.
@@ -61,8 +61,12 @@ PIPESPEC_HD inline float lg2(float x) {  // x: positive, normal
   float mantissa;
   std::memcpy(&mantissa, &bits, sizeof(mantissa));
   const float t = add(mantissa, -1.0f);
-  float p = kP[kDegree];
-  for (int i = kDegree - 1; i >= 0; --i) p = add(mul(p, t), kP[i]);
+  float p = add(mul(kP6, t), kP5);
+  p = add(mul(p, t), kP4);
+  p = add(mul(p, t), kP3);
+  p = add(mul(p, t), kP2);
+  p = add(mul(p, t), kP1);
+  p = add(mul(p, t), kP0);
   return add(float(exponent), mul(t, p));
 }
 
