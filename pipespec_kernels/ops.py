@@ -1,25 +1,28 @@
-"""Row selection: greedy :func:`argmax` and :func:`verify` over logits ``[B, Q, V]``.
+"""Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either.
 
 CPU tensors go to the native code (one pass over the logits, vectorised, several threads for large work), tensors on
 other devices and float64 logits to :mod:`pipespec_kernels.reference`. Of equal logits the lowest id wins, and a NaN
 counts as larger than everything: what ``torch.argmax`` does.
 
-Both check their arguments before they write anything. The checks are written for a call per draft step: they look at
+All check their arguments before they write anything. The checks are written for a call per draft step: they look at
 metadata only and cost about two microseconds.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipespec_kernels import _native, reference
+from pipespec_kernels.noise import Noise
 
-__all__ = ["argmax", "verify"]
+__all__ = ["Noise", "argmax", "sample", "verify"]
 
-_INT32, _INT64, _FLOAT64 = torch.int32, torch.int64, torch.float64
+_INT32, _INT64, _FLOAT32, _FLOAT64 = torch.int32, torch.int64, torch.float32, torch.float64
 _CPU = torch.device("cpu")
 _CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
 _TOKEN_BYTES = {_INT32: 4, _INT64: 8}
@@ -67,21 +70,76 @@ def argmax(logits: Tensor, *, threads: int | None = None, out: Tensor | None = N
     return out
 
 
+def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Tensor | None = None) -> Tensor:
+    """A token drawn from the softmax of every row: the id of the largest logit once it is scaled and has noise added.
+
+    The choice in column ``q`` of row ``b`` is the id ``v`` with the largest
+    ``logits[b, q, v] * noise.inv_temperature[b] + G(noise.seeds[b], noise.positions[b] + q, v)``, computed in float32
+    (float64 logits: in float64, with the same float32 noise). It depends on these values alone: neither on the batch
+    around them nor on threads, instructions or device. Logits below the cutoff are left out; -inf is never chosen, a
+    NaN always (the first of them); where nothing can be chosen, id 0.
+
+    Args:
+        logits: ``[B, Q, V]``, as for :func:`argmax`.
+        noise: seeds, positions and temperatures, see :class:`Noise`.
+        threads: upper bound, the calling thread included; default ``torch.get_num_threads()``.
+        out: contiguous int32 CPU tensor ``[B, Q]`` to write to; must not overlap ``logits``.
+
+    Returns:
+        int32 CPU tensor ``[B, Q]``.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: a shape, stride, device or number that does not fit. Nothing has been written then.
+
+    Example::
+
+        >>> one = Noise(torch.tensor([7]), torch.tensor([0]), torch.tensor([1.0]))
+        >>> sample(torch.tensor([[[0.0, -float("inf"), -float("inf")]]]), one)
+        tensor([[0]], dtype=torch.int32)
+    """
+    batch, width, vocab, stride, code = _logits(logits)
+    arguments = _noise(noise, batch, width)
+    if out is None:
+        out = torch.empty((batch, width), dtype=_INT32, device=_CPU)
+    else:
+        _out(out, (batch, width), "out")
+    if code is None:
+        if width > 0:
+            _check_noise(arguments, range(batch), width)
+        return out.copy_(reference.sample(logits, Noise(*arguments)))
+    _native.sample(
+        logits.data_ptr(),
+        code,
+        batch,
+        width,
+        vocab,
+        stride[0],
+        stride[1],
+        out.data_ptr(),
+        torch.get_num_threads() if threads is None else threads,
+        *_addresses(arguments),
+    )
+    return out
+
+
 def verify(
     logits: Tensor,
     tokens: Tensor,
     n_fed: Tensor,
     n_hint: Tensor,
     *,
+    noise: Noise | None = None,
     threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Greedy verification: each row's own choices up to the first hint that they contradict.
+    """Verification: each row's own choices up to the first hint that they contradict.
 
     Row ``r`` was fed ``tokens[r, :n_fed[r]]``, of which the last ``n_hint[r]`` are hints. With
     ``s = n_fed[r] - 1 - n_hint[r]``, ``selected[r, j]`` is the argmax of ``logits[r, s + j]`` for
     ``j = 0 .. accepted[r]``; the walk goes on while ``selected[r, j] == tokens[r, s + 1 + j]`` and hints are left.
-    Logits behind the first mismatch are not read.
+    Logits behind the first mismatch are not read. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
+    column ``s + j`` instead.
 
     Args:
         logits: ``[B, Q, V]``, as for :func:`argmax`.
@@ -89,6 +147,7 @@ def verify(
         n_fed: ``[B]``, int32 on the CPU (a numpy array will do): tokens fed per row, ``0 <= n_fed <= Q``. A row with 0
             idles: all -1, nothing accepted, its ``n_hint`` is ignored.
         n_hint: ``[B]``, likewise: how many of them are hints, ``0 <= n_hint < n_fed``.
+        noise: see :class:`Noise`; None: greedy. An idle row's numbers are ignored.
         threads: upper bound, the calling thread included; default ``torch.get_num_threads()``.
         out: contiguous int32 CPU tensors ``[B, Q]`` and ``[B]`` to write to; must overlap no other argument. Saves the
             two allocations, which are a third of the cost of a small call.
@@ -120,6 +179,7 @@ def verify(
         raise ValueError(f"tokens are on {tokens.device}, logits on {logits.device}")
     n_fed = _counts(n_fed, batch, "n_fed")
     n_hint = _counts(n_hint, batch, "n_hint")
+    arguments = None if noise is None else _noise(noise, batch, width)
     if out is None:
         # From a tensor that is int32 on the CPU already: half the price of torch.empty with dtype and device.
         selected = n_fed.new_empty((batch, width))
@@ -130,27 +190,51 @@ def verify(
         _out(accepted, (batch,), "out[1]")
     if code is None:
         _check_counts(n_fed, n_hint, width)
-        chosen, agreed = reference.verify(logits, tokens, n_fed, n_hint)
+        if arguments is not None:
+            _check_noise(arguments, [row for row, fed in enumerate(n_fed.tolist()) if fed > 0], width)
+        noise = None if arguments is None else Noise(*arguments)
+        chosen, agreed = reference.verify(logits, tokens, n_fed, n_hint, noise)
         return selected.copy_(chosen), accepted.copy_(agreed)
     token_stride = tokens.stride()
-    _native.verify(
-        logits.data_ptr(),
-        code,
-        batch,
-        width,
-        vocab,
-        stride[0],
-        stride[1],
-        tokens.data_ptr(),
-        token_bytes,
-        token_stride[0],
-        token_stride[1],
-        n_fed.data_ptr(),
-        n_hint.data_ptr(),
-        selected.data_ptr(),
-        accepted.data_ptr(),
-        torch.get_num_threads() if threads is None else threads,
-    )
+    if arguments is None:
+        _native.verify(
+            logits.data_ptr(),
+            code,
+            batch,
+            width,
+            vocab,
+            stride[0],
+            stride[1],
+            tokens.data_ptr(),
+            token_bytes,
+            token_stride[0],
+            token_stride[1],
+            n_fed.data_ptr(),
+            n_hint.data_ptr(),
+            selected.data_ptr(),
+            accepted.data_ptr(),
+            torch.get_num_threads() if threads is None else threads,
+        )
+    else:
+        _native.verify_coupled(
+            logits.data_ptr(),
+            code,
+            batch,
+            width,
+            vocab,
+            stride[0],
+            stride[1],
+            tokens.data_ptr(),
+            token_bytes,
+            token_stride[0],
+            token_stride[1],
+            n_fed.data_ptr(),
+            n_hint.data_ptr(),
+            selected.data_ptr(),
+            accepted.data_ptr(),
+            torch.get_num_threads() if threads is None else threads,
+            *_addresses(arguments),
+        )
     return selected, accepted
 
 
@@ -174,17 +258,59 @@ def _logits(logits: Tensor) -> tuple[int, int, int, tuple[int, ...], int | None]
 
 
 def _counts(counts: Any, batch: int, name: str) -> Tensor:
-    if not isinstance(counts, Tensor):
-        if not hasattr(counts, "__array_interface__"):
-            raise TypeError(f"{name} must be an int32 tensor or numpy array, got {type(counts).__name__}")
-        counts = torch.from_numpy(counts)
-    if counts.dtype is not _INT32:
-        raise TypeError(f"{name} must be int32, got {counts.dtype}")
-    if not counts.is_cpu:
-        raise ValueError(f"{name} must be on the CPU, is on {counts.device}")
-    if counts.shape != (batch,):
-        raise ValueError(f"{name} must be [{batch}], one count per row, got shape {tuple(counts.shape)}")
-    return counts if counts.is_contiguous() else counts.contiguous()
+    return _per_row(counts, (batch,), _INT32, name, "count")
+
+
+def _per_row(values: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, what: str = "value") -> Tensor:
+    if not isinstance(values, Tensor):
+        if not hasattr(values, "__array_interface__"):
+            kind = str(dtype).removeprefix("torch.")
+            raise TypeError(f"{name} must be a tensor or numpy array of {kind}, got {type(values).__name__}")
+        values = torch.from_numpy(values)
+    if values.dtype is not dtype:
+        raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {values.dtype}")
+    if not values.is_cpu:
+        raise ValueError(f"{name} must be on the CPU, is on {values.device}")
+    if values.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, one {what} per row, got shape {tuple(values.shape)}")
+    return values if values.is_contiguous() else values.contiguous()
+
+
+def _noise(noise: Noise, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
+    """The fields of a checked Noise, contiguous: they must outlive the call that gets their addresses."""
+    if not isinstance(noise, Noise):
+        raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
+    cutoff = noise.cutoff
+    if not 0 <= noise.stream < 2**32:
+        raise ValueError(f"noise.stream must be a number of 32 bits, got {noise.stream}")
+    return (
+        _per_row(noise.seeds, (batch,), _INT64, "noise.seeds"),
+        _per_row(noise.positions, (batch,), _INT64, "noise.positions"),
+        _per_row(noise.inv_temperature, (batch,), _FLOAT32, "noise.inv_temperature"),
+        None if cutoff is None else _per_row(cutoff, (batch, width), _FLOAT32, "noise.cutoff"),
+        noise.stream,
+    )
+
+
+def _addresses(noise: tuple[Tensor, Tensor, Tensor, Tensor | None, int]) -> tuple[int, int, int, int, int]:
+    seeds, positions, inv_temperature, cutoff, stream = noise
+    return (
+        seeds.data_ptr(),
+        positions.data_ptr(),
+        inv_temperature.data_ptr(),
+        0 if cutoff is None else cutoff.data_ptr(),
+        stream,
+    )
+
+
+def _check_noise(noise: tuple[Tensor, Tensor, Tensor, Tensor | None, int], rows: Iterable[int], width: int) -> None:
+    """What the native code checks by itself, for the reference."""
+    positions, scales = noise[1].tolist(), noise[2].tolist()
+    for row in rows:
+        if not 0 < scales[row] < math.inf:
+            raise ValueError(f"row {row}: inv_temperature must be finite and positive, is {scales[row]}")
+        if not 0 <= positions[row] <= 2**63 - 1 - width:
+            raise ValueError(f"row {row}: positions must not be negative, is {positions[row]}")
 
 
 def _out(out: Tensor, shape: tuple[int, ...], name: str) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipespec_kernels.noise import Noise
+
 
 def argmax(logits: Tensor) -> Tensor:
     """Id of the largest logit in every row of ``logits[B, Q, V]``; the first of equals, the first NaN if any."""
     return torch.argmax(logits, dim=-1).to(device="cpu", dtype=torch.int32)
 
 
-def verify(logits: Tensor, tokens: Tensor, n_fed: Tensor, n_hint: Tensor) -> tuple[Tensor, Tensor]:
-    """Greedy verification, one row and one position after the other; see :func:`pipespec_kernels.ops.verify`."""
+def verify(
+    logits: Tensor, tokens: Tensor, n_fed: Tensor, n_hint: Tensor, noise: Noise | None = None
+) -> tuple[Tensor, Tensor]:
+    """Verification, one row and one position after the other; see :func:`pipespec_kernels.ops.verify`."""
     batch, width, _ = logits.shape
     selected = torch.full((batch, width), -1, dtype=torch.int32, device="cpu")
     accepted = torch.zeros(batch, dtype=torch.int32, device="cpu")
@@ -22,9 +26,95 @@ def verify(logits: Tensor, tokens: Tensor, n_fed: Tensor, n_hint: Tensor) -> tup
             continue
         column = fed - 1 - hints  # its logits decide about the first hint
         for j in range(hints + 1):
-            choice = int(torch.argmax(logits[row, column + j]))
+            if noise is None:
+                choice = int(torch.argmax(logits[row, column + j]))
+            else:
+                choice = _sample_row(logits, noise, row, column + j)
             selected[row, j] = choice
             if j == hints or choice != int(tokens[row, column + 1 + j]):
                 accepted[row] = j
                 break
     return selected, accepted
+
+
+def sample(logits: Tensor, noise: Noise) -> Tensor:
+    """Gumbel-max sampling of every row; see :func:`pipespec_kernels.ops.sample`."""
+    batch, width, _ = logits.shape
+    rows = [[_sample_row(logits, noise, row, column) for column in range(width)] for row in range(batch)]
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(batch, width)
+
+
+def _sample_row(logits: Tensor, noise: Noise, row: int, column: int) -> int:
+    x = logits[row, column]
+    x = x if x.dtype is torch.float64 else x.float()
+    ids = torch.arange(x.numel(), device=x.device)
+    g = gumbel(philox_draw(int(noise.seeds[row]), int(noise.positions[row]) + column, noise.stream, ids))
+    y = x * float(noise.inv_temperature[row]) + g.to(x.dtype)
+    if noise.cutoff is not None:
+        y = torch.where(x < float(noise.cutoff[row, column]), -torch.inf, y)
+    return int(torch.argmax(y))
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
+    """Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11).
+
+    ``counter`` and the result are four int64 tensors with values below 2**32. A product of two such wraps around in
+    int64, but the bits of both of its halves are right.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32) & _WORD ^ c1 ^ k0, b & _WORD, (a >> 32) & _WORD ^ c3 ^ k1, a & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return [c0, c1, c2, c3]
+
+
+def philox_draw(seed: int, position: int, stream: int, ids: Tensor) -> Tensor:
+    """The 32 random bits of each token id (int64 tensor) at a position, as int64; see ``csrc/protocol/philox.hpp``."""
+    same = torch.zeros_like(ids)
+    counter = [ids >> 2, same + (position & _WORD), same + (position >> 32 & _WORD), same + stream]
+    words = philox(counter, (seed & _WORD, seed >> 32 & _WORD))
+    return torch.stack(words).gather(0, (ids & 3)[None])[0]
+
+
+def gumbel(r: Tensor) -> Tensor:
+    """Gumbel noise of 32 random bits (int64 tensor), as float32: the definition in ``csrc/protocol/gumbel.hpp``.
+
+    Every operation here rounds to float32 by itself, and there are no others, so the result is the same to the last
+    bit wherever floating point is IEEE 754's.
+    """
+    u = (r >> 16).float() * 2.0**-16 + ((r & 0xFFFF).float() + 0.5) * 2.0**-32
+    small = u * (u * 0.5 + 1.0)
+    large = _lg2((1.0 - u).clamp(min=2.0**-25)) * -_LN2
+    return _lg2(torch.where(u < 2.0**-10, small, large)) * -_LN2
+
+
+_LN2 = float.fromhex("0x1.62e43p-1")
+_P = [
+    float.fromhex(c)
+    for c in (
+        "0x1.71548ep+0",
+        "-0x1.715692p-1",
+        "0x1.ec296cp-2",
+        "-0x1.6fff1ep-2",
+        "0x1.2ecbdap-2",
+        "-0x1.13c8aep-2",
+        "0x1.5f7cb2p-3",
+    )
+]
+
+
+def _lg2(x: Tensor) -> Tensor:
+    bits = x.view(torch.int32)
+    exponent = (bits - 0x3F3504F3) >> 23
+    t = (bits - (exponent << 23)).view(torch.float32) - 1.0
+    p = torch.full_like(t, _P[-1])
+    for c in reversed(_P[:-1]):
+        p = p * t + c
+    return exponent.float() + t * p

@@ -33,6 +33,36 @@ void verify(Address logits, int dtype, std::int64_t batch, std::int64_t width, s
               pointer<std::int32_t>(selected), pointer<std::int32_t>(accepted), threads);
 }
 
+void verify_coupled(Address logits, int dtype, std::int64_t batch, std::int64_t width,
+                    std::int64_t vocab, std::int64_t batch_stride, std::int64_t width_stride,
+                    Address tokens, int token_bytes, std::int64_t token_batch_stride,
+                    std::int64_t token_width_stride, Address n_fed, Address n_hint,
+                    Address selected, Address accepted, int threads, Address seeds,
+                    Address positions, Address inv_temperature, Address cutoff,
+                    std::uint32_t stream) {
+  const cpu::Noise noise{pointer<std::uint64_t>(seeds), pointer<std::int64_t>(positions),
+                         pointer<float>(inv_temperature), pointer<float>(cutoff), stream};
+  cpu::verify({pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
+              {pointer(tokens), token_bytes, token_batch_stride, token_width_stride},
+              pointer<std::int32_t>(n_fed), pointer<std::int32_t>(n_hint),
+              pointer<std::int32_t>(selected), pointer<std::int32_t>(accepted), threads, &noise);
+}
+
+void sample(Address logits, int dtype, std::int64_t batch, std::int64_t width, std::int64_t vocab,
+            std::int64_t batch_stride, std::int64_t width_stride, Address selected, int threads,
+            Address seeds, Address positions, Address inv_temperature, Address cutoff,
+            std::uint32_t stream) {
+  cpu::sample({pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
+              {pointer<std::uint64_t>(seeds), pointer<std::int64_t>(positions),
+               pointer<float>(inv_temperature), pointer<float>(cutoff), stream},
+              pointer<std::int32_t>(selected), threads);
+}
+
+void gumbel(std::uint64_t seed, std::int64_t position, std::uint32_t stream, std::int64_t begin,
+            std::int64_t count, Address out) {
+  cpu::gumbel_noise(seed, position, stream, begin, count, pointer<float>(out));
+}
+
 std::uint64_t read_bandwidth_probe(Address data, std::int64_t bytes, int threads) {
   return cpu::read_bandwidth_probe(pointer(data), bytes, threads);
 }
@@ -46,6 +76,10 @@ void bind_select(py::module_& m) {
   m.attr("FLOAT16") = int(cpu::DType::kFloat16);
   m.def("argmax", &argmax, WithoutGil());
   m.def("verify", &verify, WithoutGil());
+  m.def("verify_coupled", &verify_coupled, WithoutGil());
+  m.def("sample", &sample, WithoutGil());
+  m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("stream"),
+        py::arg("begin"), py::arg("count"), py::arg("out"), WithoutGil());
   m.def("simd", &cpu::simd);
   m.def("set_simd", &cpu::set_simd, py::arg("name"));
   m.def("pool_threads", &cpu::pool_threads);

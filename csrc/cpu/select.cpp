@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
+#include "coupled.hpp"
 #include "pool.hpp"
 #include "span.hpp"
 
@@ -17,10 +20,13 @@ namespace {
 // just written takes one thread some 4 us per 256 KiB: two threads pay from about here on, with
 // cold data somewhat earlier.
 constexpr int64_t kParallelBytes = 384 << 10;
+// Noise makes a logit an order of magnitude dearer.
+constexpr int64_t kCoupledParallelBytes = 48 << 10;
 // Units per thread and round: enough to even out a helper that wakes late, and units long enough to
 // stream.
 constexpr int64_t kUnitsPerThread = 4;
 constexpr int64_t kMinUnitBytes = 32 << 10;
+constexpr int64_t kCoupledMinUnitBytes = 8 << 10;
 
 const SpanKernels* supported(const std::string& name) {
 #if defined(__x86_64__)
@@ -69,14 +75,29 @@ const SpanKernels& kernels() {
   return *k;
 }
 
-// How to select from rows of one dtype and length.
-struct Selector {
+const CoupledKernels& coupled_kernels() {
+  const SpanKernels* const k = &kernels();
+  return *(k == avx512_kernels() ? avx512_coupled()
+           : k == avx2_kernels() ? avx2_coupled()
+                                 : portable_coupled());
+}
+
+int64_t offset(const Logits& logits, int64_t b, int64_t q) {
+  return b * logits.batch_stride + q * logits.width_stride;
+}
+
+// How to select from rows of one dtype and length: greedily ...
+struct Greedy {
+  using Row = const unsigned char*;
+  static constexpr int64_t kParallel = kParallelBytes, kMinUnit = kMinUnitBytes;
+
+  const Logits& logits;
   Packed (*span)(const void*, int64_t, int32_t);
   int32_t inf;
   int64_t item_bytes;
   int64_t vocab;
 
-  explicit Selector(const Logits& logits) : vocab(logits.vocab) {
+  explicit Greedy(const Logits& from) : logits(from), vocab(from.vocab) {
     const SpanKernels& k = kernels();
     switch (logits.dtype) {
       case DType::kFloat32:
@@ -95,35 +116,84 @@ struct Selector {
 
   int64_t row_bytes() const { return vocab * item_bytes; }
 
+  Row at(int64_t b, int64_t q) const {
+    return static_cast<const unsigned char*>(logits.data) + offset(logits, b, q) * item_bytes;
+  }
+
   // Part of a row, its index counted from the row's beginning.
-  Packed part(const unsigned char* row, int64_t begin, int64_t count) const {
+  Packed part(Row row, int64_t begin, int64_t count) const {
     const Packed p = span(row + begin * item_bytes, count, inf);
     return (p >> 32 << 32) | uint32_t(~(uint32_t(~p) + uint32_t(begin)));
   }
 
-  static int32_t index(Packed p) { return int32_t(uint32_t(~p)); }
-
-  int32_t row(const void* data) const { return index(span(data, vocab, inf)); }
+  Packed whole(Row row) const { return span(row, vocab, inf); }
 };
 
-const unsigned char* row_at(const Logits& logits, const Selector& selector, int64_t b, int64_t q) {
-  return static_cast<const unsigned char*>(logits.data) +
-         (b * logits.batch_stride + q * logits.width_stride) * selector.item_bytes;
-}
+// ... or with noise.
+struct Coupled {
+  using Row = CoupledRow;
+  static constexpr int64_t kParallel = kCoupledParallelBytes, kMinUnit = kCoupledMinUnitBytes;
+
+  const Logits& logits;
+  const Noise& noise;
+  CoupledSelect span;
+  int64_t item_bytes;
+  int64_t vocab;
+
+  Coupled(const Logits& from, const Noise& with) : logits(from), noise(with), vocab(from.vocab) {
+    const CoupledKernels& k = coupled_kernels();
+    switch (logits.dtype) {
+      case DType::kFloat32:
+        span = k.float32, item_bytes = 4;
+        break;
+      case DType::kBFloat16:
+        span = k.bfloat16, item_bytes = 2;
+        break;
+      case DType::kFloat16:
+        span = k.float16, item_bytes = 2;
+        break;
+      default:
+        throw std::invalid_argument("logits: unknown dtype code");
+    }
+  }
+
+  int64_t row_bytes() const { return vocab * item_bytes; }
+
+  Row at(int64_t b, int64_t q) const {
+    return {static_cast<const unsigned char*>(logits.data) + offset(logits, b, q) * item_bytes,
+            noise.seeds[b],
+            uint64_t(noise.positions[b]) + uint64_t(q),
+            noise.stream,
+            noise.inv_temperature[b],
+            noise.cutoff == nullptr ? -std::numeric_limits<float>::infinity()
+                                    : noise.cutoff[b * logits.width + q]};
+  }
+
+  Packed part(const Row& row, int64_t begin, int64_t count) const {
+    return span(row, begin, count);
+  }
+
+  Packed whole(const Row& row) const { return span(row, 0, vocab); }
+};
+
+int32_t index(Packed p) { return int32_t(uint32_t(~p)); }
 
 // Selection over a list of rows by a team: long rows are cut into parts, short rows are handed out
 // in groups.
+template <class Selector>
 class RowTeam {
  public:
+  using Row = typename Selector::Row;
+
   RowTeam(const Selector& selector, int threads)
       : selector_(selector), threads_(threads), team_(threads - 1, &RowTeam::unit, this) {}
 
-  // out[i] = argmax of rows[i].
-  void run(const std::vector<const unsigned char*>& rows, std::vector<int32_t>& out) {
+  // out[i] = what rows[i] selects.
+  void run(const std::vector<Row>& rows, std::vector<int32_t>& out) {
     const int64_t n = int64_t(rows.size());
     const int64_t row_bytes = selector_.row_bytes();
     const int64_t unit_bytes =
-        std::max(kMinUnitBytes, n * row_bytes / (threads_ * kUnitsPerThread));
+        std::max(Selector::kMinUnit, n * row_bytes / (threads_ * kUnitsPerThread));
     parts_ = std::max<int64_t>(1, (row_bytes + unit_bytes / 2) / unit_bytes);
     // Parts begin a whole number of cache lines apart.
     part_ = (((selector_.vocab + parts_ - 1) / parts_) + 63) / 64 * 64;
@@ -136,8 +206,8 @@ class RowTeam {
     team_.run((n + group_ - 1) / group_ * parts_);
     out.resize(rows.size());
     for (int64_t i = 0; i < n; ++i) {
-      out[size_t(i)] = Selector::index(
-          *std::max_element(best_.begin() + i * parts_, best_.begin() + (i + 1) * parts_));
+      out[size_t(i)] =
+          index(*std::max_element(best_.begin() + i * parts_, best_.begin() + (i + 1) * parts_));
     }
   }
 
@@ -156,7 +226,7 @@ class RowTeam {
 
   const Selector selector_;
   const int64_t threads_;
-  const unsigned char* const* rows_ = nullptr;
+  const Row* rows_ = nullptr;
   int64_t n_rows_ = 0, parts_ = 1, part_ = 0, group_ = 1;
   std::vector<Packed> best_;
   Team team_;  // last: helpers may look at the rest
@@ -214,46 +284,53 @@ struct Walk {
   }
 };
 
-}  // namespace
+void check(const Logits& logits, const Noise& noise, int64_t row) {
+  const auto refuse = [row](const std::string& what) {
+    throw std::invalid_argument("row " + std::to_string(row) + ": " + what);
+  };
+  const float scale = noise.inv_temperature[row];
+  if (!(scale > 0) || !std::isfinite(scale))
+    refuse("inv_temperature must be finite and positive, is " + std::to_string(scale));
+  // The last column's must be a position, too.
+  if (noise.positions[row] < 0 || noise.positions[row] > INT64_MAX - logits.width)
+    refuse("positions must not be negative, is " + std::to_string(noise.positions[row]));
+}
 
-void argmax(const Logits& logits, int32_t* selected, int threads) {
-  check(logits, threads);
-  const Selector selector(logits);
+template <class Selector>
+void select_all(const Selector& selector, int32_t* selected, int threads) {
+  const Logits& logits = selector.logits;
   const int64_t n = logits.batch * logits.width;
-  if (threads == 1 || n * selector.row_bytes() < kParallelBytes) {
+  if (threads == 1 || n * selector.row_bytes() < Selector::kParallel) {
     for (int64_t b = 0; b < logits.batch; ++b) {
       for (int64_t q = 0; q < logits.width; ++q)
-        *selected++ = selector.row(row_at(logits, selector, b, q));
+        *selected++ = index(selector.whole(selector.at(b, q)));
     }
     return;
   }
-  std::vector<const unsigned char*> rows;
+  std::vector<typename Selector::Row> rows;
   rows.reserve(size_t(n));
   for (int64_t b = 0; b < logits.batch; ++b) {
-    for (int64_t q = 0; q < logits.width; ++q) rows.push_back(row_at(logits, selector, b, q));
+    for (int64_t q = 0; q < logits.width; ++q) rows.push_back(selector.at(b, q));
   }
   std::vector<int32_t> out;
-  RowTeam(selector, threads).run(rows, out);
+  RowTeam<Selector>(selector, threads).run(rows, out);
   std::copy(out.begin(), out.end(), selected);
 }
 
-void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, const int32_t* n_hint,
-            int32_t* selected, int32_t* accepted, int threads) {
-  check(logits, threads);
-  if (tokens.item_bytes != 4 && tokens.item_bytes != 8)
-    throw std::invalid_argument("tokens: need int32 or int64");
-  check_counts(logits, n_fed, n_hint);
-  const Selector selector(logits);
+template <class Selector>
+void walk_all(const Selector& selector, const Tokens& tokens, const int32_t* n_fed,
+              const int32_t* n_hint, int32_t* selected, int32_t* accepted, int threads) {
+  const Logits& logits = selector.logits;
   std::fill_n(selected, logits.batch * logits.width, -1);
   std::fill_n(accepted, logits.batch, 0);
 
   const int64_t active = logits.batch - std::count(n_fed, n_fed + logits.batch, 0);
   const auto walk_of = [&](int64_t r) { return Walk{r, n_fed[r] - 1 - n_hint[r], n_hint[r]}; };
-  if (threads == 1 || active * selector.row_bytes() < kParallelBytes) {
+  if (threads == 1 || active * selector.row_bytes() < Selector::kParallel) {
     for (int64_t r = 0; r < logits.batch; ++r) {
       if (n_fed[r] == 0) continue;
       Walk walk = walk_of(r);
-      while (walk.step(tokens, selector.row(row_at(logits, selector, r, walk.first + walk.at)),
+      while (walk.step(tokens, index(selector.whole(selector.at(r, walk.first + walk.at))),
                        selected + r * logits.width, accepted)) {
       }
     }
@@ -265,13 +342,12 @@ void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, co
   for (int64_t r = 0; r < logits.batch; ++r) {
     if (n_fed[r] > 0) walks.push_back(walk_of(r));
   }
-  std::vector<const unsigned char*> rows;
+  std::vector<typename Selector::Row> rows;
   std::vector<int32_t> ids;
-  RowTeam team(selector, threads);
+  RowTeam<Selector> team(selector, threads);
   while (!walks.empty()) {
     rows.clear();
-    for (const Walk& walk : walks)
-      rows.push_back(row_at(logits, selector, walk.row, walk.first + walk.at));
+    for (const Walk& walk : walks) rows.push_back(selector.at(walk.row, walk.first + walk.at));
     team.run(rows, ids);
     size_t live = 0;
     for (size_t i = 0; i < walks.size(); ++i) {
@@ -280,6 +356,44 @@ void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, co
     }
     walks.resize(live);
   }
+}
+
+}  // namespace
+
+void argmax(const Logits& logits, int32_t* selected, int threads) {
+  check(logits, threads);
+  select_all(Greedy(logits), selected, threads);
+}
+
+void sample(const Logits& logits, const Noise& noise, int32_t* selected, int threads) {
+  check(logits, threads);
+  if (logits.width > 0) {
+    for (int64_t r = 0; r < logits.batch; ++r) check(logits, noise, r);
+  }
+  select_all(Coupled(logits, noise), selected, threads);
+}
+
+void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, const int32_t* n_hint,
+            int32_t* selected, int32_t* accepted, int threads, const Noise* noise) {
+  check(logits, threads);
+  if (tokens.item_bytes != 4 && tokens.item_bytes != 8)
+    throw std::invalid_argument("tokens: need int32 or int64");
+  check_counts(logits, n_fed, n_hint);
+  if (noise == nullptr) {
+    walk_all(Greedy(logits), tokens, n_fed, n_hint, selected, accepted, threads);
+    return;
+  }
+  for (int64_t r = 0; r < logits.batch; ++r) {
+    if (n_fed[r] > 0) check(logits, *noise, r);
+  }
+  walk_all(Coupled(logits, *noise), tokens, n_fed, n_hint, selected, accepted, threads);
+}
+
+void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begin, int64_t count,
+                  float* out) {
+  if (begin < 0 || count < 0 || begin + count > INT32_MAX)
+    throw std::invalid_argument("need 0 <= begin and begin + count < 2^31");
+  if (count > 0) coupled_kernels().noise(seed, uint64_t(position), stream, begin, count, out);
 }
 
 std::string simd() { return kernels().name; }

@@ -1,4 +1,4 @@
-// Row selection on the host: greedy argmax and verification over logits[B, Q, V].
+// Row selection on the host, greedy and coupled (sampled), and verification, over logits[B, Q, V].
 //
 // Plain pointers and strides in, int32 out; no torch, no Python. Strides count elements, not bytes,
 // and may be any number (0 and negative too); the vocabulary itself is contiguous. Nothing but the
@@ -31,17 +31,43 @@ struct Tokens {
   int64_t batch_stride, width_stride;
 };
 
+// Coupled selection. The choice in column q of row b is the id v with the largest
+//   logit[v] * inv_temperature[b] + G(seeds[b], positions[b] + q, v),
+// computed in fp32, the product rounded before the sum; G is the Gumbel noise of
+// protocol/gumbel.hpp over the random numbers of protocol/philox.hpp. That is a draw from the
+// softmax, and two models that draw with the same noise mostly draw the same id (Daliri, Musco,
+// Suresh 2024, arXiv 2408.07978).
+//
+// Logits below the cutoff are not selectable (a NaN is not below anything). Of equal sums the
+// lowest id wins, the first NaN before everything; where nothing is selectable but -inf, id 0. The
+// result depends on the values above only: not on threads, instructions, strides or other rows.
+struct Noise {
+  const uint64_t* seeds;         // [B]
+  const int64_t* positions;      // [B], >= 0: in its sequence, of the token that column 0 chooses
+  const float* inv_temperature;  // [B], finite and positive
+  const float* cutoff;           // [B, Q] contiguous; null: none
+  uint32_t stream;               // Stream of philox.hpp; kTargetStream for draft and target alike
+};
+
 // selected[B, Q] (contiguous): the id of the largest logit of each row.
 void argmax(const Logits& logits, int32_t* selected, int threads);
 
-// Greedy verification. Row r of the batch was fed tokens[r, 0 .. n_fed[r]-1], of which the last
+// The same, coupled: each row of logits by itself.
+void sample(const Logits& logits, const Noise& noise, int32_t* selected, int threads);
+
+// Verification, greedy or, with `noise`, coupled: in the latter read "choice of" for "argmax of".
+// Row r of the batch was fed tokens[r, 0 .. n_fed[r]-1], of which the last
 // n_hint[r] are hints. With s = n_fed[r] - 1 - n_hint[r], selected[r, j] is the argmax of logits[r,
 // s + j] for j = 0 .. accepted[r]; the walk goes on while selected[r, j] == tokens[r, s + 1 + j]
 // and hints are left. Logits behind the first mismatch are not read. Entries of selected[B, Q]
 // (contiguous) past accepted[r] are -1. A row with n_fed[r] == 0 idles: all -1, accepted 0, its
 // n_hint ignored. Counts outside 0 <= n_hint < n_fed <= Q are an error.
 void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, const int32_t* n_hint,
-            int32_t* selected, int32_t* accepted, int threads);
+            int32_t* selected, int32_t* accepted, int threads, const Noise* noise = nullptr);
+
+// out[i] = the noise of id begin + i, as the instructions in use compute it. For tests.
+void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begin, int64_t count,
+                  float* out);
 
 // The instructions in use: "portable", "avx2" or "avx512". set_simd is for tests and benchmarks; it
 // returns the previous name and refuses what this CPU, its operating system or the compiler lacked.

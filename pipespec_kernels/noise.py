@@ -1,0 +1,41 @@
+"""What coupled selection adds to the logits: :class:`Noise`, the argument of :func:`pipespec_kernels.ops.verify` and
+:func:`pipespec_kernels.ops.sample`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["ACCEPT", "DRAFT", "RESIDUAL", "TARGET", "Noise"]
+
+# The streams of random numbers at one position: csrc/protocol/philox.hpp.
+TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
+
+
+@dataclass(slots=True)
+class Noise:
+    """Gumbel noise for a batch of logits ``[B, Q, V]``, a function of (seed, position, token id) and of nothing else.
+
+    The choice in column ``q`` of row ``b`` is the id ``v`` with the largest
+    ``logits[b, q, v] * inv_temperature[b] + G(seeds[b], positions[b] + q, v)``: a draw from the softmax (Gumbel-max).
+    Two models that use the same noise mostly draw the same token: with probabilities p and q, in
+    ``sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)`` of all cases (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
+
+    Attributes:
+        seeds: int64 CPU tensor ``[B]``; its 64 bits are the key. Several samples of one prompt need several seeds.
+        positions: int64 CPU tensor or numpy array ``[B]``, ``>= 0``: the absolute index, in its sequence, of the token
+            that the logits of column 0 choose.
+        inv_temperature: float32 CPU tensor or numpy array ``[B]``, finite and positive: 1 / temperature.
+        cutoff: float32 CPU tensor ``[B, Q]`` or None. Logits below it cannot be chosen (:func:`ops.cutoff` makes one
+            of top-k, top-p and min-p); -inf: all can.
+        stream: :data:`TARGET` for coupled selection, in drafts and target alike. Draws that must be independent of
+            those, such as a draft's under the ratio test, take another.
+    """
+
+    seeds: Tensor
+    positions: Tensor | Any
+    inv_temperature: Tensor | Any
+    cutoff: Tensor | None = None
+    stream: int = TARGET
