@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,12 +43,12 @@ def lost_arguments() -> dict[str, Any]:
     It drops ``streamer``, ``assistant_model`` and others for a callable, silently (5.0 to 5.23). They are found where they still are: in
     the variables of the ``generate()`` that is calling us.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__:
             names = ("streamer", "assistant_model", "synced_gpus")
             return {name: frame.f_locals.get(name) for name in names}
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return {}
 
 

@@ -54,7 +54,7 @@ class Pipeline:
     def __init__(
         self,
         target: PreTrainedModel | str | Path,
-        drafts: Sequence[PreTrainedModel | str | Path] | None = (),
+        drafts: Sequence[PreTrainedModel | str | Path] | PreTrainedModel | str | Path | None = (),
         *,
         schedule: str = "lockstep",
         windows: int | Sequence[int] | None = None,
@@ -202,11 +202,11 @@ class Pipeline:
         own_cache: Cache | None = None,
         seed: int | Sequence[int] | None = None,
         prompt_streamed: bool = False,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """What transformers' ``generate()`` calls when everything is prepared."""
+        # Not parameters: transformers takes a callable's own ones out of its keywords, and then passes these twice.
+        attention_mask, position_ids = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
         for name in model_kwargs.keys() - {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}:
             if model_kwargs[name] is not None:
                 raise NotImplementedError(

@@ -63,7 +63,7 @@ class Selection:
     @property
     def penalty(self) -> float:
         """The repetition penalty, where nothing else stands beside it; 1.0: none."""
-        only = self.processors[0] if len(self.processors) == 1 else None
+        only: Any = self.processors[0] if len(self.processors) == 1 else None
         # A number of ignored tokens is a user's own; a tensor is transformers' way to leave out the padding.
         if type(only) is hf.RepetitionPenaltyLogitsProcessor and not isinstance(_ignored(only), int):
             return float(only.penalty)
@@ -122,7 +122,7 @@ def _parameters(warper: Any) -> dict[str, Any]:
     return {"min_p": float(warper.min_p)}
 
 
-def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+def row_seeds(seed: Any, rows: int) -> list[int]:
     """The key of each row's noise: 64-bit integers.
 
     None draws a seed from torch's generator, so ``torch.manual_seed`` governs it. An integer is the key of row 0; the others' are derived
