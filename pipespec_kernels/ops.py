@@ -131,8 +131,8 @@ def cutoff(
     top_k: int | Tensor | Any = 0,
     top_p: float | Tensor | Any = 1.0,
     min_p: float | Tensor | Any = 0.0,
-    n_fed: Tensor | None = None,
-    n_hint: Tensor | None = None,
+    n_fed: Tensor | Any | None = None,
+    n_hint: Tensor | Any | None = None,
     threads: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -220,8 +220,8 @@ def cutoff(
 def verify(
     logits: Tensor,
     tokens: Tensor,
-    n_fed: Tensor,
-    n_hint: Tensor,
+    n_fed: Tensor | Any,
+    n_hint: Tensor | Any,
     *,
     noise: Noise | None = None,
     threads: int | None = None,
