@@ -174,10 +174,9 @@ class Pipeline:
         for name in ("assistant_model", "synced_gpus"):
             if lost.get(name):
                 raise refusal(name, lost[name])
-        cache = model_kwargs.pop("past_key_values", None)
-        # transformers makes an empty one where the caller gave none.
-        if cache is not None and not getattr(cache, "_is_user_defined", cache.get_seq_length() > 0):
-            cache = None
+        # transformers makes a cache where the caller gave none.
+        prepared = model_kwargs.pop("past_key_values", None)
+        cache = lost.get("past_key_values", prepared)
         return self._decode(
             model,
             input_ids,

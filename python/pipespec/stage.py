@@ -60,6 +60,7 @@ class Stage:
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         """Go on with a cache from elsewhere; ``text``: per row the tokens it holds."""
         self._cache = cache
+        cache.text = None  # until release()
         self._text = np.zeros((len(text), max(map(len, text), default=0)), dtype=np.int32)
         for row, tokens in enumerate(text):
             self._text[row, : len(tokens)] = tokens
@@ -130,7 +131,8 @@ class Stage:
         try:
             return forward(self.model, fed, cache, keep=keep)
         except BaseException:
-            self._held = [0] * len(self._held)  # it may hold half of a feed
+            # Half of a feed lies beyond the lengths, which grow when it is complete.
+            self._held = [min(n, have) for n, have in zip(self._held, cache.lengths, strict=True)]
             raise
 
     @torch.inference_mode()

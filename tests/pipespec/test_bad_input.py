@@ -292,7 +292,7 @@ def test_empty_prompts(pipeline, shape):
 def test_no_prompt(pipeline):
     target = copy.deepcopy(pipeline.target)
     target.generation_config.bos_token_id = None
-    with pytest.raises(ValueError, match="input_ids.*no bos_token_id"):
+    with pytest.raises(ValueError, match=r"input_ids.*no bos_token_id"):
         Pipeline(target).generate(max_new_tokens=3)
     for nothing in ([], [[]]):
         with pytest.raises(ValueError, match="empty"):
@@ -433,7 +433,7 @@ def test_what_stop_strings_need(pipeline):
 def test_greedy_texts_of_one_prompt_are_all_the_same(pipeline, model):
     """So transformers refuses to make several, and its words are the pipeline's."""
     for generate in (model.generate, pipeline.generate):
-        with pytest.raises(ValueError, match="Greedy methods.*num_return_sequences"):
+        with pytest.raises(ValueError, match=r"Greedy methods.*num_return_sequences"):
             generate(PROMPT, max_new_tokens=2, do_sample=False, num_return_sequences=3)
 
 
