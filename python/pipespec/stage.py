@@ -79,6 +79,8 @@ class Stage:
         """Start the rows of a generation: cache the keys and values of each prompt but its last token."""
         prompts = start.prompts
         rows, capacity = len(prompts), max(start.limits) + WIDTH
+        # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
+        self._clamp = self._vocabulary - 1 if self._vocabulary < start.vocabulary else None
         cache = self._cache
         held = [0] * rows
         if cache is not None and start.reuse and cache.rows == rows:
@@ -94,8 +96,6 @@ class Stage:
         self._held = [len(p) - 1 for p in prompts]
         self._fill(cache, held, self._held, start.chunk)
 
-        # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
-        self._clamp = self._vocabulary - 1 if self._vocabulary < start.vocabulary else None
         selection = start.selection
         if self._clamp is not None and selection.stepwise:
             selection = replace(selection, processors=())  # they may name tokens that it does not have

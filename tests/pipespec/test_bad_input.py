@@ -60,10 +60,26 @@ def refused(error, match, *args, **kwargs) -> str:
 # ---- models that form no chain
 
 
-def test_vocabularies_of_different_sizes(model):
-    message = refused(ValueError, "draft 0 .*vocabulary of 300 .*target 320", model, random_llama(1, vocabulary=300))
-    assert "tokenizer" in message
-    refused(ValueError, "draft 1", model, [noisy(model, 0.1), random_llama(1, vocabulary=300)])
+def test_vocabularies_of_different_sizes(model, tmp_path):
+    """Refused where no tokenizer can show that only the padding differs; the message says which one is missing, and the way out."""
+    small = random_llama(1, vocabulary=300)
+    message = refused(ValueError, "draft 0 .*vocabulary of 300 .*target 320", model, small)
+    assert "draft 0 has no tokenizer.json" in message
+    assert "put tokenizer.json beside the weights of both" in message
+    refused(ValueError, "draft 1", model, [noisy(model, 0.1), small])
+    tokens = [f"a{i}" for i in range(250)]
+    target, draft = save(model, tmp_path / "target", tokens), save(small, tmp_path / "draft", tokens)
+    assert "draft 0 has no tokenizer.json" in refused(ValueError, "vocabulary of 300", target, small)
+    assert "the target has no tokenizer.json" in refused(ValueError, "vocabulary of 300", model, draft)
+    other = save(small, tmp_path / "other", tokens[:249])
+    assert "same one and only" not in refused(ValueError, "draft 0 has another tokenizer", target, other)
+
+
+def test_a_head_that_does_not_fit_its_own_vocabulary(model):
+    other = noisy(model, 0.1)
+    other.lm_head = torch.nn.Linear(64, 310, bias=False)
+    refused(ValueError, "draft 0 has 310 logits per position for 320 tokens", model, other)
+    refused(ValueError, "target has 310 logits per position for 320 tokens", other)
 
 
 def save(model, folder, tokens=None):
