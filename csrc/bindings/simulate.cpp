@@ -72,7 +72,7 @@ void bind_simulate(py::module_& m) {
       .def_readwrite("contention", &sim::Setting::contention)
       .def_readwrite("patience", &sim::Setting::patience)
       .def_readwrite("wake_s", &sim::Setting::wake_s)
-      .def_readwrite("plain_first", &sim::Setting::plain_first)
+      .def_readwrite("decode_meanwhile", &sim::Setting::decode_meanwhile)
       .def_readwrite("preempt", &sim::Setting::preempt)
       .def_readwrite("handshake_s", &sim::Setting::handshake_s)
       .def_readwrite("lookahead", &sim::Setting::lookahead);

@@ -171,6 +171,7 @@ class Chain {
     const StageModel& model = setting_.stages[stage];
     return ports_[stage].plan(model.window, model.max_hints, min_hints);
   }
+  Action plan_plain(u32 stage) { return ports_[stage].plan(setting_.stages[stage].window, 0, 0); }
   double planned_time(u32 stage) const {
     return step_time(setting_.stages[stage], ports_[stage].columns());
   }
@@ -349,10 +350,9 @@ class Workers {
   }
 
   Action plan(u32 s, u32 wait) {
-    if (wait > 0 && setting_.plain_first) {
-      if (chain_.plan(s, 1) == Action::kWait) return chain_.plan(s, 0);
-    }
-    return chain_.plan(s, wait);
+    const Action action = chain_.plan(s, wait);
+    if (action == Action::kWait && setting_.decode_meanwhile) return chain_.plan_plain(s);
+    return action;
   }
 
   // Returns whether all is done.

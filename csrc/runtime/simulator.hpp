@@ -53,7 +53,9 @@ struct Setting {
   double contention = 1.0;  // a step lasts 1 + contention * n as long beside n others on its device
   double patience = 1.5;    // deadline of a wait: this * wait * mean step of upstream
   double wake_s = 0.0;      // from a publication to the look of a stage that slept
-  bool plain_first = false;  // a stage with no hint at all decodes one token instead of waiting
+  // With fewer hints than `wait`, decode one token and leave the hints alone, instead of sleeping.
+  // For targets whose one-token steps cost much less than wider ones. No driver does it yet.
+  bool decode_meanwhile = false;
   // Idealisations, to check closed forms; no driver has them:
   bool preempt = false;      // a draft drops the forward it is in when it learns that it is useless
   double handshake_s = 0.0;  // after each step of a verifier, it and its upstream stand still
