@@ -207,7 +207,9 @@ def two_stage(
     )
 
 
-def best_wait(a: float, draft: float, verify: float, plain: float, *, handshake: float = 0.0, most: int = 64) -> tuple[int, float]:
+def best_wait(
+    a: float, draft: float, verify: float, plain: float, *, handshake: float = 0.0, most: int = 64
+) -> tuple[int, float]:
     """The ``wait`` of ``two_stage`` (0 to ``most``) with the highest rate, and the rate."""
     rates = [two_stage(a, draft, verify, plain, wait=w, handshake=handshake).rate for w in range(most + 1)]
     w = max(range(len(rates)), key=rates.__getitem__)

@@ -237,7 +237,8 @@ def simulate(
     setting.lookahead = lookahead
     result: dict[str, Any] = getattr(_native, functions[schedule])(setting)
     counts = tuple(
-        StageCounts(**{**stage, "histogram": np.asarray(stage["histogram"], dtype=np.int64)}) for stage in result["stages"]
+        StageCounts(**{**stage, "histogram": np.asarray(stage["histogram"], dtype=np.int64)})
+        for stage in result["stages"]
     )
     return Simulation(result["seconds"], result["tokens"], counts)
 
