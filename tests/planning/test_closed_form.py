@@ -132,7 +132,7 @@ def test_generalised_form_within_two_percent():
 
 
 def test_generalised_form_with_its_lag_describes_our_protocol():
-    errors = np.array([row.error for row in theory.protocol_grid(3000, acceptance=(0.7,))])
+    errors = np.array([row.error for row in theory.protocol_grid(12000, acceptance=(0.7,))])
     assert np.sqrt((errors**2).mean()) < 0.012
     assert np.abs(errors).max() < 0.03
 
