@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import enum
 import operator
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -348,3 +350,15 @@ def _as_ids(name: str, value: Any) -> list[int]:
     if not all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) for v in values):
         raise TypeError(f"{name} must be a token id or a list of token ids, not {value!r}")
     return [int(v) for v in values]
+
+
+def _main() -> None:
+    """``python -m pipespec.arguments FILE`` writes the table into FILE, between its marks."""
+    file = Path(sys.argv[1])
+    head, begin, rest = file.read_text(encoding="utf-8").partition("<!-- arguments:begin -->\n")
+    tail = rest.partition("<!-- arguments:end -->")[2]
+    file.write_text(head + begin + table() + "<!-- arguments:end -->" + tail, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main()

@@ -101,6 +101,7 @@ class Generation:
         self._first: float | None = None
         self._lengths = [len(p) for p in self.prompts]  # committed and looked at
         self._done = [False] * rows
+        self._seen: list[torch.Tensor | None] = [None] * rows  # what the criteria are shown, [1, n]
         self._streamed = 0  # new tokens per row handed to the streamer
 
     # ---- a cache from outside
@@ -144,7 +145,8 @@ class Generation:
                     f"past_key_values holds {n} tokens of row {row}, input_ids only {len(prompt)}: pass the whole text, the cached part "
                     "included"
                 )
-            if own.text is not None and not np.array_equal(own.text[row], prompt[:n]):
+            known = own.text[row][:n] if own.text is not None else prompt[:0]
+            if not np.array_equal(known, prompt[: len(known)]):
                 raise ValueError(f"past_key_values was made with another text than row {row} of input_ids")
         return own
 
@@ -161,8 +163,8 @@ class Generation:
         try:
             driver.run(self.request)
         except BaseException:
-            if self._own_cache is not None:
-                driver.target.release(given or [])  # as the caller gave it
+            if self._own_cache is not None and given is not None:
+                driver.target.release(given)  # the caller gets back what was given
             raise
         if self._streamer is not None:
             self._stream(final=True)
@@ -182,9 +184,13 @@ class Generation:
 
     def _end(self, row: int, before: int, length: int) -> int:
         """Where the row ends for now: the criteria look at each new token as if it were the last."""
-        text = np.concatenate([self._padding[row], self.prompts[row], self._tokens(row, length)])
-        ids = torch.from_numpy(text.astype(np.int64))[None].to(self.input_ids.device)
         padding = len(self._padding[row])
+        ids = self._seen[row]
+        if ids is None:
+            ids = self._seen[row] = self.input_ids.new_zeros((1, padding + self.limits[row] + 1))
+            ids[0, : self.input_ids.shape[1]] = self.input_ids[row]
+        if length > before:
+            ids[0, padding + before : padding + length] = ids.new_tensor(self._tokens(row, before, length))
         for n in range(before + 1, length + 1):
             scores = None
             if self._record is not None and self._record.scores is not None:
@@ -196,40 +202,46 @@ class Generation:
                 return n
         return length
 
-    def _tokens(self, row: int, length: int) -> list[int]:
-        return self._block.tokens(self._index, row, len(self.prompts[row]), length)
+    def _tokens(self, row: int, begin: int, end: int) -> list[int]:
+        return self._block.tokens(self._index, row, begin, end)
+
+    def _generated(self) -> list[list[int]]:
+        """Per row its new tokens, as far as they were looked at."""
+        return [
+            self._tokens(row, len(p), n) for row, (p, n) in enumerate(zip(self.prompts, self._lengths, strict=True))
+        ]
 
     def _stream(self, final: bool) -> None:
-        counts = [n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)]
-        if len(counts) == 1:
-            if counts[0] > self._streamed:
-                begin, self._streamed = self._streamed, counts[0]
-                self._streamer.put(torch.tensor(self._tokens(0, self._lengths[0])[begin:]))
+        start = len(self.prompts[0])
+        if len(self.prompts) == 1:
+            if self._lengths[0] > start + self._streamed:
+                new = self._tokens(0, start + self._streamed, self._lengths[0])
+                self._streamed += len(new)
+                self._streamer.put(torch.tensor(new))
             return
         # As transformers streams a batch: one token of each row at a time, so the slowest row sets the pace.
-        whole = (
-            max(counts) if final else min(n for n, open_ in zip(counts, self._open(), strict=True) if open_ or final)
-        )
-        texts = [self._tokens(row, n) for row, n in enumerate(self._lengths)] if whole > self._streamed else []
+        counts = [n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)]
+        if final:
+            whole = max(counts)
+        else:
+            whole = min((n for row, n in enumerate(counts) if not self._ended(row)), default=0)
+        texts = self._generated() if whole > self._streamed else []
         while self._streamed < whole:
             at = self._streamed
             self._streamed += 1
             self._streamer.put(torch.tensor([text[at] if at < len(text) else self._pad for text in texts]))
 
-    def _open(self) -> list[bool]:
-        """Which rows may still grow; all, where none does any more."""
-        eos = set(self.request.eos)
-        grows = []
-        for row, n in enumerate(self._lengths):
-            text = self._tokens(row, n)
-            grows.append(not (self._done[row] or n >= self.limits[row] or (text and text[-1] in eos)))
-        return grows if any(grows) else [True] * len(grows)
+    def _ended(self, row: int) -> bool:
+        n = self._lengths[row]
+        if self._done[row] or n >= self.limits[row]:
+            return True
+        return n > len(self.prompts[row]) and self._tokens(row, n - 1, n)[0] in self.request.eos
 
     # ---- afterwards
 
     def sequences(self) -> torch.Tensor:
         """LongTensor ``[B, S + longest]``, what was committed; finished rows filled with the pad token."""
-        generated = [self._tokens(row, n) for row, n in enumerate(self._lengths)]
+        generated = self._generated()
         longest = max(map(len, generated))
         new = torch.full((len(generated), longest), self._pad, dtype=torch.long)
         for row, tokens in enumerate(generated):

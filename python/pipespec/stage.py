@@ -69,7 +69,7 @@ class Stage:
         """Hand the cache over, truncated to ``lengths``; the next prefill makes a new one."""
         cache, self._cache = self._cache, None
         assert cache is not None
-        cache.truncate([min(n, held) for n, held in zip(lengths, self._held, strict=True)])
+        cache.truncate([min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
         cache.text = [self._text[row, :n].copy() for row, n in enumerate(cache.lengths)]
         return cache
 
