@@ -43,12 +43,12 @@ def check_fits(counts: np.ndarray, p: np.ndarray, what: str) -> None:
 
 
 def test_the_statistic():
-    """It accepts what fits and notices a bias of one part in fifty."""
+    """It accepts what fits and notices a bias of one part in twenty."""
     generator = np.random.default_rng(0)
     p = generator.dirichlet(np.ones(IDS))
     check_fits(generator.multinomial(DRAWS, p), p, "right")
     wrong = p.copy()
-    wrong[np.argsort(p)[-2:]] *= (0.98, 1.02)
+    wrong[np.argsort(p)[-2:]] *= (0.95, 1.05)
     with pytest.raises(AssertionError, match="chi-square"):
         check_fits(generator.multinomial(DRAWS, wrong / wrong.sum()), p, "wrong")
     with pytest.raises(AssertionError, match="cannot be drawn"):
@@ -62,7 +62,7 @@ RARE = -12.0  # of 200 000 draws about one
 
 def logits_of(columns: int) -> torch.Tensor:
     """``[columns, IDS]``: a lively distribution per column, with a token that is nearly never drawn."""
-    x = 1.5 * torch.randn(columns, IDS, generator=torch.Generator().manual_seed(5))
+    x = 0.9 * torch.randn(columns, IDS, generator=torch.Generator().manual_seed(5))
     x[:, 3] = RARE
     return x
 
@@ -81,12 +81,13 @@ def filtered(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
 
 
 def walk(sampling: Sampling, draws: int, *, batch: int = 500, columns: int = 4, keys: str = "seeds"):
-    """Verify coupled hints of a draft whose logits are the target's, negated.
+    """Verify coupled hints of a draft that likes best what the target likes least, but for the one token that is out of reach.
 
     Per column the counts of what the target drew there (as far as it came), and of the pairs drawn in columns 0 and 1. ``keys``: whether
     the draws differ by their seeds or by their positions.
     """
     logits = logits_of(columns)
+    perverse = (-logits).masked_fill(logits == RARE, RARE)
     single = np.zeros((columns, IDS))
     pairs = np.zeros((IDS, IDS))
     reached = accepted = 0
@@ -101,11 +102,11 @@ def walk(sampling: Sampling, draws: int, *, batch: int = 500, columns: int = 4, 
             seeds = (99,) * batch
             positions = (call * batch + np.arange(batch, dtype=np.int64)) * columns
         select = Selector(Selection(seeds=seeds, **fields), text)
-        block = logits.expand(batch, -1, -1)
+        block, opposite = logits.expand(batch, -1, -1), perverse.expand(batch, -1, -1)
         # The draft's tokens: its own choice in each column, which the target gets as hints one column later.
         fed = torch.zeros((batch, columns), dtype=torch.int64)
         for column in range(columns - 1):
-            own = select(-block[:, column : column + 1], fed[:, :1], n_fed * 0 + 1, n_fed * 0, positions + column)
+            own = select(opposite[:, column : column + 1], fed[:, :1], n_fed * 0 + 1, n_fed * 0, positions + column)
             fed[:, column + 1] = own[:, 0]
         chosen = select(block, fed, n_fed, n_fed - 1, positions).numpy()
         for column in range(columns):
@@ -131,26 +132,27 @@ def check_selection(sampling: Sampling, draws: int = DRAWS, **kwargs) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "keys", "draws"),
     [
-        Sampling(),
-        Sampling(temperature=0.6),
-        Sampling(temperature=1.7, top_k=9),
-        Sampling(top_p=0.85),
-        Sampling(min_p=0.1),
-        Sampling(temperature=1.3, top_k=12, top_p=0.95, min_p=0.03),
+        (Sampling(), "seeds", DRAWS),
+        (Sampling(), "positions", DRAWS),
+        (Sampling(temperature=0.6), "seeds", DRAWS),
+        (Sampling(temperature=1.7, top_k=9), "positions", DRAWS // 4),
+        (Sampling(min_p=0.1), "seeds", DRAWS),
+        # A top-p row costs a hundred microseconds, however narrow the vocabulary.
+        (Sampling(top_p=0.85), "seeds", DRAWS // 40),
+        (Sampling(temperature=1.3, top_k=12, top_p=0.95, min_p=0.03), "positions", DRAWS // 40),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("keys", ["seeds", "positions"])
-def test_adversarial_hints(sampling, keys):
-    check_selection(sampling, DRAWS if keys == "seeds" else DRAWS // 4, keys=keys)
+def test_adversarial_hints(sampling, keys, draws):
+    check_selection(sampling, draws, keys=keys)
 
 
 def test_the_hints_are_adversarial():
     """Most are refused, some are not: both branches of the walk are drawn from."""
     _, single, _, rate = walk(Sampling(), 20_000)
-    assert 0.001 < rate < 0.3
+    assert 0.01 < rate < 0.4
     assert single[1].sum() > 100
 
 
@@ -159,8 +161,8 @@ def test_the_hints_are_adversarial():
 
 NARROW = random_llama(31, vocabulary=IDS, hidden=32)
 with torch.no_grad():
-    NARROW.lm_head.weight.mul_(0.6)  # flat enough that most of the pairs occur
-PROMPT = torch.tensor([[5, 9, 2, 14, 7]])
+    NARROW.lm_head.weight.mul_(1.5)  # not too flat: or a draft that is always wrong would often agree
+PROMPT = torch.tensor([[5, 9, 2, 14, 7, 11]])
 
 
 def exact_pairs(sampling: Sampling) -> np.ndarray:
@@ -198,8 +200,8 @@ def check_end_to_end(sampling: Sampling, pipeline: Pipeline, calls: int, rows: i
     [
         (Sampling(), "wrong"),
         (Sampling(), "both"),
-        (Sampling(temperature=0.8, top_k=11, top_p=0.95), "wrong"),
-        (Sampling(temperature=0.8, top_k=11, top_p=0.95), "good"),
+        (Sampling(temperature=0.8, top_k=11), "wrong"),
+        (Sampling(temperature=0.8, top_p=0.95), "good"),
     ],
     ids=str,
 )
@@ -210,7 +212,7 @@ def test_end_to_end(sampling, drafts):
     pipeline = Pipeline(NARROW, models[drafts], windows=2)
     check_end_to_end(sampling, pipeline, 12)
     rate = pipeline.report.stages[-1].acceptance_rate
-    assert rate < 0.4 if drafts == "wrong" else rate > 0.6
+    assert rate < 0.4 if drafts == "wrong" else rate > 0.6, rate
 
 
 # ---- engines that are a little wrong
