@@ -113,6 +113,8 @@ class Generation:
         if isinstance(cache, RowCache):
             if cache.rows != rows:
                 raise ValueError(f"past_key_values holds {cache.rows} rows, input_ids {rows}")
+            if not cache.suits(target):
+                raise ValueError(f"past_key_values does not fit the target, it is another model's: {cache!r}")
             held = list(cache.lengths)
             own = cache
         elif isinstance(cache, DynamicCache):
@@ -128,11 +130,14 @@ class Generation:
                 )
             if n and cache.layers[0].keys.shape[0] != rows:
                 raise ValueError(f"past_key_values holds {cache.layers[0].keys.shape[0]} rows, input_ids {rows}")
-            own = RowCache.for_model(target, rows, max(self.limits) + 1)
+            own = RowCache.for_model(target, rows, max(n, *self.limits) + 1)
             if n:
                 if len(cache.layers) != len(own.layers):
                     raise ValueError(f"past_key_values has {len(cache.layers)} layers, the target {len(own.layers)}")
-                own.load([(layer.keys, layer.values) for layer in cache.layers])
+                try:
+                    own.load([(layer.keys, layer.values) for layer in cache.layers])
+                except ValueError as error:
+                    raise ValueError(f"past_key_values does not fit the target: {error}") from error
             held = [n] * rows
         else:
             raise NotImplementedError(
@@ -145,7 +150,7 @@ class Generation:
                     f"past_key_values holds {n} tokens of row {row}, input_ids only {len(prompt)}: pass the whole text, the cached part "
                     "included"
                 )
-            known = own.text[row][:n] if own.text is not None else prompt[:0]
+            known = own.text[row] if own.text is not None else prompt[:0]
             if not np.array_equal(known, prompt[: len(known)]):
                 raise ValueError(f"past_key_values was made with another text than row {row} of input_ids")
         return own

@@ -37,7 +37,8 @@ class Pipeline:
     Parameters
     ----------
     target: a LLaMA-family causal language model, or the path of one (a folder with ``config.json`` and safetensors).
-    drafts: models or paths, smallest first, all with the target's vocabulary. None: plain decoding.
+    drafts: models or paths, smallest first, all with the target's tokenizer. None: plain decoding. An embedding may be padded to
+        another size where ``tokenizer.json`` lies beside the weights of both and is the same.
     schedule: ``"lockstep"`` runs all stages in turn in this process; ``"workers"`` runs each draft in a process of its own, at the
         same time as the target; ``"plain"`` ignores the drafts.
     windows: per draft, how many tokens it may be ahead of the stage after it (an integer: for all).
@@ -174,10 +175,9 @@ class Pipeline:
         for name in ("assistant_model", "synced_gpus"):
             if lost.get(name):
                 raise refusal(name, lost[name])
-        cache = model_kwargs.pop("past_key_values", None)
-        # transformers makes an empty one where the caller gave none.
-        if cache is not None and not getattr(cache, "_is_user_defined", cache.get_seq_length() > 0):
-            cache = None
+        # transformers makes a cache where the caller gave none.
+        prepared = model_kwargs.pop("past_key_values", None)
+        cache = lost.get("past_key_values", prepared)
         return self._decode(
             model,
             input_ids,
