@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 
@@ -302,7 +303,7 @@ def test_an_interruption_inside_of_the_target(model, chain):
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), whole)
 
 
-@pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache"])
+@pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache", "custom_generate"])
 def test_a_consumer_does_not_wait_for_ever(model, chain, how):
     """generate() fails in its thread: the loop over the streamer in the other one ends."""
 
@@ -312,6 +313,7 @@ def test_a_consumer_does_not_wait_for_ever(model, chain, how):
     kwargs = {
         "target": {},
         "processor": {"logits_processor": [fail]},
+        "custom_generate": {"logits_processor": [fail]},
         "arguments": {"num_beams": 4},
         "cache": {"past_key_values": object()},
     }[how]
@@ -319,10 +321,11 @@ def test_a_consumer_does_not_wait_for_ever(model, chain, how):
         model.set(fail_at=5)
     streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
     errors = []
+    call = functools.partial(model.generate, custom_generate=chain) if how == "custom_generate" else chain.generate
 
     def work():
         try:
-            chain.generate(PROMPT, max_new_tokens=NEW, streamer=streamer, **kwargs)
+            call(PROMPT, max_new_tokens=NEW, streamer=streamer, **kwargs)
         except Exception as error:
             errors.append(error)
 
@@ -333,7 +336,7 @@ def test_a_consumer_does_not_wait_for_ever(model, chain, how):
     assert time.monotonic() - began < SECONDS
     thread.join(SECONDS)
     model.set()
-    kinds = {"target": ArithmeticError, "processor": Enough}
+    kinds = {"target": ArithmeticError, "processor": Enough, "custom_generate": Enough}
     assert isinstance(errors[0], kinds.get(how, Exception))
     assert words(wanted(chain), PROMPT.shape[1]).startswith(pieces)
     assert (pieces != "") == (how == "target")
