@@ -90,7 +90,7 @@ class Generation:
         start = Start(
             self.prompts,
             self.limits,
-            Selection.of(logits_processor, seeds=self.seeds, padding=self._padding),
+            Selection.of(logits_processor, seeds=self.seeds, padding=self._padding, ends=eos),
             target.get_output_embeddings().weight.shape[0],
             chunk=config.prefill_chunk_size or PREFILL_CHUNK,
             reuse=cache is not None,
