@@ -54,7 +54,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def choose_config(rows: int, vocab: int, device: torch.device, busy: bool) -> Config:
+def choose_config(rows: int, vocab: int, multiprocessors: int, busy: bool) -> Config:
     """Enough blocks to fill the device where there are few rows, long spans where there are many.
 
     A long span spreads a block's reduction, which costs as many instructions as some fifty logits per thread, over more
@@ -62,13 +62,17 @@ def choose_config(rows: int, vocab: int, device: torch.device, busy: bool) -> Co
     with noise waits for its arithmetic instead. The numbers come from counting instructions and bytes; they have not
     been tuned on a device.
     """
-    if device.type != "cuda":
-        # In the interpreter the price is per operation, whatever its width.
-        return Config(min(1 << 15, max(16, 1 << (vocab - 1).bit_length())), 1, 1)
-    wanted = 4 * multiprocessors(device)
+    wanted = 4 * multiprocessors
     if rows * (vocab // 4096) < wanted:
         return Config(1024, 4, max(1, wanted // max(rows, 1)))
     return Config(2048 if busy else 4096, 8, max(1, wanted // rows))
+
+
+def default_config(rows: int, vocab: int, device: torch.device, busy: bool) -> Config:
+    if device.type != "cuda":
+        # In the interpreter the price is per operation, whatever its width.
+        return Config(min(1 << 15, max(16, 1 << (vocab - 1).bit_length())), 1, 1)
+    return choose_config(rows, vocab, multiprocessors(device), busy)
 
 
 class Workspace:

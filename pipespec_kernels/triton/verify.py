@@ -29,8 +29,8 @@ from pipespec_kernels.triton.launch import (
     check_noise,
     check_out,
     check_state,
-    choose_config,
     cut,
+    default_config,
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, gumbel
@@ -182,7 +182,7 @@ def verify(
         out: contiguous int32 tensors ``[B, Q]`` and ``[B]``; must overlap no other argument.
         workspace: with it a call is exactly one launch, without it one more clears memory.
         exact: take logarithms as the host does: the choices are then those of the CPU, bit for bit, and the noise costs
-            about twice the instructions. The default differs in the noise's last bits.
+            more than twice the instructions. The default differs in the noise's last bits.
         check_counts: whether to raise for bad counts, at the price of waiting for the device; default: where the
             tensors are on the CPU (the interpreter).
         config: how rows are cut into blocks; default: chosen from the shape and the device. Changes no result.
@@ -202,7 +202,7 @@ def verify(
     seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
     check_state(state, batch, device)
     check_out(out, batch, width, device)
-    config = config or choose_config(batch * width, vocab, device, noise is not None)
+    config = config or default_config(batch * width, vocab, device, noise is not None)
     splits, span = cut(config, vocab)
     if workspace is not None:
         workspace.pieces(batch, width, device)
