@@ -1,4 +1,5 @@
-"""Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either.
+"""Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either;
+:func:`cutoff` says which tokens a sample may be.
 
 CPU tensors go to the native code (one pass over the logits, vectorised, several threads for large work), tensors on
 other devices and float64 logits to :mod:`pipespec_kernels.reference`. Of equal logits the lowest id wins, and a NaN
@@ -20,7 +21,7 @@ from torch import Tensor
 from pipespec_kernels import _native, reference
 from pipespec_kernels.noise import Noise
 
-__all__ = ["Noise", "argmax", "sample", "verify"]
+__all__ = ["Noise", "argmax", "cutoff", "sample", "verify"]
 
 _INT32, _INT64, _FLOAT32, _FLOAT64 = torch.int32, torch.int64, torch.float32, torch.float64
 _CPU = torch.device("cpu")
@@ -123,11 +124,104 @@ def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Ten
     return out
 
 
+def cutoff(
+    logits: Tensor,
+    *,
+    inv_temperature: float | Tensor | Any = 1.0,
+    top_k: int | Tensor | Any = 0,
+    top_p: float | Tensor | Any = 1.0,
+    min_p: float | Tensor | Any = 0.0,
+    n_fed: Tensor | Any | None = None,
+    n_hint: Tensor | Any | None = None,
+    threads: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Temperature, top-k, top-p and min-p as one number per row: the smallest logit that passes, for ``Noise.cutoff``.
+
+    The filters are those of HuggingFace's warpers, in their order, each applied to what the one before left:
+
+    * top-k keeps the logits that are at least the k-th largest;
+    * top-p keeps the smallest set of largest probabilities whose sum reaches ``top_p``, at least the largest;
+    * min-p keeps probabilities of at least ``min_p`` times the largest.
+
+    Logits equal to a kept one are all kept. Top-p in HuggingFace drops some of those that tie with the last one, in an
+    order that depends on its sort. Probabilities are of ``float32(logits * inv_temperature)``, summed in float64; where
+    a sum lies within float32's rounding of ``top_p``, HuggingFace may decide the other way.
+
+    A row with a NaN or without a number above -inf gets -inf, and so does every row if all filters are off.
+
+    Args:
+        logits: ``[B, Q, V]``, as for :func:`argmax`.
+        inv_temperature: 1 / temperature, finite and positive. This and the next three: one number, or a tensor or numpy
+            array ``[B]`` on the CPU, one per row of the batch.
+        top_k: integers ``>= 0``; 0 or at least V: off.
+        top_p: ``0 .. 1``; 1: off.
+        min_p: ``0 .. 1``; 0: off.
+        n_fed: as for :func:`verify`, together with ``n_hint``: only the columns that verification may read,
+            ``n_fed - 1 - n_hint .. n_fed - 1``, are computed, the others get -inf. None: all columns.
+        n_hint: likewise.
+        threads: upper bound, the calling thread included; default ``torch.get_num_threads()``.
+        out: contiguous float32 CPU tensor ``[B, Q]`` to write to; must not overlap ``logits``.
+
+    Returns:
+        float32 CPU tensor ``[B, Q]``. For float64 logits rounded down, so that the smallest kept one stays.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: a shape, stride, device or number that does not fit. Nothing has been written then.
+
+    Example::
+
+        >>> cutoff(torch.tensor([[[1.0, 5.0, 3.0, 4.0]]]), top_k=2)
+        tensor([[4.]])
+    """
+    batch, width, vocab, stride, code = _logits(logits)
+    scales = _filter(inv_temperature, batch, _FLOAT32, "inv_temperature")
+    ks = _filter(top_k, batch, _INT64, "top_k")
+    ps = _filter(top_p, batch, _FLOAT64, "top_p")
+    min_ps = _filter(min_p, batch, _FLOAT64, "min_p")
+    if (n_fed is None) != (n_hint is None):
+        raise ValueError("n_fed and n_hint go together")
+    if n_fed is not None:
+        n_fed, n_hint = _counts(n_fed, batch, "n_fed"), _counts(n_hint, batch, "n_hint")
+    if out is None:
+        out = torch.empty((batch, width), dtype=_FLOAT32, device=_CPU)
+    else:
+        _out(out, (batch, width), "out", _FLOAT32)
+    if code is None:
+        if n_fed is not None and n_hint is not None:
+            _check_counts(n_fed, n_hint, width)
+        for row, (scale, k, p, least) in enumerate(zip(scales, ks, ps, min_ps, strict=True)):
+            if not (0 < scale < math.inf and k >= 0 and 0 <= p <= 1 and 0 <= least <= 1):
+                raise ValueError(
+                    f"row {row}: inv_temperature {scale}, top_k {k}, top_p {p} or min_p {least} is not valid"
+                )
+        return out.copy_(reference.cutoff(logits, scales, ks, ps, min_ps, n_fed, n_hint))
+    _native.cutoff(
+        logits.data_ptr(),
+        code,
+        batch,
+        width,
+        vocab,
+        stride[0],
+        stride[1],
+        scales.data_ptr(),
+        ks.data_ptr(),
+        ps.data_ptr(),
+        min_ps.data_ptr(),
+        0 if n_fed is None else n_fed.data_ptr(),
+        0 if n_hint is None else n_hint.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads() if threads is None else threads,
+    )
+    return out
+
+
 def verify(
     logits: Tensor,
     tokens: Tensor,
-    n_fed: Tensor,
-    n_hint: Tensor,
+    n_fed: Tensor | Any,
+    n_hint: Tensor | Any,
     *,
     noise: Noise | None = None,
     threads: int | None = None,
@@ -276,6 +370,25 @@ def _per_row(values: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str,
     return values if values.is_contiguous() else values.contiguous()
 
 
+def _filter(values: Any, batch: int, dtype: torch.dtype, name: str) -> Tensor:
+    """A number, or one per row, as a contiguous CPU tensor ``[B]``."""
+    if isinstance(values, (int, float)):
+        if dtype is _INT64 and not isinstance(values, int):
+            raise TypeError(f"{name} must be an integer, got {values!r}")
+        return torch.full((batch,), values, dtype=dtype, device=_CPU)
+    if not isinstance(values, Tensor):
+        if not hasattr(values, "__array_interface__"):
+            raise TypeError(f"{name} must be a number, a tensor or a numpy array, got {type(values).__name__}")
+        values = torch.as_tensor(values)
+    if dtype is _INT64 and values.dtype not in (_INT32, _INT64):
+        raise TypeError(f"{name} must be integers, got {values.dtype}")
+    if not values.is_cpu:
+        raise ValueError(f"{name} must be on the CPU, is on {values.device}")
+    if values.shape != (batch,):
+        raise ValueError(f"{name} must be a number or [{batch}], got shape {tuple(values.shape)}")
+    return values.to(dtype).contiguous()
+
+
 def _noise(noise: Noise, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
     """The fields of a checked Noise, contiguous: they must outlive the call that gets their addresses."""
     if not isinstance(noise, Noise):
@@ -313,9 +426,12 @@ def _check_noise(noise: tuple[Tensor, Tensor, Tensor, Tensor | None, int], rows:
             raise ValueError(f"row {row}: positions must not be negative, is {positions[row]}")
 
 
-def _out(out: Tensor, shape: tuple[int, ...], name: str) -> None:
-    if not isinstance(out, Tensor) or out.dtype is not _INT32:
-        raise TypeError(f"{name} must be an int32 tensor, got {getattr(out, 'dtype', type(out).__name__)}")
+def _out(out: Tensor, shape: tuple[int, ...], name: str, dtype: torch.dtype = _INT32) -> None:
+    if not isinstance(out, Tensor) or out.dtype is not dtype:
+        kind = str(dtype).removeprefix("torch.")
+        raise TypeError(
+            f"{name} must be {'an' if dtype is _INT32 else 'a'} {kind} tensor, got {getattr(out, 'dtype', type(out).__name__)}"
+        )
     if out.shape != shape or not out.is_cpu or not out.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous on the CPU with shape {shape}, "

@@ -55,6 +55,48 @@ def _sample_row(logits: Tensor, noise: Noise, row: int, column: int) -> int:
     return int(torch.argmax(y))
 
 
+def cutoff(
+    logits: Tensor,
+    inv_temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    n_fed: Tensor | None = None,
+    n_hint: Tensor | None = None,
+) -> Tensor:
+    """The smallest logit of every row that top-k, top-p and min-p keep; see :func:`pipespec_kernels.ops.cutoff`."""
+    batch, width, vocab = logits.shape
+    out = torch.full((batch, width), -torch.inf, dtype=torch.float32, device="cpu")
+    for row in range(batch):
+        k, p, least = int(top_k[row]), float(top_p[row]), float(min_p[row])
+        if (k == 0 or k >= vocab) and p >= 1 and least <= 0:
+            continue
+        columns = range(width)
+        if n_fed is not None and n_hint is not None:
+            fed = int(n_fed[row])
+            columns = range(fed - 1 - int(n_hint[row]), fed) if fed > 0 else range(0)
+        for column in columns:
+            x = logits[row, column].cpu()
+            if bool(x.isnan().any()) or bool((x == -torch.inf).all()):
+                continue
+            x = x if x.dtype is torch.float64 else x.float()
+            x = torch.sort(x, descending=True).values
+            if 0 < k < vocab:
+                x = x[x >= x[k - 1]]
+            y = x * float(inv_temperature[row])
+            weight = torch.where(y == y[0], 1.0, torch.exp(y.double() - y[0].double()))
+            if p < 1:
+                reached = torch.cumsum(weight, 0) >= p * weight.sum()
+                last = int(reached.int().argmax()) if bool(reached.any()) else len(x) - 1
+                weight = weight[x >= x[last]]
+            kept = x[: len(weight)][weight >= least]
+            bar = kept[-1].float()
+            if bar > kept[-1]:
+                bar = torch.nextafter(bar, torch.tensor(-torch.inf))
+            out[row, column] = bar + 0.0
+    return out
+
+
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 _WORD = 0xFFFFFFFF

@@ -2,6 +2,7 @@
 // results.
 #include "../cpu/select.hpp"
 
+#include "../cpu/cutoff.hpp"
 #include "../cpu/pool.hpp"
 #include "bindings.hpp"
 
@@ -58,6 +59,17 @@ void sample(Address logits, int dtype, std::int64_t batch, std::int64_t width, s
               pointer<std::int32_t>(selected), threads);
 }
 
+void cutoff(Address logits, int dtype, std::int64_t batch, std::int64_t width, std::int64_t vocab,
+            std::int64_t batch_stride, std::int64_t width_stride, Address inv_temperature,
+            Address top_k, Address top_p, Address min_p, Address n_fed, Address n_hint, Address out,
+            int threads) {
+  cpu::cutoff({pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
+              {pointer<float>(inv_temperature), pointer<std::int64_t>(top_k),
+               pointer<double>(top_p), pointer<double>(min_p)},
+              pointer<std::int32_t>(n_fed), pointer<std::int32_t>(n_hint), pointer<float>(out),
+              threads);
+}
+
 void gumbel(std::uint64_t seed, std::int64_t position, std::uint32_t stream, std::int64_t begin,
             std::int64_t count, Address out) {
   cpu::gumbel_noise(seed, position, stream, begin, count, pointer<float>(out));
@@ -78,6 +90,7 @@ void bind_select(py::module_& m) {
   m.def("verify", &verify, WithoutGil());
   m.def("verify_coupled", &verify_coupled, WithoutGil());
   m.def("sample", &sample, WithoutGil());
+  m.def("cutoff", &cutoff, WithoutGil());
   m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("stream"),
         py::arg("begin"), py::arg("count"), py::arg("out"), WithoutGil());
   m.def("simd", &cpu::simd);

@@ -20,8 +20,8 @@ namespace {
 // just written takes one thread some 4 us per 256 KiB: two threads pay from about here on, with
 // cold data somewhat earlier.
 constexpr int64_t kParallelBytes = 384 << 10;
-// Noise makes a logit an order of magnitude dearer.
-constexpr int64_t kCoupledParallelBytes = 48 << 10;
+// Noise makes a logit an order of magnitude dearer: one thread takes some 40 us for this much.
+constexpr int64_t kCoupledParallelBytes = 96 << 10;
 // Units per thread and round: enough to even out a helper that wakes late, and units long enough to
 // stream.
 constexpr int64_t kUnitsPerThread = 4;
@@ -232,33 +232,6 @@ class RowTeam {
   Team team_;  // last: helpers may look at the rest
 };
 
-void check(const Logits& logits, int threads) {
-  if (logits.batch < 0 || logits.width < 0) throw std::invalid_argument("logits: negative size");
-  if (logits.vocab < 1) throw std::invalid_argument("logits: the vocabulary is empty");
-  if (logits.vocab > INT32_MAX)
-    throw std::invalid_argument("logits: the vocabulary does not fit int32 ids");
-  if (threads < 1)
-    throw std::invalid_argument("threads must be at least 1, got " + std::to_string(threads));
-}
-
-void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint) {
-  for (int64_t r = 0; r < logits.batch; ++r) {
-    const char* wrong = nullptr;
-    if (n_fed[r] < 0 || n_hint[r] < 0) {
-      wrong = "counts are negative";
-    } else if (n_fed[r] > logits.width) {
-      wrong = "n_fed exceeds the columns of logits";
-    } else if (n_fed[r] > 0 && n_hint[r] >= n_fed[r]) {
-      wrong = "n_hint must be smaller than n_fed (the last token before the hints is needed)";
-    }
-    if (wrong != nullptr) {
-      throw std::invalid_argument(
-          "row " + std::to_string(r) + ": " + wrong + ": n_fed=" + std::to_string(n_fed[r]) +
-          ", n_hint=" + std::to_string(n_hint[r]) + ", Q=" + std::to_string(logits.width));
-    }
-  }
-}
-
 int64_t token_at(const Tokens& tokens, int64_t b, int64_t q) {
   const int64_t i = b * tokens.batch_stride + q * tokens.width_stride;
   return tokens.item_bytes == 4 ? static_cast<const int32_t*>(tokens.data)[i]
@@ -359,6 +332,33 @@ void walk_all(const Selector& selector, const Tokens& tokens, const int32_t* n_f
 }
 
 }  // namespace
+
+void check(const Logits& logits, int threads) {
+  if (logits.batch < 0 || logits.width < 0) throw std::invalid_argument("logits: negative size");
+  if (logits.vocab < 1) throw std::invalid_argument("logits: the vocabulary is empty");
+  if (logits.vocab > INT32_MAX)
+    throw std::invalid_argument("logits: the vocabulary does not fit int32 ids");
+  if (threads < 1)
+    throw std::invalid_argument("threads must be at least 1, got " + std::to_string(threads));
+}
+
+void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint) {
+  for (int64_t r = 0; r < logits.batch; ++r) {
+    const char* wrong = nullptr;
+    if (n_fed[r] < 0 || n_hint[r] < 0) {
+      wrong = "counts are negative";
+    } else if (n_fed[r] > logits.width) {
+      wrong = "n_fed exceeds the columns of logits";
+    } else if (n_fed[r] > 0 && n_hint[r] >= n_fed[r]) {
+      wrong = "n_hint must be smaller than n_fed (the last token before the hints is needed)";
+    }
+    if (wrong != nullptr) {
+      throw std::invalid_argument(
+          "row " + std::to_string(r) + ": " + wrong + ": n_fed=" + std::to_string(n_fed[r]) +
+          ", n_hint=" + std::to_string(n_hint[r]) + ", Q=" + std::to_string(logits.width));
+    }
+  }
+}
 
 void argmax(const Logits& logits, int32_t* selected, int threads) {
   check(logits, threads);

@@ -69,6 +69,10 @@ void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, co
 void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begin, int64_t count,
                   float* out);
 
+// The checks of sizes and counts that all of these begin with.
+void check(const Logits& logits, int threads);
+void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint);
+
 // The instructions in use: "portable", "avx2" or "avx512". set_simd is for tests and benchmarks; it
 // returns the previous name and refuses what this CPU, its operating system or the compiler lacked.
 std::string simd();

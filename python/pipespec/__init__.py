@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 from pipespec_kernels import __version__
 
 if TYPE_CHECKING:
+    from pipespec.attachment import attach, attached, detach
     from pipespec.observe import Report, StageReport
     from pipespec.pipeline import Pipeline
 
-__all__ = ["Pipeline", "Report", "StageReport", "__version__"]
+__all__ = ["Pipeline", "Report", "StageReport", "__version__", "attach", "attached", "detach"]
 
-_HOMES = {"Pipeline": "pipespec.pipeline", "Report": "pipespec.observe", "StageReport": "pipespec.observe"}
+_HOMES = {
+    "Pipeline": "pipespec.pipeline",
+    "Report": "pipespec.observe",
+    "StageReport": "pipespec.observe",
+    "attach": "pipespec.attachment",
+    "attached": "pipespec.attachment",
+    "detach": "pipespec.attachment",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -92,6 +92,8 @@ class RowCache(Cache):
     mask and the positions that HuggingFace derives from the cache would be silently wrong, so it refuses to derive
     them: use ``forward(model, tokens, cache, keep=...)``, or pass both ``mask(q)`` and ``positions(q)`` to the model.
 
+    ``text``: the tokens held, int32 per row, where the cache came from a call of ``Pipeline.generate``; else None.
+
     Capacity: a feed of ``q`` columns needs ``max(lengths) + q <= capacity``, padding columns included, so allocate the
     longest sequence plus the widest feed. For inference only: update it under ``torch.no_grad`` or
     ``torch.inference_mode``.
@@ -114,23 +116,44 @@ class RowCache(Cache):
                 f"RowCache holds full attention layers only; this {config.model_type} model has "
                 f"{', '.join(sorted(kinds)) or 'sliding_attention'} layers"
             )
-        layers = config.num_hidden_layers
-        heads, head_dim = _head_shape(config)
         self._config = config
-        self._rows, self._capacity, self._depth = rows, capacity, layers
+        self._rows, self._depth = rows, config.num_hidden_layers
+        self._heads, self._head_dim = _head_shape(config)
+        self.text: Sequence[np.ndarray] | None = None
+        whole = self._allocate(capacity, dtype, device)
+        self._set([0] * rows)
+        depth = self._depth
+        super().__init__(layers=[_RowLayer(self, i, whole[i], whole[depth + i]) for i in range(depth)])
+
+    def _allocate(self, capacity: int, dtype: torch.dtype, device: torch.device | str) -> Sequence[torch.Tensor]:
+        """New storage, and the views that depend on it. Returns the storage per layer: keys, then values."""
+        self._capacity = capacity
         # Normal tensors even when made under inference_mode: inference tensors could not be written outside of it.
         # Zeroed because a masked value still enters a product with zero, which must not be 0 * NaN.
         with torch.inference_mode(False), torch.no_grad():
-            self._store = torch.zeros((2 * layers, rows, heads, capacity, head_dim), dtype=dtype, device=device)
+            shape = (2 * self._depth, self._rows, self._heads, capacity, self._head_dim)
+            self._store = torch.zeros(shape, dtype=dtype, device=device)
             self._columns_first = self._store.transpose(2, 3)  # [2 * layers, rows, capacity, heads, head_dim]
             whole = self._store.unbind(0)
-            self._flat = self._store.view(2 * layers, -1, head_dim).unbind(0)  # the target of ragged scatters
+            self._flat = self._store.view(2 * self._depth, -1, self._head_dim).unbind(
+                0
+            )  # the target of ragged scatters
             self._arange = torch.arange(capacity, device=device)
-        self._heads, self._head_dim = heads, head_dim
         self._index_base: torch.Tensor | None = None
         self._band: dict[torch.dtype, tuple[int, torch.Tensor]] = {}
-        self._set([0] * rows)
-        super().__init__(layers=[_RowLayer(self, i, whole[i], whole[layers + i]) for i in range(layers)])
+        return whole
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens per row, if there is less: new storage, to which what is held is copied."""
+        if capacity <= self._capacity:
+            return
+        old, top = self._store, self._top
+        whole = self._allocate(capacity, self.dtype, self.device)
+        with torch.inference_mode(False), torch.no_grad():
+            self._store[:, :, :, :top].copy_(old[:, :, :, :top])
+        for i, layer in enumerate(self.layers):
+            layer.keys, layer.values = whole[i], whole[self._depth + i]
+        self._set(list(self._lengths))
 
     @staticmethod
     def bytes_for(config: Any, rows: int, capacity: int, dtype: torch.dtype) -> int:
@@ -181,6 +204,29 @@ class RowCache(Cache):
     def ragged(self) -> bool:
         """Whether the rows differ in length."""
         return not self._even
+
+    def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Take over keys and values ``[rows, kv_heads, n, head_dim]`` per layer; every row then holds ``n`` tokens.
+
+        ValueError where they do not fit.
+        """
+        n = states[0][0].shape[2]
+        self.reset()
+        self._need(n)
+        shape = (self._rows, self._heads, n, self._head_dim)
+        for keys, values in states:
+            if keys.shape != shape or values.shape != shape:
+                raise ValueError(f"keys and values of shape {list(keys.shape)} cannot be loaded as {list(shape)}")
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, (keys, values) in enumerate(states):
+                self._store[layer, :, :, :n].copy_(keys)
+                self._store[self._depth + layer, :, :, :n].copy_(values)
+        self._set([n] * self._rows)
+
+    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer the keys and values of the used prefix, views ``[rows, kv_heads, max(lengths), head_dim]``."""
+        used = self._store.narrow(3, 0, self._top).unbind(0)
+        return [(used[i], used[self._depth + i]) for i in range(self._depth)]
 
     def fits(self, rows: int, capacity: int) -> bool:
         """Whether this cache (after ``reset()``) can serve a generation of that many rows and that capacity."""

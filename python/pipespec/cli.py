@@ -76,6 +76,18 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt", metavar="TEXT", help="default: standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="line ends at its end are dropped")
     generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
+    sample = generate.add_argument_group("sampling", "any of the first five samples; otherwise greedy")
+    sample.add_argument("--temperature", metavar="T", type=float, help="below 1: safer, above: livelier")
+    sample.add_argument("--top-k", metavar="K", type=int, help="only the K likeliest tokens")
+    sample.add_argument("--top-p", metavar="P", type=float, help="only the likeliest tokens that together have P")
+    sample.add_argument(
+        "--min-p", metavar="P", type=float, help="only tokens at least P times as likely as the likeliest"
+    )
+    sample.add_argument("--seed", metavar="N", type=int, help="one seed, one text, whatever the drafts")
+    sample.add_argument(
+        "--repetition-penalty", metavar="R", type=float, help="above 1: avoid what was said (greedy, too)"
+    )
+    generate.add_argument("--stop", metavar="TEXT", action="append", help="end behind this text; several allowed")
     generate.add_argument("--dtype", choices=_DTYPES, help="default: as stored; float32 for the bundled family")
     generate.add_argument("--device", metavar="D", help="cpu or cuda; default: cpu")
     generate.add_argument("--chat", action="store_true", help="put the prompt into the target's chat template")
@@ -103,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    """Continue a prompt: the target's own greedy text, token for token, with or without drafts."""
+    """Continue a prompt: the target's own text, token for token, with or without drafts. Greedy, or sampled with a seed."""
     prompt = _prompt(args)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
@@ -153,8 +165,8 @@ def _generate(args: argparse.Namespace) -> int:
                 pipe.generate(
                     **inputs.to(pipe.target.device),
                     max_new_tokens=args.max_new_tokens,
-                    do_sample=False,
                     streamer=stream,
+                    **_choice(args, tokenizer),
                 )
             except KeyboardInterrupt:
                 stream.end()
@@ -164,6 +176,21 @@ def _generate(args: argparse.Namespace) -> int:
             if args.report:
                 print(pipe.report, file=sys.stderr)
     return 0
+
+
+def _choice(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """What --temperature and its like mean to ``generate()``."""
+    warpers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given = {name: value for name, value in warpers.items() if value is not None}
+    sample = bool(given) or args.seed is not None
+    choice: dict[str, Any] = {"do_sample": sample}
+    if sample:
+        choice |= {"top_k": 0, "seed": args.seed} | given  # not the 50 that transformers has for a default
+    if args.repetition_penalty is not None:
+        choice["repetition_penalty"] = args.repetition_penalty
+    if args.stop:
+        choice |= {"stop_strings": args.stop, "tokenizer": tokenizer}
+    return choice
 
 
 def _prompt(args: argparse.Namespace) -> str:

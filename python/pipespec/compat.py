@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
+import inspect
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 
@@ -31,6 +35,21 @@ def cropped_length(length: int, n: int) -> int:
     layer.is_initialized = True
     layer.crop(n)
     return int(layer.keys.shape[2])
+
+
+def lost_arguments() -> dict[str, Any]:
+    """What the caller gave to ``model.generate(..., custom_generate=callable)`` and transformers does not hand on.
+
+    It drops ``streamer``, ``assistant_model`` and others for a callable, silently (5.0 to 5.23). They are found where they still are: in
+    the variables of the ``generate()`` that is calling us.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__:
+            names = ("streamer", "assistant_model", "synced_gpus")
+            return {name: frame.f_locals.get(name) for name in names}
+        frame = frame.f_back
+    return {}
 
 
 class MaskKind(enum.Enum):

@@ -1,269 +1,318 @@
-"""The ``generate()`` contract: a caller's arguments become a checked request, a finished request becomes a LongTensor.
-
-Nothing is ignored silently: an argument is honoured, has no effect on greedy decoding in transformers either, or is refused by
-name.
-"""
+"""Generation: one call of ``generate()``, from what transformers has prepared to what it would have returned."""
 
 from __future__ import annotations
 
-import copy
-import operator
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
+from pipespec.arguments import check_options, refusal
+from pipespec.cache import RowCache
+from pipespec.drivers import Driver, Request
+from pipespec.observe import Report
+from pipespec.observe.report import stage_report
+from pipespec.sampling import Record, Selection, row_seeds
+from pipespec.stage import PREFILL_CHUNK, Start
 from pipespec_kernels.state import MAX_EOS
 
-_HONOURED = {
-    "max_length",
-    "max_new_tokens",
-    "eos_token_id",
-    "pad_token_id",
-    "bos_token_id",
-    "do_sample",
-}
 
-# transformers itself does not look at these in greedy decoding, or they describe the file the configuration came from.
-_WITHOUT_EFFECT = {
-    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "renormalize_logits",
-    "early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", "remove_invalid_values",
-    "decoder_start_token_id", "transformers_version", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile", "compile_config",
-    "max_matching_ngram_size",
-}  # fmt: skip
+@dataclass
+class PipelineOutput(GenerateDecoderOnlyOutput):
+    """What ``return_dict_in_generate=True`` returns: transformers' fields, and the call's report as ``speculation``."""
 
-# Values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_cache": (True,),
-    "num_beams": (1,),
-    "num_return_sequences": (1,),
-    "repetition_penalty": (1.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "guidance_scale": (1, 1.0),
-}
-
-_MOST_TOKENS = 2**30  # positions are 32-bit numbers
-
-_SUPPORTED = (
-    "supported: input_ids, attention_mask, generation_config, max_new_tokens, max_length, eos_token_id, pad_token_id, "
-    "do_sample=False, streamer"
-)
+    speculation: Report | None = None
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A checked call.
+class Generation:
+    """One call, prepared by transformers: rows, limits, processors, criteria.
 
-    ``input_ids``: LongTensor ``[B, S]`` as given; ``prompts``: per row its real tokens, int32 ``[P_r]``; ``max_new_tokens``: most
-    tokens any row may get; ``eos``: ids that end a row; ``pad``: id that fills the finished rows of the result.
+    Raises ``ValueError`` or ``NotImplementedError``, naming the argument, for what cannot be honoured.
     """
 
-    input_ids: torch.Tensor
-    prompts: list[np.ndarray]
-    max_new_tokens: int
-    eos: list[int]
-    pad: int
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        config: GenerationConfig,
+        *,
+        streamer: Any = None,
+        seed: Any = None,
+        cache: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> None:
+        check_options(config)
+        self.input_ids, self.config, self._streamer, self._cache = input_ids, config, streamer, cache
+        rows, width = input_ids.shape
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        lengths = [int(n) for n in mask.sum(dim=1)]
+        _check_layout(mask, lengths, position_ids)
+        ids = input_ids.to("cpu", torch.int32).numpy()
+        self.prompts = [ids[row, width - n :].copy() for row, n in enumerate(lengths)]
+        self._padding = [ids[row, : width - n].astype(np.int64) for row, n in enumerate(lengths)]
 
-    @property
-    def limits(self) -> list[int]:
-        return [len(p) + self.max_new_tokens for p in self.prompts]
+        most = config.max_length
+        eos: list[int] = []
+        self._criteria = []
+        self._pads = False  # transformers fills finished rows only where an end-of-text token exists
+        for criterion in stopping_criteria:
+            if type(criterion) is MaxLengthCriteria:
+                most = min(most, criterion.max_length)
+            elif type(criterion) is EosTokenCriteria and getattr(criterion, "new_token_length", 1) == 1:
+                eos += [int(token) for token in criterion.eos_token_id.flatten() if int(token) >= 0]
+                self._pads = True
+            else:
+                self._criteria.append(criterion)
+        if len(eos) > MAX_EOS:
+            raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(eos)}")
+        pad = getattr(config, "_pad_token_tensor", None)
+        self._pad = int(pad) if pad is not None else (eos or [0])[0]
+        new = most - width
+        self.limits = [n + new for n in lengths]
 
-    def assemble(self, generated: list[list[int]]) -> torch.Tensor:
-        """The result as ``model.generate()`` gives it: LongTensor ``[B, S + longest]``, finished rows filled with ``pad``."""
-        longest = max(len(row) for row in generated)
-        new = torch.full((len(generated), longest), self.pad, dtype=torch.long)
+        self.seeds = row_seeds(seed, rows) if config.do_sample else None
+        wants = config.return_dict_in_generate
+        self._record = None
+        if wants and (config.output_scores or config.output_logits):
+            self._record = Record(
+                [[] for _ in range(rows)] if config.output_scores else None,
+                [[] for _ in range(rows)] if config.output_logits else None,
+            )
+        self._own_cache = self._adopted(target) if cache is not None else None
+        start = Start(
+            self.prompts,
+            self.limits,
+            Selection.of(logits_processor, seeds=self.seeds, padding=self._padding),
+            target.get_output_embeddings().weight.shape[0],
+            chunk=config.prefill_chunk_size or PREFILL_CHUNK,
+            reuse=cache is not None,
+        )
+        self.request = Request(start, eos, self._on_commit, self._record)
+        self._target = target
+        self._began = time.perf_counter()
+        self._first: float | None = None
+        self._lengths = [len(p) for p in self.prompts]  # committed and looked at
+        self._done = [False] * rows
+        self._seen: list[torch.Tensor | None] = [None] * rows  # what the criteria are shown, [1, n]
+        self._streamed = 0  # new tokens per row handed to the streamer
+
+    # ---- a cache from outside
+
+    def _adopted(self, target: PreTrainedModel) -> RowCache:
+        """The caller's cache as a RowCache that holds a part of every prompt."""
+        cache = self._cache
+        rows = len(self.prompts)
+        if isinstance(cache, RowCache):
+            if cache.rows != rows:
+                raise ValueError(f"past_key_values holds {cache.rows} rows, input_ids {rows}")
+            held = list(cache.lengths)
+            own = cache
+        elif isinstance(cache, DynamicCache):
+            n = int(cache.get_seq_length())
+            if rows > 1:
+                raise NotImplementedError(
+                    f"past_key_values: a DynamicCache has one length for all rows, and here each of the {rows} has its own; pass the "
+                    "cache that a call of this pipeline returned, or one row"
+                )
+            if len(self._padding[0]):
+                raise NotImplementedError(
+                    "past_key_values: a DynamicCache behind padding; pass input_ids without padding"
+                )
+            if n and cache.layers[0].keys.shape[0] != rows:
+                raise ValueError(f"past_key_values holds {cache.layers[0].keys.shape[0]} rows, input_ids {rows}")
+            own = RowCache.for_model(target, rows, max(self.limits) + 1)
+            if n:
+                if len(cache.layers) != len(own.layers):
+                    raise ValueError(f"past_key_values has {len(cache.layers)} layers, the target {len(own.layers)}")
+                own.load([(layer.keys, layer.values) for layer in cache.layers])
+            held = [n] * rows
+        else:
+            raise NotImplementedError(
+                f"past_key_values: {type(cache).__name__} is not supported; pass a DynamicCache, or the cache that a call of this "
+                "pipeline returned"
+            )
+        for row, (n, prompt) in enumerate(zip(held, self.prompts, strict=True)):
+            if n > len(prompt):
+                raise ValueError(
+                    f"past_key_values holds {n} tokens of row {row}, input_ids only {len(prompt)}: pass the whole text, the cached part "
+                    "included"
+                )
+            known = own.text[row][:n] if own.text is not None else prompt[:0]
+            if not np.array_equal(known, prompt[: len(known)]):
+                raise ValueError(f"past_key_values was made with another text than row {row} of input_ids")
+        return own
+
+    # ---- while it runs
+
+    def run(self, driver: Driver) -> None:
+        """Generate. What was committed until then can be had from :meth:`sequences` even if this raises."""
+        self._block, self._index = driver.block, driver.block.target
+        given = None
+        if self._own_cache is not None:
+            given = list(self._own_cache.lengths)
+            driver.target.adopt(self._own_cache, [p[:n] for p, n in zip(self.prompts, given, strict=True)])
+        self._driver = driver
+        try:
+            driver.run(self.request)
+        except BaseException:
+            if self._own_cache is not None and given is not None:
+                driver.target.release(given)  # the caller gets back what was given
+            raise
+        if self._streamer is not None:
+            self._stream(final=True)
+            self._streamer.end()
+
+    def _on_commit(self) -> None:
+        """After each step of the target's: new tokens are looked at one by one, then handed on."""
+        if self._first is None:
+            self._first = time.perf_counter() - self._began
+        for row, before in enumerate(self._lengths):
+            if self._done[row]:
+                continue
+            length = self._block.length(self._index, row)
+            self._lengths[row] = self._end(row, before, length) if self._criteria else length
+        if self._streamer is not None:
+            self._stream(final=False)
+
+    def _end(self, row: int, before: int, length: int) -> int:
+        """Where the row ends for now: the criteria look at each new token as if it were the last."""
+        padding = len(self._padding[row])
+        ids = self._seen[row]
+        if ids is None:
+            ids = self._seen[row] = self.input_ids.new_zeros((1, padding + self.limits[row] + 1))
+            ids[0, : self.input_ids.shape[1]] = self.input_ids[row]
+        if length > before:
+            ids[0, padding + before : padding + length] = ids.new_tensor(self._tokens(row, before, length))
+        for n in range(before + 1, length + 1):
+            scores = None
+            if self._record is not None and self._record.scores is not None:
+                scores = tuple(s[None] for s in self._record.scores[row][: n - len(self.prompts[row])])
+            prefix = ids[:, : padding + n]
+            if any(bool(torch.as_tensor(criterion(prefix, scores)).any()) for criterion in self._criteria):
+                self._done[row] = True
+                self._block.end_row(row)
+                return n
+        return length
+
+    def _tokens(self, row: int, begin: int, end: int) -> list[int]:
+        return self._block.tokens(self._index, row, begin, end)
+
+    def _generated(self) -> list[list[int]]:
+        """Per row its new tokens, as far as they were looked at."""
+        return [
+            self._tokens(row, len(p), n) for row, (p, n) in enumerate(zip(self.prompts, self._lengths, strict=True))
+        ]
+
+    def _stream(self, final: bool) -> None:
+        start = len(self.prompts[0])
+        if len(self.prompts) == 1:
+            if self._lengths[0] > start + self._streamed:
+                new = self._tokens(0, start + self._streamed, self._lengths[0])
+                self._streamed += len(new)
+                self._streamer.put(torch.tensor(new))
+            return
+        # As transformers streams a batch: one token of each row at a time, so the slowest row sets the pace.
+        counts = [n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)]
+        if final:
+            whole = max(counts)
+        else:
+            whole = min((n for row, n in enumerate(counts) if not self._ended(row)), default=0)
+        texts = self._generated() if whole > self._streamed else []
+        while self._streamed < whole:
+            at = self._streamed
+            self._streamed += 1
+            self._streamer.put(torch.tensor([text[at] if at < len(text) else self._pad for text in texts]))
+
+    def _ended(self, row: int) -> bool:
+        n = self._lengths[row]
+        if self._done[row] or n >= self.limits[row]:
+            return True
+        return n > len(self.prompts[row]) and self._tokens(row, n - 1, n)[0] in self.request.eos
+
+    # ---- afterwards
+
+    def sequences(self) -> torch.Tensor:
+        """LongTensor ``[B, S + longest]``, what was committed; finished rows filled with the pad token."""
+        generated = self._generated()
+        longest = max(map(len, generated))
+        new = torch.full((len(generated), longest), self._pad, dtype=torch.long)
         for row, tokens in enumerate(generated):
             new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-        return torch.cat([self.input_ids, new.to(self.input_ids.device)], dim=1)
+        return torch.cat([self.input_ids.long(), new.to(self.input_ids.device)], dim=1)
 
-
-def prepare(
-    model: PreTrainedModel,
-    input_ids: Any,
-    attention_mask: Any = None,
-    generation_config: GenerationConfig | None = None,
-    **kwargs: Any,
-) -> Prepared:
-    """Check the arguments of a call of ``generate()`` for ``model`` before any work is done.
-
-    Raises ``ValueError`` for values that cannot work, ``TypeError`` for things of the wrong kind, ``NotImplementedError`` for an
-    option of transformers that exists but is not supported here; each names the argument.
-    """
-    config = _effective_config(model, generation_config, kwargs)
-    ids = _check_input_ids(input_ids, model)
-    # Negative ids never occur: transformers takes them for "never stop".
-    eos = [token for token in _as_ids("eos_token_id", config.eos_token_id) if token >= 0]
-    if len(eos) > MAX_EOS:
-        raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(eos)}")
-    pads = _as_ids("pad_token_id", config.pad_token_id)
-    mask = _check_mask(attention_mask, ids, pads, eos)
-    lengths = [int(n) for n in mask.sum(dim=1)]
-    cpu_ids = ids.to("cpu", torch.int32)
-    prompts = [cpu_ids[row, ids.shape[1] - n :].numpy().copy() for row, n in enumerate(lengths)]
-    maximum = _positions(model)
-    if maximum is not None and ids.shape[1] > maximum:
-        raise ValueError(
-            f"the prompt has {ids.shape[1]} tokens, but the model's limit (max_position_embeddings) is {maximum}; shorten it"
+    def report(self, schedule: str) -> Report:
+        """What the call did."""
+        seconds = time.perf_counter() - self._began
+        rows = len(self.prompts)
+        names = [f"draft {i}" for i in range(self._index)] + ["target"]
+        return Report(
+            schedule=schedule,
+            rows=rows,
+            tokens=sum(n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)),
+            seconds=seconds,
+            seconds_to_first_token=self._first if self._first is not None else seconds,
+            stages=tuple(stage_report(name, self._block, i, rows) for i, name in enumerate(names)),
+            seeds=None if self.seeds is None else tuple(self.seeds),
         )
-    return Prepared(ids, prompts, _new_tokens(config, ids.shape[1], maximum), eos, pads[0] if pads else (eos or [0])[0])
 
-
-def _effective_config(
-    model: PreTrainedModel, given: GenerationConfig | None, kwargs: dict[str, Any]
-) -> GenerationConfig:
-    """The caller's keywords over the caller's configuration over the model's, as transformers merges them."""
-    config = copy.deepcopy(model.generation_config)
-    if given is not None:
-        if not isinstance(given, GenerationConfig):
-            raise TypeError(f"generation_config must be a GenerationConfig, not {type(given).__name__}")
-        for name, value in given.to_dict().items():
-            if value is not None:
-                setattr(config, name, value)
-    known = config.to_dict().keys() | GenerationConfig().__dict__.keys()
-    for name, value in kwargs.items():
-        if name not in known:
-            raise TypeError(f"generate() got an unsupported argument '{name}'; {_SUPPORTED}")
-        setattr(config, name, value)
-
-    if config.do_sample:
-        raise NotImplementedError(
-            "sampling is not supported yet: pass do_sample=False for greedy decoding"
-            + ("" if "do_sample" in kwargs else " (do_sample=True comes from the generation configuration)")
+    def output(self, report: Report) -> torch.Tensor | PipelineOutput:
+        """What ``model.generate()`` would return."""
+        sequences = self.sequences()
+        cache = self._returned_cache()
+        if not self.config.return_dict_in_generate:
+            return sequences
+        steps = sequences.shape[1] - self.input_ids.shape[1]
+        scores = logits = None
+        if self._record is not None:
+            scores, logits = self._columns(self._record.scores, steps), self._columns(self._record.logits, steps)
+        return PipelineOutput(
+            sequences=sequences, scores=scores, logits=logits, past_key_values=cache, speculation=report
         )
-    defaults = GenerationConfig()
-    for name, value in config.__dict__.items():
-        if name.startswith("_") or name in _HONOURED or name in _WITHOUT_EFFECT:
+
+    def _columns(self, rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+        """Per generated token ``[B, V]``; zeros in rows that have ended."""
+        if rows is None:
+            return None
+        nothing = torch.zeros_like(rows[0][0])
+        counts = [n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)]
+        return tuple(
+            torch.stack([row[i] if i < count else nothing for row, count in zip(rows, counts, strict=True)])
+            for i in range(steps)
+        )
+
+    def _returned_cache(self) -> Cache | None:
+        """The target's keys and values of all but each row's last token, where the caller asked for them or gave some."""
+        if self._own_cache is None and not (self.config.return_dict_in_generate and self.config.use_cache):
+            return None
+        own = self._driver.target.release([n - 1 for n in self._lengths])
+        if self._cache is None or self._cache is own:
+            return own
+        # The caller's DynamicCache grows in place, as transformers has it.
+        for i, (keys, values) in enumerate(own.states()):
+            layer = self._cache.layers[i] if i < len(self._cache.layers) else None
+            if layer is None or not layer.is_initialized:
+                self._cache.update(keys.clone(), values.clone(), i)
+            else:
+                layer.keys, layer.values = keys.clone(), values.clone()
+        return self._cache
+
+
+def _check_layout(mask: torch.Tensor, lengths: list[int], position_ids: torch.Tensor | None) -> None:
+    """Padding on the left only, and positions that count the real tokens: what transformers derives from the mask."""
+    width = mask.shape[1]
+    for row, n in enumerate(lengths):
+        if n == 0 or not bool(mask[row, width - n :].all()):
+            raise ValueError(f"attention_mask: row {row} is empty or not padded on the left only; pad on the left")
+        if position_ids is None:
             continue
-        if value is None or value is False or value == getattr(defaults, name, None) or value in _NEUTRAL.get(name, ()):
-            continue
-        if isinstance(value, (dict, list, tuple)) and not value:
-            continue
-        raise NotImplementedError(f"generate(): {name}={value!r} is not supported; {_SUPPORTED}")
-    return config
-
-
-def _check_input_ids(input_ids: Any, model: PreTrainedModel) -> torch.Tensor:
-    if input_ids is None:
-        raise ValueError("generate() needs input_ids: a LongTensor of shape [batch, length]")
-    if isinstance(input_ids, (list, tuple)):
-        rows = input_ids if input_ids and isinstance(input_ids[0], (list, tuple)) else [input_ids]
-        if len({len(row) for row in rows}) > 1:
-            raise ValueError(
-                f"input_ids: rows of unequal lengths {[len(row) for row in rows]}; pad them on the left to one length and pass "
-                "attention_mask (tokenizer(..., padding=True, padding_side='left'))"
-            )
-        try:
-            input_ids = torch.tensor(rows)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"input_ids must hold integers: {error}") from error
-        if input_ids.numel() == 0:  # of no particular type
-            input_ids = input_ids.long()
-    if not isinstance(input_ids, torch.Tensor):
-        raise TypeError(f"input_ids must be a tensor of shape [batch, length], not {type(input_ids).__name__}")
-    if input_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"input_ids must hold integers (torch.long), not {input_ids.dtype}")
-    if input_ids.ndim != 2:
-        raise ValueError(f"input_ids must have shape [batch, length], not {list(input_ids.shape)}")
-    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
-        raise ValueError(
-            f"input_ids has shape {list(input_ids.shape)}: the prompt is empty; give at least one token (for example bos)"
-        )
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= vocabulary:
-        raise ValueError(
-            f"input_ids holds token id {low if low < 0 else high}, outside the model's vocabulary of {vocabulary}: was it made "
-            "with another tokenizer?"
-        )
-    return input_ids.long()
-
-
-def _check_mask(mask: Any, ids: torch.Tensor, pads: list[int], eos: list[int]) -> torch.Tensor:
-    """Bool ``[B, S]``, ones on the right."""
-    if mask is None:
-        if not pads or not bool((ids == pads[0]).any()):
-            return torch.ones_like(ids, dtype=torch.bool)
-        is_pad = ids == pads[0]
-        if pads[0] not in eos:  # transformers infers the mask in this case, and only in this one
-            mask = ~is_pad
-            if bool((mask.long().diff(dim=1) < 0).any()):
-                raise ValueError(
-                    f"input_ids: pad_token_id {pads[0]} occurs behind other tokens, so it is not clear what is padding; pass "
-                    "attention_mask (a batch is padded on the left)"
-                )
-        else:
-            leading = is_pad.long().cumprod(dim=1).sum(dim=1)
-            if int(leading.min()) != int(leading.max()):
-                raise ValueError(
-                    f"input_ids: some rows begin with pad_token_id {pads[0]}, which is also an eos_token_id, so it is not clear what "
-                    "is padding; pass attention_mask"
-                )
-            return torch.ones_like(ids, dtype=torch.bool)
-    if not isinstance(mask, torch.Tensor):
-        try:
-            mask = torch.as_tensor(mask)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"attention_mask must be a tensor of shape [batch, length]: {error}") from error
-    if mask.shape != ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}; they must be equal"
-        )
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError("attention_mask must hold 0 and 1 (0 for padding), it is not added to attention scores")
-    mask = mask.to(ids.device).bool()
-    for row in range(ids.shape[0]):
-        count = int(mask[row].sum())
-        if count == 0:
-            raise ValueError(f"attention_mask: row {row} is all padding; the prompt is empty")
-        if not bool(mask[row, ids.shape[1] - count :].all()):
-            raise ValueError(
-                f"attention_mask: row {row} is not padded on the left only; a decoder continues its last column, so pad on the left "
-                "(tokenizer.padding_side = 'left')"
-            )
-    return mask
-
-
-def _new_tokens(config: GenerationConfig, width: int, maximum: int | None) -> int:
-    if config.max_new_tokens is not None:
-        new = _as_int("max_new_tokens", config.max_new_tokens)
-        if new <= 0:
-            raise ValueError(f"max_new_tokens must be at least 1, not {new}")
-        if new > _MOST_TOKENS:
-            raise ValueError(f"max_new_tokens={new} is more than any row can have ({_MOST_TOKENS})")
-        return new
-    if config.max_length is None or config.max_length == GenerationConfig().max_length:
-        new = config.max_length or 20  # transformers' default counts new tokens
-        return new if maximum is None else max(1, min(new, maximum - width))
-    length = _as_int("max_length", config.max_length)
-    if length <= width:
-        raise ValueError(f"max_length={length} leaves no room after a prompt of {width} tokens; use max_new_tokens")
-    return length - width
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    return getattr(model.config, "max_position_embeddings", None)
-
-
-def _as_int(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from None
-
-
-def _as_ids(name: str, value: Any) -> list[int]:
-    if value is None:
-        return []
-    if isinstance(value, torch.Tensor):
-        value = value.flatten().tolist()
-    values = list(value) if isinstance(value, (list, tuple, set)) else [value]
-    if not all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) for v in values):
-        raise TypeError(f"{name} must be a token id or a list of token ids, not {value!r}")
-    return [int(v) for v in values]
+        own = position_ids[row % position_ids.shape[0], position_ids.shape[1] - n :]
+        if own.shape[0] != n or not torch.equal(own.cpu().long(), torch.arange(n)):
+            raise refusal("position_ids", own.tolist())

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
+from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
 from pipespec.checks import check_chain, check_memory, check_schedule
-from pipespec.drivers import Driver, LockstepDriver, Request, WorkersDriver
+from pipespec.compat import lost_arguments
+from pipespec.drivers import Driver, LockstepDriver, WorkersDriver
 from pipespec.drivers.base import Policy
-from pipespec.generation import prepare
+from pipespec.generation import Generation
 from pipespec.loading import load_model
 from pipespec.observe import Report
-from pipespec.observe.report import stage_report
 from pipespec.stage import WIDTH
 
 SCHEDULES = ("plain", "lockstep", "workers")
@@ -51,7 +54,7 @@ class Pipeline:
     def __init__(
         self,
         target: PreTrainedModel | str | Path,
-        drafts: Sequence[PreTrainedModel | str | Path] | None = (),
+        drafts: Sequence[PreTrainedModel | str | Path] | PreTrainedModel | str | Path | None = (),
         *,
         schedule: str = "lockstep",
         windows: int | Sequence[int] | None = None,
@@ -72,7 +75,10 @@ class Pipeline:
         check_chain(self.models, given)
         self.schedule = schedule if drafts else "plain"
         self.report: Report | None = None
-        self._busy = threading.Lock()
+        self.partial: torch.Tensor | None = None
+        """After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it."""
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # thread that is inside
         self._driver = self._make_driver(windows, wait)
 
     @property
@@ -89,74 +95,161 @@ class Pipeline:
             return WorkersDriver(self.models, policy)
         return LockstepDriver(self.models, policy)
 
+    @torch.no_grad()
     def generate(
         self,
         inputs: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Any = None,
         *,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
         streamer: Any = None,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         """``target.generate()``'s arguments and result: LongTensor ``[B, S + new]``, prompt included, finished rows padded.
 
-        ``inputs`` and ``input_ids`` (``[B, S]``) mean the same. A batch is padded on the left, with ``attention_mask``. ``streamer``
-        (batch of one) gets the prompt, then tokens as soon as the target has committed them.
+        ``docs/generate.md`` says of each argument what becomes of it. ``inputs`` and ``input_ids`` (``[B, S]``) mean the same; a batch is
+        padded on the left, with ``attention_mask``. ``seed``: one integer, or one per row, see :func:`pipespec.sampling.row_seeds`.
+        With ``return_dict_in_generate=True`` the result is a :class:`pipespec.generation.PipelineOutput`.
 
-        Raises as :func:`pipespec.generation.prepare`; ``RuntimeError`` when another thread is inside this pipeline.
+        Calls from several threads run one after the other. When a call is interrupted or fails, :attr:`partial` holds what was
+        committed until then, and the pipeline can be used again.
+
+        Raises as :func:`pipespec.arguments.check_arguments`; ``RuntimeError`` for a call from inside of one (a streamer, a processor).
         """
         if inputs is not None and input_ids is not None:
             raise ValueError("give inputs or input_ids, not both: they mean the same")
-        prepared = prepare(
-            self.target, input_ids if inputs is None else inputs, attention_mask, generation_config, **kwargs
+        ids, mask, config = check_arguments(
+            self.target, input_ids if inputs is None else inputs, attention_mask, generation_config, kwargs
         )
-        rows = len(prepared.prompts)
-        if streamer is not None and rows > 1:
-            raise ValueError(f"a streamer shows one text; the batch has {rows}")
-        check_memory(self.models if self.schedule != "plain" else self.models[-1:], rows, max(prepared.limits) + WIDTH)
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError("this pipeline is generating in another thread; use one Pipeline per thread, or a lock")
+        for name in [
+            n for n in kwargs if n in ARGUMENTS and ARGUMENTS[n].how is How.REFUSED and not hasattr(config, n)
+        ]:
+            del kwargs[name]  # None or False: asks for nothing
+        stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
+        if config.stop_strings is not None:
+            if tokenizer is None:
+                raise ValueError(
+                    "stop_strings needs the tokenizer: pass generate(..., stop_strings=..., tokenizer=tokenizer)"
+                )
+            # transformers would drop the tokenizer on the way to us.
+            stopping_criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+            kwargs["stop_strings"] = None
+        decode = functools.partial(self._decode, own_streamer=streamer, own_cache=past_key_values, seed=seed)
+        return GenerationMixin.generate(
+            self.target,
+            inputs=ids,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            attention_mask=mask.long(),
+            custom_generate=decode,
+            **kwargs,
+        )
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        seed: int | Sequence[int] | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """For ``model.generate(..., custom_generate=pipe)``; ``model`` must be the target."""
+        if model is not self.target:
+            raise ValueError(
+                f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
+                "generate() was called"
+            )
+        lost = lost_arguments()
+        for name in ("assistant_model", "synced_gpus"):
+            if lost.get(name):
+                raise refusal(name, lost[name])
+        cache = model_kwargs.pop("past_key_values", None)
+        # transformers makes an empty one where the caller gave none.
+        if cache is not None and not getattr(cache, "_is_user_defined", cache.get_seq_length() > 0):
+            cache = None
+        return self._decode(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            own_streamer=lost.get("streamer"),
+            own_cache=cache,
+            seed=seed,
+            prompt_streamed=True,
+            **model_kwargs,
+        )
+
+    def _decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        own_streamer: Any = None,
+        own_cache: Cache | None = None,
+        seed: int | Sequence[int] | None = None,
+        prompt_streamed: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        """What transformers' ``generate()`` calls when everything is prepared."""
+        # Not parameters: transformers takes a callable's own ones out of its keywords, and then passes these twice.
+        attention_mask, position_ids = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
+        for name in model_kwargs.keys() - {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}:
+            if model_kwargs[name] is not None:
+                raise NotImplementedError(
+                    f"generate(): {name} would be passed to the model's forward(), which drafts do not see"
+                )
+        if self._owner == threading.get_ident():
+            raise RuntimeError(
+                "generate() was called from inside of a call of the same pipeline; use another Pipeline there"
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                generation = Generation(
+                    self.target,
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    streamer=own_streamer,
+                    seed=seed,
+                    cache=own_cache,
+                    attention_mask=attention_mask,
+                    position_ids=position_ids,
+                )
+                models = self.models if self.schedule != "plain" else self.models[-1:]
+                check_memory(models, len(generation.prompts), max(generation.limits) + WIDTH)
+                self.partial = None
+                if own_streamer is not None and not prompt_streamed:
+                    own_streamer.put(input_ids.cpu())
+                self._run(generation)
+                self.report = generation.report(self.schedule)
+                return generation.output(self.report)
+            finally:
+                self._owner = None
+
+    def _run(self, generation: Generation) -> None:
         try:
-            return self._generate(prepared, streamer)
-        finally:
-            self._busy.release()
-
-    def _generate(self, prepared: Any, streamer: Any) -> torch.Tensor:
-        block, target = self._driver.block, self._driver.block.target
-        rows = range(len(prepared.prompts))
-        starts = [len(p) for p in prepared.prompts]
-        streamed = starts[0]
-        began = time.perf_counter()
-        first: float | None = None
-
-        def on_commit() -> None:
-            nonlocal first, streamed
-            if first is None:
-                first = time.perf_counter() - began
-            if streamer is not None:
-                length = block.length(target, 0)
-                if length > streamed:
-                    streamer.put(torch.tensor(block.tokens(target, 0, streamed, length)))
-                    streamed = length
-
-        if streamer is not None:
-            streamer.put(prepared.input_ids.cpu())
-        self._driver.run(Request(prepared.prompts, prepared.limits, prepared.eos, on_commit))
-        if streamer is not None:
-            streamer.end()
-        seconds = time.perf_counter() - began
-        generated = [block.tokens(target, row, starts[row], block.length(target, row)) for row in rows]
-        names = [f"draft {i}" for i in range(target)] + ["target"]
-        self.report = Report(
-            schedule=self.schedule,
-            rows=len(rows),
-            tokens=sum(map(len, generated)),
-            seconds=seconds,
-            seconds_to_first_token=first if first is not None else seconds,
-            stages=tuple(stage_report(name, block, i, len(rows)) for i, name in enumerate(names)),
-        )
-        return prepared.assemble(generated)
+            generation.run(self._driver)
+        except BaseException as error:
+            with suppress(Exception):
+                self.partial = generation.sequences()
+                error.add_note("What was generated until then is in the pipeline's .partial")
+            raise
 
     def close(self) -> None:
         """End worker processes. Also done on leaving a ``with`` block, at exit, and when the pipeline is garbage."""

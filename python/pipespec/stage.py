@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pipespec.cache import RowCache
 from pipespec.forward import forward
-from pipespec_kernels import ops
+from pipespec.sampling import Record, Selection, Selector
 from pipespec_kernels.state import Action, StateBlock
 
 WIDTH = 64
@@ -19,6 +20,23 @@ WIDTH = 64
 
 PREFILL_CHUNK = 512
 """Tokens per row and forward in the prefill: bounds its activations and its mask."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every stage of a call begins with.
+
+    ``prompts``: per row int32 token ids ``[P_r]`` without padding; ``limits``: per row the length it may grow to; ``selection``: how
+    tokens are chosen; ``chunk``: tokens per row and forward in the prefill; ``reuse``: keep what the cache holds of the prompts
+    from the call before; ``vocabulary``: the target's.
+    """
+
+    prompts: Sequence[np.ndarray]
+    limits: Sequence[int]
+    selection: Selection
+    vocabulary: int
+    chunk: int = PREFILL_CHUNK
+    reuse: bool = False
 
 
 class Stage:
@@ -33,29 +51,54 @@ class Stage:
         self.block = block
         self.index = index
         self._cache: RowCache | None = None
+        # Per row and position the token whose keys and values the cache holds there.
+        self._text = np.zeros((0, 0), dtype=np.int32)
+        self._held: list[int] = []  # per row, how much of it that is
+        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self._clamp: int | None = None
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
+        """Go on with a cache from elsewhere; ``text``: per row the tokens it holds."""
+        self._cache = cache
+        self._text = np.zeros((len(text), max(map(len, text), default=0)), dtype=np.int32)
+        for row, tokens in enumerate(text):
+            self._text[row, : len(tokens)] = tokens
+        self._held = [len(tokens) for tokens in text]
+
+    def release(self, lengths: Sequence[int]) -> RowCache:
+        """Hand the cache over, truncated to ``lengths``; the next prefill makes a new one."""
+        cache, self._cache = self._cache, None
+        assert cache is not None
+        cache.truncate([min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
+        cache.text = [self._text[row, :n].copy() for row, n in enumerate(cache.lengths)]
+        return cache
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[np.ndarray], limits: Sequence[int]) -> None:
-        """Start the rows of a generation: cache the keys and values of each prompt but its last token.
-
-        ``prompts``: per row int32 token ids ``[P_r]`` without padding; ``limits``: per row the length it may grow to.
-        """
-        rows, capacity = len(prompts), max(limits) + WIDTH
-        if self._cache is None or not self._cache.fits(rows, capacity):
-            self._cache = None  # before the new one is allocated
-            self._cache = RowCache.for_model(self.model, rows, capacity)
+    def prefill(self, start: Start, record: Record | None = None) -> None:
+        """Start the rows of a generation: cache the keys and values of each prompt but its last token."""
+        prompts = start.prompts
+        rows, capacity = len(prompts), max(start.limits) + WIDTH
         cache = self._cache
-        cache.reset()
-        lengths = np.array([len(p) - 1 for p in prompts])
-        longest = int(lengths.max())
-        tokens = np.zeros((rows, max(longest, 1)), dtype=np.int32)
+        held = [0] * rows
+        if cache is not None and start.reuse and cache.rows == rows:
+            held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
+            cache.reserve(capacity)
+        if cache is None or not cache.fits(rows, capacity):
+            self._cache = cache = None  # before the new one is allocated
+            self._cache = cache = RowCache.for_model(self.model, rows, capacity)
+        cache.truncate(held)
+        self._text = np.zeros((rows, capacity), dtype=np.int32)
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt) - 1] = prompt[:-1]
-        fed = torch.from_numpy(tokens).to(self.model.device)
-        for begin in range(0, longest, PREFILL_CHUNK):
-            forward(self.model, fed[:, begin : min(begin + PREFILL_CHUNK, longest)], cache, keep=0)
-        cache.truncate(lengths)
+            self._text[row, : len(prompt)] = prompt
+        self._held = [len(p) - 1 for p in prompts]
+        self._fill(cache, held, self._held, start.chunk)
 
+        # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
+        self._clamp = self._vocabulary - 1 if self._vocabulary < start.vocabulary else None
+        selection = start.selection
+        if self._clamp is not None and selection.stepwise:
+            selection = replace(selection, processors=())  # they may name tokens that it does not have
+        self._select = Selector(selection, self._text, record, start.vocabulary)
         self.port = self.block.port(self.index, WIDTH)
         self._tokens = torch.from_numpy(self.port.tokens)
         self._kv, self._n_fed, self._n_hint, self._n_select = (
@@ -66,6 +109,29 @@ class Stage:
         )
         self._rows = rows
         self._step_ns = 0.0
+
+    def _fill(self, cache: RowCache, begin: list[int], end: list[int], chunk: int) -> None:
+        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row."""
+        device, level = self.model.device, not any(begin)
+        while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
+            q = min(chunk, missing, cache.capacity - max(cache.lengths))
+            columns = np.zeros((len(end), q), dtype=np.int32)
+            for row, (b, e) in enumerate(zip(begin, end, strict=True)):
+                columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
+            self._forward(torch.from_numpy(columns).to(device), cache, keep=0)
+            begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
+            if not level:  # what is complete must not eat up the room of the others
+                cache.truncate(begin)
+        cache.truncate(end)
+
+    def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+        if self._clamp is not None:
+            fed = fed.clamp(max=self._clamp)
+        try:
+            return forward(self.model, fed, cache, keep=keep)
+        except BaseException:
+            self._held = [0] * len(self._held)  # it may hold half of a feed
+            raise
 
     @torch.inference_mode()
     def step(self, window: int, max_hints: int, min_hints: int = 0) -> Action:
@@ -83,22 +149,34 @@ class Stage:
         cache.truncate(self._kv)
         columns = port.columns
         fed = self._tokens[: self._rows, :columns].to(self.model.device)
+        for row in range(self._rows):
+            at, n = self._kv[row], self._n_fed[row]
+            self._text[row, at : at + n] = self.port.tokens[row, :n]
+        self._held = (self._kv + self._n_fed).tolist()
         selecting = self._n_select > 0
         if selecting.any():
             # Logits of the columns before the first that is needed are not computed.
             first = int((self._n_select - self._n_hint)[selecting].min()) - 1
-            logits = forward(self.model, fed, cache, keep=columns - first)
-            selected, _ = ops.verify(
+            logits = self._forward(fed, cache, keep=columns - first)
+            selected = self._select(
                 logits,
                 fed[:, first:],
                 np.maximum(self._n_select - first, 0),
                 self._n_hint * selecting,
+                self._kv.astype(np.int64) + (first + 1),
             )
             port.commit(selected.data_ptr(), columns - first)
         else:
-            forward(self.model, fed, cache, keep=0)
+            self._forward(fed, cache, keep=0)
             port.commit(0, 0)  # rows that only catch up select nothing
         took = time.perf_counter_ns() - began
         self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
         port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
         return action
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens the two have in common from their beginning."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import numpy as np
 from transformers import PreTrainedModel
 
-from pipespec.stage import WIDTH
+from pipespec.sampling import Record
+from pipespec.stage import WIDTH, Stage, Start
 from pipespec_kernels.state import StateBlock
 
 
@@ -17,14 +18,19 @@ from pipespec_kernels.state import StateBlock
 class Request:
     """One call of ``generate()``, for the drivers.
 
-    ``prompts``: per row int32 token ids ``[P_r]``, no padding. ``limits``: per row the length (prompt included) at which it
-    ends at the latest. ``eos``: ids that end a row. ``on_commit``: called by the target's side after each of its steps.
+    ``start``: what the target begins with, and the drafts but for their ``draft_selection``; ``eos``: ids that end a row; ``on_commit``:
+    called by the target's side after each of its steps; ``record``: where the target notes scores and logits.
     """
 
-    prompts: Sequence[np.ndarray]
-    limits: Sequence[int]
+    start: Start
     eos: Sequence[int]
     on_commit: Callable[[], None] | None = None
+    record: Record | None = None
+
+    @cached_property
+    def draft_selection(self) -> bytes:
+        """What drafts may run of the selection, pickled."""
+        return self.start.selection.for_drafts()
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,17 @@ class Driver(ABC):
         self.policy = policy
         self.block = StateBlock.create(len(models), 1, 64)
 
+    @property
+    @abstractmethod
+    def target(self) -> Stage:
+        """The last stage."""
+
     def _prepare(self, request: Request) -> None:
         """Lay the rows out in the block. While no stage runs."""
-        starts = [len(p) for p in request.prompts]
-        self.block.ensure(
-            len(starts), max(limit - start + 2 for start, limit in zip(starts, request.limits, strict=True))
-        )
-        self.block.reset(starts, request.limits, [int(p[-1]) for p in request.prompts], request.eos)
+        prompts, limits = request.start.prompts, request.start.limits
+        starts = [len(p) for p in prompts]
+        self.block.ensure(len(starts), max(limit - start + 2 for start, limit in zip(starts, limits, strict=True)))
+        self.block.reset(starts, limits, [int(p[-1]) for p in prompts], request.eos)
 
     @abstractmethod
     def run(self, request: Request) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -20,10 +22,17 @@ class LockstepDriver(Driver):
         for i in range(len(models)):
             self.block.set_alive(i, True)
 
+    @property
+    def target(self) -> Stage:
+        return self._stages[-1]
+
     def run(self, request: Request) -> None:
         self._prepare(request)
-        for stage in self._stages:
-            stage.prefill(request.prompts, request.limits)
+        start = request.start
+        drafts_start = replace(start, selection=pickle.loads(request.draft_selection))
+        for stage in self._stages[:-1]:
+            stage.prefill(drafts_start)
+        self.target.prefill(start, request.record)
         target = len(self._stages) - 1
         while self._advance(target) != Action.FINISHED:
             if request.on_commit is not None:

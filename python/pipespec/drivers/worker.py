@@ -7,19 +7,19 @@ or dies; it never outlives its parent by more than ``_ORPHAN_CHECK_NS``.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
-import numpy as np
 import torch
 
 from pipespec.drivers.base import Policy
 from pipespec.drivers.weights import SharedWeights
-from pipespec.stage import Stage
+from pipespec.stage import Stage, Start
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 
 _ORPHAN_CHECK_NS = 500_000_000
@@ -41,8 +41,8 @@ class Run:
     """One generation to take part in."""
 
     generation: int
-    prompts: list[np.ndarray]
-    limits: list[int]
+    start: Start
+    selection: bytes  # pickled
     policy: Policy
 
 
@@ -71,7 +71,7 @@ def _serve(conn: Connection, setup: Setup, parent: int) -> None:
 
 
 def _take_part(stage: Stage, run: Run, parent: int) -> None:
-    stage.prefill(run.prompts, run.limits)
+    stage.prefill(replace(run.start, selection=pickle.loads(run.selection)))
     port = stage.port
     window, max_hints = run.policy.window(stage.index), run.policy.max_hints(stage.index)
     while port.generation == run.generation:

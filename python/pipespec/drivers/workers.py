@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from pipespec.drivers.base import Driver, Policy, Request
 from pipespec.drivers.weights import SharedWeights
 from pipespec.drivers.worker import Failed, Run, Setup
+from pipespec.sampling import Selection
 from pipespec.stage import Stage
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 
@@ -160,6 +162,10 @@ class WorkersDriver(Driver):
             self.close()
             raise failure
 
+    @property
+    def target(self) -> Stage:
+        return self._target
+
     def _start_missing(self) -> dict[int, RuntimeError]:
         """Start the workers that are not there, all at once, and wait until they are ready. Returns those that cannot start."""
         fresh = [i for i in range(len(self._weights)) if i not in self._workers]
@@ -192,13 +198,14 @@ class WorkersDriver(Driver):
             self._lost(i, f"is missing, this call goes on without it: {failure}")
         self._prepare(request)
         self._generation = self._generation % (2**31) + 1
-        run = Run(self._generation, list(request.prompts), list(request.limits), self.policy)
+        start = replace(request.start, selection=Selection())  # theirs travels beside it
+        run = Run(self._generation, start, request.draft_selection, self.policy)
         try:
             self.block.start(self._generation)
             for worker in self._workers.values():
                 worker.run(run)
             with _torch_threads(self._target_threads):
-                self._target.prefill(request.prompts, request.limits)
+                self._target.prefill(request.start, request.record)
                 while self._step() != Action.FINISHED:
                     for i, worker in self._workers.items():
                         if worker.is_dead() and self.block.is_alive(i):

@@ -40,7 +40,12 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Report:
-    """One call of ``generate()``. Times are wall-clock seconds; ``tokens`` counts generated tokens of all rows, padding not."""
+    """One call of ``generate()``.
+
+    ``tokens`` counts generated tokens of all rows, padding not; times are wall-clock seconds; ``seeds`` are the keys of the rows' noise (None:
+    greedy): ``generate(row's prompt, seed=[key])`` gives a row's text again. ``mean_acceptance_length``, ``draft_acceptance_rate`` and
+    ``acceptance_histogram`` are the target's figures under the names that engine-neutral benchmarks use.
+    """
 
     schedule: str
     rows: int
@@ -48,6 +53,22 @@ class Report:
     seconds: float
     seconds_to_first_token: float
     stages: tuple[StageReport, ...]
+    seeds: tuple[int, ...] | None = None
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verification, the target's own token included."""
+        return self.stages[-1].accepted_length
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted / drafted tokens at the target; NaN where nothing was drafted."""
+        return self.stages[-1].acceptance_rate
+
+    @property
+    def acceptance_histogram(self) -> tuple[int, ...]:
+        """Entry j: verifications that accepted j drafts (the last: or more)."""
+        return self.stages[-1].histogram
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +76,12 @@ class Report:
 
     def to_dict(self) -> dict:
         """Everything, the derived figures included, ready for JSON."""
-        out = asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        out = asdict(self) | {
+            "tokens_per_second": self.tokens_per_second,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "acceptance_histogram": self.acceptance_histogram,
+        }
         for entry, stage in zip(out["stages"], self.stages, strict=True):
             entry |= {"acceptance_rate": stage.acceptance_rate, "accepted_length": stage.accepted_length}
         return out

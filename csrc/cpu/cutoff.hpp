@@ -1,0 +1,32 @@
+// Top-k, top-p and min-p as one threshold per row of logits[B, Q, V]: what coupled selection takes.
+#pragma once
+
+#include <cstdint>
+
+#include "select.hpp"
+
+namespace pipespec::cpu {
+
+// One value per row of the batch.
+struct Filters {
+  const float* inv_temperature;  // finite and positive
+  const int64_t* top_k;          // >= 0; 0, or V and more: off
+  const double* top_p;           // 0 .. 1; 1: off
+  const double* min_p;           // 0 .. 1; 0: off
+};
+
+// cutoff[B, Q] (contiguous): the smallest logit of each row that passes all filters, or -inf where
+// all are off. The filters apply one after the other, each to what the one before left, over the
+// softmax of float(logit) * inv_temperature rounded to fp32:
+//   top-k keeps what is at least the k-th largest;
+//   top-p keeps the smallest set of largest probabilities whose sum reaches top_p;
+//   min-p keeps probabilities of at least min_p times the largest.
+// Equals of a kept logit are always kept, so that a threshold can say it. A row with a NaN, or with
+// nothing but -inf, gets -inf. Probabilities are summed in double.
+//
+// With n_fed and n_hint (or null for both) only the columns n_fed - 1 - n_hint .. n_fed - 1 of each
+// row are read, those that verification may ask for; the others get -inf.
+void cutoff(const Logits& logits, const Filters& filters, const int32_t* n_fed,
+            const int32_t* n_hint, float* cutoff, int threads);
+
+}  // namespace pipespec::cpu

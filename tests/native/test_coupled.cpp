@@ -1,0 +1,287 @@
+// Coupled selection on the host: Philox against its published vectors, the noise and its bound, and
+// every SIMD variant against a loop over the definition, between pages that must not be touched.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "cpu/cutoff.hpp"
+#include "cpu/select.hpp"
+#include "protocol/gumbel.hpp"
+#include "protocol/philox.hpp"
+
+using namespace pipespec;
+using namespace pipespec::cpu;
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+std::vector<std::string> variants() {
+  std::vector<std::string> names;
+  for (const char* name : {"portable", "avx2", "avx512"}) {
+    try {
+      set_simd(set_simd(name));
+      names.push_back(name);
+    } catch (const std::invalid_argument&) {
+      // not on this machine
+    }
+  }
+  return names;
+}
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+float bound(uint32_t r) {
+  const float f = float(int32_t(r >> 1));
+  return noise::kBoundOffset - noise::kBoundSlope * float(int32_t(bits_of(f)));
+}
+
+// The definition, one id after the other.
+int32_t by_hand(const std::vector<float>& row, uint64_t seed, int64_t position, float scale,
+                float cutoff) {
+  int32_t best = 0;
+  float best_y = -kInf;
+  for (size_t v = 0; v < row.size(); ++v) {
+    if (row[v] < cutoff) continue;
+    const float g =
+        noise::gumbel(philox::draw(seed, uint64_t(position), kTargetStream, uint32_t(v)));
+    const float scaled = row[v] * scale;
+    const float y = scaled + g;
+    if (std::isnan(y)) return int32_t(v);
+    if (y > best_y) best = int32_t(v), best_y = y;
+  }
+  return best;
+}
+
+}  // namespace
+
+TEST(philox_known_answers) {
+  struct Case {
+    philox::Words counter;
+    uint32_t key0, key1;
+    std::vector<uint32_t> expected;
+  };
+  const uint32_t all = 0xFFFFFFFFu;
+  const Case cases[] = {
+      {{{0, 0, 0, 0}}, 0, 0, {0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}},
+      {{{all, all, all, all}}, all, all, {0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD}},
+      {{{0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}},
+       0xA4093822,
+       0x299F31D0,
+       {0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1}},
+  };
+  for (const Case& c : cases) {
+    const philox::Words words = philox::block(c.counter, c.key0, c.key1);
+    CHECK_EQ(std::vector<uint32_t>(words.word, words.word + 4), c.expected);
+  }
+  // Key: the seed. Counter: id >> 2, the halves of the position, stream. Word: id & 3.
+  CHECK_EQ(
+      philox::draw4(0x299F31D0A4093822u, 0x13198A2E85A308D3u, 0x03707344u, 0x243F6A88u).word[2],
+      0x5001E420u);
+  for (uint32_t id = 0; id < 12; ++id)
+    CHECK_EQ(philox::draw(5, 6, 1, id), philox::draw4(5, 6, 1, id / 4).word[id % 4]);
+}
+
+TEST(noise_stays_near_the_truth_and_below_its_bound) {
+  const auto look = [](uint32_t r) {
+    const float g = noise::gumbel(r);
+    const double u = (double(r) + 0.5) * 0x1p-32;
+    const double truth = -std::log(-std::log1p(-u));
+    return CHECK(g <= bound(r)) && CHECK(g <= noise::kCeiling) &&
+           CHECK(truth < -1 || std::fabs(g - truth) < 3.2e-5) && CHECK(std::isfinite(g));
+  };
+  std::vector<uint32_t> all;
+  for (uint32_t r = 0; r < 5000; ++r) all.push_back(r), all.push_back(~r);
+  for (int shift = 12; shift < 32; ++shift) {
+    for (uint32_t d = 0; d < 2000; ++d) {
+      all.push_back((1u << shift) + d);
+      all.push_back((1u << shift) - d);
+    }
+  }
+  for (uint64_t r = 0; r < uint64_t{1} << 32; r += 16381) all.push_back(uint32_t(r));
+  for (const uint32_t r : all) {
+    if (!look(r)) {
+      std::fprintf(stderr, "  r %u\n", r);
+      return;
+    }
+  }
+  CHECK(noise::gumbel(0) > 22.87f);
+}
+
+TEST(noise_is_the_same_everywhere) {
+  // Contracted to fused operations, or with another polynomial, these change. The oracle in Python
+  // gives the same bits.
+  CHECK_EQ(bits_of(noise::gumbel(0)), 0x41B6FDA9u);
+  CHECK_EQ(bits_of(noise::gumbel(12345)), 0x414C2793u);
+  CHECK_EQ(bits_of(noise::gumbel(0x00400000)), 0x40DDCA9Cu);
+  CHECK_EQ(bits_of(noise::gumbel(0x12345678)), 0x4026D6B7u);
+  CHECK_EQ(bits_of(noise::gumbel(0xDEADBEEF)), 0xBF36631Fu);
+  CHECK_EQ(bits_of(noise::gumbel(0xFFFFFFFF)), 0xC0368D1Du);
+  const std::string before = simd();
+  std::mt19937_64 rng(1);
+  for (const std::string& name : variants()) {
+    set_simd(name);
+    for (int round = 0; round < 40; ++round) {
+      const uint64_t seed = rng();
+      const int64_t position = int64_t(rng() >> 1 >> (rng() % 63));
+      const uint32_t stream = uint32_t(rng() % 4);
+      const int64_t begin = int64_t(rng() % 100000), count = int64_t(rng() % 500);
+      std::vector<float> out(size_t(count) + 1, -7.0f);
+      gumbel_noise(seed, position, stream, begin, count, out.data());
+      for (int64_t i = 0; i < count; ++i) {
+        const float expected =
+            noise::gumbel(philox::draw(seed, uint64_t(position), stream, uint32_t(begin + i)));
+        if (!CHECK_EQ(bits_of(out[size_t(i)]), bits_of(expected))) return;
+      }
+      CHECK_EQ(out.back(), -7.0f);
+    }
+  }
+  set_simd(before);
+}
+
+TEST(sample_agrees_with_the_definition_and_reads_nothing_else) {
+  const std::string before = simd();
+  std::mt19937_64 rng(2);
+  std::normal_distribution<float> normal;
+  const size_t page = size_t(sysconf(_SC_PAGESIZE)), usable = 32 * page;
+  void* const p = mmap(nullptr, usable + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(p != MAP_FAILED);
+  auto* const begin = static_cast<unsigned char*>(p) + page;
+  CHECK_EQ(mprotect(begin, usable, PROT_READ | PROT_WRITE), 0);
+  std::vector<int64_t> sizes;
+  for (int64_t n = 1; n <= 70; ++n) sizes.push_back(n);
+  for (int64_t n : {127, 128, 1000, 4097, 30000}) sizes.push_back(n);
+  for (const std::string& name : variants()) {
+    set_simd(name);
+    for (const int64_t n : sizes) {
+      for (int kind = 0; kind < 5; ++kind) {
+        // Values that bfloat16 has, too.
+        std::vector<float> row;
+        for (int64_t i = 0; i < n; ++i) {
+          float x = kind == 1 ? -kInf : float(int(normal(rng) * 32)) / 8;
+          if (kind == 2 && rng() % 4 == 0) x = kInf;
+          if (kind == 3 && rng() % 50 == 0) x = std::nanf("");
+          if (kind == 4 && rng() % 2 == 0) x = -kInf;
+          row.push_back(x);
+        }
+        const uint64_t seed = rng();
+        const int64_t position = int64_t(rng() >> 30);
+        const float scale = 0.25f + float(rng() % 1000) / 500;
+        const float cutoff = rng() % 2 ? row[rng() % size_t(n)] : -kInf;
+        const Noise noise{&seed, &position, &scale, &cutoff, kTargetStream};
+        const int32_t expected = by_hand(row, seed, position, scale, cutoff);
+        for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+          const int64_t bytes = n * (dtype == DType::kFloat32 ? 4 : 2);
+          // Against the page behind, against the page before, and at an odd address.
+          unsigned char* const places[] = {begin + usable - bytes, begin,
+                                           begin + usable - bytes - 1};
+          unsigned char* const data = places[rng() % 3];
+          for (int64_t i = 0; i < n; ++i) {
+            const uint32_t bits = bits_of(row[size_t(i)]);
+            if (dtype == DType::kFloat32) {
+              std::memcpy(data + 4 * i, &bits, 4);
+            } else {
+              const auto upper = uint16_t(bits >> 16);
+              std::memcpy(data + 2 * i, &upper, 2);
+            }
+          }
+          for (const int threads : {1, 3}) {
+            int32_t selected = -7;
+            sample({data, dtype, 1, 1, n, n, n}, noise, &selected, threads);
+            if (!CHECK_EQ(selected, expected)) {
+              std::fprintf(stderr, "  %s dtype %d n %lld kind %d\n", name.c_str(), int(dtype),
+                           (long long)n, kind);
+              return;
+            }
+          }
+        }
+      }
+    }
+  }
+  munmap(p, usable + 2 * page);
+  set_simd(before);
+}
+
+TEST(verify_with_noise_walks_over_the_samples) {
+  std::mt19937_64 rng(3);
+  std::normal_distribution<float> normal;
+  const int64_t batch = 4, width = 5, vocab = 20011;
+  std::vector<float> logits(size_t(batch * width * vocab));
+  for (float& x : logits) x = normal(rng) * 4;
+  const Logits view{logits.data(), DType::kFloat32, batch, width, vocab, width * vocab, vocab};
+  std::vector<uint64_t> seeds(4, 99);
+  std::vector<int64_t> positions{0, 7, 7, 1 << 20};
+  std::vector<float> scales{1, 0.5f, 2, 1}, cutoffs(size_t(batch * width), -1.0f);
+  const Noise noise{seeds.data(), positions.data(), scales.data(), cutoffs.data(), kTargetStream};
+  std::vector<int32_t> drawn(size_t(batch * width), -7);
+  sample(view, noise, drawn.data(), 1);
+  std::vector<int32_t> tokens(size_t(batch * width), -1);
+  for (size_t i = 1; i < tokens.size(); ++i) tokens[i] = drawn[i - 1];
+  tokens[3] ^= 1;  // row 0 accepts two of four hints
+  const std::vector<int32_t> n_fed{5, 0, 3, 5}, n_hint{4, 0, 1, 0};
+  std::vector<std::thread> callers;
+  for (int threads : {1, 2, 4}) {
+    callers.emplace_back([&, threads] {
+      std::vector<int32_t> selected(size_t(batch * width), -7), accepted(size_t(batch), -7);
+      verify(view, {tokens.data(), 4, width, 1}, n_fed.data(), n_hint.data(), selected.data(),
+             accepted.data(), threads, &noise);
+      CHECK_EQ(accepted, (std::vector<int32_t>{2, 0, 1, 0}));
+      CHECK_EQ(selected, (std::vector<int32_t>{drawn[0],  drawn[1],  drawn[2], -1, -1,  //
+                                               -1,        -1,        -1,       -1, -1,  //
+                                               drawn[11], drawn[12], -1,       -1, -1,  //
+                                               drawn[19], -1,        -1,       -1, -1}));
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+
+  scales[3] = 0;
+  std::vector<int32_t> selected(size_t(batch * width), -7), accepted(size_t(batch), -7);
+  CHECK_THROWS(verify(view, {tokens.data(), 4, width, 1}, n_fed.data(), n_hint.data(),
+                      selected.data(), accepted.data(), 1, &noise));
+  CHECK_THROWS(sample(view, noise, selected.data(), 1));
+  CHECK_EQ(selected, std::vector<int32_t>(size_t(batch * width), -7));
+}
+
+TEST(cutoff_is_the_same_by_any_threads) {
+  std::mt19937_64 rng(4);
+  std::normal_distribution<float> normal;
+  const int64_t batch = 6, width = 3, vocab = 5003;
+  std::vector<float> logits(size_t(batch * width * vocab));
+  for (float& x : logits) x = normal(rng) * 3;
+  const Logits view{logits.data(), DType::kFloat32, batch, width, vocab, width * vocab, vocab};
+  const std::vector<float> scales(6, 1.0f);
+  const std::vector<int64_t> top_k{0, 1, 5, 4000, 20, 0};
+  const std::vector<double> top_p{0.9, 1, 0.5, 0.9, 1, 1}, min_p{0, 0, 0, 0.01, 0, 0.1};
+  const Filters filters{scales.data(), top_k.data(), top_p.data(), min_p.data()};
+  const auto run = [&](int threads) {
+    std::vector<float> out(size_t(batch * width), -7.0f);
+    cutoff(view, filters, nullptr, nullptr, out.data(), threads);
+    return out;
+  };
+  const std::vector<float> once = run(1);
+  for (int threads : {2, 3, 64}) CHECK_EQ(run(threads), once);
+  for (int64_t q = 0; q < width; ++q) {
+    const float* const row = &logits[size_t((width + q) * vocab)];
+    CHECK_EQ(once[size_t(width + q)], *std::max_element(row, row + vocab));
+    int above = 0;
+    for (int64_t i = 0; i < vocab; ++i)
+      above += logits[size_t((4 * width + q) * vocab + i)] >= once[size_t(4 * width + q)];
+    CHECK_EQ(above, 20);
+  }
+}
+
+TEST_MAIN()
