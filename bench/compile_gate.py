@@ -30,8 +30,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pipespec_kernels.triton.cutoff import BLOCK, WARPS, cutoff_kernel
 from pipespec_kernels.triton.launch import Config, choose_config, cut
 from pipespec_kernels.triton.verify import verify_kernel
+from pipespec_kernels.triton.verify_ratio import ratio_choose_kernel, ratio_test_kernel
 
 ARCHS = (80, 90, 100)
 VOCAB, ROWS, MULTIPROCESSORS = 128256, 16 * 5, 132
@@ -53,6 +55,14 @@ POINTERS = {
     "positions": "*i64",
     "inv_temperature": "*fp32",
     "cutoff": "*fp32",
+    "sums": "*fp32",
+    "lse": "*fp32",
+    "draft_inv_temperature": "*fp32",
+    "draft_cutoff": "*fp32",
+    "top_k": "*i32",
+    "top_p": "*fp32",
+    "min_p": "*fp32",
+    "out": "*fp32",
 }
 LOGITS = ("logits", "draft_logits")
 # Multiples of 16 in a launch for a model's vocabulary.
@@ -103,6 +113,17 @@ def cases() -> Iterator[Case]:
     yield Case("verify, coupled, small", verify_kernel, "bf16", small, coupled, 34)
     yield Case("verify, coupled, cutoff", verify_kernel, "bf16", busy, cutoff, 34)
     yield Case("verify, coupled, exact", verify_kernel, "bf16", busy, cutoff | {"FAST": False}, None)
+    ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
+    certain = dict.fromkeys(ratio, False)
+    test = {"WIDTH_BLOCK": 8, "SPLITS_BLOCK": 8}
+    choose = {"HAS_STATE": True, "FAST": True}
+    yield Case("verify_ratio, test", ratio_test_kernel, "bf16", wide, ratio | test, 14)
+    yield Case("verify_ratio, test, certain", ratio_test_kernel, "bf16", wide, certain | test, 14)
+    yield Case("verify_ratio, choose", ratio_choose_kernel, "bf16", busy, ratio | choose, 30)
+    yield Case("verify_ratio, choose, certain", ratio_choose_kernel, "bf16", busy, certain | choose, 44)
+    filters = {"HAS_COUNTS": True, "HAS_K": True, "HAS_P": True, "HAS_MIN": True}
+    for dtype, shift in (("bf16", 16), ("fp32", 0)):
+        yield Case("cutoff", cutoff_kernel, dtype, Config(BLOCK, WARPS, 1), filters | {"SHIFT": shift}, 18)
 
 
 def compile_case(case: Case, arch: int, tighten: float = 1.0) -> Report:
@@ -124,7 +145,8 @@ def compile_case(case: Case, arch: int, tighten: float = 1.0) -> Report:
     sass, usage = disassemble(compiled.asm["cubin"])
     loop, logits = main_loop(sass, BYTES[case.dtype])
     span = cut(case.config, VOCAB).span
-    per_thread = span / (32 * case.config.warps) * (1 + ("draft_logits" in names and constants.get("HAS_DRAFT", False)))
+    rows_read = 2 if constants.get("HAS_DRAFT") else 1
+    per_thread = rows_read * span / (32 * case.config.warps)
     loop_per_logit = loop / logits
     report = {
         "name": case.name,
@@ -172,17 +194,21 @@ def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
 
 
 def main_loop(sass: list[tuple[int, str]], itemsize: int) -> tuple[int, int]:
-    """Instructions of the loop with the most of them among those that load, and the logits one round of it loads."""
+    """Instructions of the longest of the innermost loops that load, and the logits that one round of it loads."""
     found = []
-    for address, instruction in sass:
+    for end, instruction in sass:
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
-        if target and int(target[1], 16) < address:
-            body = [text for at, text in sass if int(target[1], 16) <= at <= address]
+        if target and int(target[1], 16) < end:
+            begin = int(target[1], 16)
+            body = [text for at, text in sass if begin <= at <= end]
             loaded = sum(loaded_bytes(text) for text in body)
             if loaded:
-                found.append((len(body), loaded // itemsize))
-    assert found, "no loop that loads"
-    return max(found)
+                found.append((len(body), loaded // itemsize, begin, end))
+    innermost = [
+        loop for loop in found if not any(o is not loop and loop[2] <= o[2] and o[3] <= loop[3] for o in found)
+    ]
+    assert innermost, "no loop that loads"
+    return max(innermost)[:2]
 
 
 def loaded_bytes(instruction: str) -> int:
@@ -207,7 +233,7 @@ def main() -> int:
 
     print(f"triton {triton.__version__}; instructions per logit: of the loop (budget), and all at B=16 Q=5 V={VOCAB}")
     print(
-        f"{'':28}{'':6}{'arch':>4}{'block':>7}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}{'loop':>8}{'budget':>8}{'all':>7}"
+        f"{'':30}{'':6}{'arch':>4}{'block':>7}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}{'loop':>8}{'budget':>8}{'all':>7}"
     )
     reports = []
     for case in cases():
@@ -216,7 +242,7 @@ def main() -> int:
             reports.append(r)
             budget = "-" if r.per_logit_budget is None else f"{r.per_logit_budget * options.tighten:g}"
             print(
-                f"{r.name:28}{r.dtype:6}{r.arch:4}{r.block:7}{r.warps:6}{r.registers:6}{r.spilled:7}{r.shared:8}"
+                f"{r.name:30}{r.dtype:6}{r.arch:4}{r.block:7}{r.warps:6}{r.registers:6}{r.spilled:7}{r.shared:8}"
                 f"{r.loop_per_logit:8.1f}{budget:>8}{r.all_per_logit:7.1f}{'  FAILED: ' if r.failures else ''}{', '.join(r.failures)}",
                 flush=True,
             )

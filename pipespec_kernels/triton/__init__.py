@@ -8,7 +8,9 @@ With ``TRITON_INTERPRET=1`` in the environment before the first import of triton
 interpreter on CPU tensors, one program after the other in numpy: for tests, thousands of times slower.
 """
 
+from pipespec_kernels.triton.cutoff import cutoff
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
 from pipespec_kernels.triton.verify import verify
+from pipespec_kernels.triton.verify_ratio import Streams, verify_ratio
 
-__all__ = ["Config", "RowState", "Workspace", "verify"]
+__all__ = ["Config", "RowState", "Streams", "Workspace", "cutoff", "verify", "verify_ratio"]

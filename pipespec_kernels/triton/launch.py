@@ -23,7 +23,7 @@ class Config:
     """How a row of logits is cut. The result of a kernel that takes one does not depend on it.
 
     Attributes:
-        block: logits that a block of threads looks at together, a power of two, at least 4.
+        block: logits that a block of threads looks at together, a power of two, at least 8.
         warps: warps per block of threads.
         splits: at most that many blocks of threads share a row.
     """
@@ -42,8 +42,8 @@ class Cut(NamedTuple):
 
 def cut(config: Config, vocab: int) -> Cut:
     block, splits = config.block, config.splits
-    if block < 4 or block & (block - 1) or splits < 1 or config.warps < 1:
-        raise ValueError(f"a block must be a power of two >= 4, warps and splits at least 1, got {config}")
+    if block < 8 or block & (block - 1) or splits < 1 or config.warps < 1:
+        raise ValueError(f"a block must be a power of two >= 8, warps and splits at least 1, got {config}")
     tiles = -(-vocab // block)
     per_split = -(-tiles // splits)
     return Cut(-(-tiles // per_split), per_split * block)

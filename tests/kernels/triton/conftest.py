@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
         # numpy, which interprets, mentions every NaN and overflow; the kernels mean them.
-        item.add_marker(pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"))
+        item.add_marker(pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"))
 
 
 @pytest.fixture(autouse=True)
