@@ -22,7 +22,7 @@ from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import check, check_logits, check_written, on
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-BLOCK, WARPS = 4096, 16  # per row; not tuned on a device
+BLOCK, WARPS = 2048, 16  # per row; not tuned on a device
 # Low bits of an fp32 number, as an ordered integer, that say nothing when it was converted from the dtype.
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
