@@ -20,7 +20,7 @@ MOST_ROWS = 65535  # CUDA's limit for the outer dimensions of a grid
 
 @dataclass(frozen=True)
 class Config:
-    """How a row of logits is cut. The result of a kernel that takes one does not depend on it.
+    """How a row of logits is cut. What ``verify`` selects does not depend on it.
 
     Attributes:
         block: logits that a block of threads looks at together, a power of two, at least 8.

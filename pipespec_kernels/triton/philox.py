@@ -9,8 +9,7 @@ from small ``u``, where fp32 is dense, and reaches 22.87.
 
 ``FAST`` says how logarithms are taken. With it: ``lg2.approx``, one instruction (relative to the other way the noise
 differs in its last bits). Without: the polynomial of ``csrc/protocol/gumbel.hpp`` in the same order of roundings, which
-gives the same bits as the host's code as long as nothing is fused into an fma (compile with
-``enable_fp_fusion=False``; the interpreter never fuses).
+gives the same bits as the host's code: no product is fused with a sum (:func:`times`).
 """
 
 from __future__ import annotations
@@ -96,10 +95,23 @@ def draw(seed, position, stream, begin, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def uniform(r):
+def times(x, y, FAST: tl.constexpr):
+    """``x * y``; if not ``FAST``, a product that no compiler fuses with a sum."""
+    if FAST or not _PTX:
+        return x * y
+    else:
+        # Compiling without fusion is not enough: for sm_100 products and sums come in pairs (mul.rn.f32x2), and ptxas
+        # fuses those in spite of --fmad=false and of .rn.
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def uniform(r, FAST: tl.constexpr):
     """``(r + 1/2) / 2^32`` rounded once to fp32: in (0, 1], and never 0."""
-    high = (r >> 16).to(tl.float32) * (2.0**-16)
-    low = (r & 0xFFFF).to(tl.float32) * (2.0**-32) + (2.0**-33)
+    high = times((r >> 16).to(tl.float32), 2.0**-16, FAST)
+    low = times((r & 0xFFFF).to(tl.float32), 2.0**-32, FAST) + (2.0**-33)
     return high + low
 
 
@@ -115,19 +127,36 @@ def lg2(x, FAST: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         exponent = (bits - _SQRT_HALF_BITS) >> 23
         t = (bits - exponent * (1 << 23)).to(tl.float32, bitcast=True) - 1.0
-        p = t * _P6 + _P5
-        p = p * t + _P4
-        p = p * t + _P3
-        p = p * t + _P2
-        p = p * t + _P1
-        p = p * t + _P0
-        return exponent.to(tl.float32) + t * p
+        p = times(t, _P6, FAST) + _P5
+        p = times(p, t, FAST) + _P4
+        p = times(p, t, FAST) + _P3
+        p = times(p, t, FAST) + _P2
+        p = times(p, t, FAST) + _P1
+        p = times(p, t, FAST) + _P0
+        return exponent.to(tl.float32) + times(t, p, FAST)
+
+
+@triton.jit
+def _lg2_of_exponential(r, FAST: tl.constexpr):
+    u = uniform(r, FAST)
+    small = times(u, times(u, 0.5, FAST) + 1.0, FAST)
+    large = times(lg2(tl.maximum(1.0 - u, 2.0**-25), FAST), -_LN2, FAST)
+    return lg2(tl.where(u < 2.0**-10, small, large), FAST)
 
 
 @triton.jit
 def gumbel(r, FAST: tl.constexpr):
     """Standard Gumbel noise from a random word."""
-    u = uniform(r)
-    small = u * (u * 0.5 + 1.0)
-    large = lg2(tl.maximum(1.0 - u, 2.0**-25), FAST) * (-_LN2)
-    return lg2(tl.where(u < 2.0**-10, small, large), FAST) * (-_LN2)
+    return times(_lg2_of_exponential(r, FAST), -_LN2, FAST)
+
+
+@triton.jit
+def perturbed(x, scale, r, FAST: tl.constexpr):
+    """``x * scale`` with the noise of ``r`` added."""
+    if FAST:
+        # Which of the two products is fused with the sum is said here: left to the compiler, it could be another one in
+        # another kernel, and a near-tie of a draft would fall otherwise than the target's. (The products above that
+        # precede a sum are exact, fused or not.)
+        return tl.fma(_lg2_of_exponential(r, FAST), -_LN2, x * scale)
+    else:
+        return times(x, scale, FAST) + gumbel(r, FAST)

@@ -33,7 +33,7 @@ from pipespec_kernels.triton.launch import (
     default_config,
     on,
 )
-from pipespec_kernels.triton.philox import INTERPRETED, draw, gumbel
+from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
 from pipespec_kernels.triton.selection import as_words, better, pack_best, unpack_id
 
 
@@ -107,7 +107,7 @@ def verify_kernel(
         while start < end:
             x = tl.load(source + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
             if COUPLED:
-                score = x * scale + gumbel(draw(seed, position, stream, start, BLOCK), FAST)
+                score = perturbed(x, scale, draw(seed, position, stream, start, BLOCK), FAST)
                 improved = better(score, top)
                 if HAS_CUTOFF:
                     improved = improved & ~(x < lowest)
@@ -255,6 +255,5 @@ def verify(
             BLOCK=config.block,
             WIDTH_BLOCK=triton.next_power_of_2(width),
             num_warps=config.warps,
-            enable_fp_fusion=not exact,
         )
     return selected, accepted

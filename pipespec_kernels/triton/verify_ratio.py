@@ -36,7 +36,7 @@ from pipespec_kernels.triton.launch import (
     default_config,
     on,
 )
-from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, gumbel, lg2, uniform
+from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
 from pipespec_kernels.triton.selection import NOTHING, as_words, better, pack_best, unpack_id
 
 
@@ -212,7 +212,7 @@ def ratio_test_kernel(
 
             r, _1, _2, _3 = draw4(tl.load(seeds + row), tl.load(positions + row) + at, stream, columns * 0)
             # Below 1: with p = q the test must hold whatever is drawn.
-            u = tl.minimum(uniform(r), 1.0 - 2.0**-24)
+            u = tl.minimum(uniform(r, True), 1.0 - 2.0**-24)
             # False where either is NaN: a hint is then rejected and the row's own choice stands.
             passes = real & (u * q < p)
             agreed = tl.min(tl.where(passes, WIDTH_BLOCK, columns), axis=0)
@@ -308,7 +308,7 @@ def ratio_choose_kernel(
         while start < end:
             ids = start + lanes
             x = tl.load(source + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-            score = x * scale + gumbel(draw(seed, position, stream, start, BLOCK), FAST)
+            score = perturbed(x, scale, draw(seed, position, stream, start, BLOCK), FAST)
             improved = better(score, whole_top) & ~(x < lowest)
             whole_top = tl.where(improved, score, whole_top)
             whole_tile = tl.where(improved, start, whole_tile)
@@ -386,7 +386,9 @@ def verify_ratio(
         streams: of the three kinds of draws; they must differ.
         draft_inv_temperature: float32 ``[B]``; default: the target's.
         draft_cutoff: float32 ``[B, Q]``; default: none.
-        state, out, workspace, check_counts, config: as for :func:`verify`.
+        state, out, workspace, check_counts: as for :func:`verify`.
+        config: as for :func:`verify`; but sums of exponentials are added up in pieces, and their last bits, and with them
+            a test that is decided there, depend on it and on the shape from which it is chosen.
         exact: take the logarithms in the noise as the host does.
 
     Returns:
@@ -504,6 +506,5 @@ def verify_ratio(
             FAST=not (exact or INTERPRETED),
             BLOCK=choose_config.block,
             num_warps=choose_config.warps,
-            enable_fp_fusion=not exact,
         )
     return selected, accepted

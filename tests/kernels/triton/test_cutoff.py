@@ -54,7 +54,7 @@ def test_equals_the_oracle(vocab: int, dtype: torch.dtype, device: torch.device)
 def test_awkward_rows(kind: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
-        logits = make_logits(kind, (2, 2, 40), dtype, generator)
+        logits = make_logits(kind, (2, 1, 40), dtype, generator)
         if kind == "any bits":  # a NaN in every row would hide the rest
             logits = torch.where(logits.isnan(), torch.zeros_like(logits), logits)
         check_equal(logits, device, k=[3, 30])
@@ -68,7 +68,7 @@ def test_columns_layouts_and_numbers(device: torch.device) -> None:
     got = check_equal(logits, device, k=2, counts=counts)
     assert torch.isfinite(got).tolist() == [[False, False, True, True], [False] * 4, [False, False, True, False]]
     for layout in ("transposed", "gaps", "offset"):
-        check_equal(logits, device, k=5, p=0.7, layout=layout)
+        check_equal(logits, device, k=5, layout=layout)
     assert (check_equal(logits, device) == -math.inf).all()
 
 

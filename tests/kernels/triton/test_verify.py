@@ -400,7 +400,10 @@ def test_fast_noise_regrets_nothing(config: Config | None, device: torch.device)
     assert noise is not None
     one = torch.ones(64, dtype=torch.int32, device=device)
     tokens = torch.zeros(64, 1, dtype=torch.int64, device=device)
-    selected, _ = verify(logits.to(device), tokens, one, one * 0, noise=on_device(noise, device), config=config)
+    there = logits.to(device)
+    selected, _ = verify(there, tokens, one, one * 0, noise=on_device(noise, device), config=config)
+    small, _ = verify(there, tokens, one, one * 0, noise=on_device(noise, device), config=Config(512, 2, 1))
+    assert torch.equal(selected, small)
     same = 0
     for r in range(64):
         r_noise = reference.gumbel(
