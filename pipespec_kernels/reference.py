@@ -173,10 +173,10 @@ def verify_ratio(
 _WORD = 0xFFFFFFFF
 
 
-def philox(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
+def philox(counter: list[Tensor], key: tuple[int | Tensor, int | Tensor]) -> list[Tensor]:
     """Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11).
 
-    ``counter`` and the result are four int64 tensors with values below 2**32. A product of two such wraps around in
+    ``counter`` and the result are four int64 tensors with values below 2**32, ``key`` two such tensors or numbers. A product of two such wraps around in
     int64, but the bits of both of its halves are right.
     """
     c0, c1, c2, c3 = counter

@@ -1,6 +1,6 @@
 """Tests of the Triton kernels that run on either: in triton's interpreter on the CPU, or compiled on a GPU.
 
-Which of the two is settled when triton is first imported. In a session of the whole suite nothing is interpreted, so
+Which of the two is settled when triton is first imported. In a run of the whole suite nothing is interpreted, so
 that here as elsewhere kernels are compiled: these tests then need a GPU, and ``tests/kernels/test_interpreted.py`` runs
 them a second time, interpreted, in a process of its own. By hand::
 

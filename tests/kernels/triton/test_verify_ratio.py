@@ -49,7 +49,7 @@ def run(device, logits, tokens, n_fed, n_hint, draft_logits, noise, **options) -
 
     fields = (noise.seeds, noise.positions, noise.inv_temperature, noise.cutoff)
     moved = Noise(*(there(x) for x in fields))
-    options = {name: there(value) for name, value in options.items()}
+    options = {"exact": True} | {name: there(value) for name, value in options.items()}
     selected, accepted = verify_ratio(*map(there, (logits, tokens, n_fed, n_hint, draft_logits)), moved, **options)
     return selected.cpu(), accepted.cpu()
 
@@ -218,7 +218,7 @@ def trials(
             rows = slice(i * part_size, (i + 1) * part_size)
             part = Noise(noise.seeds[rows], noise.positions[rows], noise.inv_temperature[rows])
             given = (logits[rows], tokens[rows], n[rows], n[rows] - 1, None if certain else draft[rows], part)
-            parts.append(run(device, *given, streams=streams))
+            parts.append(run(device, *given, streams=streams, exact=False))
         selected, accepted = (torch.cat(both) for both in zip(*parts, strict=True))
     return chi_square(selected[:, 0], TARGET_LOGITS), float(accepted.double().mean())
 
