@@ -285,7 +285,7 @@ def test_one_call_per_token(target, schedule, do_sample):
             for row in ids.tolist():
                 mine = [p for p in seen.prefixes if p[: len(row)] == row]
                 assert mine == [p for p in wanted if p[: len(row)] == row]
-            if not ends:
+            if not ends and schedule == "lockstep":  # how many hints come in time is the workers' affair
                 assert pipeline.report.stages[-1].accepted > 10
 
 
