@@ -150,6 +150,27 @@ def test_one_row_of_a_batch(chain, row):
         assert chain.report.tokens == 2 * 20 + new
 
 
+class AllRows(StoppingCriteria):
+    """Evaluation harnesses judge the batch as a whole: over when every row has said its word at some time."""
+
+    def __init__(self, rows: int, words: list[int]):
+        self.said, self.words = [False] * rows, words
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert len(input_ids) == len(self.said)
+        for row, ids in enumerate(input_ids.tolist()):
+            self.said[row] |= ids[-1] == self.words[row]
+        return False not in self.said
+
+
+def test_a_batch_judged_as_a_whole(chain, model):
+    ids, mask = left_pad(random_prompts(3, seed=9, shortest=4))
+    texts = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :]
+    words = [int(texts[row, at]) for row, at in enumerate((3, 11, 7))]
+    out = same(chain, ids, attention_mask=mask, max_new_tokens=NEW, criteria=lambda: [AllRows(3, words)])
+    assert out.shape[1] < ids.shape[1] + NEW
+
+
 def test_together_with_ends_of_text(chain):
     """Whichever comes first, at every distance of the two."""
     start = PROMPT.shape[1]
@@ -218,7 +239,7 @@ def test_a_criterion_that_raises(chain, at):
     wanted = same(chain, PROMPT, max_new_tokens=NEW)
     with pytest.raises(LookupError, match="cannot say"):
         chain.generate(PROMPT, max_new_tokens=NEW, stopping_criteria=[At(stops)])
-    assert chain.partial.shape[1] < end
+    assert chain.partial.shape[1] <= end
     assert torch.equal(chain.partial, wanted[:, : chain.partial.shape[1]])
     same(chain, PROMPT, max_new_tokens=NEW)
     assert chain.partial is None
