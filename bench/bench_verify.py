@@ -15,6 +15,9 @@ again and again.
 ``--mode coupled``: sampling, for one batch of logits of a verification step (8 x 5 x 128256, bfloat16). ``ops.verify``
 with noise and all hints right, against what sampling costs in plain torch (softmax in float32 and ``multinomial``), and
 ``ops.cutoff`` against the warpers of transformers for the same filters; called in turn, medians, same threads.
+
+``--device cuda``: the Triton kernel, greedy or coupled, with all rows read, inside a CUDA graph; against eager torch and
+``torch.compile`` (coupled: softmax in float32 and an exponential race). How times are taken: ``bench/gpu.py``.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 
+from bench import gpu
 from bench.harness import ColdMemory, last_level_cache_bytes, machine, median_us, seconds
 from pipespec_kernels import _native, ops
 from pipespec_kernels.noise import Noise
@@ -187,9 +191,60 @@ def measure_coupled(threads: int, repeats: int) -> list[dict[str, Any]]:
     return results
 
 
+def eager_greedy(logits: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verification in torch for rows that are fed full width, all but the first token hints."""
+    return walk(logits.argmax(-1), tokens)
+
+
+def eager_coupled(logits: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with a draw from the softmax in every column, as samplers in torch do it: an exponential race."""
+    p = torch.softmax(logits.float() * scale[:, None, None], -1)
+    return walk((p / torch.empty_like(p).exponential_()).argmax(-1), tokens)
+
+
+def walk(choice: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    accepted = (choice[:, :-1] == tokens[:, 1:]).int().cumprod(1).sum(1)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(columns <= accepted[:, None], choice, -1), accepted
+
+
+def cuda_case(mode: str, quick: bool) -> Any:
+    """Makes the case of a shape on the GPU."""
+    from pipespec_kernels.triton import Workspace
+    from pipespec_kernels.triton import verify as triton_verify
+
+    eager = eager_greedy if mode == "greedy" else eager_coupled
+    rivals = {"eager": eager} if quick else {"eager": eager, "compile": gpu.compiled(eager)}
+
+    def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> gpu.Case:
+        batch, width, _ = shape
+        logits = torch.empty((copies, *shape), dtype=dtype, device="cuda").normal_()
+        tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device="cuda")
+        for i in range(copies):
+            tokens[i, :, 1:] = logits[i].argmax(-1)[:, :-1]
+        n_fed = torch.full((batch,), width, dtype=torch.int32, device="cuda")
+        n_hint = n_fed - 1
+        seeds = torch.arange(batch, device="cuda")
+        scale = torch.ones(batch, device="cuda")
+        noise = None if mode == "greedy" else Noise(seeds, seeds * 0, scale)
+        workspace = Workspace(batch, width, "cuda")
+        if mode == "greedy":
+            got = triton_verify(logits[0], tokens[0], n_fed, n_hint, workspace=workspace)
+            for ours, theirs in zip(got, eager(logits[0], tokens[0], scale), strict=True):
+                assert torch.equal(ours, theirs.int())
+        return gpu.Case(
+            logits[0].numel() * dtype.itemsize,
+            lambda i: triton_verify(logits[i], tokens[i], n_fed, n_hint, noise=noise, workspace=workspace),
+            {name: lambda i, rival=rival: rival(logits[i], tokens[i], scale) for name, rival in rivals.items()},
+        )
+
+    return case
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of ops.verify against a plain read and torch.argmax.")
     parser.add_argument("--mode", choices=["greedy", "coupled"], default="greedy")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats: under a minute")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--simd", choices=["portable", "avx2", "avx512"], help="default: the best")
@@ -199,6 +254,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
 
+    if options.device == "cuda":
+        gpu.run_benchmark(options, "bench_verify", 1, lambda quick: cuda_case(options.mode, quick))
+        return
     torch.set_num_threads(options.threads)
     if options.simd:
         _native.set_simd(options.simd)

@@ -12,7 +12,7 @@ from pipespec import Pipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 
 REAL = 200  # tokens of the tokenizer; the target's text uses its padding as well, being random
-NEW = 30
+NEW = 20
 
 
 @pytest.fixture(scope="module")
