@@ -105,6 +105,7 @@ class Generation:
         self._seen: torch.Tensor | None = None
         self._shown: list[torch.Tensor] = []
         self._judged = 0
+        self._over = torch.zeros(rows, dtype=torch.bool)  # rows that some criterion has called over
         self._streamed = 0  # new tokens per row handed to the streamer
 
     # ---- a cache from outside
@@ -216,6 +217,9 @@ class Generation:
             for criterion in self._criteria:
                 verdict = criterion(self._seen[:, : at + 1], tuple(self._shown) if self._shown else None)
                 over |= torch.as_tensor(verdict).cpu().bool()
+            if not self._pads:  # transformers then lets a row run on until all are over
+                self._over |= over
+                over = self._over.all().expand_as(over)
             for row in open_:
                 if over[row]:
                     self._done[row] = True

@@ -150,6 +150,18 @@ def test_one_row_of_a_batch(chain, row):
         assert chain.report.tokens == 2 * 20 + new
 
 
+def test_without_an_end_of_text_rows_run_on_until_all_are_over(chain):
+    ids, mask = left_pad(random_prompts(3, seed=6, shortest=3))
+    ends = torch.tensor([5, 14, 9]) + ids.shape[1]
+
+    def criteria():
+        return [At(lambda text: ends == text.shape[1], lambda x: x)]
+
+    out = same(chain, ids, attention_mask=mask, max_new_tokens=20, criteria=criteria)
+    assert out.shape[1] == ends.max()
+    assert chain.report.tokens == 3 * 14
+
+
 class AllRows(StoppingCriteria):
     """Evaluation harnesses judge the batch as a whole: over when every row has said its word at some time."""
 
