@@ -201,6 +201,8 @@ def check_options(config: GenerationConfig) -> None:
         if isinstance(value, (dict, list, tuple)) and not value:
             continue
         if argument is None:
+            if name not in defaults.__dict__:
+                continue  # an entry of the user's own, which transformers carries along and nothing reads
             raise NotImplementedError(f"generate(): {name}={value!r} is not known here; {_SEE}")
         if value not in argument.neutral:
             raise refusal(name, value)

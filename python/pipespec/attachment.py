@@ -23,8 +23,9 @@ class _Generate:
         self.__signature__ = inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        custom = kwargs.get("custom_generate")
-        if custom is not None:  # somebody else's loop, or ours by its other name
+        if kwargs.get("custom_generate") is self.pipeline:  # ours by its other name
+            del kwargs["custom_generate"]
+        if kwargs.get("custom_generate") is not None:  # somebody else's loop
             return GenerationMixin.generate(self.pipeline.target, *args, **kwargs)
         return self.pipeline.generate(*args, **kwargs)
 
@@ -54,7 +55,8 @@ def attach(
     """Make ``model.generate()`` a pipeline's: same arguments, same text, faster. Returns the pipeline, whose ``report`` tells.
 
     ``options``: as for :class:`pipespec.Pipeline`. :func:`detach` restores the model. ``transformers.pipeline``, evaluation harnesses and chat
-    templates then run unchanged; what cannot be pipelined is refused by name, as by ``Pipeline.generate``.
+    templates then run unchanged; what cannot be pipelined is refused by name, as by ``Pipeline.generate``. Model and pipeline know each other from
+    here on: detach before dropping the model where its memory is wanted at once and not at the next garbage collection.
 
     Raises ``ValueError`` if the model is attached already, and what ``Pipeline`` raises.
     """

@@ -63,8 +63,13 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
                 f"tokenizer, and {unknown} has no tokenizer.json by which that could be seen. Where it is the same one and only the "
                 "padding differs, put tokenizer.json beside the weights of both"
             )
-        _check_placement(name, model, target)
-    _check_placement("target", target, target)
+    check_placement(models)
+
+
+def check_placement(models: Sequence[PreTrainedModel]) -> None:
+    """Raises ``ValueError`` for a model that lies where, or computes in what, no stage can run."""
+    for i, model in enumerate(models):
+        _check_placement(f"draft {i}" if i < len(models) - 1 else "target", model)
 
 
 def check_memory(models: Sequence[PreTrainedModel], rows: int, capacity: int) -> None:
@@ -116,7 +121,7 @@ def _parameters(model: PreTrainedModel) -> set[str]:
     return names
 
 
-def _check_placement(name: str, model: PreTrainedModel, target: PreTrainedModel) -> None:
+def _check_placement(name: str, model: PreTrainedModel) -> None:
     devices = {p.device for p in model.parameters()}
     if any(d.type == "meta" for d in devices):
         raise ValueError(f"{name} has weights that are not loaded (on the meta device, or offloaded); load it whole")

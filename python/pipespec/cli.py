@@ -193,6 +193,8 @@ def _choice(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
     """What --temperature and its like mean to ``generate()``."""
     warpers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given = {name: value for name, value in warpers.items() if value is not None}
+    if args.temperature == 0 and (len(given) > 1 or args.seed is not None):
+        raise ValueError("--temperature 0 is greedy: --top-k, --top-p, --min-p and --seed would have no effect")
     # 0 is what many programs call greedy; transformers refuses it.
     sample = args.temperature != 0 and (bool(given) or args.seed is not None)
     choice: dict[str, Any] = {"do_sample": sample}

@@ -47,7 +47,13 @@ def lost_arguments() -> dict[str, Any]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__:
-            names = ("streamer", "assistant_model", "synced_gpus")
+            names = (
+                "streamer",
+                "assistant_model",
+                "synced_gpus",
+                "negative_prompt_ids",
+                "negative_prompt_attention_mask",
+            )
             lost = {name: frame.f_locals.get(name) for name in names}
             return lost | {"past_key_values": frame.f_locals.get("kwargs", {}).get("past_key_values")}
         frame = frame.f_back

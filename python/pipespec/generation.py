@@ -78,7 +78,9 @@ class Generation:
         new = most - width
         self.limits = [n + new for n in lengths]
 
-        self.seeds = row_seeds(seed, rows) if config.do_sample else None
+        self.seeds = row_seeds(seed, rows) if config.do_sample or seed is not None else None
+        if not config.do_sample:
+            self.seeds = None  # greedy: a seed is looked at, and changes nothing
         wants = config.return_dict_in_generate
         self._record = None
         if wants and (config.output_scores or config.output_logits):
@@ -105,7 +107,7 @@ class Generation:
         self._seen: torch.Tensor | None = None
         self._shown: list[torch.Tensor] = []
         self._judged = 0
-        self._over = torch.zeros(rows, dtype=torch.bool)  # rows that some criterion has called over
+        self._over = torch.zeros(rows, dtype=torch.bool, device="cpu")  # rows that some criterion has called over
         self._streamed = 0  # new tokens per row handed to the streamer
 
     # ---- a cache from outside
@@ -213,7 +215,7 @@ class Generation:
                 self._seen[row, at] = self._tokens(row, self._lengths[row] - 1, self._lengths[row])[0]
             if self._record is not None and self._record.scores is not None:
                 self._shown.append(self._column(self._record.scores, self._judged - 1))
-            over = torch.zeros(len(self.prompts), dtype=torch.bool)
+            over = torch.zeros(len(self.prompts), dtype=torch.bool, device="cpu")
             for criterion in self._criteria:
                 verdict = criterion(self._seen[:, : at + 1], tuple(self._shown) if self._shown else None)
                 over |= torch.as_tensor(verdict).cpu().bool()
@@ -237,10 +239,12 @@ class Generation:
     def _stream(self, final: bool) -> None:
         start = len(self.prompts[0])
         if len(self.prompts) == 1:
-            if self._lengths[0] > start + self._streamed:
-                new = self._tokens(0, start + self._streamed, self._lengths[0])
-                self._streamed += len(new)
-                self._streamer.put(torch.tensor(new))
+            new = self._tokens(0, start + self._streamed, self._lengths[0])
+            self._streamed += len(new)
+            # One by one, as transformers does outside of assisted decoding, unless the streamer wants to see the blocks.
+            for block in [new] if getattr(self._streamer, "takes_blocks", False) else [[token] for token in new]:
+                if block:
+                    self._streamer.put(torch.tensor(block, device="cpu"))
             return
         # As transformers streams a batch: one token of each row at a time, so the slowest row sets the pace.
         counts = [n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)]
@@ -248,11 +252,14 @@ class Generation:
             whole = max(counts)
         else:
             whole = min((n for row, n in enumerate(counts) if not self._ended(row)), default=0)
-        texts = self._generated() if whole > self._streamed else []
         while self._streamed < whole:
             at = self._streamed
             self._streamed += 1
-            self._streamer.put(torch.tensor([text[at] if at < len(text) else self._pad for text in texts]))
+            column = [
+                self._tokens(row, len(p) + at, len(p) + at + 1)[0] if at < count else self._pad
+                for row, (p, count) in enumerate(zip(self.prompts, counts, strict=True))
+            ]
+            self._streamer.put(torch.tensor(column, device="cpu"))
 
     def _ended(self, row: int) -> bool:
         n = self._lengths[row]
@@ -260,15 +267,20 @@ class Generation:
             return True
         return n > len(self.prompts[row]) and self._tokens(row, n - 1, n)[0] in self.request.eos
 
+    def close(self) -> None:
+        """Let go of request and driver, which refer back to here: nothing of a call waits for the garbage collector."""
+        for name in ("request", "_driver", "_block"):
+            self.__dict__.pop(name, None)
+
     # ---- afterwards
 
     def sequences(self) -> torch.Tensor:
         """LongTensor ``[B, S + longest]``, what was committed; finished rows filled with the pad token."""
         generated = self._generated()
         longest = max(map(len, generated))
-        new = torch.full((len(generated), longest), self._pad, dtype=torch.long)
+        new = torch.full((len(generated), longest), self._pad, dtype=torch.long, device="cpu")
         for row, tokens in enumerate(generated):
-            new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+            new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long, device="cpu")
         return torch.cat([self.input_ids.long(), new.to(self.input_ids.device)], dim=1)
 
     def report(self, schedule: str) -> Report:
@@ -338,5 +350,5 @@ def _check_layout(mask: torch.Tensor, lengths: list[int], position_ids: torch.Te
         if position_ids is None:
             continue
         own = position_ids[row % position_ids.shape[0], position_ids.shape[1] - n :]
-        if own.shape[0] != n or not torch.equal(own.cpu().long(), torch.arange(n)):
+        if own.tolist() != list(range(n)):
             raise refusal("position_ids", own.tolist())

@@ -14,7 +14,7 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedMod
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
-from pipespec.checks import check_chain, check_memory, check_schedule
+from pipespec.checks import check_chain, check_memory, check_placement, check_schedule
 from pipespec.compat import lost_arguments
 from pipespec.drivers import Driver, LockstepDriver, WorkersDriver
 from pipespec.drivers.base import Policy
@@ -174,9 +174,9 @@ class Pipeline:
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
                     "generate() was called"
                 )
-            for name in ("assistant_model", "synced_gpus"):
-                if lost.get(name):
-                    raise refusal(name, lost[name])
+            for name, value in lost.items():
+                if ARGUMENTS[name].how is How.REFUSED and value is not None and value is not False:
+                    raise refusal(name, value)
             # transformers makes a cache where the caller gave none.
             prepared = model_kwargs.pop("past_key_values", None)
             cache = lost.get("past_key_values", prepared)
@@ -219,8 +219,10 @@ class Pipeline:
                 "generate() was called from inside of a call of the same pipeline; use another Pipeline there"
             )
         with self._lock:
-            self._owner = threading.get_ident()
+            generation = None
             try:
+                self._owner = threading.get_ident()
+                check_placement(self.models)  # they may have been moved or cast since
                 generation = Generation(
                     self.target,
                     input_ids,
@@ -243,13 +245,15 @@ class Pipeline:
                 return generation.output(self.report)
             finally:
                 self._owner = None
+                if generation is not None:
+                    generation.close()
 
     def _run(self, generation: Generation) -> None:
         try:
             generation.run(self._driver)
         except BaseException as error:
             with suppress(Exception):
-                self.partial = generation.sequences()
+                self.partial = error.partial = generation.sequences()  # type: ignore[attr-defined]
                 error.add_note("What was generated until then is in the pipeline's .partial")
             raise
 

@@ -136,21 +136,24 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
     None draws a seed from torch's generator, so ``torch.manual_seed`` governs it. An integer is the key of row 0; the others' are derived
     from it. A sequence gives the keys themselves: a row generates the same text alone, with its key, as in any batch.
 
-    Raises ``TypeError`` or ``ValueError`` for anything else.
+    Raises ``TypeError`` or ``ValueError`` for anything else, keys of more than 64 bits included.
     """
     if seed is None:
-        seed = int(torch.randint(0, 2**63 - 1, ()))
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
-        return [_derived(int(seed), row) for row in range(rows)]
+        seed = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
     if isinstance(seed, torch.Tensor):
-        seed = seed.flatten().tolist()
-    if not isinstance(seed, Sequence) or isinstance(seed, (str, bytes)):
+        seed = seed.flatten().tolist() if seed.ndim else seed.item()
+    one = isinstance(seed, (int, np.integer))
+    if not one and (not isinstance(seed, Sequence) or isinstance(seed, (str, bytes))):
         raise TypeError(f"seed must be an integer, or one integer per row, not {seed!r}")
-    if len(seed) != rows:
-        raise ValueError(f"seed: {len(seed)} seeds for {rows} rows (num_return_sequences counts)")
-    if not all(isinstance(s, (int, np.integer)) and not isinstance(s, bool) for s in seed):
-        raise TypeError(f"seed must be an integer, or one integer per row, not {list(seed)!r}")
-    return [int(s) % 2**64 for s in seed]
+    keys = [seed] if one else list(seed)
+    if not all(isinstance(s, (int, np.integer)) and not isinstance(s, bool) for s in keys):
+        raise TypeError(f"seed must be an integer, or one integer per row, not {seed!r}")
+    if not one and len(keys) != rows:
+        raise ValueError(f"seed: {len(keys)} seeds for {rows} rows (num_return_sequences counts)")
+    for key in keys:
+        if not -(2**63) <= key < 2**64:
+            raise ValueError(f"seed must have at most 64 bits, not {key}")
+    return [_derived(int(seed), row) for row in range(rows)] if one else [int(key) % 2**64 for key in keys]
 
 
 def _derived(seed: int, row: int) -> int:
@@ -182,22 +185,30 @@ class Selector:
         keeps it up to date.
     record: where the target notes scores and logits.
     vocabulary: the target's; logits of a draft's padding beyond it are left out.
+    judges: whether this is the target, whose logits must allow a choice; what a draft makes of odd ones is only a hint.
     """
 
     def __init__(
-        self, selection: Selection, text: np.ndarray, record: Record | None = None, vocabulary: int | None = None
+        self,
+        selection: Selection,
+        text: np.ndarray,
+        record: Record | None = None,
+        vocabulary: int | None = None,
+        judges: bool = True,
     ) -> None:
         self._selection = selection
         self._text = text
         self._record = record
         self._vocabulary = vocabulary
+        self._judges = judges
         rows = text.shape[0]
         self._processors = [[_for_row(p, row, rows, selection) for p in selection.processors] for row in range(rows)]
         self._stepwise = selection.stepwise or (record is not None and record.scores is not None)
         self._penalty = selection.penalty
         if selection.seeds is not None:
             self._keys = torch.from_numpy(np.array(selection.seeds, dtype=np.uint64).view(np.int64))
-            self._inverse_temperature = torch.full((rows,), 1 / selection.temperature, dtype=torch.float32)
+            inverse = torch.full((rows,), 1 / selection.temperature, dtype=torch.float32, device="cpu")
+            self._inverse_temperature = inverse
 
     def __call__(
         self, logits: torch.Tensor, fed: torch.Tensor, n_fed: np.ndarray, n_hint: np.ndarray, positions: np.ndarray
@@ -221,12 +232,31 @@ class Selector:
                 cutoff = self._cutoff(logits, self._inverse_temperature, n_fed=n_fed, n_hint=n_hint)
             noise = Noise(self._keys, positions, self._inverse_temperature, cutoff)
         selected, accepted = ops.verify(logits, fed, n_fed, n_hint, noise=noise)
+        if self._judges and noise is not None:
+            self._check_drawn(logits, selected.numpy(), accepted.numpy(), n_fed, n_hint, positions)
         if self._record is not None and self._record.logits is not None:
             for row, kept in enumerate(accepted.tolist()):
                 if n_fed[row] > 0:
                     first = int(n_fed[row]) - 1 - int(n_hint[row])
                     self._record.logits[row].extend(raw[row, first : first + kept + 1].float().clone().unbind(0))
         return selected
+
+    def _check_drawn(
+        self,
+        logits: torch.Tensor,
+        selected: np.ndarray,
+        accepted: np.ndarray,
+        n_fed: np.ndarray,
+        n_hint: np.ndarray,
+        positions: np.ndarray,
+    ) -> None:
+        """``ValueError`` where a token was drawn from logits that are no distribution."""
+        rows, steps = np.nonzero(selected >= 0)
+        columns = (n_fed - 1 - n_hint)[rows] + steps
+        best = logits[rows, columns, selected[rows, steps]].float()
+        if not bool(torch.isfinite(best).all()):
+            at = int((~torch.isfinite(best)).nonzero()[0])
+            raise _nothing_to_draw(int(rows[at]), int(positions[rows[at]] + columns[at]))
 
     def _cutoff(self, logits: torch.Tensor, inverse_temperature: torch.Tensor, **counts: Any) -> torch.Tensor:
         s = self._selection
@@ -262,7 +292,7 @@ class Selector:
         self, logits: torch.Tensor, fed: torch.Tensor, n_fed: np.ndarray, n_hint: np.ndarray, positions: np.ndarray
     ) -> torch.Tensor:
         """One row and one position after the other, with the exact prefix of each."""
-        selected = torch.full(fed.shape, -1, dtype=torch.int32)
+        selected = torch.full(fed.shape, -1, dtype=torch.int32, device="cpu")
         for row in range(logits.shape[0]):
             if n_fed[row] == 0:
                 continue
@@ -280,23 +310,36 @@ class Selector:
         record, selection = self._record, self._selection
         prefix = np.concatenate([selection.padding[row], self._text[row, :position].astype(np.int64)])
         ids = torch.from_numpy(prefix)[None].to(logits.device)
-        scores = logits.to(torch.float32, copy=True)
-        if record is not None and record.logits is not None:
-            record.logits[row].append(scores[0].clone())
-        for process in self._processors[row]:
-            scores = process(ids, scores)
+        # Processors are used to plain tensors: some enable gradients for themselves.
+        with torch.inference_mode(False), torch.no_grad():
+            scores = logits.to(torch.float32, copy=True)
+            if record is not None and record.logits is not None:
+                record.logits[row].append(scores[0].clone())
+            for process in self._processors[row]:
+                scores = process(ids, scores)
+            scores = scores.detach()
         if selection.seeds is None:
             token = int(ops.argmax(scores[None])[0, 0])
         else:
+            if self._judges and not bool(torch.isfinite(scores.max())):
+                raise _nothing_to_draw(row, position)
             inverse = self._inverse_temperature[row : row + 1]
             cutoff = self._cutoff(scores[None], inverse) if selection.cuts else None
             noise = Noise(self._keys[row : row + 1], np.array([position]), inverse, cutoff)
             token = int(ops.sample(scores[None], noise)[0, 0])
         if record is not None and record.scores is not None:
-            for warp in selection.warpers:
-                scores = warp(ids, scores)
+            with torch.inference_mode(False), torch.no_grad():
+                for warp in selection.warpers:
+                    scores = warp(ids, scores)
             record.scores[row].append(scores[0])
         return token
+
+
+def _nothing_to_draw(row: int, position: int) -> ValueError:
+    return ValueError(
+        f"no token can be drawn at position {position} of row {row}: its scores are NaN, infinite, or all -inf. Does a logits processor "
+        "forbid every token there, or has the model overflown?"
+    )
 
 
 def _ignored(penalty: Any) -> Any:

@@ -18,6 +18,9 @@ from pipespec_kernels.state import Action, StateBlock
 WIDTH = 64
 """Most tokens that one row feeds in one step. A stage further behind than that catches up in several."""
 
+_FIRST_ROOM = 1024
+"""New tokens for which a cache has room at first; then its room doubles."""
+
 PREFILL_CHUNK = 512
 """Tokens per row and forward in the prefill: bounds its activations and its mask."""
 
@@ -78,11 +81,15 @@ class Stage:
     def prefill(self, start: Start, record: Record | None = None) -> None:
         """Start the rows of a generation: cache the keys and values of each prompt but its last token."""
         prompts = start.prompts
-        rows, capacity = len(prompts), max(start.limits) + WIDTH
+        # Room for a while: a limit is often the model's, and far away. step() makes more.
+        most, longest = max(start.limits) + WIDTH, max(len(p) for p in prompts)
+        rows, capacity = len(prompts), min(most, longest + _FIRST_ROOM + WIDTH)
         # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
         self._clamp = self._vocabulary - 1 if self._vocabulary < start.vocabulary else None
         cache = self._cache
         held = [0] * rows
+        if cache is not None and not cache.suits(self.model):  # it was moved, or cast
+            self._cache = cache = None
         if cache is not None and start.reuse and cache.rows == rows:
             held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
             cache.reserve(capacity)
@@ -90,7 +97,7 @@ class Stage:
             self._cache = cache = None  # before the new one is allocated
             self._cache = cache = RowCache.for_model(self.model, rows, capacity)
         cache.truncate(held)
-        self._text = np.zeros((rows, capacity), dtype=np.int32)
+        self._text = np.zeros((rows, most), dtype=np.int32)
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
         self._held = [len(p) - 1 for p in prompts]
@@ -99,7 +106,8 @@ class Stage:
         selection = start.selection
         if self._clamp is not None and selection.stepwise:
             selection = replace(selection, processors=())  # they may name tokens that it does not have
-        self._select = Selector(selection, self._text, record, start.vocabulary)
+        judges = self.index == self.block.target
+        self._select = Selector(selection, self._text, record, start.vocabulary, judges)
         self.port = self.block.port(self.index, WIDTH)
         self._tokens = torch.from_numpy(self.port.tokens)
         self._kv, self._n_fed, self._n_hint, self._n_select = (
@@ -150,6 +158,9 @@ class Stage:
         assert cache is not None
         cache.truncate(self._kv)
         columns = port.columns
+        need = cache.get_seq_length() + columns
+        if need > cache.capacity:
+            cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
         fed = self._tokens[: self._rows, :columns].to(self.model.device)
         for row in range(self._rows):
             at, n = self._kv[row], self._n_fed[row]

@@ -9,6 +9,8 @@ from typing import Any
 class TextStream:
     """A streamer for ``generate()`` that decodes step by step.
 
+    It takes the tokens of each step as one block, and so can tell accepted drafts from the target's own token.
+
     A token may end in the middle of a character, and its text may depend on the token before it: each is decoded together with
     the one before, and held back until its last character is whole.
 
@@ -17,6 +19,8 @@ class TextStream:
     decode: token ids to text.
     write: gets each new piece of text, and whether a draft proposed its token (False: the target's own token).
     """
+
+    takes_blocks = True
 
     def __init__(self, decode: Callable[[list[int]], str], write: Callable[[str, bool], None]) -> None:
         self._decode = decode
