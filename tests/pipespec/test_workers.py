@@ -19,7 +19,7 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.drivers import workers
-from pipespec.drivers.workers import StageFailure
+from pipespec.drivers.base import StageFailure
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,9 @@ from transformers import PreTrainedModel
 from pipespec.sampling import Record
 from pipespec.stage import WIDTH, Stage, Start
 from pipespec_kernels.state import StateBlock
+
+_INSIDE = {"pipespec", "transformers", "torch"}
+"""Packages between the user's line and a warning."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,10 @@ class Policy:
         return min(self.windows[stage - 1], WIDTH // 2) if stage > 0 else 0
 
 
+class StageFailure(RuntimeWarning):
+    """A draft stage died or failed; the text is the same, only slower."""
+
+
 class Driver(ABC):
     """Runs the stages of one chain until the target's rows are complete.
 
@@ -74,9 +83,23 @@ class Driver(ABC):
         self.block.ensure(len(starts), max(limit - start + 2 for start, limit in zip(starts, limits, strict=True)))
         self.block.reset(starts, limits, [int(p[-1]) for p in prompts], request.eos)
 
+    def _lost(self, i: int, what: str) -> None:
+        """Tell the user, once, and no stage waits for it any more."""
+        self.block.set_alive(i, False)
+        message = f"draft stage {i} {what}. The text is not affected, only its speed"
+        warnings.warn(message, StageFailure, stacklevel=_level_of_caller())
+
     @abstractmethod
     def run(self, request: Request) -> None:
         """Generate. Returns when every row of the target is complete."""
 
     def close(self) -> None:
         """Release what the driver holds beyond memory. May be called more than once."""
+
+
+def _level_of_caller() -> int:
+    """``stacklevel`` for a warning of our caller's that is to point at the user's line, behind us and transformers."""
+    level, frame = 0, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -30,8 +30,12 @@ class LockstepDriver(Driver):
         self._prepare(request)
         start = request.start
         drafts_start = replace(start, selection=pickle.loads(request.draft_selection))
-        for stage in self._stages[:-1]:
-            stage.prefill(drafts_start)
+        for i, stage in enumerate(self._stages[:-1]):
+            self.block.set_alive(i, True)
+            try:
+                stage.prefill(drafts_start)
+            except Exception as error:
+                self._failed(i, error)
         self.target.prefill(start, request.record)
         target = len(self._stages) - 1
         while self._advance(target) != Action.FINISHED:
@@ -43,4 +47,17 @@ class LockstepDriver(Driver):
         if i > 0:
             while self._advance(i - 1) == Action.STEP:
                 pass
-        return self._stages[i].step(self.policy.window(i), self.policy.max_hints(i))
+        stage, window, max_hints = self._stages[i], self.policy.window(i), self.policy.max_hints(i)
+        if stage is self.target:
+            return stage.step(window, max_hints)
+        if not self.block.is_alive(i):
+            return Action.IDLE
+        try:
+            return stage.step(window, max_hints)
+        except Exception as error:  # a draft's failure costs speed, not the text
+            self._failed(i, error)
+            return Action.IDLE
+
+    def _failed(self, i: int, error: Exception) -> None:
+        cause = f"{type(error).__name__}: {error}"
+        self._lost(i, f"failed ({cause}); this call goes on without it, the next one tries it again")
