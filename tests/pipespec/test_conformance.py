@@ -382,12 +382,24 @@ def test_every_argument_is_classified_and_has_a_case(capsys):
         print(f"\n{len(ARGUMENTS)} arguments of generate(), {len(set(INSTALLED))} of them installed:", dict(counts))
 
 
-def test_an_argument_that_nobody_knows_is_refused(situations):
-    """A field that a later transformers may bring: refused in a call, in a configuration, and in the model's own."""
+def test_an_argument_that_nobody_knows_is_refused(situations, monkeypatch):
+    """In a call, and where it is a field that a later transformers may bring. Entries of the user's own are carried along."""
     s = situations["one"]
     with pytest.raises(TypeError, match="'quantum_leap'"):
         s.call(s.pipe.generate, quantum_leap=3)
     config = GenerationConfig(max_new_tokens=3)
+    config.quantum_leap = 3
+    assert torch.equal(
+        s.call(s.pipe.generate, generation_config=config), s.call(s.model.generate, generation_config=config)
+    )
+
+    class Later(GenerationConfig):
+        def __init__(self, **kwargs):
+            self.quantum_leap = None
+            super().__init__(**kwargs)
+
+    monkeypatch.setattr("pipespec.arguments.GenerationConfig", Later)
+    config = Later(max_new_tokens=3)
     config.quantum_leap = 3
     with pytest.raises(NotImplementedError, match="quantum_leap=3"):
         s.call(s.pipe.generate, generation_config=config)

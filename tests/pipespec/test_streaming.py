@@ -261,7 +261,9 @@ def test_a_streamer_that_raises(chain, error, at):
         partial = chain.partial
         assert PROMPT.shape[1] + at <= partial.shape[1] < whole.shape[1]
         assert torch.equal(partial, whole[:, : partial.shape[1]])
-        assert recorder.new == partial[0, PROMPT.shape[1] :].tolist()
+        # A streamer is handed one token at a time; what the target had committed may be more.
+        assert recorder.new == partial[0, PROMPT.shape[1] :].tolist()[: len(recorder.new)]
+        assert len(recorder.new) >= at
     else:  # at the prompt already: nothing was generated
         assert chain.partial is None
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), whole)
