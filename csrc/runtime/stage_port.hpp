@@ -2,6 +2,7 @@
 // feed, commit() takes the selections for it, park() sleeps until a neighbour has published.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
@@ -43,7 +44,7 @@ class StagePort {
       const Word before = Sequence(block_, stage_, row).word();
       const Step step = steps_[row] = pipespec::plan(block_, stage_, row, policy, tokens);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
-      for (std::uint32_t i = step.n_fed; i < width_; ++i) tokens[i] = 0;
+      std::fill(tokens + step.n_fed, tokens + width_, 0);
       kv_[row] = static_cast<std::int32_t>(step.kv);
       n_fed_[row] = static_cast<std::int32_t>(step.n_fed);
       n_hint_[row] = static_cast<std::int32_t>(step.n_hint);

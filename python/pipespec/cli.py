@@ -1,4 +1,4 @@
-"""The command line: ``pipespec generate``, ``demo`` and ``doctor``.
+"""The command line: ``pipespec generate``, ``demo``, ``plan`` and ``doctor``.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0; 1 where the answer is "no" (texts differ, this installation
 cannot work); 2 for an error; 130 after Ctrl-C. torch is imported only by what needs it.
@@ -104,6 +104,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--prompts", metavar="N", type=int, help="how many prompts to measure")
     demo.add_argument("--new-tokens", metavar="N", type=int, help="most tokens per prompt")
     demo.add_argument("--family", metavar="FOLDER", type=Path, help="other models: FOLDER/target, /medium and /small")
+
+    plan = commands.add_parser("plan", help="predict what a chain of models gives", description=_plan.__doc__)
+    plan.set_defaults(command=_plan)
+    plan.add_argument(
+        "--traces",
+        metavar="FOLDER",
+        type=Path,
+        required=True,
+        help="logged runs of the published system, one .json each",
+    )
+    plan.add_argument("--json", action="store_true", help="the same figures, for programs")
 
     doctor = commands.add_parser("doctor", help="what is installed, what is wrong", description=_doctor.__doc__)
     doctor.set_defaults(command=_doctor)
@@ -266,6 +277,17 @@ def _demo(args: argparse.Namespace) -> int:
     size = QUICK if args.quick else FULL
     size = replace(size, prompts=args.prompts or size.prompts, new_tokens=args.new_tokens or size.new_tokens)
     return 0 if run_demo(size, text, args.family) else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Re-derive the published table from logged runs, predict the pipelines from the lock steps by simulation, and say what our
+    protocol would give at their step times."""
+    with working("simulating"):
+        from pipespec.planning import traces
+
+        report = traces.report(traces.load(args.traces))
+    print(json.dumps(report, indent=1) if args.json else traces.as_text(report))
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,0 +1,112 @@
+// Discrete-event simulation of a chain in virtual time, to predict what a schedule gives before it
+// is run.
+//
+// asynchronous() and lockstep() drive the very StagePort, plan() and commit() that the product
+// runs: what a stage may do next is not modelled but executed, so the simulation cannot drift from
+// the protocol. Modelled are only the forwards: how long one takes, and which token a stage says.
+// reference_async() and reference_sync() are the published system (arXiv 2505.01572), for
+// comparison; spd() is speculative pipeline decoding (arXiv 2605.30852).
+//
+// Every function throws std::invalid_argument on a setting that makes no sense, and gives the same
+// result for the same seed on every machine with IEEE doubles.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pipespec::sim {
+
+// Which token each stage says. Exactly one of the two is set.
+//
+// `acceptance[s]`: probability that stages s and s+1 say the same after the same text, independent
+// between positions, contexts and pairs. Two drafts that differ from their neighbours never meet
+// again by chance.
+//
+// `table`: [positions][stages - 1] bytes, one row per position of the target's text: 0 where the
+// draft says what the target says; equal numbers are equal tokens. Replays a text, correlations
+// between stages and along the text included. After a text that is not the target's, the row of a
+// pseudo-random position is taken. Positions past the end begin again; row r of a batch begins at
+// r * tokens.
+struct Answers {
+  std::vector<double> acceptance;
+  std::vector<std::uint8_t> table;
+};
+
+struct StageModel {
+  std::vector<double>
+      step_s;  // seconds of a step that feeds [i] + 1 columns; the last for all wider ones
+  double start_s = 0.0;         // when its prompt is ready
+  std::uint32_t device = 0;     // stages with one number share a device
+  std::uint32_t window = 0;     // as in Policy
+  std::uint32_t max_hints = 0;  // as in Policy
+  std::uint32_t wait = 0;       // min_hints of Policy, with the drivers' deadline
+};
+
+struct Setting {
+  std::vector<StageModel> stages;
+  Answers answers;
+  std::uint32_t tokens = 0;  // new tokens per row
+  std::uint32_t rows = 1;
+  std::uint32_t width = 64;  // columns of a step
+  std::uint64_t seed = 0;
+  // asynchronous() only:
+  double contention = 1.0;  // a step lasts 1 + contention * n as long beside n others on its device
+  double patience = 1.5;    // deadline of a wait: this * wait * mean step of upstream
+  double wake_s = 0.0;      // from a publication to the look of a stage that slept
+  // With fewer hints than `wait`, decode one token and leave the hints alone, instead of sleeping.
+  // For targets whose one-token steps cost much less than wider ones. No driver does it yet.
+  bool decode_meanwhile = false;
+  // Idealisations, to check closed forms; no driver has them:
+  bool preempt = false;      // a draft drops the forward it is in when it learns that it is useless
+  double handshake_s = 0.0;  // after each step of a verifier, it and its upstream stand still
+  // reference_*() only; its handshake_s is the fixed cost of one acknowledgement:
+  std::uint32_t lookahead = 0;
+};
+
+struct StageResult {
+  std::uint64_t steps = 0;      // forwards
+  std::uint64_t drafted = 0;    // hints fed
+  std::uint64_t accepted = 0;   // hints that survived
+  std::uint64_t adopted = 0;    // tokens taken over from downstream
+  std::uint64_t truncated = 0;  // tokens taken back
+  std::uint64_t rollbacks = 0;
+  double busy_s = 0.0;                   // in a forward
+  std::vector<std::uint64_t> histogram;  // [n]: row steps that appended n tokens
+};
+
+struct Result {
+  double seconds = 0.0;      // until the target's last row is complete
+  std::uint64_t tokens = 0;  // of all rows
+  std::vector<StageResult> stages;
+};
+
+// Every stage runs whenever plan() finds something to do: the `workers` driver.
+Result asynchronous(const Setting& setting);
+// The `lockstep` driver: one step at a time, windows filled from the smallest draft upwards.
+Result lockstep(const Setting& setting);
+// The published system: minimum window `lookahead`, a request and its acknowledgement after every
+// verification, corrections hop by hop, no bonus adopted, stage 0 without bound.
+Result reference_async(const Setting& setting);
+// Its synchronous baseline: rounds of lookahead - 1 drafts.
+Result reference_sync(const Setting& setting);
+
+struct SpdSetting {
+  std::vector<double> stage_s;  // one cycle of each stage of the target
+  double draft_s = 0.0;         // the draft module
+  double cycle_s = 0.0;         // fixed cost of a cycle: control, transfers, verification
+  bool shared = false;          // all on one device: a cycle lasts as long as its parts together
+  double acceptance = 0.0;
+  std::vector<std::uint8_t> table;  // instead: 0 where the draft is right, per position
+  std::uint32_t tokens = 0;
+  std::uint32_t rows = 1;
+  std::uint64_t seed = 0;
+};
+struct SpdResult {
+  double seconds = 0.0;
+  std::uint64_t tokens = 0;
+  std::uint64_t cycles = 0;
+  std::uint64_t flushes = 0;
+};
+SpdResult spd(const SpdSetting& setting);
+
+}  // namespace pipespec::sim
