@@ -35,10 +35,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Policy:
-    """The numbers that steer a chain; the text does not depend on them.
+    """The numbers that steer a chain; the text does not depend on them, and they may change between any two steps.
 
-    ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it. ``wait``: drafts that a verifying
-    stage awaits when it has fewer (a bet with a deadline, never a condition).
+    ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it; 0: the draft rests. ``wait``: drafts that the
+    target awaits when it has fewer (a bet with a deadline, never a condition).
     """
 
     windows: tuple[int, ...] = field(default_factory=tuple)
@@ -48,7 +48,16 @@ class Policy:
         return self.windows[stage] if stage < len(self.windows) else 0
 
     def max_hints(self, stage: int) -> int:
-        return min(self.windows[stage - 1], WIDTH // 2) if stage > 0 else 0
+        return min(self.windows[stage - 1], WIDTH // 2) if 0 < stage <= len(self.windows) else 0
+
+    @property
+    def rests(self) -> bool:
+        """Whether nobody drafts for the target."""
+        return self.max_hints(len(self.windows)) == 0
+
+    def resting(self) -> Policy:
+        """The same chain, its drafts all at rest: plain decoding."""
+        return Policy((0,) * len(self.windows))
 
 
 class Driver(ABC):
@@ -77,6 +86,12 @@ class Driver(ABC):
     @abstractmethod
     def run(self, request: Request) -> None:
         """Generate. Returns when every row of the target is complete."""
+
+    def steer(self, policy: Policy) -> None:
+        """Use these numbers from the next step on. Between calls, or from a request's ``on_commit``."""
+        if len(policy.windows) != len(self.models) - 1:
+            raise ValueError(f"a chain of {len(self.models)} needs {len(self.models) - 1} windows, not {policy.windows}")
+        self.policy = policy
 
     def close(self) -> None:
         """Release what the driver holds beyond memory. May be called more than once."""

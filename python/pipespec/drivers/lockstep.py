@@ -40,7 +40,7 @@ class LockstepDriver(Driver):
 
     def _advance(self, i: int) -> Action:
         """Give stage ``i`` its drafts, then let it take one step."""
-        if i > 0:
+        if self.policy.max_hints(i) > 0:  # else upstream rests
             while self._advance(i - 1) == Action.STEP:
                 pass
         return self._stages[i].step(self.policy.window(i), self.policy.max_hints(i))
