@@ -38,11 +38,13 @@ class Policy:
     """The numbers that steer a chain; the text does not depend on them, and they may change between any two steps.
 
     ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it; 0: the draft rests. ``wait``: drafts that the
-    target awaits when it has fewer (a bet with a deadline, never a condition).
+    target awaits when it has fewer (a bet with a deadline, never a condition). ``threads``: of the target beside workers; None: what they
+    leave, or all while the drafts rest.
     """
 
     windows: tuple[int, ...] = field(default_factory=tuple)
     wait: int = 0
+    threads: int | None = None
 
     def window(self, stage: int) -> int:
         return self.windows[stage] if stage < len(self.windows) else 0
@@ -54,10 +56,6 @@ class Policy:
     def rests(self) -> bool:
         """Whether nobody drafts for the target."""
         return self.max_hints(len(self.windows)) == 0
-
-    def resting(self) -> Policy:
-        """The same chain, its drafts all at rest: plain decoding."""
-        return Policy((0,) * len(self.windows))
 
 
 class Driver(ABC):
@@ -92,6 +90,10 @@ class Driver(ABC):
         if len(policy.windows) != len(self.models) - 1:
             raise ValueError(f"a chain of {len(self.models)} needs {len(self.models) - 1} windows, not {policy.windows}")
         self.policy = policy
+
+    def forget(self) -> None:
+        """Give back the caches of the stages in this process, until the next call. While none runs."""
+        self.target.forget()
 
     def close(self) -> None:
         """Release what the driver holds beyond memory. May be called more than once."""

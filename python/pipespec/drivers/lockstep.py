@@ -38,6 +38,10 @@ class LockstepDriver(Driver):
             if request.on_commit is not None:
                 request.on_commit()
 
+    def forget(self) -> None:
+        for stage in self._stages:
+            stage.forget()
+
     def _advance(self, i: int) -> Action:
         """Give stage ``i`` its drafts, then let it take one step."""
         if self.policy.max_hints(i) > 0:  # else upstream rests

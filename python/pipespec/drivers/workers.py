@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.drivers.base import Driver, Policy, Request
-from pipespec.drivers.weights import SharedWeights
+from pipespec.drivers.weights import SharedWeights, share
 from pipespec.drivers.worker import Failed, Run, Setup
 from pipespec.sampling import Selection
 from pipespec.stage import Stage
@@ -150,12 +150,7 @@ class WorkersDriver(Driver):
         self._target = Stage(models[-1], self.block, drafts)
         self.block.set_alive(drafts, True)
         self._generation = 0
-        self._weights = []
-        for model in models[:-1]:
-            weights = SharedWeights.describe(model)
-            memory = SharedMemory.create(weights.size, "pipespec-weights")
-            weights.store(model, memory)
-            self._weights.append((weights, memory))
+        self._weights = [share(model) for model in models[:-1]]
         self._workers: dict[int, _Worker] = {}
         # Also at interpreter exit, and when the driver is garbage.
         weakref.finalize(self, _shut_down, self._workers)
@@ -235,7 +230,8 @@ class WorkersDriver(Driver):
 
     def _share_threads(self) -> None:
         """While the drafts rest, their cores are the target's."""
-        torch.set_num_threads(self._all_threads if self.policy.rests else self._target_threads)
+        own = self._all_threads if self.policy.rests else self._target_threads
+        torch.set_num_threads(min(self.policy.threads or own, self._all_threads))
 
     def _lost(self, i: int, what: str) -> None:
         """Tell the user, once, and no stage waits for it any more. To be called from ``run`` itself."""
