@@ -259,7 +259,11 @@ class Generation:
         return time.perf_counter() - self._began
 
     def report(
-        self, schedule: str, names: Sequence[str] | None = None, decisions: Sequence[str] | None = None, seconds: float = 0.0
+        self,
+        schedule: str,
+        names: Sequence[str] | None = None,
+        decisions: Sequence[str] | None = None,
+        seconds: float = 0.0,
     ) -> Report:
         """What the call did; ``names``: of its stages."""
         seconds = seconds or self.seconds

@@ -86,7 +86,9 @@ class Pipeline:
         self._driver: Driver | None = None
         if self.schedule == "auto":
             if windows is not None or wait is not None:
-                raise ValueError("windows and wait are what schedule='auto' chooses: leave them out, or name a schedule")
+                raise ValueError(
+                    "windows and wait are what schedule='auto' chooses: leave them out, or name a schedule"
+                )
             self._auto = Auto(self.models)
         else:
             self._driver = self._make_driver(windows, wait)

@@ -88,7 +88,9 @@ class Driver(ABC):
     def steer(self, policy: Policy) -> None:
         """Use these numbers from the next step on. Between calls, or from a request's ``on_commit``."""
         if len(policy.windows) != len(self.models) - 1:
-            raise ValueError(f"a chain of {len(self.models)} needs {len(self.models) - 1} windows, not {policy.windows}")
+            raise ValueError(
+                f"a chain of {len(self.models)} needs {len(self.models) - 1} windows, not {policy.windows}"
+            )
         self.policy = policy
 
     def forget(self) -> None:

@@ -57,7 +57,7 @@ class Auto:
     ----------
     models: drafts, then the target.
     profile, tables: instead of measuring (tests). ``tables``: agreement by mode, ``"greedy"`` and ``"sampled"``.
-    clock: of steering and learning. steering: what makes a call's.
+    clock: of steering and learning. steering: what makes a call's. names: of the stages.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class Auto:
         tables: dict[str, np.ndarray] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         steering: Callable[..., Steer] = Steering,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.models = list(models)
-        self.names = [f"draft {i}" for i in range(len(models) - 1)] + ["target"]
+        self.names = list(names) if names else [f"draft {i}" for i in range(len(models) - 1)] + ["target"]
         self.clock, self.steering = clock, steering
         self.cores = len(os.sched_getaffinity(0))
         self._drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}
@@ -97,8 +98,12 @@ class Auto:
             if stored is None and self._key:
                 self._store()
             self.plan = self._planned(Call(), "greedy")
-            if self.plan.chosen.schedule == "workers":  # processes take seconds to start: not in the first call
-                self._driver(self.plan.chosen)
+            chosen = None
+            if self.plan.speculates:  # processes take seconds to start: not in the first call
+                chosen = self._driver(self.plan.chosen)
+            for driver in self._drivers.values():  # measured with, and not needed now
+                if driver is not chosen:
+                    driver.close()
         except BaseException:
             self.close()
             raise
@@ -148,7 +153,7 @@ class Auto:
 
     # ---- planning
 
-    def _answers(self, mode: str) -> Answers:
+    def answers(self, mode: str) -> Answers:
         table = self.tables.get(mode, self.tables.get("greedy"))
         return Answers(table=table) if table is not None else Answers(acceptance=(0.5,) * (len(self.models) - 1))
 
@@ -158,15 +163,15 @@ class Auto:
         if at not in self._plans:
             schedules = ("lockstep", "workers") if self.cores > 1 else ("lockstep",)
             self._plans[at] = planner.plan(
-                self.profile, self._answers(mode), replace(call, rows=at[0]), schedules=schedules, cores=self.cores
+                self.profile, self.answers(mode), replace(call, rows=at[0]), schedules=schedules, cores=self.cores
             )
         return planner.decide(self._plans[at], self._corrections.get(at[0], {}))
 
     def _replan(self, mode: str) -> None:
         """Forget what followed from a table that has changed."""
-        for known in (self._plans, self._ladders):
-            for at in [a for a in known if a[1] == mode or mode == "greedy"]:
-                del known[at]  # type: ignore[attr-defined]
+        follows = {mode} if mode != "greedy" or "sampled" in self.tables else {"greedy", "sampled"}
+        self._plans = {at: plan for at, plan in self._plans.items() if at[1] not in follows}
+        self._ladders = {at: rungs for at, rungs in self._ladders.items() if at[1] not in follows}
 
     def _choose(self, plan: Plan, rows: int) -> Candidate:
         """The plan's choice; or one that is as good as that and has not been tried."""
@@ -294,9 +299,7 @@ class Auto:
         prompt, said = generation.prompts[row], generation.generated()[row]
         if len(said) >= 16 and not selection.stepwise:
             text = np.concatenate([prompt, np.array(said, dtype=np.int32)])
-            table = profiles.agreement_on(
-                self.models, text, len(prompt), own_text=True, selection=selection, row=row
-            )
+            table = profiles.agreement_on(self.models, text, len(prompt), own_text=True, selection=selection, row=row)
             old = self.tables.get(mode)
             before = None if old is None else (old == 0).mean(axis=0)
             if old is not None and not fresh:
@@ -306,7 +309,9 @@ class Auto:
             after = (table == 0).mean(axis=0)
             if before is None or fresh or bool(np.any(np.abs(before - after) > _MOVED)):
                 self._replan(mode)
-                self._decisions.append(f"agreement with the target is {', '.join(f'{a:.2f}' for a in after)}: planned anew")
+                self._decisions.append(
+                    f"agreement with the target is {', '.join(f'{a:.2f}' for a in after)}: planned anew"
+                )
                 self._store()
         # What it takes to begin is not held against it.
         self._learning = 0.0 if fresh else self._learning + self.clock() - began
@@ -321,7 +326,14 @@ class _Session:
     """One call under ``Auto``."""
 
     def __init__(self, auto: Auto, driver: Driver, candidate: Candidate, plan: Plan, mode: str, rows: int) -> None:
-        self.auto, self.driver, self.candidate, self.plan, self.mode, self.rows = auto, driver, candidate, plan, mode, rows
+        self.auto, self.driver, self.candidate, self.plan, self.mode, self.rows = (
+            auto,
+            driver,
+            candidate,
+            plan,
+            mode,
+            rows,
+        )
         self.names = [auto.names[i] for i in candidate.drafts] + ["target"]
         self.steering: Steer | None = None
         self._threads = torch.get_num_threads()
@@ -365,6 +377,7 @@ class _Session:
             tokens=tokens,
             clock=auto.clock,
             rows=rows,
+            expected=planner.neighbours(auto.answers(self.mode), self.candidate.drafts, len(auto.models))[-1],
         )
         return self.steering.look
 
@@ -372,9 +385,7 @@ class _Session:
         auto = self.auto
         at = (self.rows, self.mode, self.candidate.key)
         if at not in auto._ladders:
-            auto._ladders[at] = planner.ladder(
-                auto.profile, auto._answers(self.mode), self.candidate, self.plan.call
-            )
+            auto._ladders[at] = planner.ladder(auto.profile, auto.answers(self.mode), self.candidate, self.plan.call)
         return auto._ladders[at]
 
     def run(self, generation: Generation) -> None:

@@ -133,7 +133,8 @@ class Plan:
         left = 3  # columns of words
         shown = [
             "  ".join(
-                cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+                cell.ljust(w) if i < left else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in lines
         ]
@@ -154,7 +155,13 @@ def _as_dict(c: Candidate) -> dict[str, Any]:
 
 
 def predict(
-    profile: Chain, answers: Answers, candidate: Candidate, call: Call, *, seed: int = 0, contention: float | None = None
+    profile: Chain,
+    answers: Answers,
+    candidate: Candidate,
+    call: Call,
+    *,
+    seed: int = 0,
+    contention: float | None = None,
 ) -> Candidate:
     """``candidate`` with its predicted rate. ``answers`` are of all drafts of the profile."""
     rows = call.rows
@@ -209,9 +216,7 @@ def _subset(answers: Answers, drafts: Sequence[int], stages: int) -> Answers:
         return Answers(table=np.ascontiguousarray(answers.table[:, list(drafts)]))
     # Independent pairs: neighbours that are further apart agree where all between them do.
     bounds = [*drafts, stages - 1]
-    return Answers(
-        acceptance=tuple(math.prod(answers.acceptance[a:b]) for a, b in itertools.pairwise(bounds))
-    )
+    return Answers(acceptance=tuple(math.prod(answers.acceptance[a:b]) for a, b in itertools.pairwise(bounds)))
 
 
 def subsets(profile: Chain) -> list[tuple[int, ...]]:
@@ -229,7 +234,9 @@ def _grid(schedule: str, drafts: int) -> list[tuple[tuple[int, ...], int]]:
     sizes = _WINDOWS[schedule]
     waits = _WAITS if schedule == "workers" else (0,)
     # The same window for all but the last draft: the product of all would be too many.
-    pairs = [(w,) for w in sizes] if drafts == 1 else [(a,) * (drafts - 1) + (b,) for a in sizes[1:4] for b in sizes[1:]]
+    pairs = (
+        [(w,) for w in sizes] if drafts == 1 else [(a,) * (drafts - 1) + (b,) for a in sizes[1:4] for b in sizes[1:]]
+    )
     return [(windows, wait) for windows in pairs for wait in waits if wait <= windows[-1]]
 
 
@@ -287,7 +294,10 @@ def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float
         others = [c for c in corrected if c.schedule != "plain"]
         why = "plain: there are no drafts" if not others else "plain: no chain of drafts is predicted to be faster"
     elif gain < MARGIN:
-        chosen, why = plain, f"plain: {best.schedule} would gain {100 * (gain - 1):.0f} %, less than the margin of {100 * (MARGIN - 1):.0f} %"
+        chosen, why = (
+            plain,
+            f"plain: {best.schedule} would gain {100 * (gain - 1):.0f} %, less than the margin of {100 * (MARGIN - 1):.0f} %",
+        )
     else:
         chosen = best
         why = f"{best.schedule}: predicted {gain:.2f}x of plain decoding, {best.tokens_per_step:.2f} tokens per verification"
@@ -302,7 +312,7 @@ def ladder(profile: Chain, answers: Answers, candidate: Candidate, call: Call) -
     """
     if candidate.schedule == "plain":
         return ()
-    between = _neighbours(answers, candidate.drafts, len(profile.stages))
+    between = neighbours(answers, candidate.drafts, len(profile.stages))
     rungs = []
     waits = sorted({0, 2, 4, candidate.wait}) if candidate.schedule == "workers" else [0]
     settings = [
@@ -344,7 +354,7 @@ def _predict_subset(profile: Chain, answers: Answers, candidate: Candidate, call
     return replace(predict(_Sub(profile, stages), answers, own, call), drafts=candidate.drafts)
 
 
-def _neighbours(answers: Answers, drafts: Sequence[int], stages: int) -> list[float]:
+def neighbours(answers: Answers, drafts: Sequence[int], stages: int) -> list[float]:
     """Acceptance rate between neighbours of a chain of some drafts."""
     own = _subset(answers, drafts, stages)
     if own.table is None:

@@ -67,7 +67,9 @@ class StepTimes:
         for s in self.seconds:
             positive(s, "a step time")
         if min(self.threads, self.rows, self.context) < 1:
-            raise ValueError(f"threads, rows and context must be at least 1: {self.threads}, {self.rows}, {self.context}")
+            raise ValueError(
+                f"threads, rows and context must be at least 1: {self.threads}, {self.rows}, {self.context}"
+            )
 
     def at(self, width: float) -> float:
         """Interpolated; beyond the widest as the last two widths say."""
@@ -360,9 +362,7 @@ def choices(
                 cutoff = None
                 if selection.cuts:
                     s = selection
-                    cutoff = ops.cutoff(
-                        logits, inv_temperature=inverse, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
-                    )
+                    cutoff = ops.cutoff(logits, inv_temperature=inverse, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
                 out.append(ops.sample(logits, Noise(key, np.array([at + 1]), inverse, cutoff))[0])
         at = end
     return torch.cat(out).cpu().numpy().astype(np.int64) if out else np.zeros(0, dtype=np.int64)

@@ -83,6 +83,8 @@ class Steering:
     tokens: Callable[[], int]
     clock: Callable[[], float]
     rows: int = 1
+    expected: float | None = None
+    """Acceptance that the plan reckoned with."""
     decisions: list[str] = field(default_factory=list)
     speculated: list[tuple[int, float]] = field(default_factory=list)
     """Tokens and seconds of every interval in which it speculated."""
@@ -96,7 +98,7 @@ class Steering:
         self._spec_s = 0.0  # per token, when it was last left
         self._probing = False
         self._last: Counts | None = None
-        self._acceptance: float | None = None
+        self._acceptance = self.expected
         self._begin: tuple[int, float] | None = None
 
     @property
@@ -158,11 +160,15 @@ class Steering:
             return
         if measured >= self._spec_s * _LOSES:  # no better
             quiet = self._probing
-            self._resume(tokens, None if quiet else f"plain decoding gives no more ({1 / measured:.0f}): the drafts go on")
+            self._resume(
+                tokens, None if quiet else f"plain decoding gives no more ({1 / measured:.0f}): the drafts go on"
+            )
             return
         if self._probing:
             self._rests += 1
-            self._say(tokens, f"{1 / self._spec_s:.0f} tokens/s, plain decoding gives {1 / measured:.0f}: the drafts rest")
+            self._say(
+                tokens, f"{1 / self._spec_s:.0f} tokens/s, plain decoding gives {1 / measured:.0f}: the drafts rest"
+            )
         self._probing = False
         self._rest_until = tokens + self._rest_length
         self._rest_length *= 4
@@ -191,7 +197,8 @@ class Steering:
             self.policy = (rung.windows, rung.wait)
             self.apply(*self.policy)
             self._say(
-                tokens, f"acceptance {self._acceptance:.2f}: windows {'/'.join(map(str, rung.windows))}, wait {rung.wait}"
+                tokens,
+                f"acceptance {self._acceptance:.2f}: windows {'/'.join(map(str, rung.windows))}, wait {rung.wait}",
             )
 
     def _say(self, tokens: int, what: str) -> None:
