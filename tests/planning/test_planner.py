@@ -13,9 +13,7 @@ from pipespec.planning.simulator import Answers
 
 def stage(name: str, step_s: float, *, slope: float = 0.03, prefill_s: float = 0.0, threads=(1, 2)) -> StageProfile:
     widths = (1, 2, 4, 8, 16)
-    times = tuple(
-        StepTimes(n, 1, 64, widths, tuple(step_s * (1 + slope * (w - 1)) for w in widths)) for n in threads
-    )
+    times = tuple(StepTimes(n, 1, 64, widths, tuple(step_s * (1 + slope * (w - 1)) for w in widths)) for n in threads)
     return StageProfile(name, int(1e9 * step_s), times, prefill_s)
 
 

@@ -158,7 +158,9 @@ def _damaged(data: dict, **changes) -> str:
     return json.dumps(data | changes)
 
 
-@pytest.mark.parametrize("kind", ["noise", "binary", "cut", "format", "foreign", "zero", "table", "list", "empty", "huge"])
+@pytest.mark.parametrize(
+    "kind", ["noise", "binary", "cut", "format", "foreign", "zero", "table", "list", "empty", "huge"]
+)
 def test_a_corrupt_file_is_told_once_and_made_anew(tmp_path, kind):
     profiles.store(Stored(a_profile(), {"greedy": np.array([[0], [1]], dtype=np.uint8)}), tmp_path)
     file = tmp_path / "some.json"

@@ -284,6 +284,9 @@ class Auto:
         ratio = min(max(ratio, 0.05), 5.0)
         known[key] = ratio if key not in known else known[key] + 0.3 * (ratio - known[key])
 
+    def set_correction(self, rows: int, key: _Key, ratio: float) -> None:
+        self._corrections.setdefault(rows, {})[key] = ratio
+
     def learn(self, session: _Session, generation: Generation, seconds: float) -> None:
         """After a call: ask the drafts about its text, as far as there is time for that."""
         self._in_calls += seconds
@@ -400,23 +403,19 @@ class _Session:
     def end(self, generation: Generation, seconds: float) -> tuple[str, ...]:
         """Afterwards: what was learnt and decided."""
         auto = self.auto
-        steps = auto.profile.target
         if isinstance(self.steering, Steering):
             spec = self.steering.speculated
             if spec:
                 measured = sum(n for n, _ in spec) / sum(s for _, s in spec)
                 auto.correct(self.rows, self.candidate.key, measured / self._decoding_rate())
-        elif self.steering is None and self._marks:
+        ledger = auto.ledger(self.rows, self.plan)
+        if self._marks:
             tokens, began = self._marks[0]
-            now = auto.clock()
-            new = self._tokens() - tokens
+            now, new = auto.clock(), self._tokens() - tokens
             if new >= 16 and now > began:
-                ledger = auto.ledger(self.rows, self.plan)
                 ledger.learn((now - began) / new)
-                predicted = steps.seconds(
-                    1, threads=self.candidate.threads, rows=self.plan.call.rows, context=self.plan.call.context
-                )
-                auto.correct(self.rows, self.candidate.key, predicted / self.plan.call.rows / ledger.plain_s)
+        if ledger.measured:
+            auto.set_correction(self.rows, self.plan.plain.key, ledger.predicted_s / ledger.plain_s)
         auto.learn(self, generation, seconds)
         own = self.steering.decisions if self.steering is not None else []
         return (self.plan.why, *auto.told(), *own)

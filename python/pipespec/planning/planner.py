@@ -284,8 +284,12 @@ def plan(
 
 
 def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float]) -> Plan:
-    """The same candidates, their rates corrected by what was measured, and the choice anew. Cheap."""
-    corrected = [replace(c, rate=c.rate * corrections.get(c.key, 1.0)) for c in plan.candidates]
+    """The same candidates, their rates corrected by what was measured, and the choice anew. Cheap.
+
+    What has not been measured is taken to be as far off as plain decoding: the machine is what they have in common.
+    """
+    common = next((corrections[c.key] for c in plan.candidates if c.schedule == "plain" and c.key in corrections), 1.0)
+    corrected = [replace(c, rate=c.rate * corrections.get(c.key, common)) for c in plan.candidates]
     plain = next(c for c in corrected if c.schedule == "plain")
     best = max(corrected, key=lambda c: c.rate)
     gain = best.rate / plain.rate

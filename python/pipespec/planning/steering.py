@@ -20,6 +20,7 @@ _MOST_RESTS = 4
 _LOSES = 0.97
 _PROBE_SHARE = 0.01
 """Plain decoding is measured now and then although speculation wins; it may cost this much of the time."""
+_FIRST_PROBE_SHARE = 0.05
 _SMOOTHING = 0.3
 
 
@@ -33,6 +34,10 @@ class Ledger:
     """Measurements of it."""
     unprobed: int = 0
     """Tokens since the last."""
+    predicted_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.predicted_s = self.plain_s
 
     def learn(self, seconds: float) -> None:
         weight = _SMOOTHING if self.measured else 1.0
@@ -137,7 +142,8 @@ class Steering:
             self._say(tokens, f"{rate:.0f} tokens/s where plain decoding gives {plain:.0f}: the drafts rest")
             return
         gain = rate / plain
-        if self.ledger.unprobed * _PROBE_SHARE > _PROBE_TOKENS * self.rows * max(gain - 1, 0.0) and (
+        share = _PROBE_SHARE if self.ledger.measured else _FIRST_PROBE_SHARE
+        if self.ledger.unprobed * share > _PROBE_TOKENS * self.rows * max(gain - 1, 0.0) and (
             self._rests < _MOST_RESTS
         ):
             self._rest(seconds / new, probing=True)
