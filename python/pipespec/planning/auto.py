@@ -77,7 +77,7 @@ class Auto:
         self._drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}
         self._plans: dict[tuple[int, str], Plan] = {}
         self._ladders: dict[tuple[int, str, _Key], tuple[planner.Rung, ...]] = {}
-        self._ledgers: dict[int, Ledger] = {}
+        self._ledgers: dict[tuple[int, _Key], Ledger] = {}
         self._corrections: dict[int, dict[_Key, float]] = {}
         self._trials: dict[int, int] = {}
         self._observed: set[str] = set()  # modes whose table comes from this user's texts
@@ -270,13 +270,13 @@ class Auto:
 
     # ---- learning
 
-    def ledger(self, rows: int, plan: Plan) -> Ledger:
-        if rows not in self._ledgers:
-            step = self.profile.target.seconds(
-                1, threads=plan.plain.threads, rows=plan.call.rows, context=plan.call.context
-            )
-            self._ledgers[rows] = Ledger(step / plan.call.rows)
-        return self._ledgers[rows]
+    def ledger(self, rows: int, plain: Candidate, call: Call) -> Ledger:
+        """Of one way of plain decoding."""
+        at = (rows, plain.key)
+        if at not in self._ledgers:
+            step = self.profile.target.seconds(1, threads=plain.threads, rows=call.rows, context=call.context)
+            self._ledgers[at] = Ledger(step / call.rows)
+        return self._ledgers[at]
 
     def correct(self, rows: int, key: _Key, ratio: float) -> None:
         """Measured over predicted, of one call."""
@@ -340,7 +340,14 @@ class _Session:
         self.names = [auto.names[i] for i in candidate.drafts] + ["target"]
         self.steering: Steer | None = None
         self._threads = torch.get_num_threads()
-        self._active = 0
+        # What it is compared with while it runs: plain decoding, or plain decoding with other threads.
+        if candidate.schedule == "plain":
+            others = [c for c in plan.candidates if c.schedule == "plain" and c.key != candidate.key]
+            self._reference = others[0] if others else None
+        else:
+            self._reference = plan.plain
+        self._ledger = auto.ledger(rows, self._reference or candidate, plan.call)
+        self._tokens: Callable[[], int] = lambda: 0
         self._marks: list[tuple[int, float]] = []
 
     def _start(self, generation: Generation) -> Callable[[], None]:
@@ -352,37 +359,48 @@ class _Session:
         def tokens() -> int:
             return sum(block.length(target, row) for row in range(rows)) - starts
 
+        self._tokens = tokens
+        common = {"ledger": self._ledger, "tokens": tokens, "clock": auto.clock, "rows": rows}
         if self.candidate.schedule == "plain":
-            self.steering = None
-
-            def look() -> None:
-                if len(self._marks) == 0:
-                    self._marks.append((tokens(), auto.clock()))
-
-            self._tokens = tokens
-            return look
-        ladder = self._ladder()
+            other = self._reference
+            if other is None:
+                return self._mark
+            # The same machinery: is another number of threads better, now?
+            threads = (self.candidate.threads, other.threads)
+            self.steering = auto.steering(
+                policy=((1,), 0),
+                ladder=(),
+                apply=lambda windows, wait: torch.set_num_threads(threads[0] if any(windows) else threads[1]),
+                counts=lambda: Counts(tokens(), 0, 0, 0),
+                what=_threads(threads[0]),
+                other=_threads(threads[1]),
+                **common,
+            )
+            return self.steering.look
 
         def counts() -> Counts:
             found = [block.counters(target, row) for row in range(rows)]
             return Counts(tokens(), *(sum(c[k] for c in found) for k in ("drafted", "accepted", "steps")))
 
         def apply(windows: tuple[int, ...], wait: int) -> None:
-            threads = None if any(windows) else self.plan.plain.threads
-            self.driver.steer(Policy(windows, wait, threads))
+            rests = not any(windows)
+            self.driver.steer(Policy(windows, wait, self.plan.plain.threads if rests else None))
+            if self.candidate.schedule == "lockstep":
+                torch.set_num_threads(self.plan.plain.threads if rests else self.candidate.threads)
 
         self.steering = auto.steering(
             policy=(self.candidate.windows, self.candidate.wait),
-            ladder=ladder,
-            ledger=auto.ledger(self.rows, self.plan),
+            ladder=self._ladder(),
             apply=apply,
             counts=counts,
-            tokens=tokens,
-            clock=auto.clock,
-            rows=rows,
             expected=planner.neighbours(auto.answers(self.mode), self.candidate.drafts, len(auto.models))[-1],
+            **common,
         )
         return self.steering.look
+
+    def _mark(self) -> None:
+        if not self._marks:
+            self._marks.append((self._tokens(), self.auto.clock()))
 
     def _ladder(self) -> tuple[planner.Rung, ...]:
         auto = self.auto
@@ -402,20 +420,23 @@ class _Session:
 
     def end(self, generation: Generation, seconds: float) -> tuple[str, ...]:
         """Afterwards: what was learnt and decided."""
-        auto = self.auto
-        if isinstance(self.steering, Steering):
-            spec = self.steering.speculated
-            if spec:
-                measured = sum(n for n, _ in spec) / sum(s for _, s in spec)
-                auto.correct(self.rows, self.candidate.key, measured / self._decoding_rate())
-        ledger = auto.ledger(self.rows, self.plan)
-        if self._marks:
+        auto, key = self.auto, self.candidate.key
+        measured = 0.0  # tokens per second
+        if isinstance(self.steering, Steering) and self.steering.speculated:
+            intervals = self.steering.speculated
+            measured = sum(n for n, _ in intervals) / sum(s for _, s in intervals)
+        elif self._marks:
             tokens, began = self._marks[0]
             now, new = auto.clock(), self._tokens() - tokens
-            if new >= 16 and now > began:
-                ledger.learn((now - began) / new)
-        if ledger.measured:
-            auto.set_correction(self.rows, self.plan.plain.key, ledger.predicted_s / ledger.plain_s)
+            measured = new / (now - began) if new >= 16 and now > began else 0.0
+        if measured and self.candidate.schedule == "plain":
+            auto.ledger(self.rows, self.candidate, self.plan.call).learn(1 / measured)
+        elif measured:
+            auto.correct(self.rows, key, measured / self._decoding_rate())
+        for plain in (c for c in self.plan.candidates if c.schedule == "plain"):
+            ledger = auto.ledger(self.rows, plain, self.plan.call)
+            if ledger.measured:
+                auto.set_correction(self.rows, plain.key, ledger.predicted_s / ledger.plain_s)
         auto.learn(self, generation, seconds)
         own = self.steering.decisions if self.steering is not None else []
         return (self.plan.why, *auto.told(), *own)
@@ -429,6 +450,10 @@ class _Session:
         prompt = sum(profile.stages[i].prefill_s for i in (*drafts, -1)) * call.prompt * call.rows
         total = call.rows * call.tokens
         return total / max(total / candidate.rate - prompt, 1e-9)
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _bucket(rows: int) -> int:

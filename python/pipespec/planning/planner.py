@@ -261,10 +261,8 @@ def plan(
     names = tuple(stage.name for stage in profile.stages)
     counts = sorted({1, profile.threads}, reverse=True)
 
-    plain = max(
-        (predict(profile, answers, Candidate("plain", (), (), 0, n, 0.0), call) for n in counts), key=lambda c: c.rate
-    )
-    found = [plain]
+    found = [predict(profile, answers, Candidate("plain", (), (), 0, n, 0.0), call) for n in counts]
+    plain = max(found, key=lambda c: c.rate)
     if target > 0:
         answers.check(len(profile.stages))
         for schedule in schedules:
@@ -288,9 +286,10 @@ def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float
 
     What has not been measured is taken to be as far off as plain decoding: the machine is what they have in common.
     """
-    common = next((corrections[c.key] for c in plan.candidates if c.schedule == "plain" and c.key in corrections), 1.0)
+    known = [c for c in plan.candidates if c.schedule == "plain" and c.key in corrections]
+    common = corrections[max(known, key=lambda c: c.rate * corrections[c.key]).key] if known else 1.0
     corrected = [replace(c, rate=c.rate * corrections.get(c.key, common)) for c in plan.candidates]
-    plain = next(c for c in corrected if c.schedule == "plain")
+    plain = max((c for c in corrected if c.schedule == "plain"), key=lambda c: c.rate)
     best = max(corrected, key=lambda c: c.rate)
     gain = best.rate / plain.rate
     if best.schedule == "plain":

@@ -77,7 +77,8 @@ class Steering:
     """Call :meth:`look` after every step of the target's.
 
     ``counts``: reads the counters; ``tokens``: only the number of tokens, cheap; ``apply``: windows and wait from the next step on;
-    ``policy``: what it begins with; ``rows``: of the call.
+    ``policy``: what it begins with; ``rows``: of the call; ``what``, ``other``: names of the two ways. It can compare any two ways of decoding:
+    windows of 0 stand for the other one.
     """
 
     policy: tuple[tuple[int, ...], int]
@@ -90,6 +91,8 @@ class Steering:
     rows: int = 1
     expected: float | None = None
     """Acceptance that the plan reckoned with."""
+    what: str = "drafting"
+    other: str = "plain decoding"
     decisions: list[str] = field(default_factory=list)
     speculated: list[tuple[int, float]] = field(default_factory=list)
     """Tokens and seconds of every interval in which it speculated."""
@@ -139,7 +142,9 @@ class Steering:
         if rate < _LOSES * plain and self._rests < _MOST_RESTS:
             self._rests += 1
             self._rest(seconds / new, probing=False)
-            self._say(tokens, f"{rate:.0f} tokens/s where plain decoding gives {plain:.0f}: the drafts rest")
+            self._say(
+                tokens, f"{self.what} gives {rate:.0f} tokens/s, {self.other} {plain:.0f}: changed to {self.other}"
+            )
             return
         gain = rate / plain
         share = _PROBE_SHARE if self.ledger.measured else _FIRST_PROBE_SHARE
@@ -162,12 +167,12 @@ class Steering:
         self.ledger.learn(measured)
         if self._rest_until:  # a long rest
             if tokens >= self._rest_until and self._rests < _MOST_RESTS:
-                self._resume(tokens, "the drafts are tried again")
+                self._resume(tokens, f"{self.what} is tried again")
             return
         if measured >= self._spec_s * _LOSES:  # no better
             quiet = self._probing
             self._resume(
-                tokens, None if quiet else f"plain decoding gives no more ({1 / measured:.0f}): the drafts go on"
+                tokens, None if quiet else f"{self.other} gives no more ({1 / measured:.0f}): back to {self.what}"
             )
             return
         if self._probing:
