@@ -48,8 +48,9 @@ struct alignas(kLine) RowSpan {
 // steers), the others by their stage.
 struct StageControl {
   alignas(kLine) std::uint32_t alive;
-  std::uint32_t window;  // of a draft that runs by itself: its Policy::window, and the most hints
-                         // downstream takes of it. May change at any time. 0: it sleeps on this word
+  std::uint32_t
+      window;  // of a draft that runs by itself: its Policy::window, and the most hints
+               // downstream takes of it. May change at any time. 0: it sleeps on this word
   alignas(kLine) std::uint32_t bell;  // counts publications; only ever compared for change
   std::uint32_t step_ns;  // running mean of the duration of a step, for the neighbour's wait
   alignas(kLine)

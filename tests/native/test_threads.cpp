@@ -468,8 +468,8 @@ TEST(ports_take_turns) {
   CHECK(counters.steps <= limit / 2 + 1);
 }
 
-// The caller opens and closes a draft's window at any moment; 0 is a sleep that only the caller ends,
-// by opening it again or by the stop.
+// The caller opens and closes a draft's window at any moment; 0 is a sleep that only the caller
+// ends, by opening it again or by the stop.
 TEST(a_window_of_nothing_is_a_pause) {
   for (u32 round = 0; round < 40 / kSlow; ++round) {
     const u32 limit = 400;
