@@ -19,7 +19,7 @@ JOBS ?= $(shell nproc)
 CPP_FILES = $(shell find csrc tests/native -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format types native native-test pytest bench check-clean-build clean
+.PHONY: help env demo test lint format types native native-test pytest test-oldest bench check-clean-build clean
 
 help:
 	@sed -n '1,5s/^# \{0,1\}//p' Makefile
@@ -50,7 +50,7 @@ demo: $(RUNTIME) native
 
 # The steps in order, each with its time; the first failure ends it.
 test: $(DEV)
-	@for step in lint types native native-test pytest; do \
+	@for step in lint types native native-test pytest test-oldest; do \
 	  echo "=== $$step"; start=$$(date +%s); \
 	  $(MAKE) --no-print-directory $$step || { echo "=== $$step: FAILED"; exit 1; }; \
 	  echo "=== $$step: passed in $$(( $$(date +%s) - start )) s"; \
@@ -92,6 +92,19 @@ native-test: $(DEV)
 pytest: $(DEV)
 	$(PY) -m pytest
 
+# The oldest transformers that pyproject.toml allows, in an environment of its own. The package is not installed there: it is
+# this tree, with the native modules that are built in it.
+OLDEST_TESTS = $(patsubst %,tests/pipespec/test_%.py,conformance inputs generate cache forward)
+.venv-oldest/stamp: constraints-oldest.txt $(RUNTIME)
+	@echo "making the environment .venv-oldest"
+	$(PY) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python -m pip --disable-pip-version-check install -q -c constraints-oldest.txt \
+	  torch transformers numpy safetensors rich pytest hypothesis psutil
+	@touch $@
+
+test-oldest: .venv-oldest/stamp native
+	PYTHONPATH=$(CURDIR):$(CURDIR)/python .venv-oldest/bin/python -m pytest -m 'not slow' $(OLDEST_TESTS)
+
 bench: $(RUNTIME) native
 	$(PY) -m bench.bench_cpu --json build/bench/cpu.json
 
@@ -107,4 +120,4 @@ check-clean-build:
 	assert importlib.util.find_spec('torch') is None; print(_native.build_info())"
 
 clean:
-	rm -rf build .venv *.egg-info pipespec_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build .venv .venv-oldest *.egg-info pipespec_kernels/*.so .pytest_cache .mypy_cache .ruff_cache

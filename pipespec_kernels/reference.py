@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipespec_kernels.noise import Noise
+from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -97,15 +97,86 @@ def cutoff(
     return out
 
 
+def verify_ratio(
+    logits: Tensor,
+    tokens: Tensor,
+    n_fed: Tensor,
+    n_hint: Tensor,
+    draft_logits: Tensor | None,
+    noise: Noise,
+    *,
+    streams: tuple[int, int, int] = (DRAFT, ACCEPT, RESIDUAL),
+    draft_inv_temperature: Tensor | None = None,
+    draft_cutoff: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Speculative sampling by the ratio of probabilities, in float64, all rows at once; of ``streams`` (draft, accept,
+    residual) the first is the caller's business.
+
+    Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023), algorithm 1;
+    Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023), algorithm 2 and equation
+    (2) for the residual. A hint ``h`` drawn from ``q`` is accepted if ``u q(h) < p(h)``. The first one that is not gives
+    way to a draw from ``max(p - q, 0)``, normalised; behind the last one comes a draw from ``p``. Without draft logits
+    ``q`` is 1 at the hint. A row without a distribution (NaN) rejects its hint; where nothing of a residual is left, or
+    the draft has no distribution, the draw is from ``p``.
+    """
+    batch, width, vocab = logits.shape
+    fed, hints = n_fed.long().cpu(), n_hint.long().cpu()
+    ids = torch.arange(vocab)
+    rows = torch.arange(batch)
+
+    def scores_of(x: Tensor, column: Tensor, scale: Tensor, cutoff: Tensor | None) -> Tensor:
+        x = x[rows, column].cpu()
+        y = x.double() * scale.double().cpu()[:, None]
+        return y if cutoff is None else y.masked_fill(x.float() < cutoff[rows, column].cpu()[:, None], -torch.inf)
+
+    def words(column: Tensor, stream: int, ids: Tensor) -> Tensor:
+        """Of every row at its own seed and position: ``[B, len(ids)]``."""
+        seeds, at = noise.seeds.cpu()[:, None], (noise.positions.cpu() + column)[:, None]
+        same = torch.zeros((batch, len(ids)), dtype=torch.int64)
+        counter = [same + (ids >> 2), same + (at & _WORD), same + (at >> 32 & _WORD), same + stream]
+        drawn = torch.stack(philox(counter, (seeds & _WORD, seeds >> 32 & _WORD)))
+        return drawn.gather(0, (same + (ids & 3))[None])[0]
+
+    selected = torch.full((batch, width), -1, dtype=torch.int32)
+    accepted = torch.zeros(batch, dtype=torch.int32)
+    walking = fed > 0
+    for j in range(width):
+        column = (fed - 1 - hints + j).clamp(0, width - 1)
+        scores = scores_of(logits, column, noise.inv_temperature, noise.cutoff)
+        p = torch.softmax(scores, -1)
+        hint = tokens[rows, (column + 1).clamp(max=width - 1)].long().cpu()
+        real = (hint >= 0) & (hint < vocab)
+        safe = torch.where(real, hint, 0)
+        if draft_logits is None:
+            q = torch.zeros_like(p).scatter_(1, safe[:, None], real.double()[:, None])
+        else:
+            scale = noise.inv_temperature if draft_inv_temperature is None else draft_inv_temperature
+            q = torch.softmax(scores_of(draft_logits, column, scale, draft_cutoff), -1)
+
+        u = (words(column, streams[1], torch.zeros(1, dtype=torch.int64))[:, 0].double() + 0.5) * 2.0**-32
+        tested = walking & (j < hints)
+        passed = tested & real & (u * q[rows, safe] < p[rows, safe])
+
+        residual = (p - q).clamp(min=0)
+        usable = tested & (residual.sum(-1) > 0)  # not where there is a NaN, either
+        drawn_from = torch.where(usable[:, None], residual.log(), scores)
+        choice = torch.argmax(drawn_from + gumbel(words(column, streams[2], ids)).double(), -1)
+        stops = walking & ~passed
+        selected[:, j] = torch.where(passed, hint, torch.where(stops, choice, -1)).to(torch.int32)
+        accepted += passed.int()
+        walking &= passed
+    return selected, accepted
+
+
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 _WORD = 0xFFFFFFFF
 
 
-def philox(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
+def philox(counter: list[Tensor], key: tuple[int | Tensor, int | Tensor]) -> list[Tensor]:
     """Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11).
 
-    ``counter`` and the result are four int64 tensors with values below 2**32. A product of two such wraps around in
+    ``counter`` and the result are four int64 tensors with values below 2**32, ``key`` two such tensors or numbers. A product of two such wraps around in
     int64, but the bits of both of its halves are right.
     """
     c0, c1, c2, c3 = counter

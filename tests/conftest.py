@@ -25,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=16,
         help="prompts for the losslessness test with the bundled family (200 for the full claim; takes half an hour)",
     )
+    parser.addoption(
+        "--sampling-prompts",
+        type=int,
+        default=8,
+        help="prompts for each setting of the coupled-sampling test (100 for the full claim; takes five minutes)",
+    )
 
 
 def random_llama(

@@ -102,9 +102,10 @@ inline typename V::F lg2(typename V::F x) {
       V::template shift_right_signed<23>(V::subtract(bits, V::broadcast(noise::kSqrtHalfBits)));
   const auto mantissa = V::float_of(V::subtract(bits, V::template shift_left<23>(exponent)));
   const auto t = V::add(mantissa, V::broadcast(-1.0f));
-  auto p = V::broadcast(noise::kP[noise::kDegree]);
-  for (int i = noise::kDegree - 1; i >= 0; --i)
-    p = V::add(V::multiply(p, t), V::broadcast(noise::kP[i]));
+  auto p = V::broadcast(noise::kP6);
+  const float coefficients[] = {noise::kP5, noise::kP4, noise::kP3,
+                                noise::kP2, noise::kP1, noise::kP0};
+  for (const float c : coefficients) p = V::add(V::multiply(p, t), V::broadcast(c));
   return V::add(V::to_float(exponent), V::multiply(t, p));
 }
 

@@ -20,8 +20,8 @@ namespace {
 // just written takes one thread some 4 us per 256 KiB: two threads pay from about here on, with
 // cold data somewhat earlier.
 constexpr int64_t kParallelBytes = 384 << 10;
-// Noise makes a logit an order of magnitude dearer.
-constexpr int64_t kCoupledParallelBytes = 48 << 10;
+// Noise makes a logit an order of magnitude dearer: one thread takes some 40 us for this much.
+constexpr int64_t kCoupledParallelBytes = 96 << 10;
 // Units per thread and round: enough to even out a helper that wakes late, and units long enough to
 // stream.
 constexpr int64_t kUnitsPerThread = 4;

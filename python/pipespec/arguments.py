@@ -47,7 +47,7 @@ ARGUMENTS: dict[str, Argument] = {
     "attention_mask": Argument(How.HONOURED, "2-D, padding on the left only; otherwise refused by row"),
     "generation_config": Argument(How.HONOURED, "merged as transformers does: keywords, this, the model's, defaults"),
     "logits_processor": Argument(How.STEPWISE, "called once per generated token and row, with ids and scores of that row; drafts go without them"),
-    "stopping_criteria": Argument(How.HONOURED, "called token by token, also inside of an accepted block, with ids `[1, n]` of each row"),
+    "stopping_criteria": Argument(How.HONOURED, "called token by token, also inside of an accepted block, with the ids of the whole batch, as transformers does"),
     "prefix_allowed_tokens_fn": Argument(How.STEPWISE, "gets the row's index in the batch and its ids; drafts go without it"),
     "streamer": Argument(How.HONOURED, "tokens in order, once, as soon as the target has committed them"),
     "seed": Argument(How.HONOURED, "ours: one integer, or one per row; default: drawn from torch's generator"),

@@ -92,7 +92,7 @@ class RowCache(Cache):
     mask and the positions that HuggingFace derives from the cache would be silently wrong, so it refuses to derive
     them: use ``forward(model, tokens, cache, keep=...)``, or pass both ``mask(q)`` and ``positions(q)`` to the model.
 
-    ``text``: the tokens held, int32 per row, where the cache came from a call of ``Pipeline.generate``; else None.
+    ``text``: the tokens held, int32 per row, as far as they are known: those that a call of ``Pipeline.generate`` left; else None.
 
     Capacity: a feed of ``q`` columns needs ``max(lengths) + q <= capacity``, padding columns included, so allocate the
     longest sequence plus the widest feed. For inference only: update it under ``torch.no_grad`` or
@@ -127,12 +127,12 @@ class RowCache(Cache):
 
     def _allocate(self, capacity: int, dtype: torch.dtype, device: torch.device | str) -> Sequence[torch.Tensor]:
         """New storage, and the views that depend on it. Returns the storage per layer: keys, then values."""
-        self._capacity = capacity
         # Normal tensors even when made under inference_mode: inference tensors could not be written outside of it.
         # Zeroed because a masked value still enters a product with zero, which must not be 0 * NaN.
         with torch.inference_mode(False), torch.no_grad():
             shape = (2 * self._depth, self._rows, self._heads, capacity, self._head_dim)
             self._store = torch.zeros(shape, dtype=dtype, device=device)
+            self._capacity = capacity
             self._columns_first = self._store.transpose(2, 3)  # [2 * layers, rows, capacity, heads, head_dim]
             whole = self._store.unbind(0)
             self._flat = self._store.view(2 * self._depth, -1, self._head_dim).unbind(
@@ -228,6 +228,16 @@ class RowCache(Cache):
         used = self._store.narrow(3, 0, self._top).unbind(0)
         return [(used[i], used[self._depth + i]) for i in range(self._depth)]
 
+    def suits(self, model: PreTrainedModel) -> bool:
+        """Whether this cache could hold that model's keys and values: shapes, dtype, device."""
+        config = text_config(model.config)
+        shape = (config.num_hidden_layers, *_head_shape(config))
+        return (
+            shape == (self._depth, self._heads, self._head_dim)
+            and model.dtype == self.dtype
+            and model.device == self.device
+        )
+
     def fits(self, rows: int, capacity: int) -> bool:
         """Whether this cache (after ``reset()``) can serve a generation of that many rows and that capacity."""
         return rows == self._rows and capacity <= self._capacity
@@ -240,6 +250,7 @@ class RowCache(Cache):
         copy = RowCache(self._config, self._rows, self._capacity, dtype=self.dtype, device=self.device)
         copy._store.copy_(self._store)
         copy._set(list(self._lengths))
+        copy.text = None if self.text is None else [tokens.copy() for tokens in self.text]
         memo[id(self)] = copy
         return copy
 
@@ -248,6 +259,8 @@ class RowCache(Cache):
     def _set(self, lengths: list[int]) -> None:
         first = lengths[0]
         self._lengths = lengths
+        if self.text is not None:  # what is taken back is no longer held, whatever comes in its place
+            self.text = [tokens[:n] for tokens, n in zip(self.text, lengths, strict=True)]
         self._even = len(lengths) == 1 or all(n == first for n in lengths)
         self._top = first if self._even else max(lengths)
         self._open_q = 0  # columns of the forward that is under way, 0: none
@@ -493,6 +506,8 @@ class RowCache(Cache):
         with torch.no_grad():
             prefix = self._store.narrow(3, 0, self._top)
             prefix.copy_(prefix.index_select(1, beam_idx.to(self.device)))
+        if self.text is not None:
+            self.text = [self.text[row] for row in order]
         self._set([self._lengths[row] for row in order])
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from pipespec.cache import RowCache
 from pipespec_kernels.state import MAX_STAGES
@@ -40,20 +41,27 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
     target = models[-1]
     vocabulary = _vocabulary(target)
     digest = _tokenizer_digest(given[-1], target)
-    for name, model, source in zip(names[:-1], models[:-1], given[:-1], strict=True):
-        if _vocabulary(model) != vocabulary:
-            raise ValueError(
-                f"{name} has a vocabulary of {_vocabulary(model)} tokens, the target {vocabulary}: drafts must use the target's tokenizer"
-            )
+    for name, model, source in zip(names, models, given, strict=True):
         head = model.get_output_embeddings().weight.shape[0]
-        if head != vocabulary:
+        if head != _vocabulary(model):
             raise ValueError(
-                f"{name} has {head} logits per position for {vocabulary} tokens: its head does not fit the vocabulary"
+                f"{name} has {head} logits per position for {_vocabulary(model)} tokens: its head does not fit the vocabulary"
             )
+        if model is target:
+            break
         own = _tokenizer_digest(source, model)
         if own is not None and digest is not None and own != digest:
             raise ValueError(
-                f"{name} has another tokenizer than the target (same size, other tokens): its drafts would mean other words"
+                f"{name} has another tokenizer than the target (other tokens, or the same with other ids): its drafts would mean other "
+                "words; drafts must use the target's tokenizer"
+            )
+        # Variants of one model pad their embedding to different sizes; only the tokenizer can tell that from another vocabulary.
+        if _vocabulary(model) != vocabulary and (own is None or digest is None):
+            unknown = name if own is None else "the target"
+            raise ValueError(
+                f"{name} has a vocabulary of {_vocabulary(model)} tokens, the target {vocabulary}: drafts must use the target's "
+                f"tokenizer, and {unknown} has no tokenizer.json by which that could be seen. Where it is the same one and only the "
+                "padding differs, put tokenizer.json beside the weights of both"
             )
         _check_placement(name, model, target)
     _check_placement("target", target, target)
@@ -132,12 +140,17 @@ def _vocabulary(model: PreTrainedModel) -> int:
 
 
 def _tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
-    """Digest of token -> id of the tokenizer that lies beside the weights; None where there is none to be seen."""
-    folder = Path(given) if isinstance(given, (str, Path)) else Path(getattr(model.config, "_name_or_path", "") or "")
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    """Digest of token -> id of the tokenizer that came with the weights; None where there is none to be seen."""
+    source = given if isinstance(given, (str, Path)) else getattr(model.config, "_name_or_path", "")
+    if not source:
         return None
-    content = json.loads(file.read_text(encoding="utf-8"))
+    try:  # a folder's own file, or a hub name's in the local cache; nothing is downloaded for a check
+        file = cached_file(str(source), "tokenizer.json", local_files_only=True)
+    except OSError:
+        return None
+    if file is None:
+        return None
+    content = json.loads(Path(file).read_text(encoding="utf-8"))
     vocabulary = content.get("model", {}).get("vocab")
     pairs = sorted(vocabulary.items()) if isinstance(vocabulary, dict) else vocabulary
     added = sorted((t["id"], t["content"]) for t in content.get("added_tokens", []))

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="line ends at its end are dropped")
     generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
     sample = generate.add_argument_group("sampling", "any of the first five samples; otherwise greedy")
-    sample.add_argument("--temperature", metavar="T", type=float, help="below 1: safer, above: livelier")
+    sample.add_argument("--temperature", metavar="T", type=float, help="below 1: safer, above: livelier; 0: greedy")
     sample.add_argument("--top-k", metavar="K", type=int, help="only the K likeliest tokens")
     sample.add_argument("--top-p", metavar="P", type=float, help="only the likeliest tokens that together have P")
     sample.add_argument(
@@ -209,7 +209,8 @@ def _choice(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
     """What --temperature and its like mean to ``generate()``."""
     warpers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given = {name: value for name, value in warpers.items() if value is not None}
-    sample = bool(given) or args.seed is not None
+    # 0 is what many programs call greedy; transformers refuses it.
+    sample = args.temperature != 0 and (bool(given) or args.seed is not None)
     choice: dict[str, Any] = {"do_sample": sample}
     if sample:
         choice |= {"top_k": 0, "seed": args.seed} | given  # not the 50 that transformers has for a default

@@ -40,14 +40,16 @@ def cropped_length(length: int, n: int) -> int:
 def lost_arguments() -> dict[str, Any]:
     """What the caller gave to ``model.generate(..., custom_generate=callable)`` and transformers does not hand on.
 
-    It drops ``streamer``, ``assistant_model`` and others for a callable, silently (5.0 to 5.23). They are found where they still are: in
-    the variables of the ``generate()`` that is calling us.
+    It drops ``streamer``, ``assistant_model`` and others for a callable, silently (5.0 to 5.23), and an empty ``past_key_values`` cannot be
+    told from the one that it makes itself (before 5.15). They are found where they still are: in the variables of the ``generate()``
+    that is calling us. Empty if none is.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__:
             names = ("streamer", "assistant_model", "synced_gpus")
-            return {name: frame.f_locals.get(name) for name in names}
+            lost = {name: frame.f_locals.get(name) for name in names}
+            return lost | {"past_key_values": frame.f_locals.get("kwargs", {}).get("past_key_values")}
         frame = frame.f_back
     return {}
 

@@ -90,7 +90,7 @@ class Generation:
         start = Start(
             self.prompts,
             self.limits,
-            Selection.of(logits_processor, seeds=self.seeds, padding=self._padding),
+            Selection.of(logits_processor, seeds=self.seeds, padding=self._padding, ends=eos),
             target.get_output_embeddings().weight.shape[0],
             chunk=config.prefill_chunk_size or PREFILL_CHUNK,
             reuse=cache is not None,
@@ -102,7 +102,11 @@ class Generation:
         self._first: float | None = None
         self._lengths = [len(p) for p in self.prompts]  # committed and looked at
         self._done = [False] * rows
-        self._seen: list[torch.Tensor | None] = [None] * rows  # what the criteria are shown, [1, n]
+        # What the criteria are shown: ids [B, S + n], scores per column; and how many new columns they have seen.
+        self._seen: torch.Tensor | None = None
+        self._shown: list[torch.Tensor] = []
+        self._judged = 0
+        self._over = torch.zeros(rows, dtype=torch.bool)  # rows that some criterion has called over
         self._streamed = 0  # new tokens per row handed to the streamer
 
     # ---- a cache from outside
@@ -114,6 +118,8 @@ class Generation:
         if isinstance(cache, RowCache):
             if cache.rows != rows:
                 raise ValueError(f"past_key_values holds {cache.rows} rows, input_ids {rows}")
+            if not cache.suits(target):
+                raise ValueError(f"past_key_values does not fit the target, it is another model's: {cache!r}")
             held = list(cache.lengths)
             own = cache
         elif isinstance(cache, DynamicCache):
@@ -129,11 +135,14 @@ class Generation:
                 )
             if n and cache.layers[0].keys.shape[0] != rows:
                 raise ValueError(f"past_key_values holds {cache.layers[0].keys.shape[0]} rows, input_ids {rows}")
-            own = RowCache.for_model(target, rows, max(self.limits) + 1)
+            own = RowCache.for_model(target, rows, max(n, *self.limits) + 1)
             if n:
                 if len(cache.layers) != len(own.layers):
                     raise ValueError(f"past_key_values has {len(cache.layers)} layers, the target {len(own.layers)}")
-                own.load([(layer.keys, layer.values) for layer in cache.layers])
+                try:
+                    own.load([(layer.keys, layer.values) for layer in cache.layers])
+                except ValueError as error:
+                    raise ValueError(f"past_key_values does not fit the target: {error}") from error
             held = [n] * rows
         else:
             raise NotImplementedError(
@@ -146,7 +155,7 @@ class Generation:
                     f"past_key_values holds {n} tokens of row {row}, input_ids only {len(prompt)}: pass the whole text, the cached part "
                     "included"
                 )
-            known = own.text[row][:n] if own.text is not None else prompt[:0]
+            known = own.text[row] if own.text is not None else prompt[:0]
             if not np.array_equal(known, prompt[: len(known)]):
                 raise ValueError(f"past_key_values was made with another text than row {row} of input_ids")
         return own
@@ -177,35 +186,49 @@ class Generation:
         """After each step of the target's: new tokens are looked at one by one, then handed on."""
         if self._first is None:
             self._first = time.perf_counter() - self._began
-        for row, before in enumerate(self._lengths):
-            if self._done[row]:
-                continue
-            length = self._block.length(self._index, row)
-            self._lengths[row] = self._end(row, before, length) if self._criteria else length
+        raw = [self._block.length(self._index, row) for row in range(len(self.prompts))]
+        if self._criteria:
+            self._judge(raw)
+        else:
+            self._lengths = raw
         if self._streamer is not None:
             self._stream(final=False)
         if self._after_step is not None:
             self._after_step()
 
-    def _end(self, row: int, before: int, length: int) -> int:
-        """Where the row ends for now: the criteria look at each new token as if it were the last."""
-        padding = len(self._padding[row])
-        ids = self._seen[row]
-        if ids is None:
-            ids = self._seen[row] = self.input_ids.new_zeros((1, padding + self.limits[row] + 1))
-            ids[0, : self.input_ids.shape[1]] = self.input_ids[row]
-        if length > before:
-            ids[0, padding + before : padding + length] = ids.new_tensor(self._tokens(row, before, length))
-        for n in range(before + 1, length + 1):
-            scores = None
+    def _judge(self, raw: list[int]) -> None:
+        """Ask the criteria about each new column that all open rows have reached.
+
+        As transformers does: about the batch as a whole, one token of each row at a time, ended rows padded. A row that runs ahead of the
+        slowest one is cut where it should have ended.
+        """
+        rows, width = range(len(self.prompts)), self.input_ids.shape[1]
+        if self._seen is None:
+            most = max(limit - len(p) for limit, p in zip(self.limits, self.prompts, strict=True))
+            self._seen = self.input_ids.new_full((len(self.prompts), width + most), self._pad)
+            self._seen[:, :width] = self.input_ids
+        while True:
+            open_ = [row for row in rows if not self._ended(row)]
+            if not open_ or any(raw[row] == self._lengths[row] for row in open_):
+                return
+            at = width + self._judged
+            self._judged += 1
+            for row in open_:
+                self._lengths[row] += 1
+                self._seen[row, at] = self._tokens(row, self._lengths[row] - 1, self._lengths[row])[0]
             if self._record is not None and self._record.scores is not None:
-                scores = tuple(s[None] for s in self._record.scores[row][: n - len(self.prompts[row])])
-            prefix = ids[:, : padding + n]
-            if any(bool(torch.as_tensor(criterion(prefix, scores)).any()) for criterion in self._criteria):
-                self._done[row] = True
-                self._block.end_row(row)
-                return n
-        return length
+                self._shown.append(self._column(self._record.scores, self._judged - 1))
+            over = torch.zeros(len(self.prompts), dtype=torch.bool)
+            for criterion in self._criteria:
+                verdict = criterion(self._seen[:, : at + 1], tuple(self._shown) if self._shown else None)
+                over |= torch.as_tensor(verdict).cpu().bool()
+            if not self._pads:  # transformers then lets a row run on until all are over
+                self._over |= over
+                over = self._over.all().expand_as(over)
+            for row in open_:
+                if over[row]:
+                    self._done[row] = True
+                    self._block.end_row(row)
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
         return self._block.tokens(self._index, row, begin, end)
@@ -298,12 +321,13 @@ class Generation:
         """Per generated token ``[B, V]``; zeros in rows that have ended."""
         if rows is None:
             return None
+        return tuple(self._column(rows, i) for i in range(steps))
+
+    def _column(self, rows: list[list[torch.Tensor]], i: int) -> torch.Tensor:
+        """Of the ``i``-th new token of every row, ``[B, V]``; zeros where the row has ended."""
         nothing = torch.zeros_like(rows[0][0])
         counts = [n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)]
-        return tuple(
-            torch.stack([row[i] if i < count else nothing for row, count in zip(rows, counts, strict=True)])
-            for i in range(steps)
-        )
+        return torch.stack([row[i] if i < count else nothing for row, count in zip(rows, counts, strict=True)])
 
     def _returned_cache(self) -> Cache | None:
         """The target's keys and values of all but each row's last token, where the caller asked for them or gave some."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ class Pipeline:
     Parameters
     ----------
     target: a LLaMA-family causal language model, or the path of one (a folder with ``config.json`` and safetensors).
-    drafts: models or paths, smallest first, all with the target's vocabulary. None: plain decoding.
+    drafts: models or paths, smallest first, all with the target's tokenizer. None: plain decoding. An embedding may be padded to
+        another size where ``tokenizer.json`` lies beside the weights of both and is the same.
     schedule: ``"lockstep"`` runs all stages in turn in this process; ``"workers"`` runs each draft in a process of its own, at the
         same time as the target; ``"plain"`` ignores the drafts. ``"auto"`` measures the models (once: the profile is kept on disk) and chooses
         among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose.
@@ -136,40 +137,41 @@ class Pipeline:
         With ``return_dict_in_generate=True`` the result is a :class:`pipespec.generation.PipelineOutput`.
 
         Calls from several threads run one after the other. When a call is interrupted or fails, :attr:`partial` holds what was
-        committed until then, and the pipeline can be used again.
+        committed until then, its streamer has been ended, and the pipeline can be used again.
 
         Raises as :func:`pipespec.arguments.check_arguments`; ``RuntimeError`` for a call from inside of one (a streamer, a processor).
         """
-        if inputs is not None and input_ids is not None:
-            raise ValueError("give inputs or input_ids, not both: they mean the same")
-        ids, mask, config = check_arguments(
-            self.target, input_ids if inputs is None else inputs, attention_mask, generation_config, kwargs
-        )
-        for name in [
-            n for n in kwargs if n in ARGUMENTS and ARGUMENTS[n].how is How.REFUSED and not hasattr(config, n)
-        ]:
-            del kwargs[name]  # None or False: asks for nothing
-        stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
-        if config.stop_strings is not None:
-            if tokenizer is None:
-                raise ValueError(
-                    "stop_strings needs the tokenizer: pass generate(..., stop_strings=..., tokenizer=tokenizer)"
-                )
-            # transformers would drop the tokenizer on the way to us.
-            stopping_criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
-            kwargs["stop_strings"] = None
-        decode = functools.partial(self._decode, own_streamer=streamer, own_cache=past_key_values, seed=seed)
-        return GenerationMixin.generate(
-            self.target,
-            inputs=ids,
-            generation_config=generation_config,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-            attention_mask=mask.long(),
-            custom_generate=decode,
-            **kwargs,
-        )
+        with _ends_on_failure(streamer):
+            if inputs is not None and input_ids is not None:
+                raise ValueError("give inputs or input_ids, not both: they mean the same")
+            ids, mask, config = check_arguments(
+                self.target, input_ids if inputs is None else inputs, attention_mask, generation_config, kwargs
+            )
+            for name in [
+                n for n in kwargs if n in ARGUMENTS and ARGUMENTS[n].how is How.REFUSED and not hasattr(config, n)
+            ]:
+                del kwargs[name]  # None or False: asks for nothing
+            stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
+            if config.stop_strings is not None:
+                if tokenizer is None:
+                    raise ValueError(
+                        "stop_strings needs the tokenizer: pass generate(..., stop_strings=..., tokenizer=tokenizer)"
+                    )
+                # transformers would drop the tokenizer on the way to us.
+                stopping_criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+                kwargs["stop_strings"] = None
+            decode = functools.partial(self._decode, own_streamer=streamer, own_cache=past_key_values, seed=seed)
+            return GenerationMixin.generate(
+                self.target,
+                inputs=ids,
+                generation_config=generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+                attention_mask=mask.long(),
+                custom_generate=decode,
+                **kwargs,
+            )
 
     def __call__(
         self,
@@ -182,31 +184,31 @@ class Pipeline:
         **model_kwargs: Any,
     ) -> Any:
         """For ``model.generate(..., custom_generate=pipe)``; ``model`` must be the target."""
-        if model is not self.target:
-            raise ValueError(
-                f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
-                "generate() was called"
-            )
         lost = lost_arguments()
-        for name in ("assistant_model", "synced_gpus"):
-            if lost.get(name):
-                raise refusal(name, lost[name])
-        cache = model_kwargs.pop("past_key_values", None)
-        # transformers makes an empty one where the caller gave none.
-        if cache is not None and not getattr(cache, "_is_user_defined", cache.get_seq_length() > 0):
-            cache = None
-        return self._decode(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            own_streamer=lost.get("streamer"),
-            own_cache=cache,
-            seed=seed,
-            prompt_streamed=True,
-            **model_kwargs,
-        )
+        with _ends_on_failure(lost.get("streamer")):
+            if model is not self.target:
+                raise ValueError(
+                    f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
+                    "generate() was called"
+                )
+            for name in ("assistant_model", "synced_gpus"):
+                if lost.get(name):
+                    raise refusal(name, lost[name])
+            # transformers makes a cache where the caller gave none.
+            prepared = model_kwargs.pop("past_key_values", None)
+            cache = lost.get("past_key_values", prepared)
+            return self._decode(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                own_streamer=lost.get("streamer"),
+                own_cache=cache,
+                seed=seed,
+                prompt_streamed=True,
+                **model_kwargs,
+            )
 
     def _decode(
         self,
@@ -284,6 +286,18 @@ class Pipeline:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@contextmanager
+def _ends_on_failure(streamer: Any) -> Iterator[None]:
+    """End the streamer of a call that fails: whoever reads it in another thread would wait for ever."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            with suppress(Exception):  # the first error counts
+                streamer.end()
+        raise
 
 
 def _windows(given: int | Sequence[int] | None, drafts: int, schedule: str) -> tuple[int, ...]:

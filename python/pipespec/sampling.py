@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ class Selection:
     ``seeds``: per row the 64-bit key of its noise; None: greedy. ``temperature`` to ``min_p``: what transformers' warpers of these names
     do, in this order, after everything else, fused into one threshold and one factor. ``processors``: transformers' and the user's, run before
     them, position by position (a repetition penalty alone is fused, too). ``warpers``: transformers' objects for what is fused at the end,
-    needed for ``scores`` only. ``padding``: per row what stands before its text in the ids that processors see, int64.
+    needed for ``scores`` only. ``padding``: per row what stands before its text in the ids that processors see, int64. ``ends``: ids
+    that end a row: nobody is asked what follows them.
     """
 
     seeds: tuple[int, ...] | None = None
@@ -54,6 +55,7 @@ class Selection:
     processors: tuple[_Processor, ...] = ()
     warpers: tuple[_Processor, ...] = ()
     padding: tuple[np.ndarray, ...] = field(default_factory=tuple)
+    ends: frozenset[int] = frozenset()
 
     @property
     def cuts(self) -> bool:
@@ -84,7 +86,12 @@ class Selection:
 
     @classmethod
     def of(
-        cls, processors: Sequence[_Processor], *, seeds: Sequence[int] | None, padding: Sequence[np.ndarray]
+        cls,
+        processors: Sequence[_Processor],
+        *,
+        seeds: Sequence[int] | None,
+        padding: Sequence[np.ndarray],
+        ends: Iterable[int] = (),
     ) -> Selection:
         """From the processors that transformers has prepared, in its order."""
         rest = list(processors)
@@ -102,6 +109,7 @@ class Selection:
             processors=tuple(rest),
             warpers=tuple(warpers),
             padding=tuple(padding),
+            ends=frozenset(ends),
             **fused,
         )
 
@@ -263,7 +271,7 @@ class Selector:
             for j in range(hints + 1):
                 token = self._step(row, int(positions[row]) + first + j, logits[row : row + 1, first + j])
                 selected[row, j] = token
-                if j == hints or token != int(fed[row, first + 1 + j]):
+                if j == hints or token != int(fed[row, first + 1 + j]) or token in self._selection.ends:
                     break
         return selected
 

@@ -60,6 +60,7 @@ class Stage:
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         """Go on with a cache from elsewhere; ``text``: per row the tokens it holds."""
         self._cache = cache
+        cache.text = None  # until release()
         self._text = np.zeros((len(text), max(map(len, text), default=0)), dtype=np.int32)
         for row, tokens in enumerate(text):
             self._text[row, : len(tokens)] = tokens
@@ -82,6 +83,8 @@ class Stage:
         """Start the rows of a generation: cache the keys and values of each prompt but its last token."""
         prompts = start.prompts
         rows, capacity = len(prompts), max(start.limits) + WIDTH
+        # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
+        self._clamp = self._vocabulary - 1 if self._vocabulary < start.vocabulary else None
         cache = self._cache
         held = [0] * rows
         if cache is not None and start.reuse and cache.rows == rows:
@@ -97,8 +100,6 @@ class Stage:
         self._held = [len(p) - 1 for p in prompts]
         self._fill(cache, held, self._held, start.chunk)
 
-        # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
-        self._clamp = self._vocabulary - 1 if self._vocabulary < start.vocabulary else None
         selection = start.selection
         if self._clamp is not None and selection.stepwise:
             selection = replace(selection, processors=())  # they may name tokens that it does not have
@@ -134,7 +135,8 @@ class Stage:
         try:
             return forward(self.model, fed, cache, keep=keep)
         except BaseException:
-            self._held = [0] * len(self._held)  # it may hold half of a feed
+            # Half of a feed lies beyond the lengths, which grow when it is complete.
+            self._held = [min(n, have) for n, have in zip(self._held, cache.lengths, strict=True)]
             raise
 
     @torch.inference_mode()

@@ -130,6 +130,8 @@ def test_by_hand() -> None:
     assert ops.cutoff(torch.tensor([[[math.nan, 0.0]]]), top_k=1).item() == -math.inf
     assert ops.cutoff(torch.full((1, 1, 300), -math.inf), top_k=1, top_p=0.5, min_p=0.5).item() == -math.inf
     assert ops.cutoff(torch.tensor([[[math.inf, 5.0, math.inf]]]), top_p=0.9).item() == math.inf
+    # What float32 cannot say is rounded down, so that the kept one stays.
+    assert 0 <= 0.3 - ops.cutoff(torch.tensor([[[0.3, 0.1]]], dtype=torch.float64), top_k=1).item() < 1e-7
 
 
 def test_only_columns_that_verification_may_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -59,10 +60,26 @@ def refused(error, match, *args, **kwargs) -> str:
 # ---- models that form no chain
 
 
-def test_vocabularies_of_different_sizes(model):
-    message = refused(ValueError, "draft 0 .*vocabulary of 300 .*target 320", model, random_llama(1, vocabulary=300))
-    assert "tokenizer" in message
-    refused(ValueError, "draft 1", model, [noisy(model, 0.1), random_llama(1, vocabulary=300)])
+def test_vocabularies_of_different_sizes(model, tmp_path):
+    """Refused where no tokenizer can show that only the padding differs; the message says which one is missing, and the way out."""
+    small = random_llama(1, vocabulary=300)
+    message = refused(ValueError, "draft 0 .*vocabulary of 300 .*target 320", model, small)
+    assert "draft 0 has no tokenizer.json" in message
+    assert "put tokenizer.json beside the weights of both" in message
+    refused(ValueError, "draft 1", model, [noisy(model, 0.1), small])
+    tokens = [f"a{i}" for i in range(250)]
+    target, draft = save(model, tmp_path / "target", tokens), save(small, tmp_path / "draft", tokens)
+    assert "draft 0 has no tokenizer.json" in refused(ValueError, "vocabulary of 300", target, small)
+    assert "the target has no tokenizer.json" in refused(ValueError, "vocabulary of 300", model, draft)
+    other = save(small, tmp_path / "other", tokens[:249])
+    assert "same one and only" not in refused(ValueError, "draft 0 has another tokenizer", target, other)
+
+
+def test_a_head_that_does_not_fit_its_own_vocabulary(model):
+    other = noisy(model, 0.1)
+    other.lm_head = torch.nn.Linear(64, 310, bias=False)
+    refused(ValueError, "draft 0 has 310 logits per position for 320 tokens", model, other)
+    refused(ValueError, "target has 310 logits per position for 320 tokens", other)
 
 
 def save(model, folder, tokens=None):
@@ -289,8 +306,10 @@ def test_empty_prompts(pipeline, shape):
 
 
 def test_no_prompt(pipeline):
-    with pytest.raises(ValueError, match="input_ids"):
-        pipeline.generate(max_new_tokens=3)
+    target = copy.deepcopy(pipeline.target)
+    target.generation_config.bos_token_id = None
+    with pytest.raises(ValueError, match=r"input_ids.*no bos_token_id"):
+        Pipeline(target).generate(max_new_tokens=3)
     for nothing in ([], [[]]):
         with pytest.raises(ValueError, match="empty"):
             pipeline.generate(nothing, max_new_tokens=3)
@@ -380,66 +399,27 @@ def test_ids_that_are_none(pipeline):
         pipeline.generate(PROMPT, eos_token_id=list(range(100)))
 
 
-# ---- options of transformers that are not here (yet)
-
-_EFFECTS = {
-    "do_sample": True,
-    "num_beams": 4,
-    "num_return_sequences": 3,
-    "repetition_penalty": 1.3,
-    "encoder_repetition_penalty": 1.3,
-    "no_repeat_ngram_size": 2,
-    "encoder_no_repeat_ngram_size": 2,
-    "min_length": 30,
-    "min_new_tokens": 3,
-    "bad_words_ids": [[7]],
-    "force_words_ids": [[7]],
-    "forced_bos_token_id": 5,
-    "forced_eos_token_id": 5,
-    "suppress_tokens": [5],
-    "begin_suppress_tokens": [5],
-    "sequence_bias": {(5,): -3.0},
-    "exponential_decay_length_penalty": (2, 1.5),
-    "guidance_scale": 1.5,
-    "watermarking_config": {"bias": 2.5},
-    "stop_strings": ["x"],
-    "max_time": 3.0,
-    "token_healing": True,
-    "penalty_alpha": 0.5,
-    "dola_layers": "low",
-    "cache_implementation": "static",
-    "prefill_chunk_size": 4,
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "prompt_lookup_num_tokens": 3,
-    "assistant_early_exit": 1,
-}
+# ---- options of transformers that are not here: test_conformance.py has all of them, one by one
 
 
-@pytest.mark.parametrize("name", _EFFECTS)
-def test_options_with_an_effect_are_refused_by_name(pipeline, name):
-    match = "sampling" if name == "do_sample" else name
-    with pytest.raises(NotImplementedError, match=match):
-        pipeline.generate(PROMPT, max_new_tokens=2, **{name: _EFFECTS[name]})
-    config = GenerationConfig(max_new_tokens=2)
-    setattr(config, name, _EFFECTS[name])
-    with pytest.raises(NotImplementedError, match=match):
-        pipeline.generate(PROMPT, config)
-
-
-def test_no_option_of_the_installed_transformers_is_overlooked(pipeline):
-    """Every field of GenerationConfig, given a value that it does not have by default, is refused or named in a list."""
-    from pipespec import generation
-
-    known = generation._HONOURED | generation._WITHOUT_EFFECT
-    for name in GenerationConfig().to_dict():
-        if name in known or name.startswith("_"):
-            continue
-        with pytest.raises(NotImplementedError, match="sampling" if name == "do_sample" else name):
-            pipeline.generate(PROMPT, max_new_tokens=2, **{name: 77})
+def test_a_refused_option_is_refused_wherever_it_comes_from(model):
+    """As a keyword, in a configuration, and in the model's own configuration; None and False ask for nothing."""
+    target = copy.deepcopy(model)
+    pipeline = Pipeline(target, noisy(target, 0.02))
+    wanted = target.generate(PROMPT, max_new_tokens=5, do_sample=False)
+    for name, value in {"penalty_alpha": 0.5, "dola_layers": "low", "token_healing": True}.items():
+        config = GenerationConfig(max_new_tokens=5)
+        setattr(config, name, value)
+        with pytest.raises(NotImplementedError, match=name):
+            pipeline.generate(PROMPT, max_new_tokens=5, **{name: value})
+        with pytest.raises(NotImplementedError, match=name):
+            pipeline.generate(PROMPT, config)
+        assert torch.equal(pipeline.generate(PROMPT, config, **{name: None}), wanted)
+        setattr(target.generation_config, name, value)
+        with pytest.raises(NotImplementedError, match=name):
+            pipeline.generate(PROMPT, max_new_tokens=5)
+        setattr(target.generation_config, name, None)
+        assert torch.equal(pipeline.generate(PROMPT, max_new_tokens=5), wanted)
 
 
 def test_options_without_an_effect_are_let_through(pipeline, model):
@@ -447,29 +427,43 @@ def test_options_without_an_effect_are_let_through(pipeline, model):
     neutral = {
         "do_sample": False, "num_beams": 1, "use_cache": False, "temperature": 0.7, "top_k": 5, "top_p": 0.9,
         "repetition_penalty": 1.0, "num_return_sequences": 1, "return_dict_in_generate": False, "no_repeat_ngram_size": 0,
-        "min_new_tokens": 0, "bad_words_ids": None, "stop_strings": None, "output_scores": False,
+        "min_new_tokens": 0, "bad_words_ids": None, "stop_strings": None, "output_scores": False, "synced_gpus": False,
+        "assistant_model": None, "inputs_embeds": None, "position_ids": None, "custom_generate": None, "tokenizer": None,
     }  # fmt: skip
     assert torch.equal(pipeline.generate(PROMPT, max_new_tokens=5, **neutral), wanted)
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["max_tokens", "logits_processor", "stopping_criteria", "assistant_model", "past_key_values", "position_ids", "inputs_embeds",
-     "token_type_ids", "prefix_allowed_tokens_fn", "synced_gpus", "generator", "custom_generate", "tokenizer"],
-)  # fmt: skip
+    "name", ["max_tokens", "token_type_ids", "generator", "logits_to_keep", "cache_position", "labels"]
+)
 def test_arguments_that_nobody_knows(pipeline, name):
     with pytest.raises(TypeError, match=f"'{name}'"):
         pipeline.generate(PROMPT, max_new_tokens=2, **{name: 5})
 
 
+def test_what_stop_strings_need(pipeline):
+    with pytest.raises(ValueError, match=r"stop_strings needs the tokenizer.*tokenizer=tokenizer"):
+        pipeline.generate(PROMPT, max_new_tokens=2, stop_strings=["x"])
+
+
+def test_greedy_texts_of_one_prompt_are_all_the_same(pipeline, model):
+    """So transformers refuses to make several, and its words are the pipeline's."""
+    for generate in (model.generate, pipeline.generate):
+        with pytest.raises(ValueError, match=r"Greedy methods.*num_return_sequences"):
+            generate(PROMPT, max_new_tokens=2, do_sample=False, num_return_sequences=3)
+
+
+def test_seeds_of_the_wrong_kind(pipeline):
+    for seed in ("7", 1.5, [1.5], True, [True]):
+        with pytest.raises(TypeError, match="seed"):
+            pipeline.generate(PROMPT, max_new_tokens=2, do_sample=True, top_k=0, seed=seed)
+    with pytest.raises(ValueError, match="2 seeds for 1 rows"):
+        pipeline.generate(PROMPT, max_new_tokens=2, do_sample=True, top_k=0, seed=[1, 2])
+
+
 def test_configurations_of_the_wrong_kind(pipeline):
     with pytest.raises(TypeError, match="generation_config"):
         pipeline.generate(PROMPT, {"max_new_tokens": 2})
-
-
-def test_a_streamer_and_a_batch(pipeline):
-    with pytest.raises(ValueError, match=r"streamer.*batch has 2"):
-        pipeline.generate(PROMPT.expand(2, -1), max_new_tokens=2, streamer=object())
 
 
 def test_a_refusal_leaves_the_pipeline_usable(pipeline, model):

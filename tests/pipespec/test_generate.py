@@ -185,6 +185,14 @@ def test_the_shortest_and_the_longest_prompt(chain):
 # ---- how it is called
 
 
+def test_without_a_prompt_the_text_begins_with_bos(chain):
+    assert chain.target.generation_config.bos_token_id == 1
+    out = both(chain, max_new_tokens=8)
+    assert out.shape == (1, 9)
+    assert out[0, 0] == 1
+    assert both(chain, max_new_tokens=8, bos_token_id=7)[0, 0] == 7
+
+
 def test_positional_keyword_and_integer_types(chain):
     prompt = random_prompts(1, seed=15, shortest=5)[0][None]
     wanted = both(chain, prompt, max_new_tokens=6)
@@ -328,6 +336,22 @@ def test_the_streamer_gets_every_token_once(model, make):
             assert all(len(v) == 1 for v in recorder.values[1:])
 
 
+def test_the_streamer_of_a_batch(model):
+    """One token of each row at a time, as transformers hands them out, ended rows filled; the slowest row sets the pace."""
+    ids, mask = left_pad(random_prompts(3, seed=63))
+    text = model.generate(ids, attention_mask=mask, max_new_tokens=18, do_sample=False)[:, ids.shape[1] :]
+    for make in (always_right, always_wrong, lambda t: noisy(t, 0.03)):
+        pipeline = Pipeline(model, make(model), windows=4)
+        for ends in (None, [int(text[0, 3]), int(text[2, 9])], [int(t) for t in text[:, 5]]):
+            recorders = Recorder(), Recorder()
+            kwargs = {"attention_mask": mask, "max_new_tokens": 18, "eos_token_id": ends, "pad_token_id": 0}
+            out = pipeline.generate(ids, streamer=recorders[0], **kwargs)
+            model.generate(ids, streamer=recorders[1], do_sample=False, **kwargs)
+            assert [v.tolist() for v in recorders[0].values] == [v.tolist() for v in recorders[1].values]
+            assert torch.equal(torch.stack(recorders[0].values[1:], dim=1), out[:, ids.shape[1] :])
+            assert recorders[0].ends == 1
+
+
 def test_the_streamer_gets_tokens_as_they_come(model):
     """Not all at the end: an error raised at the fifth token stops the generation there, and the next call is whole."""
 
@@ -399,30 +423,68 @@ def test_the_report_adds_up(model):
 # ---- one generation at a time
 
 
-def test_another_thread_is_told_so(model):
-    pipeline = Pipeline(model, noisy(model, 0.02), windows=2)
-    prompt = random_prompts(1, seed=80)[0][None]
-    inside, go_on, errors, outs = threading.Event(), threading.Event(), [], []
+class Gate(Recorder):
+    """Holds its call inside of the third hand-over until told to go on."""
 
-    class Gate(Recorder):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def put(self, value):
+        super().put(value)
+        if len(self.values) == 3:
+            self.inside.set()
+            assert self.go_on.wait(60)
+
+
+def test_other_threads_wait_their_turn(model):
+    pipeline = Pipeline(model, noisy(model, 0.02), windows=2)
+    first, *others = [p[None] for p in random_prompts(4, seed=80, shortest=4)]
+    gate, outs = Gate(), {}
+
+    def work(i, prompt, **kwargs):
+        outs[i] = pipeline.generate(prompt, max_new_tokens=30, **kwargs)
+
+    threads = [threading.Thread(target=work, args=(0, first), kwargs={"streamer": gate})]
+    threads[0].start()
+    assert gate.inside.wait(60)
+    for i, prompt in enumerate(others, start=1):
+        threads.append(threading.Thread(target=work, args=(i, prompt)))
+        threads[-1].start()
+    threads[1].join(0.3)
+    assert all(thread.is_alive() for thread in threads)  # none of them is through, none has failed
+    assert not outs
+    gate.go_on.set()
+    for thread in threads:
+        thread.join(60)
+    for i, prompt in enumerate([first, *others]):
+        assert torch.equal(outs[i], both(pipeline, prompt, max_new_tokens=30))
+
+
+def test_a_call_from_inside_of_a_call_is_refused(model):
+    """It would wait for itself. Another pipeline may be used there; the outer call goes on if the refusal is caught."""
+    pipeline, another = Pipeline(model, noisy(model, 0.02)), Pipeline(model, noisy(model, 0.02))
+    prompt = random_prompts(1, seed=82)[0][None]
+    inner = []
+
+    class Nosy(Recorder):
         def put(self, value):
             super().put(value)
-            if len(self.values) == 3:
-                inside.set()
-                assert go_on.wait(60)
+            if len(self.values) > 1 and len(inner) < 2:
+                with pytest.raises(RuntimeError, match="inside of a call of the same pipeline"):
+                    pipeline.generate(prompt, max_new_tokens=3)
+                inner.append(another.generate(prompt, max_new_tokens=3))
 
-    thread = threading.Thread(target=lambda: outs.append(pipeline.generate(prompt, max_new_tokens=30, streamer=Gate())))
-    thread.start()
-    assert inside.wait(60)
-    try:
-        with pytest.raises(RuntimeError, match="another thread"):
-            pipeline.generate(prompt, max_new_tokens=30)
-    except BaseException as error:
-        errors.append(error)
-    go_on.set()
-    thread.join(60)
-    assert not errors
-    assert torch.equal(outs[0], both(pipeline, prompt, max_new_tokens=30))
+    wanted = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    assert torch.equal(pipeline.generate(prompt, max_new_tokens=20, streamer=Nosy()), wanted)
+    assert torch.equal(inner[1], wanted[:, : prompt.shape[1] + 3])
+
+    def processor(ids, scores):
+        return pipeline.generate(prompt, max_new_tokens=3)
+
+    with pytest.raises(RuntimeError, match="inside of a call"):
+        pipeline.generate(prompt, max_new_tokens=20, logits_processor=[processor])
+    both(pipeline, prompt, max_new_tokens=20)
 
 
 def test_two_pipelines_in_two_threads(model):

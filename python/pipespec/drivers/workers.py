@@ -38,6 +38,10 @@ _FINISH_TIMEOUT_S = 10.0
 """A worker told to stop finishes the forward it is in. One that needs longer than this is taken for hung."""
 
 
+_INSIDE = {"pipespec", "transformers", "torch"}
+"""Packages between the user's line and a warning."""
+
+
 class StageFailure(RuntimeWarning):
     """A draft stage died or failed; the text is the same, only slower."""
 
@@ -234,10 +238,10 @@ class WorkersDriver(Driver):
         torch.set_num_threads(min(self.policy.threads or own, self._all_threads))
 
     def _lost(self, i: int, what: str) -> None:
-        """Tell the user, once, and no stage waits for it any more. To be called from ``run`` itself."""
+        """Tell the user, once, and no stage waits for it any more."""
         self.block.set_alive(i, False)
-        # Points at the line that called Pipeline.generate().
-        warnings.warn(f"draft stage {i} {what}. The text is not affected, only its speed", StageFailure, stacklevel=5)
+        message = f"draft stage {i} {what}. The text is not affected, only its speed"
+        warnings.warn(message, StageFailure, stacklevel=_level_of_caller())
 
     def _step(self) -> Action:
         upstream = self._target.index - 1
@@ -260,6 +264,14 @@ class WorkersDriver(Driver):
         """End the workers. A later ``run`` starts them again."""
         self.block.start(0)
         _shut_down(self._workers)
+
+
+def _level_of_caller() -> int:
+    """``stacklevel`` for a warning of our caller's that is to point at the user's line, behind us and transformers."""
+    level, frame = 0, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _shut_down(workers: dict[int, _Worker]) -> None:

@@ -71,7 +71,7 @@ def published_chain_speedup(acceptance: Sequence[float], ratios: Sequence[float]
     """The published recursion for K stages: gamma_k = c_k E[N(M_{k-1})] - 1, then E[N(M_k)] of the last pair.
 
     ``acceptance[i]``, ``ratios[i]``: between stages i and i + 1. Optimistic: it ignores that middle stages are rolled back and
-    that gamma varies (0.4 to 4 % in the chains of docs/theory.md, more with small ratios).
+    that gamma varies (by up to 3 % in the chains of docs/theory.md).
     """
     same_length("ratios", ratios, len(acceptance), "pair of neighbours")
     if not acceptance:
@@ -285,7 +285,7 @@ def chain_rate(
 
     ``acceptance[i]``: between stages i and i + 1; ``draft``: step of stage 0; ``verify[i]``, ``plain[i]``, ``waits[i]``: of
     stage i + 1. Optimistic as the published recursion is, for the same reasons: middle stages are rolled back, and their
-    output comes in bursts. Use the simulator where percents matter.
+    output comes in bursts; by 5 to 12 % with waits in the chains of docs/theory.md. Use the simulator where that matters.
     """
     pairs = len(acceptance)
     if pairs == 0:

@@ -1,0 +1,265 @@
+"""What do the Triton kernels compile to? ``python -m bench.compile_gate [--json FILE] [--arch 90] [--kernel NAME] [--tighten 0.5]``
+
+Compiles every kernel ahead of time for sm_80, sm_90 and sm_100, with triton's own ptxas and no GPU, and reads the machine
+code with its cuobjdump. For each it prints
+
+* registers per thread, bytes spilled to local memory, bytes of shared memory;
+* the loop's instructions per logit: those between its label and its branch, over the logits that its loads bring (of
+  several loops, the dearest one's; ``cutoff`` goes through its loop up to 16 times);
+* ``all``: the same with everything outside the loop added, once, over the logits that a thread sees in a launch for
+  B=16, Q=5, V=128256 on 132 multiprocessors. More than is ever executed: few threads walk along hints.
+
+A kernel over its budget makes the exit status 1: budgets are for spills (none) and for the loop, which is what large
+batches pay. So does a fused multiply-add where noise is to have the host's bits. Pointers and strides are taken as aligned, as they are for the vocabularies of models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pipespec_kernels.triton.cutoff import BLOCK, WARPS, cutoff_kernel
+from pipespec_kernels.triton.launch import Config, choose_config, cut
+from pipespec_kernels.triton.verify import verify_kernel
+from pipespec_kernels.triton.verify_ratio import ratio_choose_kernel, ratio_test_kernel
+
+ARCHS = (80, 90, 100)
+VOCAB, ROWS, MULTIPROCESSORS = 128256, 16 * 5, 132
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+# What the kernels' arguments are; the logits' type comes with the case, and what is not here is an int32.
+POINTERS = {
+    "tokens": "*i64",
+    "n_fed": "*i32",
+    "n_hint": "*i32",
+    "selected": "*i32",
+    "accepted": "*i32",
+    "best": "*i64",
+    "ticket": "*i64",
+    "next_token": "*i64",
+    "length": "*i64",
+    "epoch": "*i64",
+    "seeds": "*i64",
+    "positions": "*i64",
+    "inv_temperature": "*fp32",
+    "cutoff": "*fp32",
+    "sums": "*fp32",
+    "lse": "*fp32",
+    "draft_inv_temperature": "*fp32",
+    "draft_cutoff": "*fp32",
+    "top_k": "*i32",
+    "top_p": "*fp32",
+    "min_p": "*fp32",
+    "out": "*fp32",
+}
+LOGITS = ("logits", "draft_logits")
+# Multiples of 16 in a launch for a model's vocabulary.
+ALIGNED = ("vocab", "span", "logits_stride_b", "logits_stride_q", "draft_stride_b", "draft_stride_q")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One compilation; ``per_logit`` is the budget of the loop, None: there is none."""
+
+    name: str
+    kernel: Any
+    dtype: str
+    config: Config
+    constants: dict[str, Any]
+    per_logit: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    name: str
+    arch: int
+    dtype: str
+    block: int
+    warps: int
+    registers: int
+    spilled: int
+    shared: int
+    instructions: int
+    loop_per_logit: float
+    all_per_logit: float
+    per_logit_budget: float | None
+    failures: list[str]
+
+
+def cases() -> Iterator[Case]:
+    small = choose_config(5, VOCAB, MULTIPROCESSORS, busy=False)
+    wide = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=False)
+    busy = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=True)
+    assert len({small, wide, busy}) == 3
+    greedy = {"HAS_STATE": True, "COUPLED": False, "HAS_CUTOFF": False, "FAST": True, "WIDTH_BLOCK": 8}
+    coupled = greedy | {"COUPLED": True}
+    cutoff = coupled | {"HAS_CUTOFF": True}
+    for dtype in BYTES:
+        yield Case("verify, greedy", verify_kernel, dtype, wide, greedy, 12)
+    for dtype in ("bf16", "fp32"):
+        yield Case("verify, coupled", verify_kernel, dtype, busy, coupled, 34)
+    yield Case("verify, greedy, small", verify_kernel, "bf16", small, greedy, 12)
+    yield Case("verify, coupled, small", verify_kernel, "bf16", small, coupled, 34)
+    yield Case("verify, coupled, cutoff", verify_kernel, "bf16", busy, cutoff, 34)
+    yield Case("verify, coupled, exact", verify_kernel, "bf16", busy, cutoff | {"FAST": False}, None)
+    ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
+    certain = dict.fromkeys(ratio, False)
+    test = {"WIDTH_BLOCK": 8, "SPLITS_BLOCK": 8}
+    choose = {"HAS_STATE": True, "FAST": True}
+    yield Case("verify_ratio, test", ratio_test_kernel, "bf16", wide, ratio | test, 14)
+    yield Case("verify_ratio, test, certain", ratio_test_kernel, "bf16", wide, certain | test, 14)
+    yield Case("verify_ratio, choose", ratio_choose_kernel, "bf16", busy, ratio | choose, 30)
+    yield Case("verify_ratio, choose, certain", ratio_choose_kernel, "bf16", busy, certain | choose, 44)
+    filters = {"HAS_COUNTS": True, "HAS_K": True, "HAS_P": True, "HAS_MIN": True}
+    for dtype, shift in (("bf16", 16), ("fp32", 0)):
+        yield Case("cutoff", cutoff_kernel, dtype, Config(BLOCK, WARPS, 1), filters | {"SHIFT": shift}, 22)
+
+
+def compile_case(case: Case, arch: int, tighten: float = 1.0) -> Report:
+    constants = case.constants | {"BLOCK": case.config.block}
+    names = case.kernel.arg_names
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = f"*{case.dtype}" if name in LOGITS else POINTERS.get(name, "i32")
+        if signature[name].startswith("*") or name in ALIGNED:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(case.kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": case.config.warps},
+    )
+    sass, usage = disassemble(compiled.asm["cubin"])
+    loop, logits = main_loop(sass, BYTES[case.dtype])
+    span = cut(case.config, VOCAB).span
+    rows_read = 2 if constants.get("HAS_DRAFT") else 1
+    per_thread = rows_read * span / (32 * case.config.warps)
+    loop_per_logit = loop / logits
+    report = {
+        "name": case.name,
+        "arch": arch,
+        "dtype": case.dtype,
+        "block": case.config.block,
+        "warps": case.config.warps,
+        "registers": usage["REG"],
+        "spilled": usage["LOCAL"] + usage["STACK"],
+        "shared": compiled.metadata.shared,
+        "instructions": len(sass),
+        "loop_per_logit": loop_per_logit,
+        "all_per_logit": loop_per_logit + (len(sass) - loop) / per_thread,
+        "per_logit_budget": case.per_logit,
+    }
+    failures = []
+    if report["spilled"] > 0:
+        failures.append(f"{report['spilled']} bytes spilled")
+    if not constants.get("FAST", True) and any(re.search(r"\bFFMA", text) for _, text in sass):
+        failures.append("a product and a sum were fused: not the host's bits")
+    if case.per_logit is not None and loop_per_logit > case.per_logit * tighten:
+        failures.append(f"{loop_per_logit:.1f} instructions per logit, budget {case.per_logit * tighten:g}")
+    return Report(**report, failures=failures)
+
+
+def tool(name: str) -> str:
+    return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
+
+
+def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
+    """Addresses and instructions, without the padding behind them; and what the kernel uses."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+
+        def run(option: str) -> str:
+            return subprocess.run(
+                [tool("cuobjdump"), option, file.name], capture_output=True, text=True, check=True
+            ).stdout
+
+        text, resources = run("-sass"), run("--dump-resource-usage")
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+    sass = [(int(address, 16), instruction) for address, instruction in lines]
+    sass = [(address, instruction) for address, instruction in sass if not instruction.startswith("NOP")]
+    usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", resources)}
+    return sass, usage
+
+
+def main_loop(sass: list[tuple[int, str]], itemsize: int) -> tuple[int, int]:
+    """Instructions of an innermost loop that loads, and the logits one round of it loads: of the dearest per logit."""
+    found = []
+    for end, instruction in sass:
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
+        if target and int(target[1], 16) < end:
+            begin = int(target[1], 16)
+            body = [text for at, text in sass if begin <= at <= end]
+            loaded = sum(loaded_bytes(text) for text in body)
+            if loaded:
+                found.append((len(body), loaded // itemsize, begin, end))
+    innermost = [
+        loop for loop in found if not any(o is not loop and loop[2] <= o[2] and o[3] <= loop[3] for o in found)
+    ]
+    assert innermost, "no loop that loads"
+    return max(innermost, key=lambda loop: loop[0] / loop[1])[:2]
+
+
+def loaded_bytes(instruction: str) -> int:
+    load = re.match(r"(?:@!?U?P\d+\s+)?LDG\.(\S+)", instruction)
+    if not load:
+        return 0
+    for width, size in (("256", 32), ("128", 16), ("64", 8), ("U16", 2), ("U8", 1)):
+        if width in load[1].split("."):
+            return size
+    return 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compiles the Triton kernels ahead of time and holds them to budgets.")
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="default: all")
+    parser.add_argument("--kernel", default="", help="only those whose names begin so")
+    parser.add_argument("--json", type=Path, help="write the reports here")
+    parser.add_argument("--tighten", type=float, default=1.0, help="multiply the budgets by this")
+    options = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        print("TRITON_INTERPRET is set: nothing would be compiled", file=sys.stderr)
+        return 2
+
+    print(f"triton {triton.__version__}; instructions per logit: of the loop (budget), and all at B=16 Q=5 V={VOCAB}")
+    print(
+        f"{'':30}{'':6}{'arch':>4}{'block':>7}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}{'loop':>8}{'budget':>8}{'all':>7}"
+    )
+    reports = []
+    for case in cases():
+        if not case.name.startswith(options.kernel):
+            continue
+        for arch in options.arch or ARCHS:
+            r = compile_case(case, arch, options.tighten)
+            reports.append(r)
+            budget = "-" if r.per_logit_budget is None else f"{r.per_logit_budget * options.tighten:g}"
+            print(
+                f"{r.name:30}{r.dtype:6}{r.arch:4}{r.block:7}{r.warps:6}{r.registers:6}{r.spilled:7}{r.shared:8}"
+                f"{r.loop_per_logit:8.1f}{budget:>8}{r.all_per_logit:7.1f}{'  FAILED: ' if r.failures else ''}{', '.join(r.failures)}",
+                flush=True,
+            )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(
+            json.dumps({"triton": triton.__version__, "reports": [asdict(r) for r in reports]}, indent=1) + "\n"
+        )
+    return 1 if any(r.failures for r in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

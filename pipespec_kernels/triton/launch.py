@@ -1,0 +1,211 @@
+"""What the launches share: how rows are cut into blocks, the work space, the rows' state, and the checks of arguments."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipespec_kernels.noise import Noise
+from pipespec_kernels.triton.philox import INTERPRETED
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
+MOST_VOCAB = 1 << 30  # ids and tiles are counted in int32
+MOST_ROWS = 65535  # CUDA's limit for the outer dimensions of a grid
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a row of logits is cut. What ``verify`` selects does not depend on it.
+
+    Attributes:
+        block: logits that a block of threads looks at together, a power of two, at least 8.
+        warps: warps per block of threads.
+        splits: at most that many blocks of threads share a row.
+    """
+
+    block: int
+    warps: int
+    splits: int
+
+
+class Cut(NamedTuple):
+    """A :class:`Config` fitted to a vocabulary: ``splits`` spans of ``span`` logits, none of them empty."""
+
+    splits: int
+    span: int
+
+
+def cut(config: Config, vocab: int) -> Cut:
+    block, splits = config.block, config.splits
+    if block < 8 or block & (block - 1) or splits < 1 or config.warps < 1:
+        raise ValueError(f"a block must be a power of two >= 8, warps and splits at least 1, got {config}")
+    tiles = -(-vocab // block)
+    per_split = -(-tiles // splits)
+    return Cut(-(-tiles // per_split), per_split * block)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def choose_config(rows: int, vocab: int, multiprocessors: int, busy: bool) -> Config:
+    """Enough blocks to fill the device where there are few rows, long spans where there are many.
+
+    A long span spreads a block's reduction, which costs as many instructions as some fifty logits per thread, over more
+    of them. A wide tile keeps more bytes in flight, which is what a kernel that only reads needs; one that is ``busy``
+    with noise waits for its arithmetic instead. The numbers come from counting instructions and bytes; they have not
+    been tuned on a device.
+    """
+    wanted = 4 * multiprocessors
+    if rows * (vocab // 4096) < wanted:
+        return Config(1024, 4, max(1, wanted // max(rows, 1)))
+    return Config(2048 if busy else 4096, 8, max(1, wanted // rows))
+
+
+def default_config(rows: int, vocab: int, device: torch.device, busy: bool) -> Config:
+    if device.type != "cuda":
+        # In the interpreter the price is per operation, whatever its width.
+        return Config(min(1 << 15, max(16, 1 << (vocab - 1).bit_length())), 1, 1)
+    return choose_config(rows, vocab, multiprocessors(device), busy)
+
+
+class Workspace:
+    """Memory in which the blocks of a launch meet. Zero before the first launch, and left as zero by every launch.
+
+    Launches that may run at the same time need different ones, and so does everything that is captured in a CUDA graph
+    and may be replayed at the same time. ``verify`` without one makes it itself: a second small launch.
+
+    Args:
+        batch, width: the largest ``B`` and ``Q`` to come.
+        device: of the tensors.
+    """
+
+    def __init__(self, batch: int, width: int, device: torch.device | str) -> None:
+        self.batch, self.width = batch, width
+        self.words = torch.zeros(batch * (max(width, 2) + 1), dtype=torch.int64, device=device)
+        self.device = self.words.device
+
+    def pieces(self, batch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Words for the best choices (``[B, Q]``, at least two a row) and a ticket for each row; int64."""
+        if self.device != device:
+            raise ValueError(f"the workspace is on {self.device}, the logits on {device}")
+        if batch > self.batch or width > self.width:
+            raise ValueError(f"the workspace is for {self.batch} x {self.width} at most, got {batch} x {width}")
+        return self.words[self.batch :], self.words[: self.batch]
+
+
+class RowState(NamedTuple):
+    """What a verification changes of each row, written in place by the kernel. All ``[B]``, int32 or int64, contiguous.
+
+    Attributes:
+        next_token: becomes the row's own choice behind the accepted hints: the first token of the next step.
+        length: tokens of the row that count, hints not included; grows by ``accepted + 1``. (The keys and values that
+            count are one fewer: that is the truncation of the cache.)
+        epoch: grows by one where a hint was rejected: whatever was drafted behind it is void.
+
+    Rows that idle or whose counts are invalid keep theirs.
+    """
+
+    next_token: Tensor
+    length: Tensor
+    epoch: Tensor
+
+
+def check_device(device: torch.device, what: str) -> None:
+    if INTERPRETED:
+        if device.type != "cpu":
+            raise ValueError(f"TRITON_INTERPRET is set: {what} must be on the CPU, is on {device}")
+    elif device.type != "cuda":
+        raise ValueError(f"{what} must be on a GPU, is on {device} (on the CPU use pipespec_kernels.ops)")
+
+
+def check_logits(logits: Any, name: str = "logits") -> tuple[int, int, int]:
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
+    if logits.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {logits.dtype}")
+    if logits.dim() != 3:
+        raise ValueError(f"{name} must be [B, Q, V], got shape {tuple(logits.shape)}")
+    batch, width, vocab = logits.shape
+    if not 0 < vocab <= MOST_VOCAB:
+        raise ValueError(f"the vocabulary must have 1 .. 2**30 entries, got shape {tuple(logits.shape)}")
+    if batch > MOST_ROWS or width > MOST_ROWS:
+        raise ValueError(f"at most {MOST_ROWS} rows and columns in a launch, got shape {tuple(logits.shape)}")
+    if logits.stride(2) != 1 and vocab > 1:
+        raise ValueError(f"{name} must be contiguous along the vocabulary, got strides {logits.stride()}")
+    check_device(logits.device, name)
+    return batch, width, vocab
+
+
+def check(
+    tensor: Any, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """The tensor, if it is one of these dtypes with this shape on this device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name} must be {names}, got {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the logits, is on {tensor.device}")
+    return tensor
+
+
+def check_written(
+    tensor: Any, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    if not check(tensor, name, dtypes, shape, device).is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    return tensor
+
+
+def check_counts(n_fed: Tensor, n_hint: Tensor, width: int) -> None:
+    """Reads the counts: a wait for the device, where they are on one."""
+    for row, (fed, hints) in enumerate(zip(n_fed.tolist(), n_hint.tolist(), strict=True)):
+        if fed < 0 or fed > width or (fed > 0 and not 0 <= hints < fed):
+            raise ValueError(f"row {row}: need 0 <= n_hint < n_fed <= Q: n_fed={fed}, n_hint={hints}, Q={width}")
+
+
+def check_noise(
+    noise: Noise | None, batch: int, width: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Contiguous seeds, positions and scales, and the cutoff as it is; all None without noise."""
+    if noise is None:
+        return None, None, None, None
+    if not isinstance(noise, Noise):
+        raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
+    if not 0 <= noise.stream < 1 << 32:
+        raise ValueError(f"noise.stream must be a number of 32 bits, got {noise.stream}")
+    rows = (batch,)
+    cutoff = noise.cutoff
+    return (
+        check(noise.seeds, "noise.seeds", (torch.int64,), rows, device).contiguous(),
+        check(noise.positions, "noise.positions", (torch.int64,), rows, device).contiguous(),
+        check(noise.inv_temperature, "noise.inv_temperature", (torch.float32,), rows, device).contiguous(),
+        None if cutoff is None else check(cutoff, "noise.cutoff", (torch.float32,), (batch, width), device),
+    )
+
+
+def check_out(out: tuple[Tensor, Tensor] | None, batch: int, width: int, device: torch.device) -> None:
+    if out is not None:
+        check_written(out[0], "out[0]", (torch.int32,), (batch, width), device)
+        check_written(out[1], "out[1]", (torch.int32,), (batch,), device)
+
+
+def check_state(state: RowState | None, batch: int, device: torch.device) -> None:
+    if state is not None:
+        for name, tensor in zip(RowState._fields, state, strict=True):
+            check_written(tensor, f"state.{name}", INTEGERS, (batch,), device)
+
+
+def on(device: torch.device) -> Any:
+    """The device to launch on: triton launches on the current one, which need not be that of the tensors."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)

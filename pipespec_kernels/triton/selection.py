@@ -1,0 +1,45 @@
+"""What the kernels share when they look for the largest score of a row, in pieces and in any order.
+
+A thread keeps, per lane, the best score and the tile it came from; a block reduces its lanes once, at the end, to one
+64-bit word whose order is (score, lowest id first), and words of several blocks meet in an atomic maximum. So the result
+does not depend on tiles, blocks or their timing. A NaN is larger than everything, and the first of them wins; -0 equals
++0. No word is 0, which stands for "nothing yet".
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The high half of the word of -inf: nothing better than -inf was seen.
+NOTHING = tl.constexpr(0x007FFFFF)
+
+
+@triton.jit
+def better(score, best):
+    """Whether a lane's best gives way to a later score: to a larger one or a NaN, unless it is a NaN itself."""
+    return (best == best) & ~(score <= best)
+
+
+@triton.jit
+def pack_best(best, ids):
+    """The word of a block: of its largest score and, of those that equal it, the lowest id (ids >= 0)."""
+    bits = (best + 0.0).to(tl.int32, bitcast=True)  # + 0.0 makes +0 of -0
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, in the order of the floats
+    key = tl.where(best == best, key, 0x7FFFFFFF)
+    largest = tl.max(key, axis=0)
+    lowest = tl.min(tl.where(key == largest, ids, 0x7FFFFFFF), axis=0)
+    high = (largest ^ -0x80000000).to(tl.uint32, bitcast=True)
+    return (high.to(tl.uint64) << 32) | (~lowest).to(tl.uint32, bitcast=True).to(tl.uint64)
+
+
+@triton.jit
+def unpack_id(word):
+    """The id in a word."""
+    return ~(word.to(tl.uint32).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def as_words(pointer):
+    """A pointer to int64 as one to the unsigned words that atomic maxima order."""
+    return pointer.to(tl.pointer_type(tl.uint64))

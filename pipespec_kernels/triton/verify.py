@@ -1,0 +1,259 @@
+"""``verify``: every row's own choices up to the first hint they contradict, in one launch and one pass over the logits.
+
+The grid is (splits of the vocabulary) x (columns that choose) x (rows). A block of threads finds the best score of its
+span and brings it, as one word, to an atomic maximum; then it takes a ticket of its row. Whoever takes the last one knows
+that the row's choices are complete: it walks along the hints, writes what the row selected and where it now stands, and
+leaves the work space as it was, so that the launch can be replayed.
+
+Greedy, the score is the logit. Coupled, it is ``logit * inv_temperature + G`` with Gumbel noise ``G`` that depends on
+(seed, position, token id) only, so that equal ids mean agreement at any temperature: Daliri, Musco, Suresh, "Coupling
+without Communication and Drafter-Invariant Speculative Decoding" (2024), section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipespec_kernels.noise import Noise
+from pipespec_kernels.triton import launch
+from pipespec_kernels.triton.launch import (
+    INTEGERS,
+    Config,
+    RowState,
+    Workspace,
+    check,
+    check_logits,
+    check_noise,
+    check_out,
+    check_state,
+    cut,
+    default_config,
+    on,
+)
+from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
+from pipespec_kernels.triton.selection import as_words, better, pack_best, unpack_id
+
+
+# Not specialised: each value of 1 or multiple of 16 would be a kernel of its own, for nothing.
+@triton.jit(do_not_specialize=["width", "stream", "splits"])
+def verify_kernel(
+    logits,
+    logits_stride_b,
+    logits_stride_q,
+    vocab,
+    tokens,
+    tokens_stride_b,
+    tokens_stride_q,
+    n_fed,
+    n_hint,
+    width,
+    selected,
+    accepted,
+    best,
+    ticket,
+    next_token,
+    length,
+    epoch,
+    seeds,
+    positions,
+    inv_temperature,
+    cutoff,
+    cutoff_stride_b,
+    cutoff_stride_q,
+    stream,
+    splits,
+    span,
+    HAS_STATE: tl.constexpr,
+    COUPLED: tl.constexpr,
+    HAS_CUTOFF: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+):
+    split = tl.program_id(0)
+    column = tl.program_id(1)  # of those that choose, counted from the first
+    row = tl.program_id(2)
+    fed = tl.load(n_fed + row)
+    hints = tl.load(n_hint + row)
+    idle = fed == 0
+    # Counts live on the device, where only the kernel can look: a bad row must not lead it out of the tensors.
+    bad = (fed < 0) | (fed > width) | ((hints < 0) | (hints >= fed)) & (fed != 0)
+    first = fed - 1 - hints  # the column whose logits decide about the first hint
+
+    if idle | bad:
+        if (column == 0) & (split == 0):
+            columns = tl.arange(0, WIDTH_BLOCK)
+            tl.store(selected + row.to(tl.int64) * width + columns, -1, mask=columns < width)
+            tl.store(accepted + row, tl.where(bad, -1, 0))
+    elif column <= hints:
+        source = logits + row.to(tl.int64) * logits_stride_b + (first + column).to(tl.int64) * logits_stride_q
+        lanes = tl.arange(0, BLOCK)
+        begin = split * span
+        if COUPLED:
+            seed = tl.load(seeds + row)
+            position = tl.load(positions + row) + first + column
+            scale = tl.load(inv_temperature + row)
+            if HAS_CUTOFF:
+                lowest = tl.load(
+                    cutoff + row.to(tl.int64) * cutoff_stride_b + (first + column).to(tl.int64) * cutoff_stride_q
+                )
+        top = tl.full([BLOCK], float("-inf"), tl.float32)
+        tile = tl.full([BLOCK], 0, tl.int32) + begin
+        start = begin
+        end = tl.minimum(begin + span, vocab)
+        while start < end:
+            x = tl.load(source + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
+            if COUPLED:
+                score = perturbed(x, scale, draw(seed, position, stream, start, BLOCK), FAST)
+                improved = better(score, top)
+                if HAS_CUTOFF:
+                    improved = improved & ~(x < lowest)
+            else:
+                score = x
+                improved = better(score, top)
+            top = tl.where(improved, score, top)
+            tile = tl.where(improved, start, tile)
+            start += BLOCK
+        tl.atomic_max(as_words(best) + row.to(tl.int64) * width + column, pack_best(top, tile + lanes), sem="relaxed")
+
+        # Release: our word before our ticket. Acquire: all words of the row, if ours is the last.
+        if tl.atomic_add(ticket + row, 1, sem="acq_rel") == (hints + 1) * splits - 1:
+            columns = tl.arange(0, WIDTH_BLOCK)
+            words = as_words(best) + row.to(tl.int64) * width + columns
+            # .cg: from L2, where the atomics are done, whatever this multiprocessor holds.
+            choice = unpack_id(tl.load(words, mask=columns <= hints, other=0, cache_modifier=".cg"))
+            hint = tl.load(
+                tokens + row.to(tl.int64) * tokens_stride_b + (first + 1 + columns).to(tl.int64) * tokens_stride_q,
+                mask=columns < hints,
+                other=-1,
+            )
+            agrees = (columns < hints) & (choice == hint)
+            agreed = tl.min(tl.where(agrees, WIDTH_BLOCK, columns), axis=0)
+            tl.store(
+                selected + row.to(tl.int64) * width + columns,
+                tl.where(columns <= agreed, choice, -1),
+                mask=columns < width,
+            )
+            tl.store(accepted + row, agreed)
+            if HAS_STATE:
+                tl.store(next_token + row, tl.sum(tl.where(columns == agreed, choice, 0), axis=0))
+                tl.store(length + row, tl.load(length + row) + agreed + 1)
+                tl.store(epoch + row, tl.load(epoch + row) + (agreed < hints).to(tl.int32))
+            tl.debug_barrier()  # every thread has its words and its state before they are overwritten
+            tl.store(words, 0, mask=columns <= hints)
+            tl.store(ticket + row, 0)
+
+
+def verify(
+    logits: Tensor,
+    tokens: Tensor,
+    n_fed: Tensor,
+    n_hint: Tensor,
+    *,
+    noise: Noise | None = None,
+    state: RowState | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    workspace: Workspace | None = None,
+    exact: bool = False,
+    check_counts: bool | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each row's own choices up to the first hint that they contradict; see :func:`pipespec_kernels.ops.verify`.
+
+    Row ``r`` was fed ``tokens[r, :n_fed[r]]``, of which the last ``n_hint[r]`` are hints. With
+    ``s = n_fed[r] - 1 - n_hint[r]``, ``selected[r, j]`` is the choice from ``logits[r, s + j]`` for
+    ``j = 0 .. accepted[r]``; the walk goes on while ``selected[r, j] == tokens[r, s + 1 + j]`` and hints are left.
+
+    A choice is the id of the largest score: of the logit, or with ``noise`` of ``logit * inv_temperature + G`` among the
+    logits not below the cutoff. The lowest id wins ties, a NaN is larger than everything and the first one wins, and a
+    row of -inf alone chooses id 0. A NaN is never below a cutoff.
+
+    Args:
+        logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions, including 0.
+        tokens: ``[B, Q]``, int64 or int32, any strides.
+        n_fed, n_hint: int32 ``[B]``, on the device. ``0 <= n_hint < n_fed <= Q``, or ``n_fed == 0``: the row idles, all
+            -1, nothing accepted. A row whose counts are neither gets ``accepted == -1``, and nothing else happens to it.
+        noise: a :class:`pipespec_kernels.noise.Noise` of tensors on the device of the logits. Its temperatures and
+            positions are not looked at by the host: they must be valid. None: greedy.
+        state: written in place by the same launch.
+        out: contiguous int32 tensors ``[B, Q]`` and ``[B]``; must overlap no other argument.
+        workspace: with it a call is exactly one launch, without it one more clears memory.
+        exact: take logarithms as the host does: the choices are then those of the CPU, bit for bit, and the noise costs
+            more than twice the instructions. The default differs in the noise's last bits.
+        check_counts: whether to raise for bad counts, at the price of waiting for the device; default: where the
+            tensors are on the CPU (the interpreter).
+        config: how rows are cut into blocks; default: chosen from the shape and the device. Changes no result.
+
+    Returns:
+        ``(selected[B, Q], accepted[B])``, int32 on the device of the logits. ``selected`` is -1 past ``accepted[r]``.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: shapes, strides or devices that do not fit. Nothing has been written then.
+    """
+    batch, width, vocab = check_logits(logits)
+    device = logits.device
+    check(tokens, "tokens", INTEGERS, (batch, width), device)
+    n_fed = check(n_fed, "n_fed", (torch.int32,), (batch,), device).contiguous()
+    n_hint = check(n_hint, "n_hint", (torch.int32,), (batch,), device).contiguous()
+    seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
+    check_state(state, batch, device)
+    check_out(out, batch, width, device)
+    config = config or default_config(batch * width, vocab, device, noise is not None)
+    splits, span = cut(config, vocab)
+    if workspace is not None:
+        workspace.pieces(batch, width, device)
+    if check_counts or (check_counts is None and device.type == "cpu"):
+        launch.check_counts(n_fed, n_hint, width)
+
+    selected, accepted = out or (
+        torch.empty((batch, width), dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+    )
+    if batch == 0 or width == 0:
+        accepted.zero_()
+        return selected, accepted
+    best, ticket = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
+    # Arguments that this mode does not read: any pointer will do.
+    unused = accepted
+    next_token, length, epoch = state or (unused, unused, unused)
+    with on(device):
+        verify_kernel[(splits, width, batch)](
+            logits,
+            logits.stride(0),
+            logits.stride(1),
+            vocab,
+            tokens,
+            tokens.stride(0),
+            tokens.stride(1),
+            n_fed,
+            n_hint,
+            width,
+            selected,
+            accepted,
+            best,
+            ticket,
+            next_token,
+            length,
+            epoch,
+            unused if seeds is None else seeds,
+            unused if positions is None else positions,
+            unused if inv_temperature is None else inv_temperature,
+            unused if cutoff is None else cutoff,
+            0 if cutoff is None else cutoff.stride(0),
+            0 if cutoff is None else cutoff.stride(1),
+            0 if noise is None else noise.stream,
+            splits,
+            span,
+            HAS_STATE=state is not None,
+            COUPLED=noise is not None,
+            HAS_CUTOFF=cutoff is not None,
+            FAST=not (exact or INTERPRETED),
+            BLOCK=config.block,
+            WIDTH_BLOCK=triton.next_power_of_2(width),
+            num_warps=config.warps,
+        )
+    return selected, accepted

@@ -1,0 +1,415 @@
+"""The kernel of ``verify`` against the oracle, bit for bit: greedy and coupled."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipespec_kernels import reference
+from pipespec_kernels.noise import DRAFT, Noise
+from pipespec_kernels.triton import Config, RowState, Workspace, verify
+
+from ..selection import DTYPES, KINDS, LAYOUTS, hinted_tokens, make_logits, ragged_counts, strided
+
+MODES = ["greedy", "coupled", "cutoff"]
+VOCABS = [1, 7, 1000, 1024, 4097]  # and 128256, below
+
+
+def make_noise(mode: str, logits: torch.Tensor, generator: torch.Generator, stream: int = 0) -> Noise | None:
+    """Noise as the oracle takes it, on the CPU."""
+    if mode == "greedy":
+        return None
+    batch, width, _ = logits.shape
+    cutoff = None
+    if mode == "cutoff":
+        finite = torch.where(logits.isfinite(), logits.float(), 0.0)
+        cutoff = finite.amax(-1) - 3 * torch.rand((batch, width), generator=generator)
+        cutoff[torch.rand((batch, width), generator=generator) < 0.3] = -math.inf
+    return Noise(
+        seeds=torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
+        positions=torch.randint(0, 2**40, (batch,), generator=generator),
+        inv_temperature=torch.rand(batch, generator=generator) * 2 + 0.25,
+        cutoff=cutoff,
+        stream=stream,
+    )
+
+
+def rows_of(noise: Noise | None, rows: torch.Tensor) -> Noise | None:
+    if noise is None:
+        return None
+    cutoff = None if noise.cutoff is None else noise.cutoff[rows]
+    return Noise(noise.seeds[rows], noise.positions[rows], noise.inv_temperature[rows], cutoff, noise.stream)
+
+
+def on_device(noise: Noise | None, device: torch.device) -> Noise | None:
+    if noise is None:
+        return None
+    cutoff = None if noise.cutoff is None else noise.cutoff.to(device)
+    tensors = [t.to(device) for t in (noise.seeds, noise.positions, noise.inv_temperature)]
+    return Noise(*tensors, cutoff, noise.stream)
+
+
+def hints_for(logits: torch.Tensor, noise: Noise | None, agreement: float, generator: torch.Generator) -> torch.Tensor:
+    """Tokens that agree with what the mode selects, at the given rate: coupled rows must walk along hints too."""
+    if noise is None or 0 in logits.shape:
+        return hinted_tokens(logits, agreement, generator, torch.int64)
+    agreeing = torch.zeros_like(logits, dtype=torch.float32).scatter_(
+        -1, reference.sample(logits, noise).long()[..., None], 1
+    )
+    return hinted_tokens(agreeing, agreement, generator, torch.int64)
+
+
+def check_equal(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    n_fed: torch.Tensor,
+    n_hint: torch.Tensor,
+    noise: Noise | None,
+    device: torch.device,
+    layout: str = "plain",
+    **options: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    expected = reference.verify(logits, tokens, n_fed, n_hint, noise)
+    got = verify(
+        strided(logits, layout).to(device) if layout == "plain" else strided(logits.to(device), layout),
+        tokens.to(device),
+        n_fed.to(device),
+        n_hint.to(device),
+        noise=on_device(noise, device),
+        exact=True,
+        **options,
+    )
+    assert [t.dtype for t in got] == [torch.int32, torch.int32]
+    assert torch.equal(got[0].cpu(), expected[0])
+    assert torch.equal(got[1].cpu(), expected[1])
+    return got
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_equals_the_oracle(vocab: int, mode: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    # Coupled, every kind comes with some vocabulary; all with all would take the interpreter a minute.
+    for i, kind in enumerate(KINDS if mode == "greedy" else KINDS[VOCABS.index(vocab) % 3 :: 3]):
+        logits = make_logits(kind, (2, 4, vocab), DTYPES[i % 3], generator)
+        noise = make_noise(mode, logits, generator)
+        n_fed, n_hint = ragged_counts(2, 4, generator)
+        n_fed[i % 2], n_hint[i % 2] = 4, 3
+        check_equal(logits, hints_for(logits, noise, 0.9, generator), n_fed, n_hint, noise, device)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "cutoff"])
+def test_a_real_vocabulary(mode: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = make_logits("normal", (2, 3, 128256), torch.bfloat16, generator)
+    noise = make_noise(mode, logits, generator)
+    n_fed, n_hint = torch.tensor([3, 1], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    tokens = hints_for(logits, noise, 1.0, generator)
+    _, accepted = check_equal(logits, tokens, n_fed, n_hint, noise, device, config=Config(1 << 14, 8, splits=3))
+    assert accepted.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_wide_and_ragged(mode: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = make_logits("few values", (8, 17, 1000), torch.float16, generator)
+    noise = make_noise(mode, logits, generator)
+    tokens = hints_for(logits, noise, 0.95, generator)
+    n_fed = torch.tensor([17, 0, 9, 1, 17, 5, 2, 16], dtype=torch.int32)
+    n_hint = torch.tensor([16, 0, 4, 0, 0, 4, 1, 15], dtype=torch.int32)
+    _, accepted = check_equal(logits, tokens, n_fed, n_hint, noise, device)
+    assert accepted.max() >= 4
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from([1, 2, 3, 7, 33])),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
+    layout=st.sampled_from(LAYOUTS),
+    mode=st.sampled_from(MODES),
+    token_dtype=st.sampled_from([torch.int32, torch.int64]),
+    config=st.sampled_from([None, Config(16, 1, 1), Config(8, 1, 3), Config(32, 2, 2), Config(8, 1, 9)]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_layout(shape, dtype, kind, layout, mode, token_dtype, config, seed, device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = make_logits(kind, shape, dtype, generator)
+    noise = make_noise(mode, logits, generator)
+    tokens = hints_for(logits, noise, 0.8, generator).to(token_dtype)
+    if layout == "transposed":
+        tokens = tokens.t().contiguous().t()
+    n_fed, n_hint = ragged_counts(shape[0], shape[1], generator)
+    check_equal(logits, tokens, n_fed, n_hint, noise, device, layout, config=config)
+
+
+def test_ties_zeros_and_nans(device: torch.device) -> None:
+    rows = [
+        ([1.0, 3.0, 3.0, 2.0], 1),
+        ([-0.0, 0.0, -0.0, -1.0], 0),
+        ([-1.0, 0.0, -0.0, 0.0], 1),
+        ([-math.inf] * 4, 0),
+        ([math.inf, math.nan, math.inf, math.nan], 1),
+        ([-math.inf, -math.nan, math.nan, math.inf], 1),
+        ([math.nan] * 4, 0),
+        ([-1e-45, 1e-45, 0.0, 1e-45], 1),
+    ]
+    logits = torch.tensor([[row] for row, _ in rows], device=device)
+    one = torch.ones(len(rows), dtype=torch.int32, device=device)
+    tokens = torch.zeros(len(rows), 1, dtype=torch.int64, device=device)
+    for config in (Config(8, 1, 1), Config(8, 1, 2), Config(16, 1, 1)):
+        selected, _ = verify(logits.contiguous(), tokens, one, one * 0, config=config)
+        assert selected[:, 0].tolist() == [choice for _, choice in rows]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_a_batch_is_its_rows(mode: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = make_logits("normal", (5, 4, 300), torch.bfloat16, generator)
+    noise = make_noise(mode, logits, generator)
+    tokens = hints_for(logits, noise, 0.8, generator)
+    n_fed, n_hint = ragged_counts(5, 4, generator)
+    selected, accepted = check_equal(logits, tokens, n_fed, n_hint, noise, device)
+    order = torch.tensor([3, 1, 4, 0, 2])
+    again = check_equal(logits[order], tokens[order], n_fed[order], n_hint[order], rows_of(noise, order), device)
+    assert torch.equal(again[0].cpu(), selected.cpu()[order])
+    assert torch.equal(again[1].cpu(), accepted.cpu()[order])
+
+
+def test_position_not_column_decides(device: torch.device) -> None:
+    """Fed one by one or all at once, at the same positions the same tokens are drawn."""
+    generator = torch.Generator().manual_seed(3)
+    logits = make_logits("normal", (1, 4, 500), torch.float32, generator)
+    noise = make_noise("coupled", logits, generator)
+    assert noise is not None
+    alone = []
+    for q in range(4):
+        shifted = Noise(noise.seeds, noise.positions + q, noise.inv_temperature)
+        one = torch.ones(1, dtype=torch.int32)
+        selected, _ = check_equal(logits[:, q : q + 1], torch.zeros(1, 1).long(), one, one * 0, shifted, device)
+        alone.append(selected[0, 0].item())
+    assert len(set(alone)) > 1
+    hints = torch.tensor([[9, *alone[:3]]])
+    selected, accepted = check_equal(logits, hints, torch.tensor([4]).int(), torch.tensor([3]).int(), noise, device)
+    assert (selected[0].tolist(), accepted.tolist()) == (alone, [3])
+
+
+def test_streams_are_different_noise(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.zeros(8, 1, 1000)
+    one = torch.ones(8, dtype=torch.int32)
+    chosen = []
+    for stream in (0, DRAFT):
+        noise = make_noise("coupled", logits, generator.manual_seed(4), stream)
+        chosen.append(check_equal(logits, torch.zeros(8, 1).long(), one, one * 0, noise, device)[0].tolist())
+    assert all(a != b for a, b in zip(*chosen, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_state_and_replay(dtype: torch.dtype, device: torch.device) -> None:
+    """Launch after launch with one work space, on new inputs in the same memory: what replaying a graph does."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.empty(4, 4, 50, device=device)
+    tokens = torch.empty(4, 4, dtype=torch.int64, device=device)
+    n_fed, n_hint = (torch.empty(4, dtype=torch.int32, device=device) for _ in range(2))
+    state = RowState(*(torch.full((4,), n, dtype=dtype, device=device) for n in (-7, 100, 5)))
+    out = (torch.empty(4, 4, dtype=torch.int32, device=device), torch.empty(4, dtype=torch.int32, device=device))
+    workspace = Workspace(6, 5, device)
+    expected_next, expected_length, expected_epoch = [-7] * 4, [100] * 4, [5] * 4
+    for _ in range(4):
+        x = make_logits("normal", (4, 4, 50), torch.float32, generator)
+        fed, hints = ragged_counts(4, 4, generator)
+        logits.copy_(x)
+        tokens.copy_(hinted_tokens(x, 0.7, generator, torch.int64))
+        n_fed.copy_(fed)
+        n_hint.copy_(hints)
+        got = verify(logits, tokens, n_fed, n_hint, state=state, out=out, workspace=workspace, config=Config(16, 1, 2))
+        assert got[0] is out[0]
+        assert got[1] is out[1]
+        selected, accepted = reference.verify(x, tokens.cpu(), fed, hints)
+        assert torch.equal(out[0].cpu(), selected)
+        assert torch.equal(out[1].cpu(), accepted)
+        for r in range(4):
+            if fed[r] > 0:
+                expected_next[r] = int(selected[r, accepted[r]])
+                expected_length[r] += int(accepted[r]) + 1
+                expected_epoch[r] += int(accepted[r] < hints[r])
+        assert state.next_token.tolist() == expected_next
+        assert state.length.tolist() == expected_length
+        assert state.epoch.tolist() == expected_epoch
+        assert not workspace.words.any()
+    assert min(expected_length) > 100
+    assert max(expected_epoch) > 5
+
+
+def test_bad_counts_on_the_device_stay_in_their_row(device: torch.device) -> None:
+    bad = [(-1, 0), (4, 0), (2, 2), (3, -1), (1, 5), (2**31 - 1, 2**31 - 2)]
+    n_fed = torch.tensor([2, *(fed for fed, _ in bad), 0], dtype=torch.int32, device=device)
+    n_hint = torch.tensor([1, *(hints for _, hints in bad), 77], dtype=torch.int32, device=device)
+    logits = torch.nn.functional.one_hot(torch.full((8, 3), 4), 10).float().to(device)
+    tokens = torch.full((8, 3), 4, device=device)
+    state = RowState(*(torch.zeros(8, dtype=torch.int64, device=device) for _ in range(3)))
+    workspace = Workspace(8, 3, device)
+    selected, accepted = verify(logits, tokens, n_fed, n_hint, state=state, workspace=workspace, check_counts=False)
+    assert selected.tolist() == [[4, 4, -1]] + [[-1] * 3] * 7
+    assert accepted.tolist() == [1] + [-1] * 6 + [0]
+    assert state.length.tolist() == [2] + [0] * 7
+    assert state.next_token.tolist() == [4] + [0] * 7
+    assert not workspace.words.any()
+
+
+def test_ids_are_compared_whole(device: torch.device) -> None:
+    tokens = torch.tensor([[0, 1 << 32]], device=device)  # its low half is the id 0 that is selected
+    n = torch.tensor([2], dtype=torch.int32, device=device)
+    assert verify(torch.zeros(1, 2, 4, device=device), tokens, n, n - 1)[1].item() == 0
+
+
+def test_bad_arguments_touch_nothing(device: torch.device) -> None:
+    def arguments() -> dict[str, object]:
+        three = torch.full((2,), 3, dtype=torch.int32, device=device)
+        noise = Noise(
+            torch.zeros(2, dtype=torch.int64, device=device),
+            torch.zeros(2, dtype=torch.int64, device=device),
+            torch.ones(2, device=device),
+        )
+        return {
+            "logits": torch.zeros(2, 3, 5, device=device),
+            "tokens": torch.zeros(2, 3, dtype=torch.int64, device=device),
+            "n_fed": three,
+            "n_hint": three - 1,
+            "noise": noise,
+            "state": RowState(*(torch.full((2,), -9, device=device) for _ in range(3))),
+            "out": (
+                torch.full((2, 3), -9, dtype=torch.int32, device=device),
+                torch.full((2,), -9, dtype=torch.int32, device=device),
+            ),
+            "workspace": Workspace(2, 3, device),
+            "check_counts": True,
+        }
+
+    def noise(**fields: object) -> Noise:
+        good = arguments()["noise"]
+        assert isinstance(good, Noise)
+        values = {name: getattr(good, name) for name in ("seeds", "positions", "inv_temperature", "cutoff", "stream")}
+        return Noise(**(values | fields))
+
+    def state(**fields: torch.Tensor) -> RowState:
+        good = arguments()["state"]
+        assert isinstance(good, RowState)
+        return good._replace(**fields)
+
+    counts = torch.tensor([3, 2], dtype=torch.int32, device=device)
+    cases: list[tuple[type[Exception], str, dict[str, object]]] = [
+        (TypeError, "logits must be a tensor", {"logits": [[0.0]]}),
+        (TypeError, "float32, bfloat16 or float16", {"logits": torch.zeros(2, 3, 5, device=device).double()}),
+        (ValueError, r"\[B, Q, V\]", {"logits": torch.zeros(3, 5, device=device)}),
+        (ValueError, "vocabulary", {"logits": torch.zeros(2, 3, 0, device=device)}),
+        (ValueError, "contiguous", {"logits": torch.zeros(2, 5, 3, device=device).transpose(1, 2)}),
+        (ValueError, "must be on", {"logits": torch.zeros(2, 3, 5, device="meta")}),
+        (TypeError, "tokens", {"tokens": torch.zeros(2, 3, device=device)}),
+        (ValueError, "tokens", {"tokens": torch.zeros(2, 4, dtype=torch.int64, device=device)}),
+        (ValueError, "tokens must be on", {"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")}),
+        (TypeError, "n_fed", {"n_fed": torch.full((2,), 3, device=device)}),
+        (ValueError, "n_fed", {"n_fed": torch.full((3,), 3, dtype=torch.int32, device=device)}),
+        (TypeError, "n_hint", {"n_hint": 2}),
+        (ValueError, "row 1: need 0 <= n_hint < n_fed <= Q", {"n_hint": 5 - counts}),
+        (ValueError, "row 0", {"n_fed": counts + 1}),
+        (ValueError, "row 0", {"n_fed": counts - 4}),
+        (ValueError, "row 0", {"n_hint": counts - 4}),
+        (TypeError, "must be a Noise", {"noise": 7}),
+        (TypeError, "noise.seeds", {"noise": noise(seeds=counts)}),
+        (ValueError, "noise.positions", {"noise": noise(positions=torch.zeros(3, dtype=torch.int64, device=device))}),
+        (TypeError, "noise.inv_temperature", {"noise": noise(inv_temperature=counts)}),
+        (ValueError, "noise.cutoff", {"noise": noise(cutoff=torch.zeros(2, device=device))}),
+        (ValueError, "noise.stream", {"noise": noise(stream=-1)}),
+        (TypeError, "state.length", {"state": state(length=torch.zeros(2, device=device))}),
+        (ValueError, "state.epoch", {"state": state(epoch=torch.zeros(4, dtype=torch.int64, device=device)[::2])}),
+        (TypeError, r"out\[0\]", {"out": (torch.zeros(2, 3, device=device), counts)}),
+        (ValueError, r"out\[1\]", {"out": (torch.zeros(2, 3, dtype=torch.int32, device=device), counts[:1])}),
+        (ValueError, "workspace", {"workspace": Workspace(1, 3, device)}),
+        (ValueError, "workspace", {"workspace": Workspace(2, 2, device)}),
+        (ValueError, "power of two", {"config": Config(12, 1, 1)}),
+    ]
+    for error, message, changed in cases:
+        call = arguments() | changed
+        with pytest.raises(error, match=message):
+            verify(**call)  # type: ignore[arg-type]
+        for tensor in (*arguments()["state"], *arguments()["out"]):  # type: ignore[misc]
+            assert (tensor == -9).all()
+        for name in ("state", "out"):
+            if name not in changed:
+                assert all((tensor == -9).all() for tensor in call[name])  # type: ignore[attr-defined]
+    verify(**arguments())  # type: ignore[arg-type]  # what was changed in each case was all that was wrong
+
+
+# --- what only a device can show -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_in_a_graph(mode: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(6)
+    shape = (4, 5, 32000)
+    logits = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    tokens = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+    n_fed = torch.ones(4, dtype=torch.int32, device=device)
+    n_hint = torch.zeros_like(n_fed)
+    noise = make_noise(mode, logits.cpu(), generator)
+    there = on_device(noise, device)
+    workspace = Workspace(4, 5, device)
+    verify(logits, tokens, n_fed, n_hint, noise=there, workspace=workspace, exact=True)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        selected, accepted = verify(logits, tokens, n_fed, n_hint, noise=there, workspace=workspace, exact=True)
+    for _ in range(5):
+        x = make_logits("normal", shape, torch.bfloat16, generator)
+        fed, hints = ragged_counts(4, 5, generator)
+        ids = hints_for(x, noise, 0.8, generator)
+        for there_, here in ((logits, x), (tokens, ids), (n_fed, fed), (n_hint, hints)):
+            there_.copy_(here)
+        graph.replay()
+        expected = reference.verify(x, ids, fed, hints, noise)
+        assert torch.equal(selected.cpu(), expected[0])
+        assert torch.equal(accepted.cpu(), expected[1])
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device: torch.device) -> None:
+    vocab = 128256
+    rows = 2**31 // vocab + 2
+    logits = torch.zeros(rows, 1, vocab, dtype=torch.bfloat16, device=device)
+    logits[-1, 0, 77] = 1
+    logits[-2, 0, 78] = 1
+    one = torch.ones(rows, dtype=torch.int32, device=device)
+    selected, _ = verify(logits, torch.zeros(rows, 1, dtype=torch.int64, device=device), one, one - 1)
+    assert selected[-2:, 0].tolist() == [78, 77]
+    assert not selected[:-2].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [None, Config(256, 4, 7), Config(4096, 8, 2)])
+def test_fast_noise_regrets_nothing(config: Config | None, device: torch.device) -> None:
+    """Without ``exact`` a near-tie may fall the other way; the choice is then as good as the oracle's to 1e-3."""
+    generator = torch.Generator().manual_seed(7)
+    logits = make_logits("normal", (64, 1, 32000), torch.bfloat16, generator) * 4
+    noise = make_noise("coupled", logits, generator)
+    assert noise is not None
+    one = torch.ones(64, dtype=torch.int32, device=device)
+    tokens = torch.zeros(64, 1, dtype=torch.int64, device=device)
+    there = logits.to(device)
+    selected, _ = verify(there, tokens, one, one * 0, noise=on_device(noise, device), config=config)
+    small, _ = verify(there, tokens, one, one * 0, noise=on_device(noise, device), config=Config(512, 2, 1))
+    assert torch.equal(selected, small)
+    same = 0
+    for r in range(64):
+        r_noise = reference.gumbel(
+            reference.philox_draw(int(noise.seeds[r]), int(noise.positions[r]), 0, torch.arange(32000))
+        )
+        scores = logits[r, 0].float() * noise.inv_temperature[r] + r_noise
+        same += int(selected[r, 0] == scores.argmax())
+        assert scores.max() - scores[selected[r, 0].item()] < 1e-3
+    assert same >= 62

@@ -1,0 +1,286 @@
+"""attach(): programs that know nothing of pipespec run unchanged on an attached model, and detach() gives it back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import transformers
+from transformers import GenerationMixin, StoppingCriteria, StoppingCriteriaList
+
+import pipespec
+from pipespec import Pipeline
+from pipespec.attachment import attached
+from pipespec.demo import family_path
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
+
+NEW = 16
+
+
+@pytest.fixture
+def model():
+    return random_llama(3)
+
+
+@pytest.fixture
+def pipe(model):
+    """The pipeline that ``model`` is attached to."""
+    return pipespec.attach(model, noisy(model, 0.02))
+
+
+@pytest.fixture(scope="module")
+def family():
+    """The bundled family: target and small draft, and the tokenizer. In float32: in a batch near-ties may fall otherwise."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family_path("target"))
+    return *(load(family_path(name), dtype=torch.float32) for name in ("target", "small")), tokenizer
+
+
+@pytest.fixture
+def attached_family(family):
+    target, draft, _ = family
+    pipeline = pipespec.attach(target, draft)
+    yield pipeline
+    pipespec.detach(target)
+
+
+def plain(model, *args, **kwargs):
+    """What the model says without us, whatever it is attached to."""
+    return GenerationMixin.generate(model, *args, **{"do_sample": False} | kwargs)
+
+
+def children() -> set[int]:
+    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+
+
+# ---- attach, detach
+
+
+def test_attach_and_detach(model):
+    draft, (ids,) = noisy(model, 0.02), random_prompts(1, seed=1)
+    ids = ids[None]
+    wanted = plain(model, ids, max_new_tokens=NEW)
+    pipe = pipespec.attach(model, draft)
+    assert isinstance(pipe, Pipeline)
+    assert attached(model) is pipe
+    assert pipe.target is model
+    assert torch.equal(model.generate(ids, max_new_tokens=NEW), wanted)
+    assert pipe.report.tokens == NEW
+    assert attached(draft) is None  # other models of the class are as they were
+    pipe.report = None
+    assert torch.equal(random_llama(3).generate(ids, max_new_tokens=NEW), wanted)
+    assert pipe.report is None
+    pipespec.detach(model)
+    assert attached(model) is None
+    assert "generate" not in vars(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=NEW), wanted)
+    assert pipe.report is None
+
+
+def test_twice_or_not_at_all(model, pipe):
+    with pytest.raises(ValueError, match="attached already; detach"):
+        pipespec.attach(model, noisy(model, 0.1))
+    assert attached(model) is pipe
+    pipespec.detach(model)
+    with pytest.raises(ValueError, match="not attached"):
+        pipespec.detach(model)
+    again = pipespec.attach(model, noisy(model, 0.1), windows=2)
+    assert attached(model) is again
+
+
+def test_what_cannot_be_attached_is_left_alone(model):
+    with pytest.raises(ValueError, match="draft 0 has a vocabulary of 300"):
+        pipespec.attach(model, random_llama(4, vocabulary=300))
+    assert attached(model) is None
+    assert "generate" not in vars(model)
+
+
+def test_detach_ends_the_workers(model):
+    before = children()
+    pipe = pipespec.attach(model, noisy(model, 0.02), schedule="workers")
+    (ids,) = random_prompts(1, seed=2)
+    started = children() - before
+    assert len(started) == 1
+    assert torch.equal(model.generate(ids[None], max_new_tokens=NEW), plain(model, ids[None], max_new_tokens=NEW))
+    assert pipe.report.schedule == "workers"
+    pipespec.detach(model)
+    deadline = time.monotonic() + 10
+    while children() & started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children() & started
+    assert torch.equal(model.generate(ids[None], max_new_tokens=4), plain(model, ids[None], max_new_tokens=4))
+
+
+def test_it_looks_like_generate(model, pipe):
+    import inspect
+
+    ours, theirs = inspect.signature(model.generate), inspect.signature(random_llama(4).generate)
+    assert list(ours.parameters) == list(theirs.parameters)
+    assert model.generate.__name__ == "generate"
+    assert model.generate.__doc__ == GenerationMixin.generate.__doc__
+    (ids,) = random_prompts(1, seed=3)
+    # Positional, too: inputs, generation_config.
+    config = transformers.GenerationConfig(max_new_tokens=5, do_sample=False)
+    assert torch.equal(model.generate(ids[None], config), plain(model, ids[None], config))
+    assert pipe.report.tokens == 5
+
+
+def test_refusals_are_the_pipelines(model, pipe):
+    ids = torch.tensor([[5, 6, 7]])
+    for name, value in {"num_beams": 4, "assistant_model": noisy(model, 0.1), "output_attentions": True}.items():
+        with pytest.raises(NotImplementedError, match=name):
+            model.generate(ids, max_new_tokens=3, **{name: value})
+
+
+def test_somebody_elses_loop(model, pipe):
+    """custom_generate on an attached model: theirs, or the pipeline by its other name."""
+    ids = torch.tensor([[5, 6, 7]])
+
+    def loop(model, input_ids, **kwargs):
+        return input_ids + 1
+
+    assert torch.equal(model.generate(ids, custom_generate=loop), ids + 1)
+    assert pipe.report is None
+    wanted = plain(model, ids, max_new_tokens=5)
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False, custom_generate=pipe), wanted)
+    assert pipe.report.tokens == 5
+
+
+# ---- copies
+
+
+def test_copies_are_plain(model, pipe):
+    (ids,) = random_prompts(1, seed=4)
+    wanted = plain(model, ids[None], max_new_tokens=NEW)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+    copies.append(copy.deepcopy(copies[0]))
+    for other in copies:
+        assert other is not model
+        assert attached(other) is None
+        assert torch.equal(other.generate(ids[None], max_new_tokens=NEW, do_sample=False), wanted)
+        assert pipe.report is None
+        with torch.no_grad():
+            other.lm_head.weight.neg_()  # its generate() is its own, not the original's
+        assert not torch.equal(other.generate(ids[None], max_new_tokens=NEW, do_sample=False), wanted)
+    assert attached(model) is pipe
+    assert torch.equal(model.generate(ids[None], max_new_tokens=NEW), wanted)
+    assert pipe.report.tokens == NEW
+    # A copy can be attached itself.
+    assert torch.equal(pipespec.attach(copies[0], model).generate(ids[None], max_new_tokens=3), plain(copies[0], ids[None], max_new_tokens=3))  # fmt: skip
+
+
+def test_a_saved_model_is_plain(model, pipe, tmp_path):
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert attached(loaded) is None
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(loaded.generate(ids, max_new_tokens=5, do_sample=False), model.generate(ids, max_new_tokens=5))
+
+
+# ---- those who call it
+
+
+def test_transformers_pipeline(family, attached_family):
+    target, _, tokenizer = family
+    prompts = ["def mean(values):\n", "def is_even(number):\n"]
+    kwargs = {"max_new_tokens": 24, "do_sample": False}
+    texts = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
+    out = [texts(p, **kwargs)[0]["generated_text"] for p in prompts]
+    assert attached_family.report.stages[-1].accepted > 0
+    attached_family.report = None
+    # From a list, in batches: the pipeline pads them on the left.
+    tokenizer.padding_side = "left"
+    batched = [o[0]["generated_text"] for o in texts(prompts, batch_size=2, **kwargs)]
+    assert attached_family.report.rows == 2
+    only_new = texts(prompts[0], return_full_text=False, **kwargs)[0]["generated_text"]
+    for prompt, text in zip(prompts, out, strict=True):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        wanted = plain(target, **inputs, **kwargs)
+        assert text == tokenizer.decode(wanted[0], skip_special_tokens=True)
+        assert len(text) > len(prompt)
+    assert batched == out
+    assert out[0] == prompts[0] + only_new
+
+
+def test_a_chat_template(family, attached_family):
+    target, _, tokenizer = family
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
+    messages = [{"role": "user", "content": "a function for the mean"}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    out = target.generate(**inputs, max_new_tokens=24, do_sample=False)
+    assert torch.equal(out, plain(target, **inputs, max_new_tokens=24))
+    assert attached_family.report.tokens <= 24
+    # As transformers' pipeline has it, chat in and chat out.
+    texts = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
+    answer = texts(messages, max_new_tokens=24, do_sample=False)[0]["generated_text"][-1]
+    assert answer["role"] == "assistant"
+    new = out[0, inputs["input_ids"].shape[1] :]
+    assert answer["content"] == tokenizer.decode(new, skip_special_tokens=True)
+
+
+class MultiTokenEOSCriteria(StoppingCriteria):
+    """As lm_eval has it: it is made for a batch of a known size, and remembers which rows are done."""
+
+    def __init__(self, sequence: str, tokenizer, initial: int, batch_size: int):
+        self.initial, self.sequence, self.tokenizer = initial, sequence, tokenizer
+        self.done = [False] * batch_size
+        self.back = len(tokenizer.encode(sequence, add_special_tokens=False)) + 2
+
+    def __call__(self, input_ids, scores, **kwargs):
+        new = input_ids[:, self.initial :][:, -self.back :]
+        for i, text in enumerate(self.tokenizer.batch_decode(new)):
+            if not self.done[i]:
+                self.done[i] = self.sequence in text
+        return False not in self.done
+
+
+def test_lm_eval_style(family, attached_family):
+    target, _, tokenizer = family
+    ids = tokenizer("def mean(values):\n", return_tensors="pt")["input_ids"]
+
+    def kwargs():
+        stop = MultiTokenEOSCriteria("\n\n", tokenizer, ids.shape[1], len(ids))
+        return {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_length": ids.shape[1] + 60, "use_cache": True,
+            "stopping_criteria": StoppingCriteriaList([stop]), "pad_token_id": tokenizer.pad_token_id, "do_sample": False,
+        }  # fmt: skip
+
+    wanted = plain(target, **kwargs())
+    assert ids.shape[1] < wanted.shape[1] < ids.shape[1] + 60  # it was the criterion that ended it
+    assert torch.equal(target.generate(**kwargs()), wanted)
+    assert attached_family.report.stages[-1].accepted > 0
+
+
+# ---- threads
+
+
+def test_four_threads(model, pipe):
+    """Calls take turns: each thread gets its own text, every time."""
+    prompts = [left_pad(random_prompts(1 + i % 2, seed=90 + i)) for i in range(4)]
+    wanted = [plain(model, ids, attention_mask=mask, max_new_tokens=NEW + i) for i, (ids, mask) in enumerate(prompts)]
+    outs: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    begin = threading.Barrier(4)
+
+    def work(i):
+        begin.wait(60)
+        for _ in range(5):
+            outs[i].append(model.generate(prompts[i][0], attention_mask=prompts[i][1], max_new_tokens=NEW + i))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for i in range(4):
+        assert len(outs[i]) == 5
+        assert all(torch.equal(out, wanted[i]) for out in outs[i])

@@ -1,0 +1,388 @@
+"""Sampled tokens have exactly the softmax's distribution, also against drafts that propose what the target likes least; and the
+checks of this file and of ``test_sampling.py`` notice an engine that is a little wrong.
+
+Chi-square with the threshold df + 10 sqrt(2 df): ten standard deviations, so a right engine does not fail, and everything here is
+seeded. Vocabularies are narrow: with a few draws per bin, such a test would see nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import pipespec.generation
+from pipespec import Pipeline
+from pipespec.sampling import Selection, Selector
+from pipespec.stage import Stage
+from tests.conftest import always_wrong, noisy, random_llama
+from tests.pipespec import test_sampling
+from tests.pipespec.oracle import Oracle, Sampling
+
+IDS = 16
+DRAWS = 200_000
+
+
+def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
+    """The statistic and its threshold; bins with an expectation below five are merged into one."""
+    n = counts.sum()
+    assert counts[p == 0].sum() == 0, "a token that cannot be drawn was drawn"
+    small = n * p < 5
+    counts = np.append(counts[~small], counts[small].sum())
+    expected = n * np.append(p[~small], p[small].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    df = len(counts) - 1
+    return float(((counts - expected) ** 2 / expected).sum()), df + 10 * math.sqrt(2 * df)
+
+
+def check_fits(counts: np.ndarray, p: np.ndarray, what: str) -> None:
+    statistic, threshold = chi_square(np.asarray(counts, dtype=np.float64), np.asarray(p, dtype=np.float64))
+    assert statistic < threshold, f"{what}: chi-square {statistic:.0f}, threshold {threshold:.0f}"
+
+
+def test_the_statistic():
+    """It accepts what fits and notices a bias of one part in twenty."""
+    generator = np.random.default_rng(0)
+    p = generator.dirichlet(np.ones(IDS))
+    check_fits(generator.multinomial(DRAWS, p), p, "right")
+    wrong = p.copy()
+    wrong[np.argsort(p)[-2:]] *= (0.95, 1.05)
+    with pytest.raises(AssertionError, match="chi-square"):
+        check_fits(generator.multinomial(DRAWS, wrong / wrong.sum()), p, "wrong")
+    with pytest.raises(AssertionError, match="cannot be drawn"):
+        check_fits(np.ones(4), np.array([0.5, 0.5, 0.0, 0.0]), "outside")
+
+
+# ---- the selection alone
+
+RARE = -12.0  # of 200 000 draws about one
+
+
+def logits_of(columns: int) -> torch.Tensor:
+    """``[columns, IDS]``: a lively distribution per column, with a token that is nearly never drawn."""
+    x = 0.9 * torch.randn(columns, IDS, generator=torch.Generator().manual_seed(5))
+    x[:, 3] = RARE
+    return x
+
+
+def filtered(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
+    """The exact distribution, float64 (without a penalty: there is no text)."""
+    y = logits.double() / sampling.temperature
+    if sampling.top_k:
+        y[y < y.topk(sampling.top_k).values[-1]] = -torch.inf
+    if sampling.top_p < 1:
+        p, order = y.softmax(-1).sort(descending=True)
+        y[order[p.cumsum(0) - p >= sampling.top_p]] = -torch.inf
+    if sampling.min_p:
+        y[y < y.max() + math.log(sampling.min_p)] = -torch.inf
+    return y.softmax(-1).numpy()
+
+
+def walk(sampling: Sampling, draws: int, *, batch: int = 500, columns: int = 4, keys: str = "seeds"):
+    """Verify coupled hints of a draft that likes best what the target likes least, but for the one token that is out of reach.
+
+    Per column the counts of what the target drew there (as far as it came), and of the pairs drawn in columns 0 and 1. ``keys``: whether
+    the draws differ by their seeds or by their positions.
+    """
+    logits = logits_of(columns)
+    perverse = (-logits).masked_fill(logits == RARE, RARE)
+    single = np.zeros((columns, IDS))
+    pairs = np.zeros((IDS, IDS))
+    reached = accepted = 0
+    fields = {name: value for name, value in vars(sampling).items() if value and name != "repetition_penalty"}
+    text = np.zeros((batch, 4), dtype=np.int32)
+    n_fed = np.full(batch, columns, dtype=np.int32)
+    for call in range(draws // batch):
+        if keys == "seeds":
+            seeds = tuple(range(call * batch, (call + 1) * batch))
+            positions = np.full(batch, 7, dtype=np.int64)
+        else:
+            seeds = (99,) * batch
+            positions = (call * batch + np.arange(batch, dtype=np.int64)) * columns
+        select = Selector(Selection(seeds=seeds, **fields), text)
+        block, opposite = logits.expand(batch, -1, -1), perverse.expand(batch, -1, -1)
+        # The draft's tokens: its own choice in each column, which the target gets as hints one column later.
+        fed = torch.zeros((batch, columns), dtype=torch.int64)
+        for column in range(columns - 1):
+            own = select(opposite[:, column : column + 1], fed[:, :1], n_fed * 0 + 1, n_fed * 0, positions + column)
+            fed[:, column + 1] = own[:, 0]
+        chosen = select(block, fed, n_fed, n_fed - 1, positions).numpy()
+        for column in range(columns):
+            there = chosen[:, column][chosen[:, column] >= 0]
+            single[column] += np.bincount(there, minlength=IDS)
+        reached += int((chosen >= 0).sum())
+        accepted += int((chosen[:, 1:] >= 0).sum())
+        # Pairs need every draw, not only those behind an accepted hint.
+        free = select(block, fed, n_fed * 0 + 1, n_fed * 0, positions).numpy()[:, 0]
+        second = select(block[:, 1:2], fed[:, :1], n_fed * 0 + 1, n_fed * 0, positions + 1).numpy()[:, 0]
+        np.add.at(pairs, (free, second), 1)
+    return logits, single, pairs, accepted / max(1, reached - single[-1].sum())
+
+
+def check_selection(sampling: Sampling, draws: int = DRAWS, **kwargs) -> None:
+    logits, single, pairs, _ = walk(sampling, draws, **kwargs)
+    exact = [filtered(row, sampling) for row in logits]
+    assert single[0].sum() == draws
+    for column, (counts, p) in enumerate(zip(single, exact, strict=True)):
+        if counts.sum() > 200:
+            check_fits(counts, p, f"column {column} of {sampling}")
+    check_fits(pairs.ravel(), np.outer(exact[0], exact[1]).ravel(), f"two positions of {sampling}")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "keys", "draws"),
+    [
+        (Sampling(), "seeds", DRAWS),
+        (Sampling(), "positions", DRAWS),
+        (Sampling(temperature=0.6), "seeds", DRAWS),
+        (Sampling(temperature=1.7, top_k=9), "positions", DRAWS // 10),
+        (Sampling(min_p=0.1), "seeds", DRAWS),
+        # Fewer: a top-p row costs a hundred microseconds, however narrow the vocabulary.
+        (Sampling(top_p=0.85), "seeds", DRAWS // 50),
+        (Sampling(temperature=1.3, top_k=12, top_p=0.95, min_p=0.03), "positions", DRAWS // 50),
+    ],
+    ids=str,
+)
+def test_adversarial_hints(sampling, keys, draws):
+    check_selection(sampling, draws, keys=keys)
+
+
+def test_the_hints_are_adversarial():
+    """Most are refused, some are not: both branches of the walk are drawn from."""
+    _, single, _, rate = walk(Sampling(), 20_000)
+    assert 0.01 < rate < 0.4
+    assert single[1].sum() > 100
+
+
+# ---- end to end
+
+
+NARROW = random_llama(31, vocabulary=IDS, hidden=32)
+with torch.no_grad():
+    NARROW.lm_head.weight.mul_(1.5)  # not too flat: or a draft that is always wrong would often agree
+PROMPT = torch.tensor([[5, 9, 2, 14, 7, 11]])
+
+
+def exact_pairs(sampling: Sampling) -> np.ndarray:
+    """The distribution of the next two tokens, ``[IDS, IDS]``."""
+    model = Oracle(NARROW).model
+    with torch.no_grad():
+        first = filtered(model(PROMPT).logits[0, -1], sampling)
+        longer = torch.cat([PROMPT.expand(IDS, -1), torch.arange(IDS)[:, None]], dim=1)
+        second = np.stack([filtered(row, sampling) for row in model(longer).logits[:, -1]])
+    return first[:, None] * second
+
+
+def check_end_to_end(sampling: Sampling, pipeline: Pipeline, calls: int, rows: int = 500) -> None:
+    counts = np.zeros((IDS, IDS))
+    for seed in range(calls):
+        out = pipeline.generate(
+            PROMPT,
+            max_new_tokens=2,
+            num_return_sequences=rows,
+            seed=seed,
+            do_sample=True,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            temperature=sampling.temperature,
+        )
+        new = out[:, PROMPT.shape[1] :].numpy()
+        np.add.at(counts, (new[:, 0], new[:, 1]), 1)
+    p = exact_pairs(sampling)
+    check_fits(counts.ravel(), p.ravel(), f"pairs, {sampling}")
+    check_fits(counts.sum(1), p.sum(1), f"first token, {sampling}")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drafts"),
+    [
+        (Sampling(), "wrong"),
+        (Sampling(), "both"),
+        (Sampling(temperature=0.8, top_k=11), "wrong"),
+        (Sampling(temperature=0.8, top_p=0.95), "good"),
+    ],
+    ids=str,
+)
+def test_end_to_end(sampling, drafts):
+    """Six thousand pairs of tokens through a whole pipeline."""
+    models = {"wrong": [always_wrong(NARROW)], "good": [noisy(NARROW, 0.05)]}
+    models["both"] = models["wrong"] + models["good"]
+    pipeline = Pipeline(NARROW, models[drafts], windows=2)
+    check_end_to_end(sampling, pipeline, 12)
+    rate = pipeline.report.stages[-1].acceptance_rate
+    assert rate < 0.4 if drafts == "wrong" else rate > 0.6, rate
+
+
+# ---- engines that are a little wrong
+
+
+@pytest.fixture
+def shifted_drafts(monkeypatch):
+    """Drafts take the noise of the position behind theirs."""
+    real = Stage.prefill
+
+    def prefill(self, start, record=None):
+        real(self, start, record)
+        if self.index < self.block.stages - 1:
+            select = self._select
+            self._select = lambda logits, fed, n, hints, positions: select(logits, fed, n, hints, positions + 1)
+
+    monkeypatch.setattr(Stage, "prefill", prefill)
+
+
+def mutate_call(monkeypatch, change) -> None:
+    """Every stage's selection sees ``change(positions)``."""
+    real = Selector.__call__
+
+    def call(self, logits, fed, n_fed, n_hint, positions):
+        return real(self, logits, fed, n_fed, n_hint, change(positions))
+
+    monkeypatch.setattr(Selector, "__call__", call)
+
+
+MODEL = random_llama(3)
+ORACLE = Oracle(MODEL)
+PENALISED = Sampling(temperature=0.9, repetition_penalty=1.6)
+
+
+def check_texts(sampling: Sampling, pipeline: Pipeline | None = None) -> None:
+    """The check of the grid, for a few prompts: alone against the oracle, the chain against alone."""
+    alone = Pipeline(MODEL)
+    chain = pipeline or Pipeline(MODEL, [noisy(MODEL, 0.03)], windows=4)
+    for seed, prompt in enumerate(test_sampling.PROMPTS):
+        kwargs = {"seed": [seed], "max_new_tokens": 12, **test_sampling.arguments(sampling)}
+        texts = [test_sampling.new_tokens(p, prompt[None], **kwargs)[0] for p in (alone, chain)]
+        assert texts[0] == texts[1]
+        ORACLE.check(prompt, texts[0], seed, sampling, test_sampling.ORACLE_TOLERANCE)
+
+
+def acceptance() -> float:
+    chain = Pipeline(MODEL, [noisy(MODEL, 0.03)], windows=4)
+    check_texts(Sampling(), chain)
+    return chain.report.stages[-1].acceptance_rate
+
+
+def test_drafts_off_by_one(shifted_drafts, monkeypatch):
+    """Wrong noise in the drafts costs acceptance and never a token: texts still pass, the acceptance tells."""
+    off = acceptance()
+    monkeypatch.undo()
+    assert off < 0.25
+    assert acceptance() > 0.7
+
+
+def test_a_target_off_by_one(monkeypatch):
+    check_texts(Sampling())
+    mutate_call(monkeypatch, lambda positions: positions + 1)
+    with pytest.raises(AssertionError, match="the oracle says"):
+        check_texts(Sampling())
+
+
+def test_a_skipped_penalty(monkeypatch):
+    check_texts(PENALISED)
+    monkeypatch.setattr(Selector, "_penalised", lambda self, logits, *_: logits)
+    with pytest.raises(AssertionError, match="the oracle says"):
+        check_texts(PENALISED)
+
+
+def test_a_penalty_that_forgets_the_hints(monkeypatch):
+    """The prefix of a step's first column for all its columns: right for K=1, wrong for a block."""
+    real = Selector._penalised
+
+    def penalised(self, logits, n_fed, n_hint, positions):
+        out = real(self, logits, n_fed, n_hint, positions)
+        for row, (fed, hints) in enumerate(zip(n_fed, n_hint, strict=True)):
+            first = int(fed) - 1 - int(hints)
+            for column in range(first + 1, int(fed)):
+                ratio = out[row, first] / logits[row, first]
+                out[row, column] = logits[row, column] * torch.where(ratio.isfinite(), ratio, 1.0)
+        return out
+
+    monkeypatch.setattr(Selector, "_penalised", penalised)
+    with pytest.raises(AssertionError):
+        check_texts(PENALISED)
+
+
+def test_noise_by_row_instead_of_seed(monkeypatch):
+    alone = Pipeline(MODEL)
+    test_sampling.check_reproducible(alone)
+    real = Selector.__init__
+
+    def init(self, selection, text, *rest):
+        real(self, selection, text, *rest)
+        if selection.seeds is not None:
+            self._keys = torch.arange(len(selection.seeds))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Selector, "__init__", init)
+        with pytest.raises(AssertionError):
+            test_sampling.check_reproducible(alone)
+    # And where the seed counts, but the row does, too.
+    own = pipespec.generation.row_seeds
+    monkeypatch.setattr(
+        pipespec.generation, "row_seeds", lambda seed, rows: [s + r for r, s in enumerate(own(seed, rows))]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Selector, "__init__", lambda self, s, *rest: real(self, _rekeyed(s), *rest))
+        with pytest.raises(AssertionError):
+            test_sampling.check_reproducible(alone)
+
+
+def _rekeyed(selection: Selection) -> Selection:
+    from dataclasses import replace
+
+    return replace(selection, seeds=tuple((s + row) % 2**64 for row, s in enumerate(selection.seeds)))
+
+
+def test_one_noise_for_two_positions(monkeypatch):
+    """Each token alone is distributed as it should be; two of them are not, and what comes behind an accepted hint is not."""
+    real = Selector.__call__
+
+    def call(self, logits, fed, n_fed, n_hint, positions):
+        # Column by column: the positions inside of a block must be shared, too.
+        selected = torch.full(fed.shape, -1, dtype=torch.int32)
+        ones = np.ones_like(n_fed)
+        going = n_fed > 0
+        for j in range(int(n_hint.max()) + 1):
+            at = np.maximum(n_fed - 1 - n_hint + j, 0)
+            going = going & (j <= n_hint)
+            rows = torch.arange(len(at))
+            column = np.minimum(at, logits.shape[1] - 1)
+            picked = real(self, logits[rows, column][:, None], fed[:, :1], ones, ones * 0, (positions + at) // 2 * 2)
+            selected[going, j] = picked[going, 0]
+            following = fed[rows, np.minimum(column + 1, logits.shape[1] - 1)].numpy()
+            going = going & (selected[:, j].numpy() == following)
+        return selected
+
+    check_selection(Sampling(), 20_000, columns=2, keys="positions")
+    monkeypatch.setattr(Selector, "__call__", call)
+    with pytest.raises(AssertionError, match="chi-square"):
+        check_selection(Sampling(), 20_000, columns=2, keys="positions")
+    with pytest.raises(AssertionError, match=r"pairs|first"):
+        check_end_to_end(Sampling(), Pipeline(NARROW, always_wrong(NARROW), windows=2), 4)
+    with pytest.raises(AssertionError, match="the oracle says"):
+        check_texts(Sampling())
+
+
+def test_hints_that_bias_the_draw(monkeypatch):
+    """Accepting a hint because the target would not mind it, rather than because it drew it, is what the chi-square is for."""
+    real = Selector.__call__
+
+    def lenient(self, logits, fed, n_fed, n_hint, positions):
+        selected = real(self, logits, fed, n_fed, n_hint, positions)
+        if logits.shape[1] == 1:
+            return selected
+        first = np.maximum(n_fed - 1 - n_hint, 0)
+        rows = torch.arange(len(first))
+        hint = fed[rows, np.minimum(first + 1, fed.shape[1] - 1)]
+        p = logits[rows, first].softmax(-1).gather(1, hint[:, None])[:, 0]
+        takes = torch.from_numpy(n_hint > 0) & (p > 0.02)
+        selected[takes, 0] = hint[takes].int()
+        selected[takes, 1:] = -1
+        return selected
+
+    check_selection(Sampling(), 20_000, columns=2)
+    monkeypatch.setattr(Selector, "__call__", lenient)
+    with pytest.raises(AssertionError, match="column 0"):
+        check_selection(Sampling(), 20_000, columns=2)

@@ -1,0 +1,569 @@
+"""What goes into a call beside the prompt, and what comes back beside the text: caches, configurations, outputs, custom_generate."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+import pipespec.stage
+from pipespec import Pipeline
+from pipespec.cache import RowCache
+from pipespec.compat import lost_arguments
+from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.faulty import Faulty
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3)
+
+
+@pytest.fixture(scope="module")
+def pipes(model):
+    with Pipeline(model, noisy(model, 0.02), schedule="workers") as workers:
+        yield {"lockstep": Pipeline(model, noisy(model, 0.02), windows=3), "workers": workers}
+
+
+@pytest.fixture
+def pipe(pipes):
+    return pipes["lockstep"]
+
+
+@pytest.fixture
+def prefilled(model, monkeypatch):
+    """Columns that the target was fed in prefills, one entry per forward."""
+    columns: list[int] = []
+    inner = pipespec.stage.forward
+
+    def counting(which, tokens, cache, *, keep):
+        if which is model and keep == 0:
+            columns.append(tokens.shape[1])
+        return inner(which, tokens, cache, keep=keep)
+
+    monkeypatch.setattr(pipespec.stage, "forward", counting)
+    return columns
+
+
+def prompt(seed: int, length: int = 8) -> torch.Tensor:
+    return random_prompts(1, seed=seed, shortest=length, longest=length)[0][None]
+
+
+def plain(model, ids, **kwargs):
+    return model.generate(ids, do_sample=False, **kwargs)
+
+
+def held(cache) -> tuple:
+    """What a cache holds, to see later whether anybody touched it."""
+    if isinstance(cache, RowCache):
+        return cache.lengths, [
+            keys[row, :, :n].clone() for keys, _ in cache.states() for row, n in enumerate(cache.lengths)
+        ]
+    return cache.get_seq_length(), [layer.keys.clone() for layer in cache.layers]
+
+
+def untouched(cache, before) -> bool:
+    lengths, keys = held(cache)
+    return lengths == before[0] and all(torch.equal(a, b) for a, b in zip(keys, before[1], strict=True))
+
+
+# ---- going on with the cache of the call before
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_a_chat_of_five_turns(pipes, model, prefilled, schedule):
+    """The cache that the first call returned goes through all of them; only what is new is ever fed."""
+    pipe, text, cache, capacities = pipes[schedule], prompt(1), None, []
+    for turn in range(5):
+        prefilled.clear()
+        missing = text.shape[1] - 1 - (cache.get_seq_length() if cache is not None else 0)
+        out = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain(model, text, max_new_tokens=NEW))
+        assert sum(prefilled) == missing
+        assert missing == (7 if turn == 0 else 5)
+        assert cache is None or out.past_key_values is cache
+        cache = out.past_key_values
+        assert cache.lengths == (out.sequences.shape[1] - 1,)
+        capacities.append(cache.capacity)
+        text = torch.cat([out.sequences, prompt(10 + turn, 5)], dim=1)
+    assert capacities == sorted(set(capacities))  # it grew with the text
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_a_chat_of_three_ragged_rows(pipes, model, prefilled, schedule):
+    """Rows begin and end at different places; each turn they are padded anew, and the cache knows nothing of that."""
+    pipe, cache = pipes[schedule], None
+    rows = random_prompts(3, seed=2, shortest=3, longest=14)
+    for turn in range(3):
+        ids, mask = left_pad(rows)
+        texts = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
+        ends = {"eos_token_id": [int(texts[0, 3]), int(texts[1, 7])], "pad_token_id": 0}
+        kwargs = {"attention_mask": mask, "max_new_tokens": NEW} | ends
+        held_before = cache.lengths if cache is not None else (0, 0, 0)
+        prefilled.clear()
+        out = pipe.generate(ids, past_key_values=cache, return_dict_in_generate=True, **kwargs)
+        assert torch.equal(out.sequences, plain(model, ids, **kwargs))
+        assert sum(prefilled) == max(len(row) - 1 - n for row, n in zip(rows, held_before, strict=True))
+        cache = out.past_key_values
+        new = [torch.tensor([t for t in row if t != 0]) for row in out.sequences[:, ids.shape[1] :].tolist()]
+        said = [torch.cat(pair) for pair in zip(rows, new, strict=True)]
+        assert cache.lengths == tuple(len(s) - 1 for s in said)
+        assert len(set(cache.lengths)) > 1
+        rows = [torch.cat([s, prompt(20 + turn, 2 + row)[0]]) for row, s in enumerate(said)]
+    assert turn == 2
+
+
+def test_a_cache_given_is_a_cache_grown_also_without_a_dict(pipe, model):
+    cache = RowCache.for_model(model, 1, 4)  # too small: it grows
+    out = pipe.generate(prompt(3), max_new_tokens=NEW, past_key_values=cache)
+    assert torch.equal(out, plain(model, prompt(3), max_new_tokens=NEW))
+    assert cache.lengths == (out.shape[1] - 1,)
+    longer = torch.cat([out, prompt(4, 3)], dim=1)
+    assert torch.equal(
+        pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache), plain(model, longer, max_new_tokens=NEW)
+    )
+
+
+def test_the_same_prompt_again(pipe, model, prefilled):
+    """A cache that holds all of the text, or all but its last token."""
+    text = prompt(5)
+    cache = pipe.generate(text, max_new_tokens=NEW, return_dict_in_generate=True).past_key_values
+    cache.truncate([text.shape[1]])
+    for _ in range(2):
+        prefilled.clear()
+        out = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache)
+        assert torch.equal(out, plain(model, text, max_new_tokens=NEW))
+        assert prefilled == []
+        cache.crop(-NEW)
+
+
+def test_one_cache_for_several_continuations(pipe, model, prefilled):
+    """HuggingFace's recipe: a deep copy of the cache of what they have in common."""
+    common = prompt(6, 20)
+    cache = pipe.generate(common, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    assert cache.lengths == (20,)
+    before = held(cache)
+    for seed in (7, 8):
+        text = torch.cat([common, prompt(seed, 4)], dim=1)
+        prefilled.clear()
+        out = pipe.generate(text, max_new_tokens=NEW, past_key_values=copy.deepcopy(cache))
+        assert torch.equal(out, plain(model, text, max_new_tokens=NEW))
+        assert sum(prefilled) == 3
+    other = torch.cat([prompt(9, 20), prompt(8, 4)], dim=1)
+    with pytest.raises(ValueError, match="past_key_values was made with another text than row 0"):
+        pipe.generate(other, max_new_tokens=NEW, past_key_values=copy.deepcopy(cache))
+    assert untouched(cache, before)
+
+
+# ---- caches of transformers
+
+
+def test_an_empty_dynamic_cache_grows_in_place(pipe, model):
+    cache, theirs, text = DynamicCache(), DynamicCache(), prompt(11)
+    out = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)
+    wanted = plain(model, text, max_new_tokens=NEW, past_key_values=theirs)
+    assert torch.equal(out.sequences, wanted)
+    assert out.past_key_values is cache
+    assert cache.get_seq_length() == theirs.get_seq_length() == text.shape[1] + NEW - 1
+    for ours, layer in zip(cache.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(ours.keys, layer.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.values, layer.values, rtol=1e-4, atol=1e-4)
+    # Transformers goes on with it, and then the pipeline again.
+    for generate in (model.generate, pipe.generate, model.generate):
+        text = torch.cat([wanted, prompt(12, 4)], dim=1)
+        out = generate(text, max_new_tokens=NEW, past_key_values=cache, do_sample=False)
+        wanted = plain(model, text, max_new_tokens=NEW)
+        assert torch.equal(out, wanted)
+        assert cache.get_seq_length() == out.shape[1] - 1
+
+
+def test_a_dynamic_cache_that_transformers_filled(pipe, model, prefilled):
+    text = prompt(13, 30)
+    for filled in (1, 20, 29):
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(text[:, :filled], past_key_values=cache)
+        prefilled.clear()
+        out = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache)
+        assert torch.equal(out, plain(model, text, max_new_tokens=NEW))
+        assert sum(prefilled) == 29 - filled
+        assert cache.get_seq_length() == out.shape[1] - 1
+
+
+def test_transformers_goes_on_with_a_cache_of_ours(pipe, model):
+    out = pipe.generate(prompt(14), max_new_tokens=NEW, return_dict_in_generate=True)
+    cache = out.past_key_values
+    text = torch.cat([out.sequences, prompt(15, 3)], dim=1)
+    theirs = model.generate(text, max_new_tokens=9, past_key_values=cache, do_sample=False)
+    assert torch.equal(theirs, plain(model, text, max_new_tokens=9))
+    assert cache.lengths == (theirs.shape[1] - 1,)
+    # And we after them: of what they added, the cache cannot know the text.
+    text = torch.cat([theirs, prompt(16, 3)], dim=1)
+    assert torch.equal(
+        pipe.generate(text, max_new_tokens=9, past_key_values=cache), plain(model, text, max_new_tokens=9)
+    )
+
+
+# ---- caches that do not fit
+
+
+def test_caches_that_do_not_fit_are_refused_and_not_harmed(pipe, model):
+    text = prompt(17)
+    out = pipe.generate(text, max_new_tokens=NEW, return_dict_in_generate=True)
+    cache = out.past_key_values
+    longer = torch.cat([out.sequences, prompt(18, 3)], dim=1)
+    wrong = longer.clone()
+    wrong[0, 5] = 2 + (wrong[0, 5] + 1) % 300
+    filled = DynamicCache()
+    with torch.no_grad():
+        model(longer, past_key_values=filled)
+    of_two = DynamicCache()
+    with torch.no_grad():
+        model(longer.expand(2, -1), past_key_values=of_two)
+    before, before_filled = held(cache), held(filled)
+    small = random_llama(4, kv_heads=1)
+    of_another = pipe_of_another(small, text).past_key_values
+    theirs = DynamicCache()
+    plain(small, text, max_new_tokens=2, past_key_values=theirs)
+    for error, match, ids, bad in [
+        (ValueError, "another text than row 0", wrong, cache),
+        (ValueError, "holds 19 tokens of row 0, input_ids only 8", text, cache),
+        (ValueError, "holds 23 tokens of row 0, input_ids only 8", text, filled),
+        (ValueError, "holds 1 rows, input_ids 2", longer.expand(2, -1), cache),
+        (ValueError, "holds 2 rows, input_ids 1", longer, of_two),
+        (NotImplementedError, "DynamicCache has one length for all rows", longer.expand(2, -1), of_two),
+        (ValueError, "does not fit the target", longer, of_another),
+        (ValueError, "does not fit the target", longer, theirs),
+        (NotImplementedError, "StaticCache", longer, StaticCache(config=model.config, max_cache_len=99)),
+        (NotImplementedError, "tuple", longer, ((torch.zeros(1, 2, 3, 16),) * 2,) * 2),
+    ]:
+        with pytest.raises(error, match="past_key_values") as caught:
+            pipe.generate(ids, max_new_tokens=3, past_key_values=bad)
+        assert match in str(caught.value)
+    padded = torch.cat([torch.tensor([[0, 0]]), longer], dim=1)
+    with pytest.raises(NotImplementedError, match=r"past_key_values.*padding"):
+        pipe.generate(padded, max_new_tokens=3, past_key_values=filled)
+    assert untouched(cache, before)
+    assert untouched(filled, before_filled)
+    for fine in (cache, filled):
+        out = pipe.generate(longer, max_new_tokens=9, past_key_values=fine)
+        assert torch.equal(out, plain(model, longer, max_new_tokens=9))
+
+
+def pipe_of_another(model, text):
+    return Pipeline(model).generate(text, max_new_tokens=2, return_dict_in_generate=True)
+
+
+def test_what_a_cache_remembers_of_its_text(pipe, model):
+    """Only what it still holds: after a rollback other tokens may come in its place."""
+    text = prompt(19, 12)
+    cache = pipe.generate(text, max_new_tokens=NEW, return_dict_in_generate=True).past_key_values
+    assert [t.tolist() for t in cache.text] == [
+        cache_text[:23] for cache_text in plain(model, text, max_new_tokens=NEW).tolist()
+    ]
+    cache.truncate([6])
+    other = torch.cat([text[:, :6], prompt(20, 9)], dim=1)
+    with torch.no_grad():
+        model(other[:, 6:12], past_key_values=cache)  # somebody else goes on
+    assert cache.lengths == (12,)
+    assert [t.tolist() for t in cache.text] == text[:, :6].tolist()
+    out = pipe.generate(other, max_new_tokens=NEW, past_key_values=cache)
+    assert torch.equal(out, plain(model, other, max_new_tokens=NEW))
+
+
+class Failing:
+    """A processor that raises at its n-th call."""
+
+    def __init__(self, at: int):
+        self.left = at
+
+    def __call__(self, ids, scores):
+        self.left -= 1
+        if self.left == 0:
+            raise LookupError("made to fail")
+        return scores
+
+
+@pytest.mark.parametrize("kind", ["ours", "dynamic"])
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(pipe, model, prefilled, kind, at):
+    text = prompt(21)
+    cache = DynamicCache() if kind == "dynamic" else None
+    first = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)
+    cache, longer = first.past_key_values, torch.cat([first.sequences, prompt(22, 4)], dim=1)
+    before = held(cache)
+    with pytest.raises(LookupError, match="made to fail"):
+        pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache, logits_processor=[Failing(at)])
+    assert untouched(cache, before)
+    wanted = plain(model, longer, max_new_tokens=NEW)
+    committed = pipe.partial.shape[1] - longer.shape[1]
+    assert 0 <= committed < at  # whole steps; the one that failed left nothing
+    assert committed > 0 or at == 1
+    assert torch.equal(pipe.partial, wanted[:, : pipe.partial.shape[1]])
+    prefilled.clear()
+    assert torch.equal(pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache), wanted)
+    assert sum(prefilled) == 4  # and nothing is fed a second time
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_model_that_fails_midway_leaves_the_cache_as_it_was(model, at):
+    target = Faulty.like(model)
+    pipe = Pipeline(target, noisy(model, 0.02), windows=3)
+    first = pipe.generate(prompt(23), max_new_tokens=NEW, return_dict_in_generate=True)
+    cache, longer = first.past_key_values, torch.cat([first.sequences, prompt(24, 9)], dim=1)
+    before = held(cache)
+    target.set(fail_at=at)
+    with pytest.raises(ArithmeticError, match="made to fail"):
+        pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache, prefill_chunk_size=5)
+    target.set()
+    assert untouched(cache, before)
+    out = pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache)
+    assert torch.equal(out, plain(model, longer, max_new_tokens=NEW))
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_is(model):
+    cache = RowCache.for_model(model, 1, 8)
+    with pytest.raises((RuntimeError, MemoryError, OverflowError)):
+        cache.reserve(2**50)
+    assert cache.capacity == 8
+    with torch.no_grad():
+        model(prompt(25), past_key_values=cache)
+    assert cache.lengths == (8,)
+
+
+# ---- how the prompt is fed
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_prefill_chunk_size(pipes, model, prefilled, chunk):
+    ids, mask = left_pad(random_prompts(3, seed=26, shortest=5, longest=17))
+    longest = int(mask.sum(dim=1).max()) - 1
+    wanted = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)
+    for pipe in pipes.values():
+        prefilled.clear()
+        out = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, prefill_chunk_size=chunk)
+        assert torch.equal(out, wanted)
+        assert sum(prefilled) == longest
+        assert max(prefilled) == min(chunk, longest)
+
+
+def test_token_ids_of_other_types(pipe, model):
+    text = prompt(27)
+    wanted = plain(model, text, max_new_tokens=NEW)
+    for ids in (text.int(), text.tolist(), text[0].tolist(), (tuple(text[0].tolist()),)):
+        out = pipe.generate(ids, max_new_tokens=NEW)
+        assert out.dtype == torch.long
+        assert torch.equal(out, wanted)
+
+
+def test_configurations_and_what_the_model_has(model):
+    """The call's keywords, its configuration, the model's own, in this order, for every kind of argument."""
+    target = copy.deepcopy(model)
+    text = prompt(28)
+    words = plain(target, text, max_new_tokens=NEW)[0, 8:].tolist()
+    own = target.generation_config
+    own.max_new_tokens, own.suppress_tokens, own.return_dict_in_generate, own.output_scores = (
+        NEW,
+        [words[0]],
+        True,
+        True,
+    )
+    pipe = Pipeline(target, noisy(target, 0.02))
+    given = GenerationConfig(suppress_tokens=[words[1]], do_sample=False, max_new_tokens=7)
+    for kwargs in (
+        {},
+        {"suppress_tokens": [words[2]]},
+        {"suppress_tokens": None},
+        {"generation_config": given},
+        {"generation_config": given, "max_new_tokens": 5},
+        {"generation_config": given, "suppress_tokens": [words[2]]},
+    ):
+        got, wanted = pipe.generate(text, **kwargs), target.generate(text, **{"do_sample": False} | kwargs)
+        if isinstance(wanted, torch.Tensor):  # a configuration given replaces the model's False
+            assert torch.equal(got, wanted)
+            continue
+        assert torch.equal(got.sequences, wanted.sequences)
+        torch.testing.assert_close(got.scores, wanted.scores, rtol=1e-4, atol=1e-4)
+
+
+# ---- what comes back
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_fields_of_the_output(pipes, model, rows):
+    ids, mask = left_pad(random_prompts(rows, seed=29, shortest=4))
+    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    for pipe in pipes.values():
+        for wants in (
+            {},
+            {"output_scores": True},
+            {"output_logits": True},
+            {"output_scores": True, "output_logits": True},
+        ):
+            got = pipe.generate(ids, **kwargs, **wants, no_repeat_ngram_size=1)
+            wanted = plain(model, ids, **kwargs, **wants, no_repeat_ngram_size=1)
+            assert torch.equal(got.sequences, wanted.sequences)
+            assert got.speculation is pipe.report
+            assert got.speculation.tokens == rows * NEW
+            assert set(wanted.keys()) <= set(got.keys()) == set(wanted.keys()) | {"speculation"}
+            for name in ("scores", "logits"):
+                ours, theirs = getattr(got, name), getattr(wanted, name)
+                if theirs is None:
+                    assert ours is None
+                    continue
+                assert len(ours) == len(theirs) == NEW
+                assert all(t.dtype == torch.float32 and t.shape == (rows, 320) for t in ours)
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            assert got.past_key_values.lengths == tuple(int(n) + NEW - 1 for n in mask.sum(dim=1))
+
+
+def test_scores_end_with_each_row(pipe, model):
+    ids, mask = left_pad(random_prompts(3, seed=30, shortest=4))
+    texts = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
+    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "eos_token_id": int(texts[1, 4]), "pad_token_id": 0}
+    kwargs |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    got, wanted = pipe.generate(ids, **kwargs), plain(model, ids, **kwargs)
+    assert torch.equal(got.sequences, wanted.sequences)
+    counts = [row.index(int(texts[1, 4])) + 1 if int(texts[1, 4]) in row else NEW for row in texts.tolist()]
+    assert min(counts) <= 5
+    for name in ("scores", "logits"):
+        assert len(getattr(got, name)) == len(getattr(wanted, name))
+        for i, (ours, theirs) in enumerate(zip(getattr(got, name), getattr(wanted, name), strict=True)):
+            for row, count in enumerate(counts):
+                if i < count:
+                    torch.testing.assert_close(ours[row], theirs[row], rtol=1e-4, atol=1e-4)
+                else:
+                    assert not ours[row].any()
+
+
+def test_without_a_cache(pipe, model):
+    out = pipe.generate(prompt(31), max_new_tokens=NEW, use_cache=False, return_dict_in_generate=True)
+    assert out.past_key_values is None
+    assert torch.equal(out.sequences, plain(model, prompt(31), max_new_tokens=NEW))
+
+
+def test_the_returned_cache_is_the_callers(pipe, model):
+    """The next call does not write into it."""
+    out = pipe.generate(prompt(32), max_new_tokens=NEW, return_dict_in_generate=True)
+    before = held(out.past_key_values)
+    pipe.generate(prompt(33), max_new_tokens=NEW)
+    other = pipe.generate(prompt(34), max_new_tokens=NEW, return_dict_in_generate=True)
+    assert other.past_key_values is not out.past_key_values
+    assert untouched(out.past_key_values, before)
+
+
+# ---- model.generate(..., custom_generate=pipe)
+
+
+class Recorder:
+    def __init__(self):
+        self.values, self.ends = [], 0
+
+    def put(self, value):
+        self.values.append(value.clone())
+
+    def end(self):
+        self.ends += 1
+
+
+def test_custom_generate(pipe, model):
+    ids, mask = left_pad(random_prompts(3, seed=35))
+    words = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
+    for kwargs in (
+        {"inputs": ids, "attention_mask": mask},
+        {"inputs": prompt(36)},
+        {"input_ids": prompt(36), "eos_token_id": int(words[0, 4]), "pad_token_id": 2},
+        {"inputs": ids, "attention_mask": mask, "eos_token_id": words[:, 4].tolist(), "pad_token_id": 2},
+        {"inputs": ids, "attention_mask": mask, "suppress_tokens": words[:, 2].tolist()},
+        {"inputs": prompt(36), "streamer": None, "assistant_model": None},
+        {},
+    ):
+        kwargs |= {"max_new_tokens": NEW, "do_sample": False}
+        pipe.report = None
+        assert torch.equal(model.generate(custom_generate=pipe, **kwargs), model.generate(**kwargs))
+        assert pipe.report is not None
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_custom_generate_streams_everything(pipe, model, rows):
+    ids, mask = left_pad(random_prompts(rows, seed=37))
+    recorder = Recorder()
+    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "custom_generate": pipe}
+    out = model.generate(ids, streamer=recorder, **kwargs)
+    assert recorder.ends == 1
+    assert torch.equal(recorder.values[0], ids)  # once: transformers has streamed it already
+    new = torch.cat([v.view(rows, -1) for v in recorder.values[1:]], dim=1)
+    assert torch.equal(new, out[:, ids.shape[1] :])
+
+
+def test_custom_generate_and_what_transformers_would_drop(pipe, model):
+    for name, value in {"assistant_model": noisy(model, 0.02), "synced_gpus": True}.items():
+        with pytest.raises(NotImplementedError, match=name):
+            model.generate(prompt(38), max_new_tokens=3, do_sample=False, custom_generate=pipe, **{name: value})
+
+
+def test_custom_generate_of_another_model(pipe, model):
+    with pytest.raises(ValueError, match="custom_generate: this pipeline generates the text of its own target"):
+        copy.deepcopy(model).generate(prompt(39), max_new_tokens=3, do_sample=False, custom_generate=pipe)
+
+
+def test_custom_generate_with_a_seed(pipe, model):
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
+    wanted = pipe.generate(prompt(40), seed=7, **sampled)
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt(40), custom_generate=pipe, seed=7, **sampled), wanted)
+    assert not torch.equal(model.generate(prompt(40), custom_generate=pipe, seed=8, **sampled), wanted)
+
+
+def test_custom_generate_refuses_by_name_too(pipe, model):
+    for name, value in {"output_attentions": True, "penalty_alpha": 0.5, "guidance_scale": 1.5}.items():
+        with pytest.raises(NotImplementedError, match=name):
+            model.generate(prompt(41), max_new_tokens=3, do_sample=False, custom_generate=pipe, **{name: value})
+    position_ids = torch.arange(8)[None] + 3
+    with pytest.raises(NotImplementedError, match="position_ids"):
+        model.generate(prompt(41), max_new_tokens=3, do_sample=False, custom_generate=pipe, position_ids=position_ids)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, None])
+def test_custom_generate_with_a_cache(pipe, model, prefilled, kind):
+    cache = kind() if kind is not None else RowCache.for_model(model, 1, 64)
+    text = prompt(42)
+    kwargs = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": pipe}
+    for turn in range(3):
+        prefilled.clear()
+        missing = text.shape[1] - 1 - cache.get_seq_length()
+        out = model.generate(text, past_key_values=cache, **kwargs)
+        assert torch.equal(out, plain(model, text, max_new_tokens=NEW))
+        assert cache.get_seq_length() == out.shape[1] - 1
+        assert sum(prefilled) == missing
+        text = torch.cat([out, prompt(43 + turn, 4)], dim=1)
+    # Without one, each call begins anew, and returns its own where asked to.
+    out = model.generate(text, return_dict_in_generate=True, **kwargs)
+    assert out.past_key_values is not cache
+    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
+
+
+def test_what_is_lost_is_found(model):
+    """By any callable, however deep below generate(); and nothing where no generate() is running."""
+    assert lost_arguments() == {}
+    found = {}
+
+    def loop(model, input_ids, **kwargs):
+        found.update((lambda: lost_arguments())())
+        assert "streamer" not in kwargs  # else the detour is not needed any more
+        return input_ids
+
+    recorder, draft, cache = Recorder(), always_right(model), DynamicCache()
+    model.generate(
+        prompt(50), custom_generate=loop, streamer=recorder, assistant_model=draft, synced_gpus=False, past_key_values=cache
+    )  # fmt: skip
+    assert found["streamer"] is recorder
+    assert found["assistant_model"] is draft
+    assert found["past_key_values"] is cache
+    assert found["synced_gpus"] is False
+    model.generate(prompt(50), custom_generate=loop)
+    assert set(found.values()) == {None}

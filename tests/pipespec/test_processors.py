@@ -1,0 +1,396 @@
+"""Every logits processor, transformers' and a user's: sampled, the pipeline's text is the target's alone; greedy, that of
+``target.generate()``. The models have 40 tokens, so that every processor finds something to do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers.generation import GenerationMixin
+
+from pipespec import Pipeline
+from tests.conftest import always_right, left_pad, noisy, random_llama
+
+VOCABULARY, EOS, NEW = 40, 3, 18
+
+
+def prompts(count: int, seed: int = 0, longest: int = 12) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCABULARY, (2 + 3 * i % longest,), generator=generator) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(21, vocabulary=VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def alone(target):
+    return Pipeline(target)
+
+
+@pytest.fixture(scope="module")
+def chain(target):
+    return Pipeline(target, [noisy(target, 0.1), noisy(target, 0.02)], windows=[3, 4])
+
+
+SAMPLED_ONLY = {  # transformers has them for do_sample=True only
+    "typical_p": {"typical_p": 0.5},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.05},
+    "eta_cutoff": {"eta_cutoff": 0.2},
+    "top_h": {"top_h": 0.4},
+    "top_h before top_k": {"top_h": 0.6, "top_k": 4, "top_p": 0.9},
+    "typical_p after top_k": {"top_k": 12, "typical_p": 0.7},
+}
+CASES = {
+    "min_length": {"min_length": 20, "eos_token_id": list(range(3, 30))},
+    "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": list(range(10, 40))},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "no_repeat_ngram_size 2": {"no_repeat_ngram_size": 2, "suppress_tokens": list(range(10, 40))},
+    "bad_words_ids": {"bad_words_ids": [[5], [7], [8, 9], *([i, i + 1] for i in range(10, 38))]},
+    "sequence_bias": {"sequence_bias": {(5,): -9.0, (11,): 2.5, (11, 12): 8.0, (12, 13): 8.0}},
+    "suppress_tokens": {"suppress_tokens": list(range(20, 40))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(4, 35))},
+    "forced_eos_token_id": {"forced_eos_token_id": 9},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": EOS},
+    "repetition_penalty beside another": {"repetition_penalty": 1.8, "suppress_tokens": [7, 8]},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 5.0},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "watermarking": {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash", context_width=2)},
+    "watermarking lefthash": {"watermarking_config": WatermarkingConfig(bias=4.0, greenlist_ratio=0.3)},
+    "watermarking SynthID": {
+        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[654, 400, 836, 123, 340, 443, 597])
+    },
+    "several": {
+        "min_new_tokens": 9,
+        "eos_token_id": list(range(3, 20)),
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[21], [22, 23]],
+        "repetition_penalty": 1.3,
+        "suppress_tokens": [30, 31],
+    },
+}
+
+
+def compared(alone, chain, ids, mask, **kwargs) -> torch.Tensor:
+    """The chain's text, after a comparison with the target's alone (sampled) or its own generate() (greedy)."""
+    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0} | kwargs
+    if kwargs["do_sample"]:
+        kwargs["seed"] = 17
+        wanted = alone.generate(ids, **copy.deepcopy(kwargs))  # processors may have a memory
+    else:
+        wanted = chain.target.generate(ids, **copy.deepcopy({k: v for k, v in kwargs.items() if k != "top_k"}))
+    got = chain.generate(ids, **kwargs)
+    assert torch.equal(got, wanted), f"wanted {wanted.tolist()}, got {got.tolist()}"
+    return got[:, ids.shape[1] :]
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("case", [*CASES, *SAMPLED_ONLY])
+def test_built_in(alone, chain, case, do_sample):
+    kwargs = (CASES | SAMPLED_ONLY)[case] | {"do_sample": do_sample}
+    eos = {"eos_token_id": kwargs["eos_token_id"]} if "eos_token_id" in kwargs else {}
+    changed = accepted = 0
+    for count in (1, 3):
+        ids, mask = left_pad(prompts(count, seed=count))
+        text = compared(alone, chain, ids, mask, **kwargs)
+        accepted += chain.report.stages[-1].accepted
+        plain = alone.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, top_k=0, do_sample=do_sample, seed=17, **eos
+        )[:, ids.shape[1] :]
+        changed += text.shape != plain.shape or not torch.equal(text, plain)
+    # It did something, and not by making the drafts useless.
+    assert changed > 0 if do_sample or case in CASES else changed == 0
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_forced_bos_token(alone, chain, do_sample):
+    """It speaks where the text so far has one token."""
+    for token in (4, 33):
+        text = compared(alone, chain, torch.tensor([[9], [8]]), None, do_sample=do_sample, forced_bos_token_id=token)
+        assert text[:, 0].tolist() == [token, token]
+    assert chain.report.stages[-1].accepted > 0
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_remove_invalid_values(target, do_sample):
+    """A model whose logits hold a NaN says that token for ever, unless it is removed."""
+    broken = copy.deepcopy(target)
+    with torch.no_grad():
+        broken.lm_head.weight[12] = torch.nan
+    alone, chain = Pipeline(broken), Pipeline(broken, [noisy(broken, 0.02)], windows=4)
+    ids, mask = left_pad(prompts(3))
+    text = compared(alone, chain, ids, mask, do_sample=do_sample, remove_invalid_values=True)
+    assert (text != 12).any()
+    if not do_sample:
+        assert (compared(alone, chain, ids, mask, do_sample=False) == 12).all()
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_renormalize_logits(alone, chain, do_sample):
+    """It shows in the scores; no choice depends on it."""
+    ids, mask = left_pad(prompts(3))
+    for more in ({}, {"temperature": 0.7, "top_k": 9} if do_sample else {}, {"suppress_tokens": [5, 6]}):
+        kwargs = {"do_sample": do_sample} | more
+        plain = compared(alone, chain, ids, mask, **kwargs)
+        assert torch.equal(compared(alone, chain, ids, mask, renormalize_logits=True, **kwargs), plain)
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_returned_sequences_of_processors_that_know_rows(alone, chain, do_sample):
+    """With num_return_sequences a row's index is not its prompt's."""
+    ids, mask = left_pad(prompts(3, seed=5))
+    for kwargs in (
+        {"encoder_no_repeat_ngram_size": 1},
+        {"encoder_repetition_penalty": 0.5},
+        {"prefix_allowed_tokens_fn": lambda row, _: range(4 + row, 40, 3)},
+    ):
+        if do_sample:
+            compared(alone, chain, ids, mask, do_sample=True, num_return_sequences=2, **kwargs)
+        else:
+            wanted = chain.target.generate(
+                ids.repeat_interleave(2, 0),
+                attention_mask=mask.repeat_interleave(2, 0),
+                do_sample=False,
+                max_new_tokens=NEW,
+                **kwargs,
+            )
+            got = chain.generate(
+                ids.repeat_interleave(2, 0), attention_mask=mask.repeat_interleave(2, 0), max_new_tokens=NEW, **kwargs
+            )
+            assert torch.equal(got, wanted)
+
+
+# ---- prefix_allowed_tokens_fn
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_prefix_allowed_tokens_fn(alone, chain, do_sample):
+    ids, mask = left_pad(prompts(3, seed=6))
+
+    def allowed(row, text):
+        assert text.ndim == 1
+        assert torch.equal(text[: ids.shape[1]], ids[row])  # padding included, as transformers has it
+        return [t for t in range(4, VOCABULARY) if t % 3 == row and t != int(text[-1])]
+
+    text = compared(alone, chain, ids, mask, do_sample=do_sample, prefix_allowed_tokens_fn=allowed)
+    for row in range(3):
+        assert all(t % 3 == row for t in text[row].tolist())
+        assert len(set(text[row].tolist())) > 1
+
+
+def test_a_grammar_that_allows_one_token_only(alone, chain):
+    ids, mask = left_pad(prompts(2, seed=7))
+    start = ids.shape[1]
+    for do_sample in (True, False):
+        text = compared(
+            alone,
+            chain,
+            ids,
+            mask,
+            do_sample=do_sample,
+            prefix_allowed_tokens_fn=lambda row, t: [4 + (len(t) - start) % 30 + row],
+        )
+        assert text.tolist() == [[4 + i % 30 + row for i in range(NEW)] for row in range(2)]
+
+
+# ---- a user's own
+
+
+class Favour(LogitsProcessor):
+    """Stateless: the token that follows the last one in the alphabet is likelier."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        following = (input_ids[:, -1] + 1).clamp(4, VOCABULARY - 1)
+        scores[torch.arange(len(scores)), following] += 3.0
+        return scores
+
+
+class InPlace(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores[:, ::2] = -torch.inf
+        return scores
+
+
+class Counting(LogitsProcessor):
+    """Remembers what it was called with, and bans a token by the number of the call."""
+
+    def __init__(self, ban: bool = True):
+        self.prefixes: list[list[int]] = []
+        self.ban = ban
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.dtype == torch.long
+        assert scores.dtype == torch.float32
+        assert scores.shape == (1, VOCABULARY)
+        self.prefixes += input_ids.tolist()
+        if self.ban:
+            scores = scores.clone()
+            scores[:, len(self.prefixes) % 4 :: 4] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("processor", [Favour(), InPlace()], ids=lambda p: type(p).__name__)
+def test_a_user_s_processor(alone, chain, processor, do_sample):
+    for count in (1, 3):
+        ids, mask = left_pad(prompts(count, seed=8))
+        text = compared(alone, chain, ids, mask, do_sample=do_sample, logits_processor=[processor])
+        plain = compared(alone, chain, ids, mask, do_sample=do_sample)
+        assert not torch.equal(text, plain)
+        compared(
+            alone,
+            chain,
+            ids,
+            mask,
+            do_sample=do_sample,
+            logits_processor=[processor],
+            repetition_penalty=1.4,
+            temperature=0.8 if do_sample else None,
+        )
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("drafts", ["some", "perfect"])
+def test_a_processor_with_a_memory(target, alone, chain, drafts, do_sample):
+    """It is called once per token, in order, so the number of the call means the same as in ``generate()``."""
+    pipeline = chain if drafts == "some" else Pipeline(target, always_right(target), windows=9)
+    ids = prompts(1, seed=9)[0][None]
+    text = compared(alone, pipeline, ids, None, do_sample=do_sample, logits_processor=[Counting()])
+    assert not torch.equal(text, compared(alone, pipeline, ids, None, do_sample=do_sample))
+
+
+@pytest.fixture(scope="module", params=["lockstep", pytest.param("workers", marks=pytest.mark.slow)])
+def long_blocks(request, target):
+    drafts = [noisy(target, 0.02), always_right(target)]
+    with Pipeline(target, drafts, schedule=request.param, windows=[3, 8], wait=3) as pipeline:
+        yield pipeline
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_one_call_per_token(long_blocks, do_sample):
+    """Exact prefixes, each once and in order, whatever was drafted, accepted and rolled back; none behind the end."""
+    ids, mask = left_pad(prompts(4, seed=10))
+    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0, "do_sample": do_sample}
+    for more in ({}, {"temperature": 1.6} if do_sample else {}, {"eos_token_id": list(range(3, 12))}):
+        seen = Counting(ban=False)
+        out = long_blocks.generate(ids, logits_processor=[seen], seed=4, **kwargs, **more)
+        ends = more.get("eos_token_id", [])
+        wanted = []
+        for row in out.tolist():
+            new = row[ids.shape[1] :]
+            count = next((i + 1 for i, t in enumerate(new) if t in ends), len(new))
+            wanted += [row[: ids.shape[1] + i] for i in range(count)]
+        assert len(seen.prefixes) == len(wanted)
+        # Rows advance side by side; each must be in order.
+        for row in ids.tolist():
+            mine = [p for p in seen.prefixes if p[: len(row)] == row]
+            assert mine == [p for p in wanted if p[: len(row)] == row]
+        if not ends and long_blocks.schedule == "lockstep":  # how many hints come in time is the workers' affair
+            assert long_blocks.report.stages[-1].accepted > 10
+
+
+def test_a_processor_that_raises(alone, chain):
+    class Refuses(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] >= 9:
+                raise LookupError("not that far")
+            return scores
+
+    ids = prompts(1, seed=11, longest=3)[0][None]
+    whole = compared(alone, chain, ids, None, do_sample=True)
+    with pytest.raises(LookupError, match="not that far") as caught:
+        chain.generate(ids, do_sample=True, seed=17, top_k=0, max_new_tokens=NEW, logits_processor=[Refuses()])
+    assert any("partial" in note for note in caught.value.__notes__)
+    partial = chain.partial[0, ids.shape[1] :].tolist()
+    assert 0 < len(partial) <= 9 - ids.shape[1]
+    assert partial == whole[0, : len(partial)].tolist()
+    compared(alone, chain, ids, None, do_sample=True)
+
+
+# ---- scores and logits
+
+
+def prepared(model, ids, mask, **kwargs):
+    """The processors that transformers makes of the arguments."""
+    found = []
+
+    def capture(model, input_ids, logits_processor=None, **_):
+        found.extend(logits_processor)
+        return input_ids
+
+    GenerationMixin.generate(model, ids, attention_mask=mask, custom_generate=capture, **kwargs)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "filters"),
+    [
+        ({}, False),
+        ({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}, True),
+        ({"temperature": 1.3, "top_k": 0, "renormalize_logits": True}, False),
+        ({"typical_p": 0.8, "no_repeat_ngram_size": 2, "suppress_tokens": [4, 5]}, True),
+        ({"top_h": 0.6, "top_k": 10, "min_new_tokens": 3}, True),
+        ({"do_sample": False, "repetition_penalty": 1.5}, False),
+    ],
+    ids=str,
+)
+def test_scores_and_logits(chain, more, filters):
+    """What transformers' processors make of a plain forward's logits, per generated token; zeros behind a row's end."""
+    prompt = prompts(3, seed=12)
+    ids, mask = left_pad(prompt)
+    kwargs = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": [3, 7, 8, 9], "do_sample": True} | more
+    out = chain.generate(
+        ids,
+        attention_mask=mask,
+        seed=3,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+        **kwargs,
+    )
+    width, steps = ids.shape[1], out.sequences.shape[1] - ids.shape[1]
+    assert len(out.scores) == len(out.logits) == steps
+    processors = prepared(chain.target, ids, mask, **kwargs)
+    done = [False] * 3
+    filtered = 0
+    for i in range(steps):
+        assert out.scores[i].shape == out.logits[i].shape == (3, VOCABULARY)
+        assert out.scores[i].dtype == out.logits[i].dtype == torch.float32
+        prefix = out.sequences[:, : width + i]
+        with torch.no_grad():
+            logits = torch.stack(
+                [chain.target(prefix[row : row + 1, width - len(p) :]).logits[0, -1] for row, p in enumerate(prompt)]
+            )
+        scores = logits
+        for process in processors:
+            scores = process(prefix, scores)
+        for row in range(3):
+            if done[row]:
+                assert not out.scores[i][row].any()
+                assert not out.logits[i][row].any()
+                continue
+            torch.testing.assert_close(out.logits[i][row], logits[row], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(out.scores[i][row], scores[row], atol=1e-4, rtol=1e-4)
+            filtered += int((scores[row] == -torch.inf).sum())
+            token = int(out.sequences[row, width + i])
+            assert scores[row, token] > -torch.inf
+            done[row] = token in kwargs["eos_token_id"]
+    assert (filtered > 0) == filters
+
+
+def test_logits_of_the_fused_path_are_the_same(chain):
+    """output_logits alone leaves the fused path in place; what it records must not have been penalised or cut."""
+    ids, mask = left_pad(prompts(3, seed=13))
+    kwargs = {"attention_mask": mask, "do_sample": True, "repetition_penalty": 1.6, "top_k": 5, "seed": 2}
+    kwargs |= {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True}
+    fused = chain.generate(ids, **kwargs)
+    walked = chain.generate(ids, output_scores=True, **kwargs)
+    assert torch.equal(fused.sequences, walked.sequences)
+    assert fused.scores is None
+    for a, b in zip(fused.logits, walked.logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,402 @@
+"""The end of a text by stop strings, criteria and the clock: looked for at every token, also inside of an accepted block.
+
+Windows of twelve and a draft that is always right: without that care every text here would run on to the end of its block, as it does
+in transformers' assisted decoding (measured there: 34 and 40 new tokens where plain decoding stops at 6).
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import MaxTimeCriteria
+
+from pipespec import Pipeline
+from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+
+NEW = 40
+SCHEDULES = ["lockstep", pytest.param("workers", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3)
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def chain(request, model):
+    """Blocks of up to twelve accepted tokens; in the workers' case behind a draft that is sometimes wrong."""
+    drafts = [always_right(model)] if request.param == "lockstep" else [noisy(model, 0.02), always_right(model)]
+    with Pipeline(model, drafts, schedule=request.param, windows=12, wait=8) as pipeline:
+        yield pipeline
+
+
+PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
+
+
+class At(StoppingCriteria):
+    """Stops at a length, or at a condition, and remembers what it was asked."""
+
+    def __init__(self, stops, answer=bool):
+        self.stops, self.answer, self.seen = stops, answer, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert input_ids.dtype == torch.long
+        assert input_ids.ndim == 2
+        self.seen += input_ids.tolist()
+        return self.answer(self.stops(input_ids))
+
+
+def tensor_answer(done: bool) -> torch.Tensor:
+    return torch.tensor([done])
+
+
+def same(chain, ids, **kwargs) -> torch.Tensor:
+    """The chain's result, after a comparison with the target's own; criteria are made anew for each by ``criteria()``."""
+    criteria = kwargs.pop("criteria", list)
+    wanted = chain.target.generate(ids, do_sample=False, stopping_criteria=StoppingCriteriaList(criteria()), **kwargs)
+    got = chain.generate(ids, do_sample=False, stopping_criteria=criteria(), **kwargs)
+    assert torch.equal(got, wanted), f"wanted {wanted.tolist()}, got {got.tolist()}"
+    return got
+
+
+def check_cut(chain, ids, **kwargs) -> None:
+    """Report and returned cache know of no token behind the end."""
+    out = chain.generate(ids, do_sample=False, return_dict_in_generate=True, **kwargs)
+    length = out.sequences.shape[1]
+    assert out.speculation.tokens == length - ids.shape[1]
+    assert out.past_key_values.get_seq_length() == length - 1
+    # What the cache holds is the text: going on from it gives what a call without it gives.
+    more = chain.generate(out.sequences, do_sample=False, max_new_tokens=6, past_key_values=out.past_key_values)
+    assert torch.equal(more, chain.target.generate(out.sequences, do_sample=False, max_new_tokens=6))
+
+
+# ---- criteria
+
+
+@pytest.mark.parametrize("answer", [bool, tensor_answer])
+def test_at_every_place_of_a_block(chain, answer):
+    start = PROMPT.shape[1]
+    for new in range(1, 29, 1 if answer is bool else 5):
+        out = same(
+            chain,
+            PROMPT,
+            max_new_tokens=NEW,
+            criteria=lambda new=new: [At(lambda ids: ids.shape[1] >= start + new, answer)],
+        )
+        assert out.shape[1] == start + new
+        assert chain.report.tokens == new
+    if chain.schedule == "lockstep":  # most of these were inside of a block
+        assert chain.report.stages[-1].accepted > 12
+
+
+def test_where_assisted_decoding_overshoots(chain):
+    """Six tokens, not 34: by length, by a token, and by what the last two tokens are."""
+    text = chain.target.generate(PROMPT, do_sample=False, max_new_tokens=NEW)[0]
+    sixth = PROMPT.shape[1] + 6
+    token, pair = int(text[sixth - 1]), text[sixth - 2 : sixth].tolist()
+    for stops in (
+        lambda ids: ids.shape[1] >= sixth,
+        lambda ids: ids.shape[1] > PROMPT.shape[1] and int(ids[0, -1]) == token,
+        lambda ids: ids.shape[1] >= sixth and ids[0, -2:].tolist() == pair,
+        lambda ids: ids.shape[1] == sixth,  # true at one length only: looking at block ends would miss it
+    ):
+        assert same(chain, PROMPT, max_new_tokens=NEW, criteria=lambda s=stops: [At(s)]).shape[1] <= sixth
+        check_cut(chain, PROMPT, max_new_tokens=NEW, stopping_criteria=[At(stops)])
+
+
+def test_each_prefix_once_and_in_order(chain):
+    for stop_at in (9, NEW):
+        end = PROMPT.shape[1] + stop_at
+        criterion = At(lambda ids, end=end: ids.shape[1] >= end)
+        other = At(lambda ids: False)
+        out = chain.generate(PROMPT, max_new_tokens=NEW, stopping_criteria=[other, criterion])[0].tolist()
+        assert len(out) == end
+        assert criterion.seen == [out[:n] for n in range(PROMPT.shape[1] + 1, end + 1)]
+        assert other.seen == criterion.seen
+
+
+def test_each_prefix_of_each_row(chain):
+    ids, mask = left_pad(random_prompts(3, seed=6, shortest=3))
+    criterion = At(lambda row: False)
+    out = chain.generate(ids, attention_mask=mask, max_new_tokens=20, stopping_criteria=[criterion])
+    for row in out.tolist():
+        mine = [seen for seen in criterion.seen if seen[: ids.shape[1]] == row[: ids.shape[1]]]
+        assert mine == [row[:n] for n in range(ids.shape[1] + 1, len(row) + 1)]
+    assert len(criterion.seen) == 3 * 20
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_one_row_of_a_batch(chain, row):
+    """It ends there, the others go on; the rest of it is padding."""
+    ids, mask = left_pad(random_prompts(3, seed=6, shortest=3))
+    mine = ids[row].tolist()
+    said = set(chain.target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20).flatten().tolist())
+    eos, pad = [t for t in range(320) if t not in said][:2]
+    for new in (1, 5, 11, 12, 13, 14):
+
+        def stops(text, new=new):
+            mine_here = [r[: len(mine)] == mine for r in text.tolist()]
+            return torch.tensor([here and text.shape[1] >= len(mine) + new for here in mine_here])
+
+        # An end-of-text token that nothing says: transformers pads rows only where there is one.
+        kwargs = {"attention_mask": mask, "max_new_tokens": 20, "pad_token_id": pad, "eos_token_id": eos}
+        out = same(chain, ids, criteria=lambda s=stops: [At(s, lambda x: x)], **kwargs)
+        assert out.shape[1] == len(mine) + 20
+        assert (out[row, len(mine) + new :] == pad).all()
+        assert out[row, len(mine) + new - 1] != pad
+        assert chain.report.tokens == 2 * 20 + new
+
+
+def test_without_an_end_of_text_rows_run_on_until_all_are_over(chain):
+    ids, mask = left_pad(random_prompts(3, seed=6, shortest=3))
+    ends = torch.tensor([5, 14, 9]) + ids.shape[1]
+
+    def criteria():
+        return [At(lambda text: ends == text.shape[1], lambda x: x)]
+
+    out = same(chain, ids, attention_mask=mask, max_new_tokens=20, criteria=criteria)
+    assert out.shape[1] == ends.max()
+    assert chain.report.tokens == 3 * 14
+
+
+class AllRows(StoppingCriteria):
+    """Evaluation harnesses judge the batch as a whole: over when every row has said its word at some time."""
+
+    def __init__(self, rows: int, words: list[int]):
+        self.said, self.words = [False] * rows, words
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert len(input_ids) == len(self.said)
+        for row, ids in enumerate(input_ids.tolist()):
+            self.said[row] |= ids[-1] == self.words[row]
+        return False not in self.said
+
+
+def test_a_batch_judged_as_a_whole(chain, model):
+    ids, mask = left_pad(random_prompts(3, seed=9, shortest=4))
+    texts = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :]
+    words = [int(texts[row, at]) for row, at in enumerate((3, 11, 7))]
+    out = same(chain, ids, attention_mask=mask, max_new_tokens=NEW, criteria=lambda: [AllRows(3, words)])
+    assert out.shape[1] < ids.shape[1] + NEW
+
+
+def test_together_with_ends_of_text(chain):
+    """Whichever comes first, at every distance of the two."""
+    start = PROMPT.shape[1]
+    text = chain.target.generate(PROMPT, do_sample=False, max_new_tokens=NEW)[0, start:].tolist()
+    first_uses = [i for i, token in enumerate(text) if token not in text[:i]]
+    for place in first_uses[2:12:3]:
+        for new in (place, place + 1, place + 2, place + 8):
+            out = same(
+                chain,
+                PROMPT,
+                max_new_tokens=NEW,
+                eos_token_id=[text[place], 319],
+                pad_token_id=0,
+                criteria=lambda new=new: [At(lambda ids: ids.shape[1] >= start + new)],
+            )
+            assert out.shape[1] == start + min(new, place + 1)
+    check_cut(chain, PROMPT, max_new_tokens=NEW, eos_token_id=text[first_uses[5]])
+
+
+def test_criteria_of_sampled_texts(chain):
+    start = PROMPT.shape[1]
+    alone = Pipeline(chain.target)
+    for new in (1, 4, 9):
+        kwargs = {"do_sample": True, "seed": 3, "top_k": 0, "max_new_tokens": 20}
+        whole = alone.generate(PROMPT, **kwargs)
+        stop = [At(lambda ids, new=new: ids.shape[1] >= start + new)]
+        assert torch.equal(chain.generate(PROMPT, stopping_criteria=stop, **kwargs), whole[:, : start + new])
+
+
+def test_criteria_see_the_scores(chain):
+    """As many as there are tokens, if they were asked for; else None."""
+    seen = []
+
+    class Scores(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            seen.append(scores if scores is None else (len(scores), scores[-1].shape))
+            return False
+
+    chain.generate(PROMPT, max_new_tokens=5, stopping_criteria=[Scores()])
+    assert seen == [None] * 5
+    seen.clear()
+    kwargs = {"return_dict_in_generate": True, "output_scores": True}
+    out = chain.generate(PROMPT, max_new_tokens=5, stopping_criteria=[Scores()], **kwargs)
+    assert seen == [(i + 1, (1, 320)) for i in range(5)]
+    assert len(out.scores) == 5
+
+
+def test_scores_are_cut_with_the_text(chain):
+    end = PROMPT.shape[1] + 5
+    kwargs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    out = chain.generate(PROMPT, max_new_tokens=NEW, stopping_criteria=[At(lambda t: t.shape[1] >= end)], **kwargs)
+    assert out.sequences.shape[1] == end
+    assert len(out.scores) == len(out.logits) == 5
+    assert [int(s[0].argmax()) for s in out.scores] == out.sequences[0, PROMPT.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("at", [1, 7, 13])
+def test_a_criterion_that_raises(chain, at):
+    end = PROMPT.shape[1] + at
+
+    def stops(ids):
+        if ids.shape[1] == end:
+            raise LookupError("cannot say")
+        return False
+
+    wanted = same(chain, PROMPT, max_new_tokens=NEW)
+    with pytest.raises(LookupError, match="cannot say"):
+        chain.generate(PROMPT, max_new_tokens=NEW, stopping_criteria=[At(stops)])
+    assert chain.partial.shape[1] <= end
+    assert torch.equal(chain.partial, wanted[:, : chain.partial.shape[1]])
+    same(chain, PROMPT, max_new_tokens=NEW)
+    assert chain.partial is None
+
+
+# ---- the clock
+
+
+def test_max_time(chain):
+    assert same(chain, PROMPT, max_new_tokens=NEW, max_time=1e-9).shape[1] == PROMPT.shape[1] + 1
+    assert same(chain, PROMPT, max_new_tokens=NEW, max_time=3600.0).shape[1] == PROMPT.shape[1] + NEW
+    ids, mask = left_pad(random_prompts(3, seed=6))
+    assert same(chain, ids, attention_mask=mask, max_new_tokens=NEW, max_time=1e-9).shape[1] == ids.shape[1] + 1
+
+
+def test_the_clock_runs_while_it_generates(chain):
+    """A criterion sleeps for as long as is allowed: the text ends with that token, inside of its block."""
+
+    def sleeps(ids):
+        if ids.shape[1] == PROMPT.shape[1] + 5:
+            time.sleep(1.5)
+        return False
+
+    began = time.time()
+    criteria = [At(sleeps), MaxTimeCriteria(1.5, initial_timestamp=began)]
+    out = chain.generate(PROMPT, max_new_tokens=NEW, stopping_criteria=criteria)
+    assert out.shape[1] <= PROMPT.shape[1] + 5
+    assert torch.equal(out, same(chain, PROMPT, max_new_tokens=NEW)[:, : out.shape[1]])
+
+
+# ---- stop strings
+
+
+@pytest.fixture(scope="module")
+def family():
+    """The bundled target in float32, a copy that drafts for it, its tokenizer, and a text of it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pipespec.demo import family_path
+
+    try:
+        path = family_path("target")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompt = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n"
+    ids = torch.tensor([tokenizer(prompt).input_ids])
+    whole = target.generate(ids, do_sample=False, max_new_tokens=24)
+    return target, tokenizer, ids, whole[0, ids.shape[1] :]
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def code(request, family):
+    with Pipeline(family[0], always_right(family[0]), schedule=request.param, windows=10, wait=10) as pipeline:
+        yield pipeline
+
+
+def stopped(code, family, ids=None, new: int = 24, **kwargs) -> torch.Tensor:
+    _, tokenizer, own, _ = family
+    ids = own if ids is None else ids
+    kwargs |= {"tokenizer": tokenizer, "do_sample": False, "max_new_tokens": new}
+    wanted = code.target.generate(ids, **kwargs)
+    got = code.generate(ids, **kwargs)
+    assert torch.equal(got, wanted), f"wanted {wanted.tolist()}, got {got.tolist()}"
+    return got[:, ids.shape[1] :]
+
+
+def test_a_stop_string_at_every_token(code, family):
+    """The string is a token's own text, or the end of one token and the begin of the next."""
+    _, tokenizer, _, text = family
+    lengths = set()
+    for i in range(0, 20, 3):
+        one, two = (tokenizer.decode(t) for t in (text[i : i + 1], text[i + 1 : i + 2]))
+        for stop in {one, one[-1:] + two[:1]} - {""}:
+            out = stopped(code, family, stop_strings=stop)
+            new = tokenizer.decode(out[0])
+            lengths.add(out.shape[1])
+            assert stop in new
+            assert stop not in tokenizer.decode(out[0, :-1])  # not one token too many
+            assert code.report.tokens == out.shape[1]
+    assert len(lengths) > 4
+    assert any(n % 11 for n in lengths)  # inside of blocks
+
+
+def test_several_stop_strings(code, family):
+    _, tokenizer, _, text = family
+    pieces = [tokenizer.decode(text[i : i + 3]) for i in (12, 5, 8)]
+    out = stopped(code, family, stop_strings=pieces)
+    assert out.shape[1] <= 8
+    assert pieces[1] in tokenizer.decode(out[0])
+    assert stopped(code, family, stop_strings=["never to be said", "nor this"]).shape[1] == 24
+
+
+def test_a_stop_string_in_the_prompt_stops_nothing(code, family):
+    _, tokenizer, ids, text = family
+    assert "def add" in tokenizer.decode(ids[0])
+    assert "def add" not in tokenizer.decode(text)
+    assert stopped(code, family, stop_strings="def add").shape[1] == 24
+
+
+def test_a_stop_string_begun_by_the_prompt(code, family):
+    """It may begin there, and counts once the text completes it, as in transformers."""
+    _, tokenizer, ids, text = family
+    tail = tokenizer.decode(ids[0, -2:])
+    stop = tail[-2:] + tokenizer.decode(text[:2])[:1]
+    assert stopped(code, family, stop_strings=stop).shape[1] <= 2
+
+
+def test_where_stop_strings_may_be_given(code, family):
+    target, tokenizer, ids, text = family
+    stop = tokenizer.decode(text[6:8])
+    short = stopped(code, family, stop_strings=stop)
+    assert short.shape[1] <= 8
+    assert torch.equal(stopped(code, family, generation_config=GenerationConfig(stop_strings=[stop])), short)
+    try:
+        target.generation_config.stop_strings = stop
+        assert torch.equal(stopped(code, family), short)
+    finally:
+        target.generation_config.stop_strings = None
+    with pytest.raises(ValueError, match="tokenizer"):
+        code.generate(ids, stop_strings=stop, max_new_tokens=5)
+
+
+def test_stop_strings_of_a_batch(code, family):
+    target, tokenizer, ids, _ = family
+    other = torch.tensor(tokenizer("import os\n\n\ndef main():\n    path = os.path.join(").input_ids)
+    batch, mask = left_pad([ids[0], other], pad=target.generation_config.pad_token_id or 0)
+    whole = target.generate(batch, attention_mask=mask, do_sample=False, max_new_tokens=24)[:, batch.shape[1] :]
+    counts = set()
+    for row in range(2):
+        for i in (2, 11):
+            out = stopped(
+                code,
+                family,
+                batch,
+                attention_mask=mask,
+                stop_strings=tokenizer.decode(whole[row, i : i + 2]),
+                pad_token_id=0,
+                eos_token_id=1,
+            )
+            counts.add((out != 0).sum(1).tolist() == [24, 24])
+    assert False in counts
+
+
+def test_stop_strings_and_the_cache(code, family):
+    _, tokenizer, ids, text = family
+    check_cut(code, ids, max_new_tokens=24, stop_strings=tokenizer.decode(text[4:6]), tokenizer=tokenizer)

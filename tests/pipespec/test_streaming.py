@@ -1,0 +1,361 @@
+"""Streamers: tokens once, in order, as soon as they are committed, never one that is taken back; and what an interruption leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+
+import pytest
+import torch
+from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
+
+from pipespec import Pipeline
+from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.faulty import Faulty
+
+NEW = 24
+SECONDS = 60.0  # for a consumer that should not wait at all
+
+
+class Letters:
+    """A tokenizer for streamers: every token is a word of its own."""
+
+    def decode(self, ids, **_) -> str:
+        return "".join(f"{int(i)} " for i in ids)
+
+
+class Recorder:
+    """Everything that a streamer is told, and something that happens at a token."""
+
+    def __init__(self, at: int | None = None, do=None):
+        self.values: list[torch.Tensor] = []
+        self.ends = 0
+        self.at, self.do = at, do
+
+    def put(self, value):
+        assert self.ends == 0, "a token behind the end"
+        assert value.device.type == "cpu"
+        self.values.append(value.clone())
+        if self.at is not None and sum(v.numel() for v in self.values[1:]) >= self.at:
+            self.do()
+
+    def end(self):
+        self.ends += 1
+
+    @property
+    def new(self) -> list[int]:
+        return [t for v in self.values[1:] for t in v.tolist()]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Faulty.like(random_llama(3))
+
+
+@pytest.fixture(autouse=True)
+def healthy(model):
+    model.set()
+
+
+@pytest.fixture(scope="module", params=["plain", "lockstep", pytest.param("workers", marks=pytest.mark.slow)])
+def chain(request, model):
+    drafts = [] if request.param == "plain" else [noisy(model, 0.05), noisy(model, 0.01)]
+    with Pipeline(model, drafts, schedule=request.param, windows=[4, 6][: len(drafts)] or None) as pipeline:
+        yield pipeline
+
+
+PROMPT = random_prompts(1, seed=62, shortest=5)[0][None]
+BATCH, MASK = left_pad(random_prompts(4, seed=63, shortest=2))
+
+
+def words(out: torch.Tensor, width: int) -> str:
+    return Letters().decode(out[0, width:])
+
+
+def wanted(chain, **kwargs) -> torch.Tensor:
+    return chain.target.generate(PROMPT, do_sample=False, max_new_tokens=NEW, **kwargs)
+
+
+# ---- one row
+
+
+@pytest.mark.parametrize("skip_prompt", [True, False])
+def test_text_streamer(chain, capsys, skip_prompt):
+    out = chain.generate(PROMPT, max_new_tokens=NEW, streamer=TextStreamer(Letters(), skip_prompt=skip_prompt))
+    ours = capsys.readouterr().out
+    theirs = chain.target.generate(
+        PROMPT, do_sample=False, max_new_tokens=NEW, streamer=TextStreamer(Letters(), skip_prompt=skip_prompt)
+    )
+    assert torch.equal(out, theirs)
+    assert ours == capsys.readouterr().out
+    assert ours.strip() == words(out, PROMPT.shape[1] if skip_prompt else 0).strip()
+
+
+def test_every_token_once(chain):
+    for kwargs in ({}, {"do_sample": True, "seed": 3, "top_k": 0}, {"suppress_tokens": [5]}):
+        recorder = Recorder()
+        out = chain.generate(PROMPT, max_new_tokens=NEW, streamer=recorder, **kwargs)
+        assert torch.equal(recorder.values[0], PROMPT)
+        assert recorder.new == out[0, PROMPT.shape[1] :].tolist()
+        assert recorder.ends == 1
+        assert all(v.ndim == 1 and len(v) > 0 for v in recorder.values[1:])
+
+
+def test_text_iterator_streamer(chain):
+    """The consumer reads in one thread what is generated in another."""
+    streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
+    outs = []
+    thread = threading.Thread(target=lambda: outs.append(chain.generate(PROMPT, max_new_tokens=NEW, streamer=streamer)))
+    thread.start()
+    pieces = list(streamer)
+    thread.join(SECONDS)
+    assert torch.equal(outs[0], wanted(chain))
+    assert "".join(pieces) == words(outs[0], PROMPT.shape[1])
+
+
+def test_async_text_iterator_streamer(chain):
+    async def consume():
+        streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
+        running = asyncio.get_running_loop().run_in_executor(
+            None, lambda: chain.generate(PROMPT, max_new_tokens=NEW, streamer=streamer)
+        )
+        pieces = [piece async for piece in streamer]
+        return pieces, await running
+
+    pieces, out = asyncio.run(consume())
+    assert torch.equal(out, wanted(chain))
+    assert "".join(pieces) == words(out, PROMPT.shape[1])
+
+
+def test_the_first_token_comes_early(model, chain):
+    """While the rest is still to be computed: the target waits inside of its call until the consumer has got something."""
+    got = threading.Event()
+    seen = []
+
+    class Waits(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 2:
+                seen.append(self.values[1].numel())
+                got.set()
+
+    def late(ids, scores):
+        if ids.shape[1] > PROMPT.shape[1] + 12:
+            assert got.wait(SECONDS), "nothing was streamed before the thirteenth token"
+        return scores
+
+    out = chain.generate(PROMPT, max_new_tokens=NEW, streamer=Waits(), logits_processor=[late])
+    assert torch.equal(out, wanted(chain))
+    assert 1 <= seen[0] <= 7  # one step's
+    assert chain.report.seconds_to_first_token < chain.report.seconds
+
+
+# ---- a batch
+
+
+@pytest.mark.parametrize("end", ["none", "some", "all"])
+def test_a_batch_is_streamed_as_by_transformers(chain, end):
+    """put() for put(): the prompts, then one token of each row at a time, ended rows padded."""
+    kwargs = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    text = chain.target.generate(BATCH, **kwargs)[:, BATCH.shape[1] :]
+    if end == "some":
+        kwargs["eos_token_id"] = text[0, [3]].tolist() + text[2, [9]].tolist()
+    elif end == "all":
+        kwargs["eos_token_id"] = sorted({int(text[row, 4 + row]) for row in range(4)})
+    ours, theirs = Recorder(), Recorder()
+    out = chain.generate(BATCH, streamer=ours, **kwargs)
+    assert torch.equal(out, chain.target.generate(BATCH, streamer=theirs, **kwargs))
+    assert len(ours.values) == len(theirs.values)
+    for a, b in zip(ours.values, theirs.values, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    assert ours.ends == theirs.ends == 1
+    assert torch.equal(torch.stack(ours.values[1:], dim=1), out[:, BATCH.shape[1] :])
+    assert end != "all" or out.shape[1] < BATCH.shape[1] + NEW
+
+
+def test_returned_sequences_are_streamed(chain):
+    recorder = Recorder()
+    out = chain.generate(
+        PROMPT, max_new_tokens=9, do_sample=True, seed=1, top_k=0, num_return_sequences=3, streamer=recorder
+    )
+    assert torch.equal(recorder.values[0], PROMPT.expand(3, -1))
+    assert torch.equal(torch.stack(recorder.values[1:], dim=1), out[:, PROMPT.shape[1] :])
+
+
+def test_a_streamer_for_one_row_says_so(chain):
+    with pytest.raises(ValueError, match="batch size 1"):
+        chain.generate(BATCH, attention_mask=MASK, max_new_tokens=NEW, streamer=TextStreamer(Letters()))
+    assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), wanted(chain))
+
+
+# ---- the end
+
+
+def test_nothing_is_shown_behind_a_stop(model):
+    """A criterion that is true in the middle of an accepted block: what the block holds behind it is never streamed."""
+    pipeline = Pipeline(model, always_right(random_llama(3)), windows=12)
+    for new in range(1, 20):
+        recorder = Recorder()
+        end = PROMPT.shape[1] + new
+        out = pipeline.generate(
+            PROMPT,
+            max_new_tokens=NEW,
+            streamer=recorder,
+            stopping_criteria=[lambda ids, scores, end=end: ids.shape[1] >= end],
+        )
+        assert out.shape[1] == end
+        assert recorder.new == out[0, PROMPT.shape[1] :].tolist()
+        assert recorder.ends == 1
+
+
+def test_stop_strings_and_a_streamer(capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pipespec.demo import family_path
+
+    try:
+        path = family_path("target")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = torch.tensor([tokenizer("def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n").input_ids])
+    whole = tokenizer.decode(target.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :])
+    pipeline = Pipeline(target, always_right(target), windows=10)
+    stop = whole[len(whole) // 3 :][:3]
+    kwargs = {"max_new_tokens": 24, "stop_strings": [stop], "tokenizer": tokenizer, "do_sample": False}
+    out = pipeline.generate(ids, streamer=TextStreamer(tokenizer, skip_prompt=True), **kwargs)
+    shown = capsys.readouterr().out
+    target.generate(ids, streamer=TextStreamer(tokenizer, skip_prompt=True), **kwargs)
+    assert shown == capsys.readouterr().out
+    assert shown.rstrip("\n") == tokenizer.decode(out[0, ids.shape[1] :]).rstrip("\n")
+    assert stop in shown
+    assert len(shown) < len(whole)
+
+
+# ---- interruptions
+
+
+class Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Enough, SystemExit])
+@pytest.mark.parametrize("at", [0, 1, 9])
+def test_a_streamer_that_raises(chain, error, at):
+    """What was committed can be had, the next call is whole, and the streamer is told that nothing more comes."""
+
+    def fail():
+        raise error("now")
+
+    whole = wanted(chain)
+    recorder = Recorder(at, fail)
+    with pytest.raises(error, match="now") as caught:
+        chain.generate(PROMPT, max_new_tokens=NEW, streamer=recorder)
+    assert recorder.ends == 1
+    if at > 0:
+        assert any("partial" in note for note in caught.value.__notes__)
+        partial = chain.partial
+        assert PROMPT.shape[1] + at <= partial.shape[1] < whole.shape[1]
+        assert torch.equal(partial, whole[:, : partial.shape[1]])
+        assert recorder.new == partial[0, PROMPT.shape[1] :].tolist()
+    else:  # at the prompt already: nothing was generated
+        assert chain.partial is None
+    assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), whole)
+    assert chain.partial is None
+
+
+def test_the_partial_of_a_batch(chain):
+    def fail():
+        raise Enough
+
+    kwargs = {"attention_mask": MASK, "max_new_tokens": NEW}
+    whole = chain.generate(BATCH, **kwargs)
+    with pytest.raises(Enough):
+        chain.generate(BATCH, streamer=Recorder(13, fail), **kwargs)
+    partial = chain.partial
+    assert BATCH.shape[1] < partial.shape[1] < whole.shape[1]
+    complete = 0
+    for got, right in zip(partial.tolist(), whole.tolist(), strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), len(got))
+        assert same > BATCH.shape[1]
+        assert not any(got[same:])  # the pad token: this row was not as far
+        complete += same == len(got)
+    assert complete > 0
+    assert torch.equal(chain.generate(BATCH, **kwargs), whole)
+
+
+def test_an_interruption_inside_of_the_target(model, chain):
+    """As Ctrl-C comes: in the middle of a forward."""
+    whole = wanted(chain)
+    recorder = Recorder()
+    model.set(fail_at=4)
+    with pytest.raises(ArithmeticError, match="made to fail"):
+        chain.generate(PROMPT, max_new_tokens=NEW, streamer=recorder)
+    model.set()
+    assert recorder.ends == 1
+    assert recorder.new == chain.partial[0, PROMPT.shape[1] :].tolist()
+    assert torch.equal(chain.partial, whole[:, : chain.partial.shape[1]])
+    assert 1 <= len(recorder.new) < NEW
+    assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), whole)
+
+
+@pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache", "custom_generate"])
+def test_a_consumer_does_not_wait_for_ever(model, chain, how):
+    """generate() fails in its thread: the loop over the streamer in the other one ends."""
+
+    def fail(ids, scores):
+        raise Enough
+
+    kwargs = {
+        "target": {},
+        "processor": {"logits_processor": [fail]},
+        "custom_generate": {"logits_processor": [fail]},
+        "arguments": {"num_beams": 4},
+        "cache": {"past_key_values": object()},
+    }[how]
+    if how == "target":
+        model.set(fail_at=5)
+    streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
+    errors = []
+    call = functools.partial(model.generate, custom_generate=chain) if how == "custom_generate" else chain.generate
+
+    def work():
+        try:
+            call(PROMPT, max_new_tokens=NEW, streamer=streamer, **kwargs)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    began = time.monotonic()
+    pieces = "".join(streamer)
+    assert time.monotonic() - began < SECONDS
+    thread.join(SECONDS)
+    model.set()
+    kinds = {"target": ArithmeticError, "processor": Enough, "custom_generate": Enough}
+    assert isinstance(errors[0], kinds.get(how, Exception))
+    assert words(wanted(chain), PROMPT.shape[1]).startswith(pieces)
+    assert (pieces != "") == (how == "target")
+
+
+def test_a_streamer_whose_end_fails(chain):
+    """The first error is the one that counts; an error in end() alone is told."""
+
+    class Ends(Recorder):
+        def end(self):
+            super().end()
+            raise Enough("at the end")
+
+    def fail():
+        raise KeyError("in put")
+
+    with pytest.raises(KeyError, match="in put"):
+        chain.generate(PROMPT, max_new_tokens=NEW, streamer=Ends(3, fail))
+    with pytest.raises(Enough, match="at the end"):
+        chain.generate(PROMPT, max_new_tokens=NEW, streamer=Ends())
+    assert torch.equal(chain.partial, wanted(chain))
+    assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), wanted(chain))

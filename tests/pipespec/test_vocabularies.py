@@ -1,0 +1,114 @@
+"""Models of one tokenizer whose embeddings are padded to different sizes, as in several LLaMA families."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from pipespec import Pipeline
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
+
+REAL = 200  # tokens of the tokenizer; the target's text uses its padding as well, being random
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3)
+
+
+def padded(model, vocabulary: int, bias: float = 0.0) -> LlamaForCausalLM:
+    """The same model with an embedding of another size. ``bias`` makes it prefer the rows that were added."""
+    other = random_llama(7, vocabulary=vocabulary)
+    weights = model.state_dict()
+    n = min(vocabulary, model.config.vocab_size)
+    with torch.no_grad():
+        for name, tensor in other.state_dict().items():
+            tensor[:n].copy_(weights[name][:n]) if "embed" in name or "head" in name else tensor.copy_(weights[name])
+        if vocabulary > n:
+            other.lm_head.weight[n:] = model.lm_head.weight[: vocabulary - n] * bias
+    return other
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory):
+    def saved(name: str, model) -> str:
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        vocabulary = {f"a{i}": i for i in range(REAL)}
+        content = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a0"}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        return str(folder)
+
+    return saved
+
+
+@pytest.fixture(scope="module")
+def paths(model, save):
+    """The target, a draft padded less, one padded more that would like to say what the target has no word for."""
+    less, more = padded(noisy(model, 0.02), 240), padded(noisy(model, 0.02), 384, bias=3.0)
+    return {"target": save("target", model), "less": save("less", less), "more": save("more", more)}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Prompts and a text with ids beyond the smaller draft's vocabulary, which it can neither read nor write."""
+    ids, mask = left_pad(random_prompts(4, seed=2, shortest=6))
+    assert int(ids.max()) >= 240
+    return ids, mask
+
+
+DRAFTS = [["less"], ["more"], ["less", "more"], ["more", "less"]]
+
+
+def check(pipe, model, prompts, **kwargs):
+    ids, mask = prompts
+    wanted = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **kwargs)
+    new = wanted[:, ids.shape[1] :]
+    assert int(new.max()) >= 240
+    assert (new < 240).any()
+    assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **kwargs), wanted)
+
+
+@pytest.mark.parametrize("drafts", DRAFTS, ids="-".join)
+def test_the_text_is_the_targets(model, paths, prompts, drafts):
+    pipe = Pipeline(paths["target"], [paths[d] for d in drafts], windows=4)
+    assert len({m.config.vocab_size for m in pipe.models}) == len(drafts) + 1
+    check(pipe, model, prompts)
+    # And they are of use; a draft that cannot read a quarter of the text, of little.
+    assert pipe.report.stages[-1].acceptance_rate > (0.5 if drafts[-1] == "more" else 0)
+    for kwargs in (
+        {"repetition_penalty": 1.5},  # fused, in the drafts too
+        {"suppress_tokens": [310, 5], "no_repeat_ngram_size": 2},  # names a token that the smaller draft does not have
+        {"return_dict_in_generate": False, "bad_words_ids": [[319], [300, 250]]},
+    ):
+        check(pipe, model, prompts, **kwargs)
+
+
+def test_in_processes_of_their_own(model, paths, prompts):
+    with Pipeline(paths["target"], [paths["less"], paths["more"]], schedule="workers") as pipe:
+        for kwargs in ({}, {"repetition_penalty": 1.5}, {"suppress_tokens": [310, 5]}):
+            check(pipe, model, prompts, **kwargs)
+        assert pipe.report.stages[-1].drafted > 0
+        assert pipe.report.stages[0].produced > 0
+
+
+def test_models_that_were_loaded_by_the_user(model, paths, prompts):
+    """Of an object it is known where it came from."""
+    loaded = [AutoModelForCausalLM.from_pretrained(paths[name]) for name in ("target", "less")]
+    check(Pipeline(*loaded), model, prompts)
+
+
+def test_a_target_that_is_padded_less_than_its_draft_never_says_the_drafts_padding(model, paths, prompts):
+    """The draft prefers ids that the target does not have; what it proposes instead is still good."""
+    ids, mask = prompts
+    draft = AutoModelForCausalLM.from_pretrained(paths["more"])
+    with torch.no_grad():
+        assert (draft(ids, attention_mask=mask).logits[:, -1].argmax(-1) >= 320).any()
+    pipe, unpadded = Pipeline(paths["target"], paths["more"]), Pipeline(model, noisy(model, 0.02))
+    check(pipe, model, prompts)
+    check(unpadded, model, prompts)
+    assert pipe.report.stages[-1].histogram == unpadded.report.stages[-1].histogram

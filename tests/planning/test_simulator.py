@@ -1,0 +1,271 @@
+"""The simulator: what must hold for any chain, that it is the engine's policy it simulates, speed, bad input."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from pipespec.drivers.base import Policy as EnginePolicy
+from pipespec.planning.simulator import WIDTH, Answers, Policy, StageModel, simulate, simulate_spd
+from pipespec.stage import WIDTH as ENGINE_WIDTH
+
+SCHEDULES = ("workers", "lockstep", "reference", "reference-lockstep")
+CHAIN = [StageModel(1.0), StageModel([4.0, 4.5]), StageModel([20.0, 21.0])]
+
+
+def random_settings(count: int):
+    rng = np.random.default_rng(5)
+    for seed in range(count):
+        stages = int(rng.integers(2, 5))
+        steps = np.cumprod(rng.uniform(1.1, 6.0, stages))
+        models = [StageModel([t, t * rng.uniform(1.0, 2.0)], start_s=float(rng.uniform(0, 5))) for t in steps]
+        yield seed, models, tuple(rng.uniform(0, 1, stages - 1)), int(rng.integers(0, 6))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_holds_for_any_chain(schedule):
+    tokens = 300
+    for seed, stages, acceptance, wait in random_settings(25):
+        result = simulate(schedule, stages, acceptance, tokens, policy=Policy(wait=wait, windows=12), seed=seed)
+        fastest = stages[0].times()[0]
+        assert result.tokens == tokens
+        assert result.seconds >= tokens * fastest / (1 + 12)
+        target = result.stages[-1]
+        assert target.steps <= tokens
+        assert target.rollbacks == target.truncated == target.adopted == 0  # the target obeys nobody
+        assert target.busy_s <= result.seconds + 1e-9
+        for stage in result.stages:
+            assert stage.accepted <= stage.drafted
+            assert stage.histogram.sum() == stage.steps
+        assert (
+            target.histogram @ np.arange(len(target.histogram)) >= tokens - 1
+        )  # the reference has one from its prompt
+        again = simulate(schedule, stages, acceptance, tokens, policy=Policy(wait=wait, windows=12), seed=seed)
+        assert again.seconds == result.seconds
+        assert [s.steps for s in again.stages] == [s.steps for s in result.stages]
+
+
+def test_better_drafts_are_never_worse_on_average():
+    # A window counts what is being verified, too: 32 would hold this chain back.
+    policy = Policy(windows=64)
+    rates = [simulate("workers", CHAIN, (a, a), 20_000, policy=policy).rate for a in (0.0, 0.3, 0.6, 0.8, 0.9, 1.0)]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(1 / 20)
+    assert rates[-1] == pytest.approx(1.0, rel=0.01)  # the smallest draft's own speed
+
+
+def test_a_draft_on_another_device_never_costs_with_equal_steps():
+    """With no wait and verification as cheap as a plain step, even a useless draft leaves plain decoding's speed."""
+    for a in (0.0, 0.01, 0.1):
+        result = simulate("workers", [StageModel(1.0), StageModel(7.0)], (a,), 2000)
+        assert result.seconds <= 2000 * 7.0
+
+
+def test_sharing_a_device_costs_what_contention_says():
+    apart = [StageModel(1.0, device=0), StageModel(10.0, device=1)]
+    shared = [StageModel(1.0, device=0), StageModel(10.0, device=0)]
+    free = simulate("workers", apart, (0.8,), 5000).seconds
+    assert simulate("workers", shared, (0.8,), 5000, contention=0.0).seconds == free
+    half, full = (simulate("workers", shared, (0.8,), 5000, contention=k).seconds for k in (0.5, 1.0))
+    assert free < half < full
+    result = simulate("workers", shared, (0.8,), 5000, contention=1.0)
+    assert result.stages[0].steps * 1.0 + result.stages[1].steps * 10.0 <= result.seconds * (1 + 1e-9)
+
+
+def test_wide_steps_cost_what_the_table_says():
+    flat, steep = StageModel(10.0), StageModel([10.0 + w for w in range(64)])
+    draft = StageModel(1.0)
+    assert (
+        simulate("workers", [draft, steep], (0.9,), 3000).rate < simulate("workers", [draft, flat], (0.9,), 3000).rate
+    )
+    # With nothing accepted ahead of time, only one-token steps and short windows are left.
+    assert simulate("workers", [draft, steep], (0.0,), 3000).seconds == 30_000.0
+
+
+def test_rows_of_a_batch_wait_for_each_other():
+    one = simulate("workers", CHAIN, (0.8, 0.8), 3000)
+    batch = simulate("workers", CHAIN, (0.8, 0.8), 3000, rows=8)
+    assert batch.tokens == 8 * one.tokens
+    assert one.seconds < batch.seconds < 2 * one.seconds
+
+
+def test_replayed_bits_decide():
+    bits = np.ones(1000, dtype=bool)
+    bits[9::10] = False
+    result = simulate("lockstep", CHAIN[::2], Answers.from_bits(bits), 1000, policy=Policy(windows=9))
+    assert result.stages[-1].steps == 100
+    assert result.stages[-1].accepted == 900
+
+
+def test_correlated_stages_differ_from_independent_ones():
+    """Two drafts that err at the same places, in the same way: the middle one has nothing to correct."""
+    rng = np.random.default_rng(0)
+    bits = rng.random(4000) < 0.8
+    together = simulate("workers", CHAIN, Answers.from_bits(bits, bits, same_mistake=np.ones(4000, dtype=bool)), 4000)
+    assert together.stages[1].accepted == together.stages[1].drafted
+    apart = simulate("workers", CHAIN, Answers.from_bits(bits, bits), 4000)
+    assert apart.stages[1].accepted < apart.stages[1].drafted
+
+
+def test_a_wait_is_a_bet_with_a_deadline():
+    late = [StageModel(1.0, start_s=1e9), StageModel(10.0)]
+    # 1.5 times what four drafts should take, before every step but the last, which has no place for a draft.
+    assert simulate("workers", late, (0.5,), 10, policy=Policy(wait=4)).seconds == 10 * 10 + 9 * 1.5 * 4
+    assert simulate("workers", late, (0.5,), 10, policy=Policy(wait=4, decode_meanwhile=True)).seconds == 100.0
+
+
+def test_decoding_meanwhile_pays_where_verification_is_dear():
+    stages = [StageModel(22.0), StageModel([120.0, 427.0])]
+
+    def rate(**policy) -> float:
+        return simulate("workers", stages, (0.95,), 20_000, policy=Policy(windows=64, **policy)).rate
+
+    assert rate(wait=10, decode_meanwhile=True) > 1.02 * max(rate(wait=0), rate(wait=10))
+
+
+def test_the_reference_pays_for_its_handshake():
+    """Small models, where a draft step is a large part of the verifier's: there the handshake's wait for its end hurts."""
+    stages = [StageModel(11.2), StageModel([21.4, 25.8])]
+    theirs = [simulate("reference", stages, (0.94,), 20_000, lookahead=look) for look in (0, 3)]
+    for result in theirs:  # the verifier stands still for a good part of the time
+        assert result.stages[-1].busy_s < 0.9 * result.seconds
+    dearer = simulate("reference", stages, (0.94,), 20_000, lookahead=0, handshake_s=2.0)
+    assert dearer.rate < theirs[0].rate
+
+
+def test_the_reference_waits_for_its_lookahead():
+    result = simulate("reference", [StageModel(1.0), StageModel(10.0)], (1.0,), 5000, lookahead=40)
+    assert result.stages[-1].histogram[:40].sum() == 0
+
+
+def test_waking_takes_its_time():
+    policy = Policy(windows=1, wake_s=0.25)
+    slow = simulate("workers", [StageModel(1.0), StageModel(10.0)], (1.0,), 1000, policy=policy)
+    fast = simulate("workers", [StageModel(1.0), StageModel(10.0)], (1.0,), 1000, policy=Policy(windows=1))
+    assert slow.seconds >= fast.seconds
+
+
+def test_it_is_the_engines_policy():
+    assert WIDTH == ENGINE_WIDTH
+    for windows in ((8, 4), (64, 40)):
+        engine, model = EnginePolicy(windows=windows, wait=3), Policy(windows=windows, wait=3)
+        found = model.per_stage(3)
+        assert [f[0] for f in found] == [engine.window(i) for i in range(3)]
+        assert [f[1] for f in found] == [engine.max_hints(i) for i in range(3)]
+        assert [f[2] for f in found] == [0, 0, engine.wait]
+
+
+def test_a_million_tokens_per_second():
+    tokens, best = 200_000, math.inf
+    for _ in range(5):  # the machine may be busy: the best of a few, in processor time
+        began = time.process_time()
+        simulate("workers", [StageModel(1.0), StageModel(5.0), StageModel(10.0)], (0.9, 0.9), tokens)
+        best = min(best, time.process_time() - began)
+    assert tokens / best > 1e6
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "from pipespec.planning import closed_form, traces\n"
+        "from pipespec.planning.simulator import StageModel, simulate\n"
+        "simulate('workers', [StageModel(1.0), StageModel(5.0)], (0.5,), 100)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def two(step: float = 1.0) -> list[StageModel]:
+    return [StageModel(step), StageModel(10.0)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"answers": (1.5,)}, "probability"),
+        ({"answers": (-0.5,)}, "probability"),
+        ({"answers": (math.nan,)}, "probability"),
+        ({"answers": (0.5, 0.5)}, "acceptance"),
+        ({"stages": two(0.0)}, "positive"),
+        ({"stages": two(-1.0)}, "positive"),
+        ({"stages": two(math.nan)}, "positive"),
+        ({"stages": [StageModel([]), StageModel(1.0)]}, "at least one step time"),
+        ({"stages": [StageModel(1.0, start_s=-1.0), StageModel(1.0)]}, "negative"),
+        ({"tokens": 0}, "tokens"),
+        ({"tokens": -5}, "tokens"),
+        ({"rows": 0}, "rows"),
+        ({"seed": -1}, "seed"),
+        ({"lookahead": -1}, "lookahead"),
+        ({"contention": -0.5}, "contention"),
+        ({"handshake_s": -0.5}, "handshake"),
+        ({"policy": Policy(windows=0)}, "window"),
+        ({"policy": Policy(windows=(4, 4))}, "windows"),
+        ({"policy": Policy(wait=-1)}, "wait"),
+        ({"policy": Policy(waits=(1, 1))}, "waits"),
+        ({"policy": Policy(width=1)}, "width"),
+        ({"policy": Policy(patience=-1.0)}, "patience"),
+        ({"answers": Answers(table=np.zeros((0, 1), np.uint8))}, "empty"),
+        ({"answers": Answers(table=np.zeros((5, 2), np.uint8))}, "table"),
+        ({"answers": Answers(table=np.zeros((5, 1), np.int64))}, "uint8"),
+        ({"answers": Answers((0.5,), np.zeros((5, 1), np.uint8))}, "either"),
+    ],
+)
+def test_nonsense_is_refused(schedule, arguments, says):
+    call = {"stages": two(), "answers": (0.5,), "tokens": 10} | arguments
+    with pytest.raises(ValueError, match=says):
+        simulate(schedule, **call)
+
+
+def test_more_nonsense():
+    with pytest.raises(ValueError, match="schedule"):
+        simulate("warp", two(), (0.5,), 10)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stages"):
+        simulate("workers", [StageModel(1.0)] * 17, (0.5,) * 16, 10)
+    with pytest.raises(ValueError, match="one row"):
+        simulate("reference", two(), (0.5,), 10, rows=2)
+    with pytest.raises(ValueError, match="bit vectors"):
+        Answers.from_bits(np.ones(3, bool), np.ones(4, bool))
+    with pytest.raises(ValueError, match="no bits"):
+        Answers.from_bits()
+    stuck = Policy(windows=4, waits=(8,), patience=math.inf, width=64)
+    # max_hints follows the window, so a wait beyond it is cut to what can come.
+    assert simulate("workers", two(), (0.5,), 50, policy=stuck).tokens == 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"answers": 1.5}, "probability"),
+        ({"answers": np.zeros(0)}, "bit"),
+        ({"stage_s": []}, "stages"),
+        ({"stage_s": [1.0, 0.0]}, "positive"),
+        ({"draft_s": -1.0}, "draft_s"),
+        ({"cycle_s": math.inf}, "cycle_s"),
+        ({"tokens": 0}, "tokens"),
+        ({"rows": 0}, "rows"),
+    ],
+)
+def test_nonsense_for_spd(arguments, says):
+    call = {"stage_s": [1.0, 1.0], "answers": 0.5, "tokens": 10} | arguments
+    with pytest.raises(ValueError, match=says):
+        simulate_spd(**call)
+
+
+def test_spd_of_one_stage_is_plain_decoding_and_of_one_device_no_faster():
+    assert simulate_spd([2.0], 0.5, 100).seconds == 200.0
+    assert simulate_spd([0.5] * 4, 1.0, 1000, shared=True).rate <= 0.5
+    bits = np.ones(100, dtype=bool)
+    bits[50] = False
+    assert simulate_spd([0.5] * 4, bits, 100).flushes == 1
+    batch = simulate_spd([0.5] * 4, 0.8, 1000, rows=4)
+    assert batch.tokens == 4000
+    assert batch.seconds > simulate_spd([0.5] * 4, 0.8, 1000).seconds * 0.9

@@ -1,0 +1,263 @@
+"""Reading published runs, on synthetic ones whose truth is known; and the command that shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import theory
+from bench.plot import Series, chart
+from pipespec.cli import main
+from pipespec.planning import traces
+from pipespec.planning.simulator import Answers, StageModel, simulate
+
+ONE, WIDE, SMALL, MIDDLE, MIDDLE_WIDE, START = 0.120, 0.420, 0.011, 0.022, 0.026, 0.5
+LOOKAHEAD, USED = 8, 5
+SAMPLES, TOKENS = 6, 200
+
+
+def lockstep_log(bits: np.ndarray) -> tuple[list[int], list[float], int]:
+    """The published lock step of two models: tokens and seconds of each step of the target, number of the draft's steps."""
+    appended, seconds, position, bonus_open, drafted = [], [], 1, True, 0
+    while position < len(bits):
+        drafted += LOOKAHEAD - 1 + (bonus_open and position > 1)  # after a full window it makes the bonus token, too
+        if bonus_open and not bits[position - 1]:
+            count, took, bonus_open = 1, ONE, False  # the draft took another bonus token: nothing to verify
+        else:
+            window = bits[position : position + LOOKAHEAD - 1]
+            right = int(np.argmin(np.append(window, False)))
+            bonus_open = right == LOOKAHEAD - 1
+            count, took = right + 1, WIDE
+        appended.append(count)
+        seconds.append(took)
+        position += count
+    return appended, seconds, drafted
+
+
+def save(folder: Path, name: str, strategy: str, models: list[str], samples: list[dict[str, Any]]) -> None:
+    data = {
+        "strategy": strategy,
+        "lookahead_recorded": LOOKAHEAD if strategy == "chain" else 0,
+        "models": [{"path": f"some/model-{m}-Instruct"} for m in models],
+        "samples": samples,
+    }
+    (folder / f"{name}.json").write_text(json.dumps(data))
+
+
+def sample(seconds: float, tokens: int, steps: list[list[float]], appended: list[list[int]]) -> dict[str, Any]:
+    return {
+        "total_time_s": seconds,
+        "tokens": tokens,
+        "stage_step_ms": [[1e3 * t for t in stage] for stage in steps],
+        "accepted_per_verification": appended,
+    }
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return {m: rng.random((SAMPLES, TOKENS)) < a for m, a in (("1B", 0.9), ("8B", 0.95))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, truth) -> Path:
+    """Plain runs, lock steps and pipelines of 1B, 8B and 70B. The pipelines ran with a lookahead that they do not record."""
+    out = tmp_path_factory.mktemp("traces")
+    plain = [{"total_time_s": START + ONE * TOKENS, "tokens": TOKENS, "token_times_ms": [1e3 * ONE] * TOKENS}] * 3
+    save(out, "greedy_70B", "greedy", ["70B"], plain)
+    drafts = {"1B": StageModel(SMALL), "8B": StageModel([MIDDLE, MIDDLE_WIDE])}
+    for names in (["1B"], ["8B"], ["1B", "8B"]):
+        lock, pipeline = [], []
+        for i in range(SAMPLES):
+            appended, seconds, drafted = lockstep_log(truth[names[-1]][i])
+            steps = [[MIDDLE if names == ["8B"] else SMALL] * drafted]
+            counts = [appended]
+            if len(names) == 2:
+                steps.append([MIDDLE_WIDE] * len(appended))
+                counts.insert(0, [LOOKAHEAD] * len(appended))
+            steps.append(seconds)
+            lock.append(sample(START + sum(map(sum, steps)), TOKENS, steps, counts))
+            run = simulate(
+                "reference",
+                [*(drafts[n] for n in names), StageModel([ONE, WIDE], start_s=START)],
+                Answers.from_bits(*(truth[n][i] for n in names)),
+                TOKENS,
+                lookahead=USED,
+                seed=100 + i,
+            )
+            logs = [np.repeat(np.arange(len(s.histogram)), s.histogram).tolist() for s in run.stages[1:]]
+            times = [[SMALL] * 10, *([WIDE] * len(log) for log in logs)]
+            pipeline.append(sample(run.seconds, TOKENS, times, logs))
+        save(out, "chain_" + "-".join(names), "chain", [*names, "70B"], lock)
+        save(out, "async_" + "-".join(names), "async-chain", [*names, "70B"], pipeline)
+    return out
+
+
+def test_agreement_is_read_back_from_the_logs(folder, truth):
+    runs = traces.load(folder)
+    for draft in ("1B", "8B"):
+        evidence = traces.gather(runs, (draft, "70B"))
+        for bits, right in zip(evidence.bits[0], truth[draft], strict=True):
+            known = bits >= 0
+            assert len(bits) == TOKENS
+            assert (bits[known] == right[known]).all()
+            assert known.mean() > 0.9
+        plain, wide = evidence.stages[-1].times()
+        assert (plain, wide) == (pytest.approx(ONE), pytest.approx(WIDE))
+        assert evidence.start_s == pytest.approx([START] * SAMPLES)
+        assert evidence.rates[0] == pytest.approx(truth[draft].mean(), abs=0.02)
+
+
+def test_pipelines_are_predicted_and_their_lookahead_is_found(folder):
+    runs = traces.load(folder)
+    pipelines = [run for run in runs if run.kind == "pipeline"]
+    assert len(pipelines) == 3
+    for run in pipelines:
+        assert run.lookahead == 0
+        verdict = traces.judge(traces.gather(runs, run.models), run)
+        assert verdict.lookahead == USED, run.name
+        assert abs(verdict.error) < 0.04, run.name
+        distances = [d for _, d in verdict.by_lookahead.values()]
+        assert sorted(distances)[1] > 1.5 * min(distances)
+
+
+def test_lock_steps_are_reproduced(folder):
+    report = traces.report(traces.load(folder))
+    two = [row for row in report["lockstep"] if row["run"].count("/") == 1]
+    assert len(two) == 2
+    for row in two:
+        assert abs(row["error"]) < 0.01, row
+
+
+def test_ours_is_bounded_by_the_best_policy(folder):
+    report = traces.report(traces.load(folder))
+    for row in report["pipelines"]:
+        own = row["ours"]
+        assert own["best_ms"] <= own["wait_0_ms"]
+        # Short texts, the bits of which are no exact average: a ceiling up to their scatter.
+        assert min(own["best_ms"], own["decode_meanwhile_ms"]) > 0.93 * own["ceiling_ms"]
+
+
+def test_the_table_compares_equal_samples(folder):
+    rows = {row.name: row for row in traces.table(traces.load(folder))}
+    assert set(rows) == {
+        "plain 70B",
+        *(f"{kind} {models}" for kind in ("lockstep", "pipeline") for models in ("1B/70B", "8B/70B", "1B/8B/70B")),
+    }
+    assert rows["plain 70B"].speedup == rows["plain 70B"].fair == 1.0
+    runs = {run.name: run for run in traces.load(folder)}
+    for name, row in rows.items():
+        assert row.interval[0] <= row.fair <= row.interval[1]
+        first = runs[name].samples[:3]
+        ms = 1e3 * sum(s.seconds for s in first) / sum(s.tokens for s in first)
+        assert row.fair == pytest.approx(rows["plain 70B"].ms_per_token / ms)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_the_tables(folder, capsys):
+    assert main(["plan", "--traces", str(folder)]) == 0
+    text = capsys.readouterr().out
+    for expected in ("published table", "predicted", "lookahead used", "decoding meanwhile", "pipeline 1B/8B/70B"):
+        assert expected in text
+    assert main(["plan", "--traces", str(folder), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [p["lookahead_used"] for p in data["pipelines"]] == [USED] * 3
+
+
+def test_plan_with_plain_runs_only(folder, tmp_path, capsys):
+    (tmp_path / "greedy.json").write_text((folder / "greedy_70B.json").read_text())
+    assert main(["plan", "--traces", str(tmp_path)]) == 0
+    assert "plain 70B" in capsys.readouterr().out
+
+
+def test_plan_without_a_folder(tmp_path, capsys):
+    assert main(["plan", "--traces", str(tmp_path / "nowhere")]) == 2
+    assert "no traces there" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["plan"])
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(samples=[]), "no samples"),
+        (lambda d: d.update(models=[]), "no models"),
+        (lambda d: d.update(strategy="beam"), "unknown strategy"),
+        (lambda d: d.pop("samples"), "'samples' is missing"),
+        (lambda d: d["samples"][0].pop("tokens"), "'tokens' is missing"),
+        (lambda d: d["samples"][0].update(total_time_s=0.0), "sample 0"),
+        (lambda d: d["samples"][0].update(total_time_s=-1.0), "sample 0"),
+        (lambda d: d["samples"][0].update(tokens=0), "0 tokens"),
+        (lambda d: d["samples"][1]["stage_step_ms"][1].__setitem__(0, 0.0), "step times must be positive"),
+        (lambda d: d["samples"][1].update(stage_step_ms=[[], []]), "step times must be positive"),
+        (lambda d: d["samples"][1].update(stage_step_ms=[[1.0]]), "not those of 2 stages"),
+        (lambda d: d["samples"][1]["accepted_per_verification"][0].pop(), "steps of the target"),
+        (lambda d: d["samples"][1]["accepted_per_verification"][0].__setitem__(0, 0), "at least one token"),
+        (lambda d: d["samples"][1]["accepted_per_verification"][0].__setitem__(0, 99), "more than its window"),
+        (lambda d: d.update(samples=d["samples"][:2]), "different numbers of samples"),
+        (lambda d: [s.update(total_time_s=0.1) for s in d["samples"]], "longer than the whole"),
+        (lambda d: d.update(samples=7), "no trace of a run"),
+    ],
+)
+def test_broken_traces_are_refused(folder, tmp_path, capsys, change, says):
+    for file in folder.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    file = tmp_path / "chain_8B.json"
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    assert main(["plan", "--traces", str(tmp_path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_more_broken_traces(folder, tmp_path, capsys):
+    (tmp_path / "run.json").write_text("{")
+    assert main(["plan", "--traces", str(tmp_path)]) == 2
+    assert "run.json: it is no trace" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text((folder / "chain_8B.json").read_text())
+    assert main(["plan", "--traces", str(tmp_path)]) == 2
+    assert "'plain 70B' is needed" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no position"):
+        traces.acceptance([])
+    with pytest.raises(ValueError, match="no position"):
+        traces.acceptance([np.array([-1, -1])])
+
+
+# --- the page of formulas ------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_the_page_are_replaced():
+    page = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- y -->\n<!-- /y -->\n"
+    new = theory.replace_blocks(page, {"x": "1 \\1\n2", "y": "3"})
+    assert new == "a\n<!-- x -->\n1 \\1\n2\n<!-- /x -->\nb\n<!-- y -->\n3\n<!-- /y -->\n"
+    with pytest.raises(ValueError, match="block 'z'"):
+        theory.replace_blocks(page, {"z": ""})
+
+
+def test_charts_show_their_series():
+    picture = chart("t < u", "x", "y", [Series("line", [0, 1, 2], [1, 2, 4]), Series("dots", [1], [3], 1, marks=True)])
+    assert picture.count("<polyline") == 1
+    assert picture.count("<circle") == 2  # the dot and its key
+    assert "t &lt; u" in picture
+    with pytest.raises(ValueError, match="finite"):
+        chart("t", "x", "y", [Series("line", [0.0], [float("nan")])])
+    with pytest.raises(ValueError, match="finite"):
+        chart("t", "x", "y", [])
+
+
+def test_the_page_has_every_block_and_figure():
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "theory.md").read_text()
+    for name in ("errors", "published", "chains", "crossover", "break-even", "speed", "traces"):
+        inside = page.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+        assert len(inside) > 100, name
+    for name in ("speedup.svg", "dear_verification.svg", "spd.svg"):
+        assert f"(theory/{name})" in page
+        assert (docs / "theory" / name).read_text().startswith("<svg")
