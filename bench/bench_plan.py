@@ -44,11 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
         "--repeats", type=int, default=5, metavar="R", help="medians are taken over these (%(default)s)"
     )
     parser.add_argument("--new-tokens", type=int, default=128, metavar="T", help="per prompt (%(default)s)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="torch's, of everybody (default: one per core)",
+    )
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--svg", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(args.threads)
     before = machine()
     # A profile of this machine as it is now, not as it was.
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
@@ -60,7 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
         run = _survey if args.what == "survey" else _auto
         record = {"machine": before, "load_average_after": os.getloadavg(), **run(args, family, measured, calibration)}
         record["load_average_after"] = os.getloadavg()
-    record |= {"prompts": args.prompts, "repeats": args.repeats, "new_tokens": args.new_tokens, "dtype": "float32"}
+    record |= {
+        "threads": args.threads,
+        "prompts": args.prompts,
+        "repeats": args.repeats,
+        "new_tokens": args.new_tokens,
+        "dtype": "float32",
+    }
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -253,6 +253,19 @@ def test_what_is_as_good_is_tried_once(monkeypatch, target, one_core):
         assert auto._choose(far, 1).key == first.key
 
 
+def test_where_no_process_can_be_started(monkeypatch, target, capsys):
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
+
+    def refuse(*args):
+        raise RuntimeError("no more processes")
+
+    monkeypatch.setattr(autos, "WorkersDriver", refuse)
+    with pipeline(monkeypatch, [always_right(target), target], chain(5e-3, 1e-2), table(0.9)) as pipe:
+        assert "no more processes" in capsys.readouterr().err
+        assert "workers" not in {c.schedule for c in pipe.plan.candidates}
+        assert reports(pipe, 1)[0].schedule in ("plain", "lockstep")
+
+
 def test_a_batch_is_measured_when_it_comes(monkeypatch, target, one_core):
     ids, mask = left_pad(random_prompts(3, seed=1))
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:

@@ -100,7 +100,7 @@ class Auto:
             self.plan = self._planned(Call(), "greedy")
             chosen = None
             if self.plan.speculates:  # processes take seconds to start: not in the first call
-                chosen = self._driver(self.plan.chosen)
+                self.plan, _, chosen = self._driver_for(self.plan, self.plan.chosen, "greedy")
             for driver in self._drivers.values():  # measured with, and not needed now
                 if driver is not chosen:
                     driver.close()
@@ -209,6 +209,19 @@ class Auto:
                 other.forget()
         return driver
 
+    def _driver_for(self, plan: Plan, candidate: Candidate, mode: str) -> tuple[Plan, Candidate, Driver]:
+        """The candidate's driver; where no processes can be started, that of a plan without them."""
+        try:
+            return plan, candidate, self._driver(candidate)
+        except (ValueError, RuntimeError) as error:
+            if candidate.schedule != "workers":
+                raise
+            say(f"schedule='auto': no worker processes here ({error})")
+            self.cores = 1
+            self._plans.clear()
+            plan = self._planned(plan.call, mode)
+            return plan, plan.chosen, self._driver(plan.chosen)
+
     def run(self, generation: Generation) -> Report:
         """Run one call and learn from it."""
         session = self._begin(generation)
@@ -237,15 +250,8 @@ class Auto:
             self._replan("greedy")
         plan = self.plan = self._planned(call, mode)
         candidate = self._choose(plan, _bucket(rows))
-        try:
-            driver = self._driver(candidate)
-        except (ValueError, RuntimeError) as error:
-            say(f"schedule='auto': {candidate.schedule} cannot be used ({error})")
-            self.cores = 1
-            self._plans.clear()
-            plan = self.plan = self._planned(call, mode)
-            candidate = plan.chosen
-            driver = self._driver(candidate)
+        self.plan, candidate, driver = self._driver_for(plan, candidate, mode)
+        plan = self.plan
         session = _Session(self, driver, candidate, plan, mode, _bucket(rows))
         self._learning += self.clock() - began
         return session
