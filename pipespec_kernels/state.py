@@ -162,6 +162,10 @@ class StateBlock:
         """Running mean of the duration of a step of ``stage`` in nanoseconds; 0 before its first."""
         return self._native.step_ns(stage)
 
+    def set_window(self, stage: int, window: int) -> None:
+        """How far the draft ``stage`` may run ahead from its next step on; 0 sends it to sleep until it is opened again."""
+        self._native.set_window(stage, window)
+
     def end_row(self, row: int) -> None:
         """End ``row`` where the target stands."""
         self._native.end_row(row)

@@ -77,6 +77,7 @@ void bind_state(py::module_& m) {
            [](const Block& b, std::uint32_t s) { return load_acquire(&b.control(s).alive) != 0; })
       .def("step_ns",
            [](const Block& b, std::uint32_t s) { return load_relaxed(&b.control(s).step_ns); })
+      .def("set_window", &set_window, py::arg("stage"), py::arg("window"))
       .def("end_row", &end_row, py::arg("row"));
 
   py::class_<StagePort>(m, "StagePort")
@@ -94,6 +95,10 @@ void bind_state(py::module_& m) {
       .def("park", &StagePort::park, py::arg("timeout_ns"),
            py::call_guard<py::gil_scoped_release>())
       .def("ring", &StagePort::ring)
+      .def("pause", &StagePort::pause, py::arg("timeout_ns"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("window", &StagePort::window)
+      .def_property_readonly("upstream_window", &StagePort::upstream_window)
       .def("set_step_ns", &StagePort::set_step_ns)
       .def_property_readonly("generation", &StagePort::generation)
       .def_property_readonly("columns", &StagePort::columns)

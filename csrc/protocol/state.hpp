@@ -17,7 +17,7 @@ namespace pipespec {
 
 // Two 64-byte lines: x86 prefetches lines in pairs, and some arm64 parts have lines of 128 bytes.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint64_t kMagic = 0x31636570'73657069;  // bumped with the layout
+inline constexpr std::uint64_t kMagic = 0x32636570'73657069;  // bumped with the layout
 inline constexpr std::uint32_t kMaxEos = 64;
 inline constexpr std::uint32_t kMaxStages = 16;
 inline constexpr std::uint32_t kHistogram = 64;
@@ -44,10 +44,13 @@ struct alignas(kLine) RowSpan {
                         // length ends the row
 };
 
-// One per stage. `alive` is written by the caller (who sees a process die), the others by their
-// stage.
+// One per stage. `alive` and `window` are written by the caller (who sees a process die, and who
+// steers), the others by their stage.
 struct StageControl {
   alignas(kLine) std::uint32_t alive;
+  std::uint32_t
+      window;  // of a draft that runs by itself: its Policy::window, and the most hints
+               // downstream takes of it. May change at any time. 0: it sleeps on this word
   alignas(kLine) std::uint32_t bell;  // counts publications; only ever compared for change
   std::uint32_t step_ns;  // running mean of the duration of a step, for the neighbour's wait
   alignas(kLine)

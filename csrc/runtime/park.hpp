@@ -20,6 +20,16 @@
 
 namespace pipespec {
 
+// Not FUTEX_PRIVATE_FLAG: waker and sleeper may be different processes.
+inline void futex_wake(std::uint32_t* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+}
+// Sleeps while the word has this value; the kernel compares once more before it lets us sleep.
+inline void futex_wait(std::uint32_t* word, std::uint32_t value, std::int64_t timeout_ns) {
+  const timespec timeout{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
+  syscall(SYS_futex, word, FUTEX_WAIT, value, &timeout, nullptr, 0);
+}
+
 class Bells {
  public:
   // In the place of a stage: the caller of generate(). It has a bell of its own (a word has one
@@ -42,7 +52,7 @@ class Bells {
       std::uint32_t* parked = &block_.control(s).parked;
       if (s == stage_ || __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0) continue;
       __atomic_store_n(parked, 0u, __ATOMIC_SEQ_CST);
-      futex(parked, FUTEX_WAKE, 1, nullptr);
+      futex_wake(parked);
     }
   }
 
@@ -52,10 +62,7 @@ class Bells {
     if (timeout_ns <= 0) return rung();
     std::uint32_t* parked = &block_.control(stage_).parked;
     __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
-    if (!rung()) {
-      const timespec timeout{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
-      futex(parked, FUTEX_WAIT, 1, &timeout);
-    }
+    if (!rung()) futex_wait(parked, 1, timeout_ns);
     __atomic_store_n(parked, 0u, __ATOMIC_SEQ_CST);
     return rung();
   }
@@ -69,10 +76,6 @@ class Bells {
     for (std::uint32_t s = 0; s < block_.stages(); ++s)
       if (s != stage_ && listen(s) != heard_[s]) return true;
     return listen(kCaller) != heard_[kCaller];
-  }
-  // Not FUTEX_PRIVATE_FLAG: waker and sleeper may be different processes.
-  static void futex(std::uint32_t* word, int op, std::uint32_t value, const timespec* timeout) {
-    syscall(SYS_futex, word, op, value, timeout, nullptr, 0);
   }
 
   Block block_;

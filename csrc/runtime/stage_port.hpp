@@ -82,6 +82,18 @@ class StagePort {
   }
   void ring() { bells_.ring(); }
 
+  // What the caller allows at this moment: this stage's run-ahead, and hints of its upstream.
+  std::uint32_t window() const { return load_acquire(&block_.control(stage_).window); }
+  std::uint32_t upstream_window() const {
+    return stage_ == 0 ? 0 : load_acquire(&block_.control(stage_ - 1).window);
+  }
+  // Sleeps while the window is 0, and the generation the one that generation() last told.
+  void pause(std::int64_t timeout_ns) const {
+    // The order of start(0): a generation that is over before this look leaves an open window.
+    if (timeout_ns <= 0 || load_acquire(&block_.header().generation) != generation_) return;
+    futex_wait(&block_.control(stage_).window, 0, timeout_ns);
+  }
+
   // The number of the generation that should run, 0 for none.
   std::uint32_t generation() {
     asked_ = true;

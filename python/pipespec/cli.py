@@ -21,7 +21,7 @@ from pipespec.progress import quiet_transformers, say, working
 from pipespec_kernels import __version__, collect_env, problems
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_SCHEDULES = ("plain", "lockstep", "workers")
+_SCHEDULES = ("auto", "plain", "lockstep", "workers")
 
 # These say in words what was wrong with the input; of any other error the kind is shown, too.
 _PLAIN_ERRORS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
@@ -107,12 +107,28 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="predict what a chain of models gives", description=_plan.__doc__)
     plan.set_defaults(command=_plan)
+    plan.add_argument("--target", metavar="PATH", help="the model whose text it is (default: the bundled family)")
     plan.add_argument(
-        "--traces",
-        metavar="FOLDER",
+        "--draft", metavar="PATH", action="append", default=[], help="a smaller model; several: smallest first"
+    )
+    plan.add_argument(
+        "--prompt-file",
+        metavar="FILE",
         type=Path,
-        required=True,
-        help="logged runs of the published system, one .json each",
+        help="calibrate on this text instead of one that the target makes up",
+    )
+    plan.add_argument(
+        "--new-tokens", metavar="N", type=int, default=128, help="tokens per call that are planned for (%(default)s)"
+    )
+    plan.add_argument(
+        "--svg", metavar="FILE", type=Path, help="also measure, and draw throughput over depth and window there"
+    )
+    plan.add_argument("--repeats", metavar="R", type=int, default=3, help="of the measurement (%(default)s)")
+    plan.add_argument("--dtype", choices=_DTYPES, help="default: as stored; float32 for the bundled family")
+    plan.add_argument("--device", metavar="D", help="cpu or cuda; default: cpu")
+    plan.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+    plan.add_argument(
+        "--traces", metavar="FOLDER", type=Path, help="instead: logged runs of the published system, one .json each"
     )
     plan.add_argument("--json", action="store_true", help="the same figures, for programs")
 
@@ -255,7 +271,7 @@ def _bundled(schedule: str | None) -> tuple[Path, list[Path]]:
     from pipespec.demo import family_path
 
     # A process per stage needs a core per stage.
-    names = ["small", "medium"] if schedule == "lockstep" or _cores() > 2 else ["medium"]
+    names = ["small", "medium"] if schedule in ("auto", "lockstep") or _cores() > 2 else ["medium"]
     if schedule == "plain":
         names = []
     say(f"no --target: using the bundled demo family, target{''.join(f' + {name}' for name in names)}")
@@ -283,14 +299,48 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Re-derive the published table from logged runs, predict the pipelines from the lock steps by simulation, and say what our
-    protocol would give at their step times."""
+    """Measure a chain of models and predict what every schedule, subset of drafts and window gives, as schedule="auto" does; with --svg also
+    measure them. With --traces: re-derive the published table from logged runs, predict the pipelines from the lock steps by simulation,
+    and say what our protocol would give at their step times."""
+    if args.traces is None:
+        return _plan_models(args)
     with working("simulating"):
         from pipespec.planning import traces
 
         report = traces.report(traces.load(args.traces))
     print(json.dumps(report, indent=1) if args.json else traces.as_text(report))
     return 0
+
+
+def _plan_models(args: argparse.Namespace) -> int:
+    for name in ("new_tokens", "repeats"):
+        if (value := getattr(args, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.target is None and args.draft:
+        raise ValueError("--draft needs a --target: the bundled family has its own drafts")
+    text = None if args.prompt_file is None else _read(args.prompt_file)
+    if text is not None and not text.strip():
+        raise ValueError(f"the prompt is empty ({args.prompt_file})")
+    target, drafts, dtype = args.target, list(args.draft), args.dtype or "auto"
+    if target is None:
+        from pipespec.demo import family_path
+
+        target, dtype = family_path("target"), args.dtype or "float32"
+        drafts = [family_path("small"), family_path("medium")]
+    with working("importing torch and transformers"):
+        from pipespec.planning.command import run_plan
+    return run_plan(
+        target,
+        drafts,
+        text=text,
+        new_tokens=args.new_tokens,
+        svg=args.svg,
+        repeats=args.repeats,
+        as_json=args.json,
+        dtype=dtype,
+        device=args.device,
+        trust_remote_code=args.trust_remote_code,
+    )
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,7 @@ class Generation:
         )
         self.request = Request(start, eos, self._on_commit, self._record)
         self._target = target
+        self._after_step: Callable[[], None] | None = None
         self._began = time.perf_counter()
         self._first: float | None = None
         self._lengths = [len(p) for p in self.prompts]  # committed and looked at
@@ -163,8 +164,10 @@ class Generation:
 
     # ---- while it runs
 
-    def run(self, driver: Driver) -> None:
-        """Generate. What was committed until then can be had from :meth:`sequences` even if this raises."""
+    def run(self, driver: Driver, after_step: Callable[[], None] | None = None) -> None:
+        """Generate. What was committed until then can be had from :meth:`sequences` even if this raises. ``after_step``: called after
+        each step of the target's; it may steer the driver."""
+        self._after_step = after_step
         self._block, self._index = driver.block, driver.block.target
         given = None
         if self._own_cache is not None:
@@ -192,6 +195,8 @@ class Generation:
             self._lengths = raw
         if self._streamer is not None:
             self._stream(final=False)
+        if self._after_step is not None:
+            self._after_step()
 
     def _judge(self, raw: list[int]) -> None:
         """Ask the criteria about each new column that all open rows have reached.
@@ -230,7 +235,7 @@ class Generation:
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
         return self._block.tokens(self._index, row, begin, end)
 
-    def _generated(self) -> list[list[int]]:
+    def generated(self) -> list[list[int]]:
         """Per row its new tokens, as far as they were looked at."""
         return [
             self._tokens(row, len(p), n) for row, (p, n) in enumerate(zip(self.prompts, self._lengths, strict=True))
@@ -276,18 +281,29 @@ class Generation:
 
     def sequences(self) -> torch.Tensor:
         """LongTensor ``[B, S + longest]``, what was committed; finished rows filled with the pad token."""
-        generated = self._generated()
+        generated = self.generated()
         longest = max(map(len, generated))
         new = torch.full((len(generated), longest), self._pad, dtype=torch.long, device="cpu")
         for row, tokens in enumerate(generated):
             new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long, device="cpu")
         return torch.cat([self.input_ids.long(), new.to(self.input_ids.device)], dim=1)
 
-    def report(self, schedule: str) -> Report:
-        """What the call did."""
-        seconds = time.perf_counter() - self._began
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.perf_counter() - self._began
+
+    def report(
+        self,
+        schedule: str,
+        names: Sequence[str] | None = None,
+        decisions: Sequence[str] | None = None,
+        seconds: float = 0.0,
+    ) -> Report:
+        """What the call did; ``names``: of its stages."""
+        seconds = seconds or self.seconds
         rows = len(self.prompts)
-        names = [f"draft {i}" for i in range(self._index)] + ["target"]
+        names = names or [f"draft {i}" for i in range(self._index)] + ["target"]
         return Report(
             schedule=schedule,
             rows=rows,
@@ -296,6 +312,7 @@ class Generation:
             seconds_to_first_token=self._first if self._first is not None else seconds,
             stages=tuple(stage_report(name, self._block, i, rows) for i, name in enumerate(names)),
             seeds=None if self.seeds is None else tuple(self.seeds),
+            decisions=None if decisions is None else tuple(decisions),
         )
 
     def output(self, report: Report) -> torch.Tensor | PipelineOutput:

@@ -21,9 +21,11 @@ from pipespec.drivers.base import Policy
 from pipespec.generation import Generation
 from pipespec.loading import load_model
 from pipespec.observe import Report
+from pipespec.planning.auto import Auto
+from pipespec.planning.planner import Plan
 from pipespec.stage import WIDTH
 
-SCHEDULES = ("plain", "lockstep", "workers")
+SCHEDULES = ("auto", "plain", "lockstep", "workers")
 
 # On CPUs a wide forward costs noticeably more than a narrow one: going on with the hints at hand beat waiting for more.
 _DEFAULT_WAIT = 0
@@ -40,7 +42,8 @@ class Pipeline:
     drafts: models or paths, smallest first, all with the target's tokenizer. None: plain decoding. An embedding may be padded to
         another size where ``tokenizer.json`` lies beside the weights of both and is the same.
     schedule: ``"lockstep"`` runs all stages in turn in this process; ``"workers"`` runs each draft in a process of its own, at the
-        same time as the target; ``"plain"`` ignores the drafts.
+        same time as the target; ``"plain"`` ignores the drafts. ``"auto"`` measures the models (once: the profile is kept on disk) and chooses
+        among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose.
     windows: per draft, how many tokens it may be ahead of the stage after it (an integer: for all).
     wait: drafts that the target awaits if it has fewer, for as long as they are expected to take (``workers`` only).
     dtype, device: for models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits near-ties may fall otherwise.
@@ -80,11 +83,25 @@ class Pipeline:
         """After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it."""
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that is inside
-        self._driver = self._make_driver(windows, wait)
+        self._auto: Auto | None = None
+        self._driver: Driver | None = None
+        if self.schedule == "auto":
+            if windows is not None or wait is not None:
+                raise ValueError(
+                    "windows and wait are what schedule='auto' chooses: leave them out, or name a schedule"
+                )
+            self._auto = Auto(self.models)
+        else:
+            self._driver = self._make_driver(windows, wait)
 
     @property
     def target(self) -> PreTrainedModel:
         return self.models[-1]
+
+    @property
+    def plan(self) -> Plan | None:
+        """With ``schedule="auto"``: what the last call was chosen from, or the next one will be; ``print`` it."""
+        return None if self._auto is None else self._auto.plan
 
     def _make_driver(self, windows: int | Sequence[int] | None, wait: int | None) -> Driver:
         if self.schedule == "plain":
@@ -241,7 +258,7 @@ class Pipeline:
                 if own_streamer is not None and not prompt_streamed:
                     own_streamer.put(input_ids.cpu())
                 self._run(generation)
-                self.report = generation.report(self.schedule)
+                assert self.report is not None
                 return generation.output(self.report)
             finally:
                 self._owner = None
@@ -250,7 +267,12 @@ class Pipeline:
 
     def _run(self, generation: Generation) -> None:
         try:
-            generation.run(self._driver)
+            if self._auto is not None:
+                self.report = self._auto.run(generation)
+            else:
+                assert self._driver is not None
+                generation.run(self._driver)
+                self.report = generation.report(self.schedule)
         except BaseException as error:
             with suppress(Exception):
                 self.partial = error.partial = generation.sequences()  # type: ignore[attr-defined]
@@ -259,7 +281,9 @@ class Pipeline:
 
     def close(self) -> None:
         """End worker processes. Also done on leaving a ``with`` block, at exit, and when the pipeline is garbage."""
-        self._driver.close()
+        for held in (self._driver, self._auto):
+            if held is not None:
+                held.close()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -69,6 +69,10 @@ class Stage:
             self._text[row, : len(tokens)] = tokens
         self._held = [len(tokens) for tokens in text]
 
+    def forget(self) -> None:
+        """Give the cache back to the system; the next prefill makes a new one."""
+        self._cache = None
+
     def release(self, lengths: Sequence[int]) -> RowCache:
         """Hand the cache over, truncated to ``lengths``; the next prefill makes a new one."""
         cache, self._cache = self._cache, None

@@ -468,6 +468,61 @@ TEST(ports_take_turns) {
   CHECK(counters.steps <= limit / 2 + 1);
 }
 
+// The caller opens and closes a draft's window at any moment; 0 is a sleep that only the caller
+// ends, by opening it again or by the stop.
+TEST(a_window_of_nothing_is_a_pause) {
+  for (u32 round = 0; round < 40 / kSlow; ++round) {
+    const u32 limit = 400;
+    fake::BlockMemory memory(2, 1, fake::power_of_two(limit));
+    const Block& block = memory.block();
+    reset(block, {1}, {limit}, {9}, {});
+    set_window(block, 0, round % 3);
+    start(block, 1);
+    const auto select = [](StagePort& port) {
+      Tokens selected(port.columns());  // the next token is its position
+      const auto first = static_cast<u32>(port.kv()[0] + port.n_fed()[0] - port.n_hint()[0]);
+      for (u32 j = 0; j < selected.size(); ++j) selected[j] = static_cast<int>(first + j);
+      port.commit(selected.data(), port.columns());
+    };
+    std::thread draft([&] {
+      StagePort port(memory.base(), 0, 8);
+      while (port.generation() == 1) {
+        const std::int64_t asleep = now_ns();
+        const u32 window = port.window();
+        if (window == 0) {
+          port.pause(kForever);
+        } else if (port.plan(window, 0, 0) == Action::kStep) {
+          select(port);
+        } else {
+          port.park(kForever);
+        }
+        if (!CHECK(now_ns() - asleep < kForever / 2)) return;
+      }
+    });
+    StagePort port(memory.base(), 1, 8);
+    Random random{round};
+    while (port.plan(0, block.control(0).window, 0) == Action::kStep) {
+      select(port);
+      if (random.below(8) == 0) set_window(block, 0, random.below(3) * random.below(4));
+      dawdle(random);
+    }
+    if (round % 2 == 0) set_window(block, 0, 0);  // the stop finds it asleep, or about to be
+    dawdle(random);
+    start(block, 0);
+    draft.join();
+    CHECK_EQ(Sequence(block, 1, 0).word().length, limit);
+    CHECK_EQ(fake::tokens_of(block, 1, 0, limit - 1, limit), Tokens{static_cast<int>(limit - 1)});
+  }
+  fake::BlockMemory memory(2, 1, 8);
+  bool refused = false;
+  try {
+    set_window(memory.block(), 1, 4);  // the target has none
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  CHECK(refused);
+}
+
 // --- pipelines -----------------------------------------------------------------------------------
 
 namespace {

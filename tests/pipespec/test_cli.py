@@ -109,7 +109,7 @@ def test_doctor_json(capsys):
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["usable"] is True
-    assert set(facts["schedules"]) == {"plain", "lockstep", "workers"}
+    assert set(facts["schedules"]) == {"auto", "plain", "lockstep", "workers"}
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])

@@ -40,20 +40,27 @@ class Request:
 
 @dataclass(frozen=True)
 class Policy:
-    """The numbers that steer a chain; the text does not depend on them.
+    """The numbers that steer a chain; the text does not depend on them, and they may change between any two steps.
 
-    ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it. ``wait``: drafts that a verifying
-    stage awaits when it has fewer (a bet with a deadline, never a condition).
+    ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it; 0: the draft rests. ``wait``: drafts that the
+    target awaits when it has fewer (a bet with a deadline, never a condition). ``threads``: of the target beside workers; None: what they
+    leave, or all while the drafts rest.
     """
 
     windows: tuple[int, ...] = field(default_factory=tuple)
     wait: int = 0
+    threads: int | None = None
 
     def window(self, stage: int) -> int:
         return self.windows[stage] if stage < len(self.windows) else 0
 
     def max_hints(self, stage: int) -> int:
-        return min(self.windows[stage - 1], WIDTH // 2) if stage > 0 else 0
+        return min(self.windows[stage - 1], WIDTH // 2) if 0 < stage <= len(self.windows) else 0
+
+    @property
+    def rests(self) -> bool:
+        """Whether nobody drafts for the target."""
+        return self.max_hints(len(self.windows)) == 0
 
 
 class StageFailure(RuntimeWarning):
@@ -92,6 +99,18 @@ class Driver(ABC):
     @abstractmethod
     def run(self, request: Request) -> None:
         """Generate. Returns when every row of the target is complete."""
+
+    def steer(self, policy: Policy) -> None:
+        """Use these numbers from the next step on. Between calls, or from a request's ``on_commit``."""
+        if len(policy.windows) != len(self.models) - 1:
+            raise ValueError(
+                f"a chain of {len(self.models)} needs {len(self.models) - 1} windows, not {policy.windows}"
+            )
+        self.policy = policy
+
+    def forget(self) -> None:
+        """Give back the caches of the stages in this process, until the next call. While none runs."""
+        self.target.forget()
 
     def close(self) -> None:
         """Release what the driver holds beyond memory. May be called more than once."""

@@ -42,9 +42,13 @@ class LockstepDriver(Driver):
             if request.on_commit is not None:
                 request.on_commit()
 
+    def forget(self) -> None:
+        for stage in self._stages:
+            stage.forget()
+
     def _advance(self, i: int) -> Action:
         """Give stage ``i`` its drafts, then let it take one step."""
-        if i > 0:
+        if self.policy.max_hints(i) > 0:  # else upstream rests
             while self._advance(i - 1) == Action.STEP:
                 pass
         stage, window, max_hints = self._stages[i], self.policy.window(i), self.policy.max_hints(i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -71,6 +72,28 @@ class SharedWeights:
             if isinstance(original, torch.Tensor) and original.is_meta:
                 module.original_inv_freq = module.inv_freq
         return model.eval()
+
+
+_shared: weakref.WeakKeyDictionary[PreTrainedModel, tuple[SharedWeights, SharedMemory]] = weakref.WeakKeyDictionary()
+
+
+def share(model: PreTrainedModel) -> tuple[SharedWeights, SharedMemory]:
+    """The weights of ``model`` in shared memory; the same memory again for a model on the CPU that lives there already."""
+    known = _shared.get(model)
+    if known is not None:
+        weights, memory = known
+        tensors = dict(_named_tensors(model))
+        if tensors.keys() == weights.tensors.keys() and all(
+            (t.data_ptr(), t.dtype, t.shape) == (memory.address + offset, dtype, shape)
+            for t, (offset, dtype, shape) in ((tensors[name], weights.tensors[name]) for name in tensors)
+            if t.numel()
+        ):
+            return known
+    weights = SharedWeights.describe(model)
+    memory = SharedMemory.create(weights.size, "pipespec-weights")
+    weights.store(model, memory)
+    _shared[model] = weights, memory
+    return weights, memory
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from pipespec.drivers.base import Policy
 from pipespec.drivers.weights import SharedWeights
-from pipespec.stage import Stage, Start
+from pipespec.stage import WIDTH, Stage, Start
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 
 _ORPHAN_CHECK_NS = 500_000_000
@@ -43,7 +42,6 @@ class Run:
     generation: int
     start: Start
     selection: bytes  # pickled
-    policy: Policy
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,11 @@ def _serve(conn: Connection, setup: Setup, parent: int) -> None:
 def _take_part(stage: Stage, run: Run, parent: int) -> None:
     stage.prefill(replace(run.start, selection=pickle.loads(run.selection)))
     port = stage.port
-    window, max_hints = run.policy.window(stage.index), run.policy.max_hints(stage.index)
     while port.generation == run.generation:
-        action = stage.step(window, max_hints)
-        if action != Action.STEP:
+        window = port.window  # the caller may change it at any time
+        if window == 0:
+            port.pause(_ORPHAN_CHECK_NS)
+        elif stage.step(window, min(port.upstream_window, WIDTH // 2)) != Action.STEP:
             port.park(_ORPHAN_CHECK_NS)
         if os.getppid() != parent:
             return

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.drivers.base import Driver, Policy, Request
-from pipespec.drivers.weights import SharedWeights
+from pipespec.drivers.weights import SharedWeights, share
 from pipespec.drivers.worker import Failed, Run, Setup
 from pipespec.sampling import Selection
 from pipespec.stage import Stage
@@ -140,16 +140,12 @@ class WorkersDriver(Driver):
         drafts = len(models) - 1
         # What torch may use is what the user set, or the cores; each draft needs one of them. Drafts are small: more
         # threads would cost them more in synchronisation than they gain.
-        self._target_threads = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - drafts)
+        self._target_threads = target_threads(drafts)
+        self._is_running = False
         self._target = Stage(models[-1], self.block, drafts)
         self.block.set_alive(drafts, True)
         self._generation = 0
-        self._weights = []
-        for model in models[:-1]:
-            weights = SharedWeights.describe(model)
-            memory = SharedMemory.create(weights.size, "pipespec-weights")
-            weights.store(model, memory)
-            self._weights.append((weights, memory))
+        self._weights = [share(model) for model in models[:-1]]
         self._workers: dict[int, _Worker] = {}
         # Also at interpreter exit, and when the driver is garbage.
         weakref.finalize(self, _shut_down, self._workers)
@@ -194,12 +190,15 @@ class WorkersDriver(Driver):
         self._prepare(request)
         self._generation = self._generation % (2**31) + 1
         start = replace(request.start, selection=Selection())  # theirs travels beside it
-        run = Run(self._generation, start, request.draft_selection, self.policy)
+        run = Run(self._generation, start, request.draft_selection)
+        self._open_windows()
         try:
             self.block.start(self._generation)
             for worker in self._workers.values():
                 worker.run(run)
-            with _torch_threads(self._target_threads):
+            with _restored_threads() as self._all_threads:
+                self._is_running = True
+                self._share_threads()
                 self._target.prefill(request.start, request.record)
                 while self._step() != Action.FINISHED:
                     for i, worker in self._workers.items():
@@ -211,7 +210,23 @@ class WorkersDriver(Driver):
                     if request.on_commit is not None:
                         request.on_commit()
         finally:
+            self._is_running = False
             self.block.start(0)
+
+    def steer(self, policy: Policy) -> None:
+        super().steer(policy)
+        if self._is_running:
+            self._open_windows()
+            self._share_threads()
+
+    def _open_windows(self) -> None:
+        for i, window in enumerate(self.policy.windows):
+            self.block.set_window(i, window)
+
+    def _share_threads(self) -> None:
+        """While the drafts rest, their cores are the target's."""
+        own = self._all_threads if self.policy.rests else self._target_threads
+        torch.set_num_threads(min(self.policy.threads or own, self._all_threads))
 
     def _step(self) -> Action:
         upstream = self._target.index - 1
@@ -243,11 +258,15 @@ def _shut_down(workers: dict[int, _Worker]) -> None:
     workers.clear()
 
 
+def target_threads(drafts: int) -> int:
+    """Threads of a target beside ``drafts`` workers, each of which has one."""
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - drafts)
+
+
 @contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
+def _restored_threads() -> Iterator[int]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
     try:
-        yield
+        yield before
     finally:
         torch.set_num_threads(before)

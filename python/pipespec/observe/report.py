@@ -43,7 +43,8 @@ class Report:
     """One call of ``generate()``.
 
     ``tokens`` counts generated tokens of all rows, padding not; times are wall-clock seconds; ``seeds`` are the keys of the rows' noise (None:
-    greedy): ``generate(row's prompt, seed=[key])`` gives a row's text again. ``mean_acceptance_length``, ``draft_acceptance_rate`` and
+    greedy): ``generate(row's prompt, seed=[key])`` gives a row's text again. ``decisions`` (``schedule="auto"``): why the call was run as it
+    was, and what was changed while it ran. ``mean_acceptance_length``, ``draft_acceptance_rate`` and
     ``acceptance_histogram`` are the target's figures under the names that engine-neutral benchmarks use.
     """
 
@@ -54,6 +55,7 @@ class Report:
     seconds_to_first_token: float
     stages: tuple[StageReport, ...]
     seeds: tuple[int, ...] | None = None
+    decisions: tuple[str, ...] | None = None
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -98,7 +100,7 @@ class Report:
                 f"{s.name:<12}{s.steps:>8}{s.drafted:>9}{s.accepted:>10}{rate:>7}{s.accepted_length:>8.2f}"
                 f"{s.rollbacks:>11}{s.wasted:>8}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *(self.decisions or ())])
 
 
 def stage_report(name: str, block: StateBlock, stage: int, rows: int) -> StageReport:

@@ -1,0 +1,467 @@
+"""schedule="auto": which driver a call gets, how it is steered, and what is learnt from it.
+
+A profile is measured once and kept on disk. The drafts' agreement comes first from a text that the target writes for the purpose, or from the
+first prompt; then from every generated text that there is time for: each draft is asked once what it would have said, teacher-forced.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.drivers import Driver, LockstepDriver, Request, WorkersDriver
+from pipespec.drivers.base import Policy
+from pipespec.generation import Generation
+from pipespec.observe import Report
+from pipespec.planning import planner
+from pipespec.planning import profile as profiles
+from pipespec.planning.planner import Call, Candidate, Plan
+from pipespec.planning.profile import Profile, Stored
+from pipespec.planning.simulator import Answers
+from pipespec.planning.steering import Counts, Ledger, Steering
+from pipespec.progress import say, working
+from pipespec.sampling import Selection
+from pipespec.stage import Start
+
+_SHARE = 0.01
+"""Learning between calls may take this much of the time spent in calls."""
+_NEAR = 0.92
+"""A chain predicted this close to the best is tried once: predictions are good to about as much."""
+_MOST_TRIALS = 3
+_CALIBRATION_TOKENS = 64
+_CALIBRATION_S = 10.0
+_LONG_PROMPT = 48
+_MOVED = 0.05
+_Key = tuple[str, tuple[int, ...], int]
+
+
+class Steer(Protocol):
+    """What a call is steered by: :class:`pipespec.planning.steering.Steering`, or a test's own."""
+
+    decisions: list[str]
+
+    def look(self) -> None: ...
+
+
+class Auto:
+    """The drivers of one chain and what is known about them.
+
+    Parameters
+    ----------
+    models: drafts, then the target.
+    profile, tables: instead of measuring (tests). ``tables``: agreement by mode, ``"greedy"`` and ``"sampled"``.
+    clock: of steering and learning. steering: what makes a call's. names: of the stages.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[PreTrainedModel],
+        *,
+        profile: Profile | None = None,
+        tables: dict[str, np.ndarray] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        steering: Callable[..., Steer] = Steering,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.models = list(models)
+        self.names = list(names) if names else [f"draft {i}" for i in range(len(models) - 1)] + ["target"]
+        self.clock, self.steering = clock, steering
+        self.cores = len(os.sched_getaffinity(0))
+        self._drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}
+        self._plans: dict[tuple[int, str], Plan] = {}
+        self._ladders: dict[tuple[int, str, _Key], tuple[planner.Rung, ...]] = {}
+        self._ledgers: dict[tuple[int, _Key], Ledger] = {}
+        self._corrections: dict[int, dict[_Key, float]] = {}
+        self._trials: dict[int, int] = {}
+        self._observed: set[str] = set()  # modes whose table comes from this user's texts
+        self._asked = bool(tables)  # the first prompt, before anything is known
+        self._in_calls = 0.0
+        self._learning = 0.0
+        self._decisions: list[str] = []
+        self._key = ""
+        stored = None
+        if profile is None:
+            self._key = profiles.digest(self.models, threads=torch.get_num_threads())
+            stored = profiles.load(self._key, len(self.models))
+            if stored is not None:
+                profile, tables, self._asked = stored.profile, stored.tables, True
+        self.tables: dict[str, np.ndarray] = dict(tables or {})
+        try:
+            self.profile = profile if profile is not None else self._measure()
+            if stored is None and self._key:
+                self._store()
+            self.plan = self._planned(Call(), "greedy")
+            chosen = None
+            if self.plan.speculates:  # processes take seconds to start: not in the first call
+                self.plan, _, chosen = self._driver_for(self.plan, self.plan.chosen, "greedy")
+            for driver in self._drivers.values():  # measured with, and not needed now
+                if driver is not chosen:
+                    driver.close()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- measuring
+
+    def _measure(self) -> Profile:
+        """Step times, agreement on a text of the target's own, and what stages at once cost each other."""
+        with working("measuring the models (once: the profile is kept)"):
+            found = profiles.measure_stages(self.models, self.names)
+            found = replace(found, key=self._key)
+            if len(self.models) == 1:
+                return found
+            text, first = self._calibration_text(found)
+            self.tables["greedy"] = profiles.agreement_on(self.models, text, first, own_text=True)
+            overlaps = {}
+            if self.cores > 1:
+                drafts = len(self.models) - 1
+                vocabulary = self.models[-1].get_output_embeddings().weight.shape[0]
+                for chain in dict.fromkeys([(drafts - 1,), tuple(range(drafts))]):
+                    try:
+                        driver = self._driver(Candidate("workers", chain, (8,) * len(chain), 0, 1, 0.0))
+                    except (ValueError, RuntimeError) as error:
+                        say(f"schedule='auto': no worker processes here ({error})")
+                        self.cores = 1
+                        break
+                    own = replace(found, stages=(*(found.stages[i] for i in chain), found.target))
+                    overlaps[len(chain) + 1] = profiles.measure_overlap(driver, own, text, vocabulary)
+            return replace(found, contention=overlaps)
+
+    def _calibration_text(self, found: Profile) -> tuple[np.ndarray, int]:
+        """Something that the target says when nobody has asked it anything, and where its own words begin."""
+        config = self.models[-1].generation_config
+        begin = config.bos_token_id if isinstance(config.bos_token_id, int) else 1
+        step = found.target.seconds(1, threads=found.threads)
+        tokens = int(max(16, min(_CALIBRATION_TOKENS, _CALIBRATION_S / step)))
+        driver = self._driver(Candidate("plain", (), (), 0, found.threads, 0.0))
+        vocabulary = self.models[-1].get_output_embeddings().weight.shape[0]
+        prompt = np.array([min(begin, vocabulary - 1)], dtype=np.int32)
+        driver.run(Request(Start([prompt], [1 + tokens], Selection(), vocabulary), []))
+        said = driver.block.tokens(driver.block.target, 0, 1, 1 + tokens)
+        return np.concatenate([prompt, np.array(said, dtype=np.int32)]), 1
+
+    def _store(self) -> None:
+        if self._key:
+            profiles.store(Stored(self.profile, self.tables))
+
+    # ---- planning
+
+    def answers(self, mode: str) -> Answers:
+        table = self.tables.get(mode, self.tables.get("greedy"))
+        return Answers(table=table) if table is not None else Answers(acceptance=(0.5,) * (len(self.models) - 1))
+
+    def _planned(self, call: Call, mode: str) -> Plan:
+        """The plan for calls of so many rows; the length that the first of them had is taken for all."""
+        at = (_bucket(call.rows), mode)
+        if at not in self._plans:
+            schedules = ("lockstep", "workers") if self.cores > 1 else ("lockstep",)
+            self._plans[at] = planner.plan(
+                self.profile, self.answers(mode), replace(call, rows=at[0]), schedules=schedules, cores=self.cores
+            )
+        return planner.decide(self._plans[at], self._corrections.get(at[0], {}))
+
+    def _replan(self, mode: str) -> None:
+        """Forget what followed from a table that has changed."""
+        follows = {mode} if mode != "greedy" or "sampled" in self.tables else {"greedy", "sampled"}
+        self._plans = {at: plan for at, plan in self._plans.items() if at[1] not in follows}
+        self._ladders = {at: rungs for at, rungs in self._ladders.items() if at[1] not in follows}
+
+    def _choose(self, plan: Plan, rows: int) -> Candidate:
+        """The plan's choice; or one that is as good as that and has not been tried."""
+        if not plan.speculates:
+            return plan.chosen
+        known = self._corrections.get(rows, {})
+        if plan.chosen.key in known and self._trials.get(rows, 0) < _MOST_TRIALS:
+            for candidate in plan.candidates:
+                if candidate.rate < max(_NEAR * plan.chosen.rate, planner.MARGIN * plan.plain.rate):
+                    break
+                if candidate.key not in known and candidate.schedule != "plain":
+                    self._trials[rows] = self._trials.get(rows, 0) + 1
+                    self._decisions.append(f"{candidate.schedule} {plan.label(candidate)} is tried")
+                    return candidate
+        return plan.chosen
+
+    # ---- drivers
+
+    def _driver(self, candidate: Candidate) -> Driver:
+        """The driver of this schedule and these drafts; made at its first use and kept."""
+        at = (candidate.schedule, candidate.drafts)
+        driver = self._drivers.get(at)
+        policy = Policy(candidate.windows, candidate.wait)
+        if driver is None:
+            models = [*(self.models[i] for i in candidate.drafts), self.models[-1]]
+            if candidate.schedule == "workers":
+                with working("starting draft processes"):
+                    driver = WorkersDriver(models, policy)
+            else:
+                driver = LockstepDriver(models, policy)
+            self._drivers[at] = driver
+        driver.steer(policy)
+        for other in self._drivers.values():
+            if other is not driver:
+                other.forget()
+        return driver
+
+    def _driver_for(self, plan: Plan, candidate: Candidate, mode: str) -> tuple[Plan, Candidate, Driver]:
+        """The candidate's driver; where no processes can be started, that of a plan without them."""
+        try:
+            return plan, candidate, self._driver(candidate)
+        except (ValueError, RuntimeError) as error:
+            if candidate.schedule != "workers":
+                raise
+            say(f"schedule='auto': no worker processes here ({error})")
+            self.cores = 1
+            self._plans.clear()
+            plan = self._planned(plan.call, mode)
+            return plan, plan.chosen, self._driver(plan.chosen)
+
+    def run(self, generation: Generation) -> Report:
+        """Run one call and learn from it."""
+        session = self._begin(generation)
+        session.run(generation)
+        seconds = generation.seconds
+        decisions = session.end(generation, seconds)
+        return generation.report(session.candidate.schedule, session.names, decisions, seconds)
+
+    def _begin(self, generation: Generation) -> _Session:
+        """Driver and steering for a call that is about to run."""
+        selection: Selection = generation.request.start.selection
+        mode = "greedy" if selection.seeds is None else "sampled"
+        prompts, limits = generation.prompts, generation.limits
+        rows = len(prompts)
+        call = Call(
+            rows, max(len(p) for p in prompts), max(1, max(n - len(p) for p, n in zip(prompts, limits, strict=True)))
+        )
+        began = self.clock()
+        if len(self.models) > 1 and not self.profile.target.has(self.profile.threads, _bucket(rows)):
+            self._measure_rows(_bucket(rows))
+        prompt = max(prompts, key=len)
+        if not self._asked and len(self.models) > 1 and len(prompt) >= _LONG_PROMPT:
+            # Better than a text about nothing: the models' opinions on the user's own words.
+            self._asked = True
+            self.tables["greedy"] = profiles.agreement_on(self.models, prompt, len(prompt) // 4, own_text=False)
+            self._replan("greedy")
+        plan = self.plan = self._planned(call, mode)
+        candidate = self._choose(plan, _bucket(rows))
+        self.plan, candidate, driver = self._driver_for(plan, candidate, mode)
+        plan = self.plan
+        session = _Session(self, driver, candidate, plan, mode, _bucket(rows))
+        self._learning += self.clock() - began
+        return session
+
+    def _measure_rows(self, rows: int) -> None:
+        """Step times of a batch, when the first comes."""
+        counts = sorted({self.profile.threads, 1, max(1, self.profile.threads - 1)}, reverse=True)
+        stages = []
+        with working(f"measuring batches of {rows}"):
+            for model, stage in zip(self.models, self.profile.stages, strict=True):
+                times = [
+                    profiles.measure_steps(model, n, rows=rows, widths=(1, 2, 4, 8), repeats=3, budget_s=1.0)[0]
+                    for n in counts
+                ]
+                stages.append(replace(stage, times=(*stage.times, *times)))
+        self.profile = replace(self.profile, stages=tuple(stages))
+        self._store()
+
+    def close(self) -> None:
+        for driver in self._drivers.values():
+            driver.close()
+
+    # ---- learning
+
+    def ledger(self, rows: int, plain: Candidate, call: Call) -> Ledger:
+        """Of one way of plain decoding."""
+        at = (rows, plain.key)
+        if at not in self._ledgers:
+            step = self.profile.target.seconds(1, threads=plain.threads, rows=call.rows, context=call.context)
+            self._ledgers[at] = Ledger(step / call.rows)
+        return self._ledgers[at]
+
+    def correct(self, rows: int, key: _Key, ratio: float) -> None:
+        """Measured over predicted, of one call."""
+        known = self._corrections.setdefault(rows, {})
+        ratio = min(max(ratio, 0.05), 5.0)
+        known[key] = ratio if key not in known else known[key] + 0.3 * (ratio - known[key])
+
+    def set_correction(self, rows: int, key: _Key, ratio: float) -> None:
+        self._corrections.setdefault(rows, {})[key] = ratio
+
+    def learn(self, session: _Session, generation: Generation, seconds: float) -> None:
+        """After a call: ask the drafts about its text, as far as there is time for that."""
+        self._in_calls += seconds
+        if len(self.models) == 1:
+            return
+        mode = session.mode
+        fresh = mode not in self._observed
+        if not fresh and self._learning > _SHARE * self._in_calls:
+            return
+        began = self.clock()
+        selection: Selection = generation.request.start.selection
+        row = int(np.argmax([len(t) for t in generation.generated()]))
+        prompt, said = generation.prompts[row], generation.generated()[row]
+        if len(said) >= 16 and not selection.stepwise:
+            text = np.concatenate([prompt, np.array(said, dtype=np.int32)])
+            table = profiles.agreement_on(self.models, text, len(prompt), own_text=True, selection=selection, row=row)
+            old = self.tables.get(mode)
+            before = None if old is None else (old == 0).mean(axis=0)
+            if old is not None and not fresh:
+                table = np.concatenate([old, table])[-profiles.MOST_POSITIONS :]
+            self.tables[mode] = table
+            self._observed.add(mode)
+            after = (table == 0).mean(axis=0)
+            if before is None or fresh or bool(np.any(np.abs(before - after) > _MOVED)):
+                self._replan(mode)
+                self._decisions.append(
+                    f"agreement with the target is {', '.join(f'{a:.2f}' for a in after)}: planned anew"
+                )
+                self._store()
+        # What it takes to begin is not held against it.
+        self._learning = 0.0 if fresh else self._learning + self.clock() - began
+
+    def told(self) -> list[str]:
+        """What was decided since the last call."""
+        out, self._decisions = self._decisions, []
+        return out
+
+
+class _Session:
+    """One call under ``Auto``."""
+
+    def __init__(self, auto: Auto, driver: Driver, candidate: Candidate, plan: Plan, mode: str, rows: int) -> None:
+        self.auto, self.driver, self.candidate, self.plan, self.mode, self.rows = (
+            auto,
+            driver,
+            candidate,
+            plan,
+            mode,
+            rows,
+        )
+        self.names = [auto.names[i] for i in candidate.drafts] + ["target"]
+        self.steering: Steer | None = None
+        self._threads = torch.get_num_threads()
+        # What it is compared with while it runs: plain decoding, or plain decoding with other threads.
+        if candidate.schedule == "plain":
+            others = [c for c in plan.candidates if c.schedule == "plain" and c.key != candidate.key]
+            self._reference = others[0] if others else None
+        else:
+            self._reference = plan.plain
+        self._ledger = auto.ledger(rows, self._reference or candidate, plan.call)
+        self._tokens: Callable[[], int] = lambda: 0
+        self._marks: list[tuple[int, float]] = []
+
+    def _start(self, generation: Generation) -> Callable[[], None]:
+        """Before the driver runs; returns what is to be called after each step of the target's."""
+        auto, block, rows = self.auto, self.driver.block, len(generation.prompts)
+        target = block.target
+        starts = sum(len(p) for p in generation.prompts)
+
+        def tokens() -> int:
+            return sum(block.length(target, row) for row in range(rows)) - starts
+
+        self._tokens = tokens
+        common = {"ledger": self._ledger, "tokens": tokens, "clock": auto.clock, "rows": rows}
+        if self.candidate.schedule == "plain":
+            other = self._reference
+            if other is None:
+                return self._mark
+            # The same machinery: is another number of threads better, now?
+            threads = (self.candidate.threads, other.threads)
+            self.steering = auto.steering(
+                policy=((1,), 0),
+                ladder=(),
+                apply=lambda windows, wait: torch.set_num_threads(threads[0] if any(windows) else threads[1]),
+                counts=lambda: Counts(tokens(), 0, 0, 0),
+                what=_threads(threads[0]),
+                other=_threads(threads[1]),
+                **common,
+            )
+            return self.steering.look
+
+        def counts() -> Counts:
+            found = [block.counters(target, row) for row in range(rows)]
+            return Counts(tokens(), *(sum(c[k] for c in found) for k in ("drafted", "accepted", "steps")))
+
+        def apply(windows: tuple[int, ...], wait: int) -> None:
+            rests = not any(windows)
+            self.driver.steer(Policy(windows, wait, self.plan.plain.threads if rests else None))
+            if self.candidate.schedule == "lockstep":
+                torch.set_num_threads(self.plan.plain.threads if rests else self.candidate.threads)
+
+        self.steering = auto.steering(
+            policy=(self.candidate.windows, self.candidate.wait),
+            ladder=self._ladder(),
+            apply=apply,
+            counts=counts,
+            expected=planner.neighbours(auto.answers(self.mode), self.candidate.drafts, len(auto.models))[-1],
+            **common,
+        )
+        return self.steering.look
+
+    def _mark(self) -> None:
+        if not self._marks:
+            self._marks.append((self._tokens(), self.auto.clock()))
+
+    def _ladder(self) -> tuple[planner.Rung, ...]:
+        auto = self.auto
+        at = (self.rows, self.mode, self.candidate.key)
+        if at not in auto._ladders:
+            auto._ladders[at] = planner.ladder(auto.profile, auto.answers(self.mode), self.candidate, self.plan.call)
+        return auto._ladders[at]
+
+    def run(self, generation: Generation) -> None:
+        """Run it with the threads of the plan."""
+        after_step = self._start(generation)
+        if self.candidate.schedule == "workers":
+            generation.run(self.driver, after_step)
+        else:
+            with profiles.threads_set(min(self.candidate.threads, self._threads)):
+                generation.run(self.driver, after_step)
+
+    def end(self, generation: Generation, seconds: float) -> tuple[str, ...]:
+        """Afterwards: what was learnt and decided."""
+        auto, key = self.auto, self.candidate.key
+        measured = 0.0  # tokens per second
+        if isinstance(self.steering, Steering) and self.steering.speculated:
+            intervals = self.steering.speculated
+            measured = sum(n for n, _ in intervals) / sum(s for _, s in intervals)
+        elif self._marks:
+            tokens, began = self._marks[0]
+            now, new = auto.clock(), self._tokens() - tokens
+            measured = new / (now - began) if new >= 16 and now > began else 0.0
+        if measured and self.candidate.schedule == "plain":
+            auto.ledger(self.rows, self.candidate, self.plan.call).learn(1 / measured)
+        elif measured:
+            auto.correct(self.rows, key, measured / self._decoding_rate())
+        for plain in (c for c in self.plan.candidates if c.schedule == "plain"):
+            ledger = auto.ledger(self.rows, plain, self.plan.call)
+            if ledger.measured:
+                auto.set_correction(self.rows, plain.key, ledger.predicted_s / ledger.plain_s)
+        auto.learn(self, generation, seconds)
+        own = self.steering.decisions if self.steering is not None else []
+        return (self.plan.why, *auto.told(), *own)
+
+    def _decoding_rate(self) -> float:
+        """Predicted, without the prompt's time."""
+        profile, call = self.auto.profile, self.plan.call
+        raw = self.auto._plans.get((self.rows, self.mode))
+        candidate = next((c for c in (raw or self.plan).candidates if c.key == self.candidate.key), self.candidate)
+        drafts = self.candidate.drafts if self.candidate.schedule == "lockstep" else ()
+        prompt = sum(profile.stages[i].prefill_s for i in (*drafts, -1)) * call.prompt * call.rows
+        total = call.rows * call.tokens
+        return total / max(total / candidate.rate - prompt, 1e-9)
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _bucket(rows: int) -> int:
+    """Batches of about one size share a plan."""
+    return 1 << (rows - 1).bit_length()

@@ -1,0 +1,366 @@
+"""Planner: from a profile and the drafts' agreement to the schedule, the drafts, the windows, and whether to speculate at all.
+
+Every candidate is run in the simulator, which executes the product's own protocol; plain decoding is the reference. numpy only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipespec.planning._checks import positive
+from pipespec.planning.simulator import Answers, Policy, StageModel, simulate
+
+MARGIN = 1.05
+"""Speculate only where it is predicted to be this much faster than plain decoding."""
+
+_MOST_WIDTH = 34  # half of a step's columns, and own tokens
+_MOST_DRAFTS = 3  # of which all subsets are tried; of more, each alone, all, and all without one
+_WINDOWS = {"lockstep": (1, 2, 3, 4, 6, 8), "workers": (2, 4, 8, 16)}
+_WAITS = (0, 1, 2, 4, 6)
+_LADDER = (0.1, 0.3, 0.5, 0.65, 0.8, 0.9, 0.97)
+
+
+class Stage(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def prefill_s(self) -> float: ...
+    def seconds(self, width: float, *, threads: int, rows: int = 1, context: float = 64) -> float: ...
+
+
+class Chain(Protocol):
+    """What the planner asks of a profile: :class:`pipespec.planning.profile.Profile`, or a test's own."""
+
+    @property
+    def stages(self) -> Sequence[Stage]: ...
+    @property
+    def threads(self) -> int: ...
+    def overlap(self, stages: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """The shape of a call that is planned for: ``rows`` prompts of ``prompt`` tokens, ``tokens`` new ones each."""
+
+    rows: int = 1
+    prompt: int = 64
+    tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.prompt, self.tokens) < 1:
+            raise ValueError(f"rows, prompt and tokens must be at least 1, not {self}")
+
+    @property
+    def context(self) -> float:
+        return self.prompt + self.tokens / 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the chain. ``drafts``: indices into the profile's stages, in order; ``rate``: predicted tokens per second of a
+    whole call, prompt included; ``ideal``: the same if stages did not slow each other down."""
+
+    schedule: str
+    drafts: tuple[int, ...]
+    windows: tuple[int, ...]
+    wait: int
+    threads: int
+    rate: float
+    tokens_per_step: float = 1.0
+    ideal: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], int]:
+        """What cannot be changed while it runs."""
+        return (self.schedule, self.drafts, self.threads)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What to do where drafts are accepted at this rate: by simulation."""
+
+    acceptance: float
+    windows: tuple[int, ...]
+    wait: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``chosen`` of ``candidates``, which holds the best windows of every schedule and subset, fastest first, ``plain`` among them."""
+
+    chosen: Candidate
+    plain: Candidate
+    candidates: tuple[Candidate, ...]
+    names: tuple[str, ...]
+    call: Call
+    why: str
+    ladder: tuple[Rung, ...] = ()
+
+    @property
+    def speculates(self) -> bool:
+        return self.chosen.schedule != "plain"
+
+    def label(self, candidate: Candidate) -> str:
+        return " > ".join([*(self.names[i] for i in candidate.drafts), self.names[-1]])
+
+    def __str__(self) -> str:
+        head = ("", "schedule", "stages", "threads", "windows", "wait", "tokens/step", "tokens/s", "vs plain")
+        lines = [head]
+        for c in self.candidates:
+            lines.append(
+                (
+                    "->" if c == self.chosen else "",
+                    c.schedule,
+                    self.label(c),
+                    str(c.threads),
+                    "/".join(map(str, c.windows)) or "-",
+                    str(c.wait) if c.schedule == "workers" else "-",
+                    f"{c.tokens_per_step:.2f}",
+                    f"{c.rate:.1f}",
+                    f"{c.rate / self.plain.rate:.2f}x",
+                )
+            )
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        left = 3  # columns of words
+        shown = [
+            "  ".join(
+                cell.ljust(w) if i < left else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([*shown, self.why])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "why": self.why,
+            "chosen": _as_dict(self.chosen),
+            "candidates": [_as_dict(c) for c in self.candidates],
+            "names": list(self.names),
+            "call": {"rows": self.call.rows, "prompt": self.call.prompt, "tokens": self.call.tokens},
+        }
+
+
+def _as_dict(c: Candidate) -> dict[str, Any]:
+    return {**vars(c), "drafts": list(c.drafts), "windows": list(c.windows)}
+
+
+def predict(
+    profile: Chain,
+    answers: Answers,
+    candidate: Candidate,
+    call: Call,
+    *,
+    seed: int = 0,
+    contention: float | None = None,
+) -> Candidate:
+    """``candidate`` with its predicted rate. ``answers`` are of all drafts of the profile."""
+    rows = call.rows
+
+    def model(i: int, threads: int, start: float) -> StageModel:
+        stage = profile.stages[i]
+        times = [stage.seconds(w, threads=threads, rows=rows, context=call.context) for w in range(1, _MOST_WIDTH + 1)]
+        for t in times:
+            positive(t, f"a step time of {stage.name}")
+        return StageModel(times, start, device=0)
+
+    target = len(profile.stages) - 1
+    if candidate.schedule == "plain":
+        step = profile.stages[target].seconds(1, threads=candidate.threads, rows=rows, context=call.context)
+        positive(step, f"a step time of {profile.stages[target].name}")
+        seconds = profile.stages[target].prefill_s * call.prompt * rows + call.tokens * step
+        rate = rows * call.tokens / seconds
+        return replace(candidate, rate=rate, ideal=rate, tokens_per_step=1.0)
+    is_parallel = candidate.schedule == "workers"
+    stages, sum_s = [], 0.0
+    for i in (*candidate.drafts, target):
+        prompt_s = profile.stages[i].prefill_s * call.prompt * rows
+        sum_s = prompt_s if is_parallel else sum_s + prompt_s
+        threads = candidate.threads if i == target or not is_parallel else 1
+        stages.append(model(i, threads, sum_s))
+    own = _subset(answers, candidate.drafts, len(profile.stages))
+    policy = Policy(candidate.windows, candidate.wait)
+    if contention is None:
+        contention = profile.overlap(len(stages)) if is_parallel else 0.0
+    # Enough of them for the mean, not one text's luck.
+    many = max(1, 512 // rows)
+    result = simulate(
+        "workers" if is_parallel else "lockstep",
+        stages,
+        own,
+        many,
+        policy=policy,
+        rows=rows,
+        seed=seed,
+        contention=contention,
+    )
+    start = stages[-1].start_s
+    seconds = start + (result.seconds - start) * call.tokens / many
+    rate = rows * call.tokens / seconds
+    return replace(candidate, rate=rate, tokens_per_step=result.tokens_per_step, ideal=rate)
+
+
+def _subset(answers: Answers, drafts: Sequence[int], stages: int) -> Answers:
+    """The answers of some of the drafts."""
+    answers.check(stages)
+    if answers.table is not None:
+        return Answers(table=np.ascontiguousarray(answers.table[:, list(drafts)]))
+    # Independent pairs: neighbours that are further apart agree where all between them do.
+    bounds = [*drafts, stages - 1]
+    return Answers(acceptance=tuple(math.prod(answers.acceptance[a:b]) for a, b in itertools.pairwise(bounds)))
+
+
+def subsets(profile: Chain) -> list[tuple[int, ...]]:
+    """Which drafts, in which order: quickest first."""
+    count = len(profile.stages) - 1
+    order = sorted(range(count), key=lambda i: profile.stages[i].seconds(1, threads=1))
+    if count <= _MOST_DRAFTS:
+        return [s for n in range(1, count + 1) for s in itertools.combinations(order, n)]
+    found = [(i,) for i in order] + [tuple(order)] + [tuple(j for j in order if j != i) for i in order]
+    return list(dict.fromkeys(found))
+
+
+def _grid(schedule: str, drafts: int) -> list[tuple[tuple[int, ...], int]]:
+    """Windows and waits to try."""
+    sizes = _WINDOWS[schedule]
+    waits = _WAITS if schedule == "workers" else (0,)
+    # The same window for all but the last draft: the product of all would be too many.
+    pairs = (
+        [(w,) for w in sizes] if drafts == 1 else [(a,) * (drafts - 1) + (b,) for a in sizes[1:4] for b in sizes[1:]]
+    )
+    return [(windows, wait) for windows in pairs for wait in waits if wait <= windows[-1]]
+
+
+def plan(
+    profile: Chain,
+    answers: Answers,
+    call: Call | None = None,
+    *,
+    schedules: Sequence[str] = ("lockstep", "workers"),
+    corrections: dict[tuple[str, tuple[int, ...], int], float] | None = None,
+    cores: int | None = None,
+    seed: int = 0,
+) -> Plan:
+    """The fastest way to run the chain, by simulation.
+
+    ``answers``: of all drafts. ``corrections``: measured over predicted, per :attr:`Candidate.key`. ``cores``: more processes than this are
+    not considered. Raises ``ValueError`` for times or probabilities that make no sense.
+    """
+    call = call or Call()
+    corrections = corrections or {}
+    target = len(profile.stages) - 1
+    names = tuple(stage.name for stage in profile.stages)
+    counts = sorted({1, profile.threads}, reverse=True)
+
+    found = [predict(profile, answers, Candidate("plain", (), (), 0, n, 0.0), call) for n in counts]
+    plain = max(found, key=lambda c: c.rate)
+    if target > 0:
+        answers.check(len(profile.stages))
+        for schedule in schedules:
+            for drafts in subsets(profile):
+                threads = max(1, profile.threads - len(drafts)) if schedule == "workers" else plain.threads
+                if schedule == "workers" and cores is not None and cores < 2:
+                    continue
+                tried = [
+                    predict(profile, answers, Candidate(schedule, drafts, windows, wait, threads, 0.0), call, seed=seed)
+                    for windows, wait in _grid(schedule, len(drafts))
+                ]
+                best = max(tried, key=lambda c: c.rate)
+                if schedule == "workers":
+                    best = replace(best, ideal=predict(profile, answers, best, call, seed=seed, contention=0.0).rate)
+                found.append(best)
+    return decide(Plan(plain, plain, tuple(found), names, call, ""), corrections)
+
+
+def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float]) -> Plan:
+    """The same candidates, their rates corrected by what was measured, and the choice anew. Cheap.
+
+    What has not been measured is taken to be as far off as plain decoding: the machine is what they have in common.
+    """
+    known = [c for c in plan.candidates if c.schedule == "plain" and c.key in corrections]
+    common = corrections[max(known, key=lambda c: c.rate * corrections[c.key]).key] if known else 1.0
+    corrected = [replace(c, rate=c.rate * corrections.get(c.key, common)) for c in plan.candidates]
+    plain = max((c for c in corrected if c.schedule == "plain"), key=lambda c: c.rate)
+    best = max(corrected, key=lambda c: c.rate)
+    gain = best.rate / plain.rate
+    if best.schedule == "plain":
+        chosen = plain
+        others = [c for c in corrected if c.schedule != "plain"]
+        why = "plain: there are no drafts" if not others else "plain: no chain of drafts is predicted to be faster"
+    elif gain < MARGIN:
+        chosen, why = (
+            plain,
+            f"plain: {best.schedule} would gain {100 * (gain - 1):.0f} %, less than the margin of {100 * (MARGIN - 1):.0f} %",
+        )
+    else:
+        chosen = best
+        why = f"{best.schedule}: predicted {gain:.2f}x of plain decoding, {best.tokens_per_step:.2f} tokens per verification"
+    corrected.sort(key=lambda c: -c.rate)
+    return replace(plan, chosen=chosen, plain=plain, candidates=tuple(corrected), why=why)
+
+
+def ladder(profile: Chain, answers: Answers, candidate: Candidate, call: Call) -> tuple[Rung, ...]:
+    """The best windows and wait of ``candidate`` for acceptance rates other than the expected one: what it is steered by.
+
+    The last draft's agreement with the target varies, that of drafts with each other stays.
+    """
+    if candidate.schedule == "plain":
+        return ()
+    between = neighbours(answers, candidate.drafts, len(profile.stages))
+    rungs = []
+    waits = sorted({0, 2, 4, candidate.wait}) if candidate.schedule == "workers" else [0]
+    settings = [
+        ((*candidate.windows[:-1], window), wait)
+        for window in _WINDOWS[candidate.schedule]
+        for wait in waits
+        if wait <= window
+    ]
+    for a in _LADDER:
+        own = Answers(acceptance=(*between[:-1], a))
+        best: Candidate | None = None
+        for windows, wait in settings:
+            tried = _predict_subset(profile, own, replace(candidate, windows=windows, wait=wait), call)
+            if best is None or tried.rate > best.rate:
+                best = tried
+        assert best is not None
+        rungs.append(Rung(a, best.windows, best.wait, best.rate))
+    return tuple(rungs)
+
+
+@dataclass(frozen=True)
+class _Sub:
+    """Some stages of a profile."""
+
+    whole: Chain
+    stages: Sequence[Stage] = field(default_factory=tuple)
+
+    @property
+    def threads(self) -> int:
+        return self.whole.threads
+
+    def overlap(self, stages: int) -> float:
+        return self.whole.overlap(stages)
+
+
+def _predict_subset(profile: Chain, answers: Answers, candidate: Candidate, call: Call) -> Candidate:
+    stages = [profile.stages[i] for i in candidate.drafts] + [profile.stages[-1]]
+    own = replace(candidate, drafts=tuple(range(len(candidate.drafts))))
+    return replace(predict(_Sub(profile, stages), answers, own, call), drafts=candidate.drafts)
+
+
+def neighbours(answers: Answers, drafts: Sequence[int], stages: int) -> list[float]:
+    """Acceptance rate between neighbours of a chain of some drafts."""
+    own = _subset(answers, drafts, stages)
+    if own.table is None:
+        return list(own.acceptance)
+    columns = [*own.table.T, np.zeros(len(own.table), dtype=np.uint8)]
+    return [float(np.mean(a == b)) for a, b in itertools.pairwise(columns)]

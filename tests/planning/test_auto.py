@@ -1,0 +1,393 @@
+"""schedule="auto": steering over scripted clocks, learning over made-up profiles, and the text, whatever is decided when."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from pipespec import Pipeline
+from pipespec.drivers import LockstepDriver
+from pipespec.drivers.base import Policy
+from pipespec.planning import auto as autos
+from pipespec.planning import planner
+from pipespec.planning import profile as profiles
+from pipespec.planning.auto import Auto
+from pipespec.planning.planner import Rung
+from pipespec.planning.profile import ProfileWarning
+from pipespec.planning.steering import Counts, Ledger, Steering, acceptance
+from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.test_lossless import check
+from tests.planning.test_planner import chain
+
+# --- steering --------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """Decodes on a clock of its own: ``plain`` and ``speculating`` are seconds per token at the time; ``accepted`` of ``drafted`` hints a step."""
+
+    def __init__(self, plain, speculating, *, believed=None, accepted=1, drafted=2, ladder=()):
+        self.plain, self.speculating = plain, speculating
+        self.accepted, self.drafted = accepted, drafted
+        self.now = self.tokens = self.hints = self.right = self.steps = 0
+        self.policy = ((4,), 0)
+        self.applied = []
+        self.ledger = Ledger(believed or plain(0))
+        self.steering = Steering(
+            policy=self.policy,
+            ladder=ladder,
+            ledger=self.ledger,
+            apply=self.apply,
+            counts=lambda: Counts(self.tokens, self.hints, self.right, self.steps),
+            tokens=lambda: self.tokens,
+            clock=lambda: self.now,
+        )
+
+    def apply(self, windows, wait):
+        self.policy = (windows, wait)
+        self.applied.append((self.tokens, windows, wait))
+
+    def run(self, tokens):
+        """Returns the share of tokens decoded plainly."""
+        rested = 0
+        while self.tokens < tokens:
+            rests = not any(self.policy[0])
+            new = 1 if rests else 1 + self.accepted
+            self.hints += 0 if rests else self.drafted
+            self.right += new - 1
+            self.steps += 1
+            self.now += new * (self.plain if rests else self.speculating)(self.tokens)
+            self.tokens += new
+            rested += new * rests
+            self.steering.look()
+        return rested / tokens
+
+
+def always(seconds):
+    return lambda tokens: seconds
+
+
+def test_drafts_that_lose_rest():
+    m = Machine(plain=always(1.0), speculating=always(1.5))
+    assert m.run(2000) > 0.9
+    assert m.now < 1.03 * 2000
+    assert "changed to plain decoding" in m.steering.decisions[0]
+
+
+def test_drafts_that_win_go_on():
+    m = Machine(plain=always(1.0), speculating=always(0.5))
+    assert m.run(4000) < 0.04  # plain decoding is measured now and then
+    assert m.now < 1.03 * 0.5 * 4000
+    assert m.ledger.measured > 0
+    assert m.steering.decisions == []
+
+
+def test_a_slow_machine_is_not_the_drafts_fault():
+    m = Machine(plain=always(3.0), speculating=always(2.0), believed=1.0)  # all is three times slower than believed
+    assert m.run(4000) < 0.05
+    assert m.ledger.plain_s == pytest.approx(3.0)
+    assert "back to drafting" in m.steering.decisions[1]
+
+
+def test_plain_decoding_that_is_better_than_believed_is_found_out():
+    m = Machine(plain=always(1.0), speculating=always(1.2), believed=2.0)
+    assert m.run(4000) > 0.8
+
+
+def test_drafts_that_recover_are_tried_again():
+    m = Machine(plain=always(1.0), speculating=lambda tokens: 2.0 if tokens < 100 else 0.4)
+    m.run(4000)
+    assert m.now < 0.6 * 4000
+    assert any("tried again" in d for d in m.steering.decisions)
+
+
+def test_decisions_are_bounded():
+    generator = random.Random(3)
+    m = Machine(plain=lambda t: generator.uniform(0.2, 2), speculating=lambda t: generator.uniform(0.2, 2))
+    m.run(50_000)
+    assert len(m.steering.decisions) <= 32
+    assert sum("changed" in d for d in m.steering.decisions) <= 8
+
+
+LADDER = (Rung(0.2, (1,), 0, 1.0), Rung(0.6, (4,), 0, 2.0), Rung(0.95, (8,), 2, 3.0))
+
+
+def test_windows_follow_the_acceptance():
+    m = Machine(plain=always(1.0), speculating=always(0.5), accepted=4, drafted=4, ladder=LADDER)
+    m.run(1000)
+    assert m.policy == ((8,), 2)
+    m.accepted = 0
+    m.run(2000)
+    assert m.policy[0][0] < 8
+    assert any("acceptance" in d for d in m.steering.decisions)
+
+
+def test_acceptance_from_means():
+    for a in (0.1, 0.5, 0.9):
+        for n in (1, 3.5, 8):
+            assert acceptance(n, a * (1 - a**n) / (1 - a)) == pytest.approx(a, abs=1e-6)
+    assert acceptance(0, 0) == 0
+    assert acceptance(4, 0) == pytest.approx(0, abs=1e-6)
+    assert acceptance(4, 4) == pytest.approx(1, abs=1e-6)
+    with pytest.raises(ValueError, match="cannot be accepted"):
+        acceptance(1, 2)
+
+
+# --- steering a driver -----------------------------------------------------------------------------------------------
+
+
+def test_a_policy_must_fit_the_chain(target):
+    driver = LockstepDriver([always_right(target), target], Policy((4,)))
+    with pytest.raises(ValueError, match="1 windows"):
+        driver.steer(Policy((4, 4)))
+
+
+def test_what_resting_means():
+    assert Policy((0,)).rests
+    assert Policy((4, 0)).rests
+    assert Policy(()).rests
+    assert not Policy((0, 4)).rests
+    assert Policy((0, 4)).max_hints(1) == 0
+
+
+# --- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+def table(*right: float, positions: int = 200) -> np.ndarray:
+    """Draft i agrees with the target at this share of the positions."""
+    generator = np.random.default_rng(0)
+    return np.stack([np.where(generator.random(positions) < r, 0, i + 1) for i, r in enumerate(right)], 1).astype(
+        np.uint8
+    )
+
+
+def pipeline(monkeypatch, models, profile, tables, **more) -> Pipeline:
+    monkeypatch.setattr(
+        "pipespec.pipeline.Auto", functools.partial(Auto, profile=profile, tables={"greedy": tables}, **more)
+    )
+    return Pipeline(models[-1], models[:-1], schedule="auto")
+
+
+@pytest.fixture
+def one_core(monkeypatch):
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0})
+
+
+def reports(pipe, count, new=24, **more):
+    out = []
+    for prompt in random_prompts(count, seed=8):
+        pipe.generate(prompt[None], max_new_tokens=new, **({"do_sample": False} | more))
+        out.append(pipe.report)
+    return out
+
+
+def test_it_begins_as_planned_and_says_so(monkeypatch, target, one_core):
+    models = [always_right(target), target]
+    with pipeline(monkeypatch, models, chain(1e-3, 1e-2), table(0.9)) as pipe:
+        assert pipe.plan.speculates
+        report = reports(pipe, 1)[0]
+        assert report.schedule == "lockstep"
+        assert report.stages[-1].accepted > 0
+        assert report.decisions[0].startswith("lockstep: predicted")
+        assert report.decisions[0] in str(report)
+        assert report.to_dict()["decisions"] == report.decisions
+    assert Pipeline(target, schedule="plain").plan is None
+
+
+def test_a_plan_for_nothing_learns_better(monkeypatch, target, one_core):
+    """The table says that the draft is useless; the first text shows that it is not."""
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.0)) as pipe:
+        assert not pipe.plan.speculates
+        first, second = reports(pipe, 2)
+        assert first.schedule == "plain"
+        assert any("planned anew" in d for d in first.decisions)
+        assert second.schedule == "lockstep"
+
+
+def test_a_plan_for_something_learns_better(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_wrong(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        assert pipe.plan.speculates
+        last = reports(pipe, 3)[-1]
+        assert last.schedule == "plain"
+        assert last.stages[-1].name == "target"
+        assert len(last.stages) == 1
+
+
+def test_sampled_and_greedy_are_told_apart(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        reports(pipe, 1)
+        greedy = pipe._auto.tables["greedy"]
+        reports(pipe, 1, do_sample=True, seed=1, top_k=0, temperature=0.8)
+        assert set(pipe._auto.tables) == {"greedy", "sampled"}
+        assert pipe._auto.tables["greedy"] is greedy
+        assert (pipe._auto.tables["sampled"] == 0).mean() > 0.95  # coupled noise
+
+
+def test_what_loses_in_fact_is_left(monkeypatch, target, one_core):
+    """Predicted to win, measured to lose: corrected, whatever the profile says."""
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0)) as pipe:
+        chosen = pipe.plan.chosen
+        pipe._auto.correct(1, chosen.key, 0.1)
+        for candidate in pipe.plan.candidates:
+            if candidate.schedule != "plain":
+                pipe._auto.correct(1, candidate.key, 0.1)
+        assert reports(pipe, 1)[0].schedule == "plain"
+
+
+def test_what_is_as_good_is_tried_once(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        auto = pipe._auto
+        plan = planner.plan(auto.profile, auto.answers("greedy"))
+        first, second = [c for c in plan.candidates if c.schedule != "plain"][:2]
+        auto.correct(1, first.key, 1.0)
+        near = autos.replace(plan, candidates=(first, autos.replace(second, rate=0.95 * first.rate), plan.plain))
+        assert auto._choose(near, 1).key == second.key
+        auto.correct(1, second.key, 1.0)
+        assert auto._choose(near, 1).key == first.key
+        far = autos.replace(plan, candidates=(first, autos.replace(second, rate=0.5 * first.rate), plan.plain))
+        auto._corrections[1].pop(second.key)
+        assert auto._choose(far, 1).key == first.key
+
+
+def test_where_no_process_can_be_started(monkeypatch, target, capsys):
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
+
+    def refuse(*args):
+        raise RuntimeError("no more processes")
+
+    monkeypatch.setattr(autos, "WorkersDriver", refuse)
+    with pipeline(monkeypatch, [always_right(target), target], chain(5e-3, 1e-2), table(0.9)) as pipe:
+        assert "no more processes" in capsys.readouterr().err
+        assert "workers" not in {c.schedule for c in pipe.plan.candidates}
+        assert reports(pipe, 1)[0].schedule in ("plain", "lockstep")
+
+
+def test_a_batch_is_measured_when_it_comes(monkeypatch, target, one_core):
+    ids, mask = left_pad(random_prompts(3, seed=1))
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        assert pipe._auto.profile.target.has(2, 4)
+        assert pipe.plan.call.rows == 4
+
+
+def test_without_drafts_it_is_plain(target):
+    with Pipeline(target, schedule="auto") as pipe:
+        assert pipe.schedule == "plain"
+        assert pipe.plan is None
+
+
+@pytest.mark.parametrize("arguments", [{"windows": 4}, {"wait": 0}])
+def test_what_auto_chooses_cannot_be_given(target, arguments):
+    with pytest.raises(ValueError, match="schedule='auto' chooses"):
+        Pipeline(target, [always_right(target)], schedule="auto", **arguments)
+
+
+def test_the_profile_is_kept_and_a_corrupt_one_made_anew(monkeypatch, target, tmp_path, one_core):
+    """Really measured, on one core."""
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(profiles, "_told", set())
+    draft = random_llama(4, layers=1)
+    measured = []
+    monkeypatch.setattr(
+        profiles, "measure_stages", lambda *a, f=profiles.measure_stages, **k: measured.append(1) or f(*a, budget_s=1.0)
+    )
+    Auto([draft, target]).close()
+    again = Auto([draft, target])
+    assert len(measured) == 1
+    assert len(again.tables["greedy"]) >= 16
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text()[:200])
+    with pytest.warns(ProfileWarning, match="made anew"):
+        Auto([draft, target]).close()
+    assert len(measured) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Auto([draft, target]).close()
+    assert len(measured) == 2
+
+
+# --- the text --------------------------------------------------------------------------------------------------------
+
+
+class Chaos:
+    """Steers anywhere at any moment: off, on, wide, narrow, waiting."""
+
+    generator = random.Random(1)
+    switches = 0
+
+    def __init__(self, *, policy, apply, **more):
+        self.drafts, self.apply = len(policy[0]), apply
+        self.decisions = []
+
+    def look(self):
+        pick = self.generator.random()
+        if pick < 0.3:
+            self.apply((0,) * self.drafts, 0)
+        elif pick < 0.7:
+            self.apply(
+                tuple(self.generator.choice((0, 1, 3, 8)) for _ in range(self.drafts)), self.generator.choice((0, 0, 2))
+            )
+        else:
+            return
+        type(self).switches += 1
+
+
+def _chaos(monkeypatch, family, profile, schedule, tables):
+    monkeypatch.setattr(Chaos, "generator", random.Random(7))
+    monkeypatch.setattr(Chaos, "switches", 0)
+    monkeypatch.setattr(autos, "_SHARE", 0.0)
+    seen = set()
+    ties = rows = 0
+    target = family[-1]
+    with pipeline(monkeypatch, family, profile, tables, steering=Chaos) as pipe:
+        assert pipe.plan.chosen.schedule == schedule
+        pipe._auto._observed |= {"greedy", "sampled"}  # nothing is learnt: the schedule stays
+        for number, batch in enumerate((1, 3, 1, 2)):
+            prompts = random_prompts(batch, seed=100 + number)
+            ids, mask = left_pad(prompts)
+            wanted = target.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
+            got = pipe.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
+            ties += check(target, prompts, wanted, got, ids.shape[1], f"{schedule} {number}")
+            rows += batch
+            seen.add(pipe.report.schedule)
+        with Pipeline(target, schedule="plain") as plain:
+            for seed in range(2):
+                prompt = random_prompts(1, seed=200 + seed)[0][None]
+                arguments = {"max_new_tokens": 24, "do_sample": True, "seed": seed, "temperature": 0.9, "top_k": 0}
+                got = pipe.generate(prompt, **arguments)
+                assert torch.equal(got, plain.generate(prompt, **arguments))
+    assert ties <= 1
+    assert schedule in seen
+    assert Chaos.switches > 20
+
+
+def test_lockstep_switched_at_random_gives_the_same_text(monkeypatch, target, one_core):
+    models = [noisy(target, 0.2), noisy(target, 0.02), target]
+    _chaos(monkeypatch, models, chain(1e-4, 1e-3, 1e-2), "lockstep", table(0.5, 0.9))
+
+
+@pytest.mark.slow
+def test_workers_switched_at_random_give_the_same_text(monkeypatch, target):
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    models = [noisy(target, 0.2), noisy(target, 0.02), target]
+    _chaos(monkeypatch, models, chain(2e-3, 4e-3, 1e-2), "workers", table(0.5, 0.9))
+
+
+@pytest.mark.slow
+def test_measured_planned_and_run_for_real(monkeypatch, target, tmp_path):
+    """Everything together, nothing made up: processes, profile, plan, calls."""
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
+    with Pipeline(target, [random_llama(4, layers=1)], schedule="auto") as pipe:
+        assert set(pipe._auto.profile.contention) == {2}
+        assert {c.schedule for c in pipe.plan.candidates} == {"plain", "lockstep", "workers"}
+        for prompt in random_prompts(3, seed=3):
+            wanted = target.generate(prompt[None], max_new_tokens=24, do_sample=False)
+            got = pipe.generate(prompt[None], max_new_tokens=24, do_sample=False)
+            assert check(target, [prompt], wanted, got, len(prompt), "auto") <= 1
+            assert pipe.report.decisions
+    assert len(list(tmp_path.iterdir())) == 1
