@@ -33,7 +33,7 @@ from pipespec.planning.planner import Candidate
 from pipespec.planning.survey import Runner, calibrate, call_of, picture, settings, survey, table
 from pipespec.progress import quiet_transformers, say, working
 
-_CALIBRATION = 6
+_CALIBRATION = {"survey": 24, "auto": 6}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["PIPESPEC_CACHE"] = folder
         with working("loading the models"):
             family = Family.load()
-        texts = [family.encode(text) for text in prompts(args.prompts + _CALIBRATION)]
+        texts = [family.encode(text) for text in prompts(args.prompts + _CALIBRATION[args.what])]
         measured, calibration = texts[: args.prompts], texts[args.prompts :]
         run = _survey if args.what == "survey" else _auto
         record = {"machine": before, "load_average_after": os.getloadavg(), **run(args, family, measured, calibration)}
@@ -102,6 +102,14 @@ def _survey(
     points = survey(models, profile, answers, candidates, measured, args.new_tokens, args.repeats, _Progress())
     print(table(points, names))
     errors = [abs(p.error) for p in points]
+    # What is left when the drafts' luck with the measured texts is known: the error of the step times and of the simulation.
+    replay = calibrate(models, measured, args.new_tokens)
+    call = call_of(measured, args.new_tokens)
+    replayed = [planner.predict(profile, replay, p.candidate, call).rate for p in points]
+    rest = [abs(r / p.median - 1) for r, p in zip(replayed, points, strict=True)]
+    print(
+        f"replaying the measured texts: median error {100 * statistics.median(rest):.1f} %, largest {100 * max(rest):.1f} %"
+    )
     chosen = next(p for p in points if p.candidate.key == own.chosen.key and p.candidate.windows == own.chosen.windows)
     share = chosen.median / own.chosen.ideal
     print(f"median error {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %")
@@ -115,7 +123,8 @@ def _survey(
         "profile": profile.to_json(),
         "agreement": [float(x) for x in (answers.table == 0).mean(axis=0)],
         "plan": own.to_dict(),
-        "points": [p.to_dict() for p in points],
+        "points": [p.to_dict() | {"replayed": r} for p, r in zip(points, replayed, strict=True)],
+        "median_error_replayed": statistics.median(rest),
         "median_error": statistics.median(errors),
         "of_ideal": share,
         "identical": all(p.identical for p in points),
