@@ -30,7 +30,7 @@ from pipespec.progress import say, working
 from pipespec.sampling import Selection
 from pipespec.stage import Start
 
-_SHARE = 0.01
+_SHARE = 0.005
 """Learning between calls may take this much of the time spent in calls."""
 _NEAR = 0.92
 """A chain predicted this close to the best is tried once: predictions are good to about as much."""
