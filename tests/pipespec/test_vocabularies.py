@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -88,10 +89,27 @@ def test_the_text_is_the_targets(model, paths, prompts, drafts):
         check(pipe, model, prompts, **kwargs)
 
 
+class Slow:
+    """A streamer that takes its time, and so does the target that waits for it."""
+
+    def put(self, value):
+        time.sleep(0.01)
+
+    def end(self):
+        pass
+
+
 def test_in_processes_of_their_own(model, paths, prompts):
     with Pipeline(paths["target"], [paths["less"], paths["more"]], schedule="workers") as pipe:
         for kwargs in ({}, {"repetition_penalty": 1.5}, {"suppress_tokens": [310, 5]}):
             check(pipe, model, prompts, **kwargs)
+        # So small a target is through before a draft on a busy machine has begun. A pause at every token lets hints arrive.
+        for _ in range(20):
+            wanted = model.generate(prompts[0][:1], max_new_tokens=NEW, do_sample=False)
+            got = pipe.generate(prompts[0][:1], max_new_tokens=NEW, streamer=Slow())
+            assert torch.equal(got, wanted)
+            if pipe.report.stages[-1].drafted > 0 and pipe.report.stages[0].produced > 0:
+                break
         assert pipe.report.stages[-1].drafted > 0
         assert pipe.report.stages[0].produced > 0
 
