@@ -46,6 +46,8 @@ class Pipeline:
         among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose.
     windows: per draft, how many tokens it may be ahead of the stage after it (an integer: for all).
     wait: drafts that the target awaits if it has fewer, for as long as they are expected to take (``workers`` only).
+    decode_meanwhile: a target with fewer drafts than ``wait`` decodes one token instead of sleeping, and leaves those there are to grow. Pays
+        where verifying several tokens costs much more than decoding one.
     dtype, device: for models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits near-ties may fall otherwise.
     trust_remote_code: allow a path's own Python code to run. Never implied.
 
@@ -63,6 +65,7 @@ class Pipeline:
         schedule: str = "lockstep",
         windows: int | Sequence[int] | None = None,
         wait: int | None = None,
+        decode_meanwhile: bool = False,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
@@ -86,13 +89,13 @@ class Pipeline:
         self._auto: Auto | None = None
         self._driver: Driver | None = None
         if self.schedule == "auto":
-            if windows is not None or wait is not None:
+            if windows is not None or wait is not None or decode_meanwhile:
                 raise ValueError(
-                    "windows and wait are what schedule='auto' chooses: leave them out, or name a schedule"
+                    "windows, wait and decode_meanwhile are what schedule='auto' chooses: leave them out, or name a schedule"
                 )
             self._auto = Auto(self.models)
         else:
-            self._driver = self._make_driver(windows, wait)
+            self._driver = self._make_driver(windows, wait, decode_meanwhile)
 
     @property
     def target(self) -> PreTrainedModel:
@@ -103,12 +106,17 @@ class Pipeline:
         """With ``schedule="auto"``: what the last call was chosen from, or the next one will be; ``print`` it."""
         return None if self._auto is None else self._auto.plan
 
-    def _make_driver(self, windows: int | Sequence[int] | None, wait: int | None) -> Driver:
+    def _make_driver(self, windows: int | Sequence[int] | None, wait: int | None, decode_meanwhile: bool) -> Driver:
         if self.schedule == "plain":
             return LockstepDriver(self.models[-1:], Policy())
-        policy = Policy(_windows(windows, len(self.models) - 1, self.schedule), _DEFAULT_WAIT if wait is None else wait)
+        wait = _DEFAULT_WAIT if wait is None else wait
+        policy = Policy(_windows(windows, len(self.models) - 1, self.schedule), wait, decode_meanwhile)
         if policy.wait < 0:
             raise ValueError(f"wait must not be negative, got {wait}")
+        if decode_meanwhile and (self.schedule != "workers" or wait == 0):
+            raise ValueError(
+                "decode_meanwhile is for schedule='workers' with wait=, the number of drafts worth a verification"
+            )
         if self.schedule == "workers":
             return WorkersDriver(self.models, policy)
         return LockstepDriver(self.models, policy)

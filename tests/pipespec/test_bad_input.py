@@ -180,6 +180,15 @@ def test_schedules_windows_and_waits(model):
     refused(ValueError, "one per draft, 1, not 0", model, draft, windows=[])
     refused(TypeError, "windows", model, draft, windows=2.5)
     refused(ValueError, "wait must not be negative", model, draft, wait=-1)
+    for kwargs in ({}, {"schedule": "lockstep", "wait": 2}, {"schedule": "workers", "wait": 0}):
+        refused(
+            ValueError,
+            "decode_meanwhile is for schedule='workers' with wait=",
+            model,
+            draft,
+            decode_meanwhile=True,
+            **kwargs,
+        )
 
 
 def test_a_single_draft_needs_no_list(model, tmp_path):

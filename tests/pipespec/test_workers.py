@@ -20,6 +20,7 @@ import torch
 from pipespec import Pipeline
 from pipespec.drivers import workers
 from pipespec.drivers.base import StageFailure
+from pipespec.planning import simulator
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 
@@ -330,6 +331,40 @@ def test_a_dead_draft_costs_no_time(rig):
             break
     assert took < 2 * plain
     rig.check_recovered()
+
+
+def test_decoding_meanwhile_verifies_only_what_is_worth_it():
+    """With fewer drafts than ``wait`` a step feeds none of them; there are steps of both kinds, and the text is the target's."""
+    target = random_llama(3)
+    prompt = random_prompts(1, seed=4, shortest=3)[0][None]
+    wanted = target.generate(prompt, max_new_tokens=60, do_sample=False)
+    hints = []
+    with Pipeline(
+        Faulty.like(target), noisy(target, 0.02), schedule="workers", windows=8, wait=4, decode_meanwhile=True
+    ) as pipe:
+        pipe.models[-1].set(delay=-0.003)
+
+        class Watch:
+            def put(self, value):
+                if value.numel() == 1:  # not the prompt
+                    hints.append(int(pipe._driver._target.port.n_hint[0]))
+
+            def end(self):
+                pass
+
+        for _ in range(20):  # how many hints come in time is the machine's affair
+            hints.clear()
+            assert torch.equal(pipe.generate(prompt, max_new_tokens=60, streamer=Watch()), wanted)
+            early = hints[:-12]  # the draft may not pass the end: then fewer are all there will be
+            assert all(n == 0 or n >= 4 for n in early)
+            if any(early) and 0 in early:
+                break
+    assert any(early)
+    assert 0 in early
+
+
+def test_the_simulator_waits_as_long():
+    assert workers.PATIENCE == simulator.PATIENCE
 
 
 # ---- stopped, failing

@@ -280,7 +280,7 @@ def test_without_drafts_it_is_plain(target):
         assert pipe.plan is None
 
 
-@pytest.mark.parametrize("arguments", [{"windows": 4}, {"wait": 0}])
+@pytest.mark.parametrize("arguments", [{"windows": 4}, {"wait": 0}, {"decode_meanwhile": True}])
 def test_what_auto_chooses_cannot_be_given(target, arguments):
     with pytest.raises(ValueError, match="schedule='auto' chooses"):
         Pipeline(target, [always_right(target)], schedule="auto", **arguments)

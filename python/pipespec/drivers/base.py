@@ -43,12 +43,14 @@ class Policy:
     """The numbers that steer a chain; the text does not depend on them, and they may change between any two steps.
 
     ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it; 0: the draft rests. ``wait``: drafts that the
-    target awaits when it has fewer (a bet with a deadline, never a condition). ``threads``: of the target beside workers; None: what they
+    target awaits when it has fewer (a bet with a deadline, never a condition); ``decode_meanwhile``: instead of sleeping it decodes one token
+    and leaves those there are alone (workers). ``threads``: of the target beside workers; None: what they
     leave, or all while the drafts rest.
     """
 
     windows: tuple[int, ...] = field(default_factory=tuple)
     wait: int = 0
+    decode_meanwhile: bool = False
     threads: int | None = None
 
     def window(self, stage: int) -> int:

@@ -31,6 +31,9 @@ from pipespec_kernels.state import Action, SharedMemory, StateBlock
 _READY_TIMEOUT_S = 120.0
 """Importing torch and transformers takes seconds, on a busy machine many."""
 
+PATIENCE = 1.5
+"""Missing drafts are awaited for this many times the time that they are expected to take; the simulator's, too."""
+
 _SEND_TIMEOUT_S = 5
 
 _FINISH_TIMEOUT_S = 10.0
@@ -232,9 +235,11 @@ class WorkersDriver(Driver):
         upstream = self._target.index - 1
         max_hints = self.policy.max_hints(self._target.index)
         action = self._target.step(0, max_hints, self.policy.wait)
+        if action == Action.WAIT and self.policy.decode_meanwhile:
+            return self._target.step(0, 0)
         if action == Action.WAIT:
             # The time the missing drafts are expected to take, with some slack; then go on with what there is.
-            patience = int(1.5 * self.policy.wait * self.block.step_ns(upstream))
+            patience = int(PATIENCE * self.policy.wait * self.block.step_ns(upstream))
             deadline = time.perf_counter_ns() + patience
             while action == Action.WAIT:
                 left = deadline - time.perf_counter_ns()

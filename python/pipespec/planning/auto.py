@@ -194,7 +194,7 @@ class Auto:
         """The driver of this schedule and these drafts; made at its first use and kept."""
         at = (candidate.schedule, candidate.drafts)
         driver = self._drivers.get(at)
-        policy = Policy(candidate.windows, candidate.wait)
+        policy = Policy(candidate.windows, candidate.wait, candidate.decode_meanwhile)
         if driver is None:
             models = [*(self.models[i] for i in candidate.drafts), self.models[-1]]
             if candidate.schedule == "workers":
@@ -390,7 +390,8 @@ class _Session:
 
         def apply(windows: tuple[int, ...], wait: int) -> None:
             rests = not any(windows)
-            self.driver.steer(Policy(windows, wait, self.plan.plain.threads if rests else None))
+            threads = self.plan.plain.threads if rests else None
+            self.driver.steer(Policy(windows, wait, self.candidate.decode_meanwhile, threads))
             if self.candidate.schedule == "lockstep":
                 torch.set_num_threads(self.plan.plain.threads if rests else self.candidate.threads)
 

@@ -22,7 +22,16 @@ MARGIN = 1.05
 _MOST_WIDTH = 34  # half of a step's columns, and own tokens
 _MOST_DRAFTS = 3  # of which all subsets are tried; of more, each alone, all, and all without one
 _WINDOWS = {"lockstep": (1, 2, 3, 4, 6, 8), "workers": (2, 4, 8, 16)}
-_WAITS = (0, 1, 2, 4, 6)
+_WAITS = (
+    (0, False),
+    (1, False),
+    (2, False),
+    (4, False),
+    (6, False),
+    (2, True),
+    (4, True),
+    (8, True),
+)  # and decode meanwhile
 _LADDER = (0.1, 0.3, 0.5, 0.65, 0.8, 0.9, 0.97)
 
 
@@ -66,7 +75,8 @@ class Call:
 @dataclass(frozen=True)
 class Candidate:
     """One way to run the chain. ``drafts``: indices into the profile's stages, in order; ``rate``: predicted tokens per second of a
-    whole call, prompt included; ``ideal``: the same if stages did not slow each other down."""
+    whole call, prompt included; ``ideal``: the same if stages did not slow each other down; ``decode_meanwhile``: what a target with fewer
+    hints than ``wait`` does, else it sleeps."""
 
     schedule: str
     drafts: tuple[int, ...]
@@ -76,6 +86,7 @@ class Candidate:
     rate: float
     tokens_per_step: float = 1.0
     ideal: float = 0.0
+    decode_meanwhile: bool = False
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], int]:
@@ -123,7 +134,7 @@ class Plan:
                     self.label(c),
                     str(c.threads),
                     "/".join(map(str, c.windows)) or "-",
-                    str(c.wait) if c.schedule == "workers" else "-",
+                    f"{c.wait}{'+' if c.decode_meanwhile else ''}" if c.schedule == "workers" else "-",
                     f"{c.tokens_per_step:.2f}",
                     f"{c.rate:.1f}",
                     f"{c.rate / self.plain.rate:.2f}x",
@@ -188,7 +199,7 @@ def predict(
         threads = candidate.threads if i == target or not is_parallel else 1
         stages.append(model(i, threads, sum_s))
     own = _subset(answers, candidate.drafts, len(profile.stages))
-    policy = Policy(candidate.windows, candidate.wait)
+    policy = Policy(candidate.windows, candidate.wait, decode_meanwhile=candidate.decode_meanwhile)
     if contention is None:
         contention = profile.overlap(len(stages)) if is_parallel else 0.0
     # Enough of them for the mean, not one text's luck.
@@ -229,15 +240,15 @@ def subsets(profile: Chain) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _grid(schedule: str, drafts: int) -> list[tuple[tuple[int, ...], int]]:
-    """Windows and waits to try."""
+def _grid(schedule: str, drafts: int) -> list[tuple[tuple[int, ...], int, bool]]:
+    """Windows, waits, and whether to decode meanwhile, to try."""
     sizes = _WINDOWS[schedule]
-    waits = _WAITS if schedule == "workers" else (0,)
+    waits = _WAITS if schedule == "workers" else _WAITS[:1]
     # The same window for all but the last draft: the product of all would be too many.
     pairs = (
         [(w,) for w in sizes] if drafts == 1 else [(a,) * (drafts - 1) + (b,) for a in sizes[1:4] for b in sizes[1:]]
     )
-    return [(windows, wait) for windows in pairs for wait in waits if wait <= windows[-1]]
+    return [(windows, wait, meanwhile) for windows in pairs for wait, meanwhile in waits if wait <= windows[-1]]
 
 
 def plan(
@@ -271,8 +282,14 @@ def plan(
                 if schedule == "workers" and cores is not None and cores < 2:
                     continue
                 tried = [
-                    predict(profile, answers, Candidate(schedule, drafts, windows, wait, threads, 0.0), call, seed=seed)
-                    for windows, wait in _grid(schedule, len(drafts))
+                    predict(
+                        profile,
+                        answers,
+                        Candidate(schedule, drafts, windows, wait, threads, 0.0, decode_meanwhile=meanwhile),
+                        call,
+                        seed=seed,
+                    )
+                    for windows, wait, meanwhile in _grid(schedule, len(drafts))
                 ]
                 best = max(tried, key=lambda c: c.rate)
                 if schedule == "workers":

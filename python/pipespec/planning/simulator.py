@@ -54,7 +54,7 @@ class Policy:
     ``windows``: how far each draft may be ahead of the stage downstream of it, one for all or one each. ``wait``: hints that
     the target awaits when it has fewer; ``waits``: the same for each verifying stage, instead. ``patience``: the deadline, in
     expected durations. ``decode_meanwhile``: a stage with fewer hints than its wait decodes one token and leaves the hints alone,
-    instead of sleeping; pays where a one-token step costs much less than a wider one; no driver does it yet. ``wake_s``: from
+    instead of sleeping; pays where a one-token step costs much less than a wider one. ``wake_s``: from
     a publication to the look of a stage that slept.
     """
 

@@ -49,6 +49,7 @@ class Point:
             "drafts": list(c.drafts),
             "windows": list(c.windows),
             "wait": c.wait,
+            "decode_meanwhile": c.decode_meanwhile,
             "threads": c.threads,
             "predicted": c.rate,
             "ideal": c.ideal,
@@ -109,7 +110,7 @@ class Runner:
         pipe = self.pipe(c)
         driver = pipe._driver
         assert driver is not None
-        driver.steer(Policy(c.windows, c.wait))
+        driver.steer(Policy(c.windows, c.wait, c.decode_meanwhile))
         # Workers share out what there is; the others have the number they are told.
         with threads_set(c.threads + (len(c.drafts) if c.schedule == "workers" else 0)):
             text = pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False)

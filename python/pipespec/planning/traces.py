@@ -363,8 +363,8 @@ def judge(evidence: Evidence, run: Run) -> Verdict:
 
 @dataclass(frozen=True)
 class Ours:
-    """Our protocol at the published latencies, ms/token. ``by_wait``: as the drivers wait; ``meanwhile``: decoding while there
-    are fewer hints than ``wait``, a proposal; ``ceiling``: no rule that looks at the number of hints can be faster, if
+    """Our protocol at the published latencies, ms/token. ``by_wait``: sleeping, ``meanwhile``: decoding while there
+    are fewer hints than ``wait`` (``decode_meanwhile=True``); ``ceiling``: no rule that looks at the number of hints can be faster, if
     acceptance is independent and the last draft costs what the first one does."""
 
     by_wait: dict[int, float]
@@ -581,7 +581,7 @@ def as_text(data: dict[str, Any]) -> str:
     lines += [
         "",
         "no wait: no handshake, corrections reach all stages at once, bonus tokens are adopted.",
-        "decoding meanwhile: with fewer than w hints the target decodes one token instead of sleeping (no driver does it yet).",
+        "decoding meanwhile: with fewer than w hints the target decodes one token instead of sleeping.",
         "ceiling: no rule that chooses by the number of hints is faster, if acceptance is independent and drafts cost what the",
         "smallest model's cost.",
     ]
