@@ -13,14 +13,12 @@ it by Gumbel-max: the largest ``ln(p - q) + G = x / T + ln(1 - q / p) + G + cons
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import (
     INTEGERS,
@@ -37,25 +35,7 @@ from pipespec_kernels.triton.launch import (
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
-from pipespec_kernels.triton.selection import NOTHING, as_words, better, pack_best, unpack_id
-
-
-class Streams(NamedTuple):
-    """Which stream of random numbers each draw takes. They must differ, or what comes out is not the target's
-    distribution: a hint is rejected more often where its noise was large, and the same noise would then draw again.
-
-    Attributes:
-        draft: of the noise with which the hints were drawn (by :func:`verify` with this ``Noise.stream``, say).
-        accept: of the uniforms in the test.
-        residual: of the noise with which the last token of each row is drawn.
-    """
-
-    draft: int = DRAFT
-    accept: int = ACCEPT
-    residual: int = RESIDUAL
-
-
-INDEPENDENT = Streams()
+from pipespec_kernels.triton.selection import NOTHING, advance, as_words, better, invalid, pack_best, unpack_id
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -122,7 +102,7 @@ def ratio_test_kernel(
     row64 = row.to(tl.int64)
     fed = tl.load(n_fed + row)
     hints = tl.load(n_hint + row)
-    bad = (fed < 0) | (fed > width) | ((hints < 0) | (hints >= fed)) & (fed != 0)
+    bad = invalid(fed, hints, width)
     first = fed - 1 - hints
     columns = tl.arange(0, WIDTH_BLOCK)
 
@@ -335,9 +315,7 @@ def ratio_choose_kernel(
             choice = unpack_id(tl.where((word >> 32).to(tl.uint32) > NOTHING, word, whole_word))
             tl.store(selected + row64 * width + agreed, choice)
             if HAS_STATE:
-                tl.store(next_token + row, choice)
-                tl.store(length + row, tl.load(length + row) + agreed + 1)
-                tl.store(epoch + row, tl.load(epoch + row) + (agreed < hints).to(tl.int32))
+                advance(next_token, length, epoch, row, choice, agreed, hints)
             tl.debug_barrier()  # every thread has read what is overwritten now
             tl.store(words, 0)
             tl.store(words + 1, 0)
