@@ -15,7 +15,7 @@ from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 from pipespec_kernels.triton import select
 
-from ..selection import DTYPES, KINDS, LAYOUTS, hinted_tokens, make_logits, ragged_counts, strided
+from ..selection import DTYPES, KINDS, LAYOUTS, any_strides, hinted_tokens, make_logits, ragged_counts, strided
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ SHAPES = st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([1, 2, 
 LOGITS = {
     "shape": SHAPES,
     "dtype": st.sampled_from(DTYPES),
-    "layout": st.sampled_from([*LAYOUTS, "expanded"]),
+    "layout": st.sampled_from([*LAYOUTS, "expanded", (7, 0), (3, 41), (90, 200)]),
     "seed": st.integers(0, 2**31),
 }
 RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -65,9 +65,14 @@ RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[Health
 FIXED = settings(RELAXED, derandomize=True)
 
 
-def placed(logits: torch.Tensor, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def placed(
+    logits: torch.Tensor, layout: str | tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits as the oracle gets them and the same values, in this layout, on the device."""
     assert ops._kernels(logits.to(device)) is not None
+    if isinstance(layout, tuple):
+        view = any_strides(logits, layout)
+        return view, any_strides(logits.to(device), layout)
     if layout != "expanded":
         return logits, strided(logits.to(device), layout)
     if logits.shape[0] == 0:
