@@ -2,8 +2,8 @@
 for drafts that gave their distribution; :func:`cutoff` says which tokens a sample may be.
 
 Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, with the host's noise to the last bit; tensors on the
-CPU to the native code (one pass over the logits, vectorised, several threads for large work); float64 logits, other
-devices, and ``verify_ratio`` on the CPU to :mod:`pipespec_kernels.reference`, plain torch. Of equal logits the lowest id wins,
+CPU to the native code (one pass over the logits, vectorised, several threads for large work; ``verify_ratio``:
+:mod:`pipespec_kernels.ratio`); float64 logits and other devices to :mod:`pipespec_kernels.reference`, plain torch. Of equal logits the lowest id wins,
 and a NaN counts as larger than everything: what ``torch.argmax`` does. ``PIPESPEC_OPS=reference`` (or ``triton``) in the
 environment sends everything there; ``triton`` on the CPU needs its interpreter.
 
@@ -509,8 +509,8 @@ def verify_ratio(
     A row with a NaN has no distribution: its hint is rejected. Where the draft's row has one, the hint is rejected and the
     token drawn from ``p``. A hint that is no id of the vocabulary is rejected.
 
-    On the CPU this is the vectorised reference, in float64; on a GPU sums are in float32, so that a test that is decided in
-    their last bits may fall otherwise.
+    On the CPU this is torch's vectorised arithmetic, in float64 and not native code; on a GPU sums are in float32, so that a
+    test that is decided in their last bits may fall otherwise.
 
     Args:
         logits, tokens, n_fed, n_hint: as for :func:`verify`.
@@ -640,7 +640,7 @@ def _verify_ratio(
         draft_inv_temperature,
         draft_cutoff,
     )
-    batch, width, _ = logits.shape
+    batch, width, _, native = _logits(logits)
     device = logits.device
     selected, accepted = _results(out, n_fed, batch, width)
     _check_counts(n_fed, n_hint, width)
@@ -650,7 +650,10 @@ def _verify_ratio(
     both = logits if draft_logits is None or draft_logits.dtype is not _FLOAT64 else draft_logits
     kernels = _kernels(both)
     if kernels is None:
-        results = reference.verify_ratio(
+        on_host = reference.verify_ratio
+        if native is not None:
+            on_host = importlib.import_module("pipespec_kernels.ratio").verify_ratio
+        results = on_host(
             logits,
             tokens,
             n_fed,

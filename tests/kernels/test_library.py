@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 
-from .selection import hinted_tokens, make_logits
+from .selection import DTYPES, hinted_tokens, make_logits, ragged_counts
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -241,10 +243,38 @@ def test_the_reference_by_environment_and_without_the_native_code() -> None:
     assert wrong.returncode == 1
 
 
-# --- verify_ratio, whose oracle tests are with the kernels' ----------------------------------------------------------
+# --- verify_ratio; that its reference keeps the distribution is tested with the kernels ----------------------------------------------------------
 
 
-def test_verify_ratio_is_the_reference_and_checks_its_arguments() -> None:
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    shape=st.tuples(st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 7, 33, 300])),
+    kinds=st.tuples(*[st.sampled_from(["normal", "few values", "minus inf", "nans"])] * 2),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from([*DTYPES, torch.float64])),
+    certain=st.booleans(),
+    filtered=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_verify_ratio_is_the_reference(shape, kinds, dtypes, certain, filtered, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batch, width, vocab = shape
+    logits = make_logits(kinds[0], shape, dtypes[0], generator)
+    draft = None if certain else (make_logits(kinds[1], shape, torch.float32, generator) + logits).to(dtypes[1])
+    tokens = hinted_tokens(logits, 0.7, generator, torch.int64)
+    tokens[torch.rand((batch, width), generator=generator) < 0.05] = vocab  # no id
+    n_fed, n_hint = ragged_counts(batch, width, generator)
+    noise = Noise(
+        torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
+        torch.randint(0, 2**40, (batch,), generator=generator),
+        torch.rand(batch, generator=generator) + 0.3,
+        torch.randn((batch, width), generator=generator) - 1 if filtered else None,
+    )
+    options = {"draft_inv_temperature": noise.inv_temperature * 0.5} if filtered else {}
+    expected = reference.verify_ratio(logits, tokens, n_fed, n_hint, draft, noise, **options)
+    check_same(list(ops.verify_ratio(logits, tokens, n_fed, n_hint, draft, noise, **options)), list(expected))
+
+
+def test_verify_ratio_checks_its_arguments() -> None:
     c = case(torch.float32)
     noise = Noise(*(c[name] for name in NOISE))
     draft = (c["logits"] * 0.5).half()
