@@ -844,9 +844,7 @@ def _check_noise(noise: _FlatNoise, rows: Iterable[int], width: int, name: str =
 
 def _check_counts(n_fed: Tensor, n_hint: Tensor, width: int) -> None:
     if n_fed.is_cpu and n_hint.is_cpu:
-        for row, (fed, hints) in enumerate(zip(n_fed.tolist(), n_hint.tolist(), strict=True)):
-            if fed < 0 or fed > width or (fed > 0 and not 0 <= hints < fed):
-                raise ValueError(f"row {row}: need 0 <= n_hint < n_fed <= Q: n_fed={fed}, n_hint={hints}, Q={width}")
+        reference.check_counts(n_fed, n_hint, width)
 
 
 def _busy(n_fed: Tensor) -> list[int]:

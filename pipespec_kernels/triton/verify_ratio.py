@@ -340,19 +340,8 @@ def verify_ratio(
     check_counts: bool | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Speculative sampling by the ratio of probabilities: hints that survive, and one token drawn behind them.
-
-    As in :func:`verify`, row ``r`` was fed ``tokens[r, :n_fed[r]]``, the last ``n_hint[r]`` of them hints; the hint in
-    column ``q + 1`` is tested with ``p``, the softmax of ``logits[r, q] * inv_temperature[r]`` without what is below the
-    cutoff, and with ``q``, that of ``draft_logits[r, q]``. ``selected[r, :accepted[r]]`` are the accepted hints, and
-    ``selected[r, accepted[r]]`` is drawn from the residual or, where all were accepted, from ``p``.
-
-    ``q`` must be what the hint was drawn from, to the last bit of its logits: a draft that drew from other logits than
-    those given here (of another precision, or before a filter) makes the result wrong in ways that are hard to see.
-
-    A row with a NaN has no distribution: its hint is rejected, and the first NaN's id is selected as by :func:`verify`.
-    Where the draft's row has one, the hint is rejected and the token drawn from ``p``, which loses only time; so is it
-    where rounding leaves nothing of the residual. A hint that is no id of the vocabulary is rejected.
+    """Speculative sampling by the ratio of probabilities: hints that survive, and one token drawn behind them; see
+    :func:`pipespec_kernels.ops.verify_ratio` for what it computes and what becomes of rows without a distribution.
 
     Args:
         logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.
