@@ -217,6 +217,32 @@ def test_bad_arguments_touch_nothing(device: torch.device) -> None:
     assert out[1].tolist() != [-7, -7]
 
 
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_engines_selector(greedy: bool, device: torch.device) -> None:
+    """It counts on the host, whatever device the logits are on."""
+    from pipespec.sampling import Selection, Selector
+
+    generator = torch.Generator().manual_seed(2)
+    logits = make_logits("normal", (3, 4, 60), torch.float32, generator) * 3
+    fed = hinted_tokens(logits, 0.8, generator, torch.int64)
+    n_fed, n_hint, positions = np.array([4, 0, 2], np.int32), np.array([3, 0, 1], np.int32), np.array([7, 8, 9])
+    seeds = (5, 2**63 + 1, 6)
+    selection = Selection() if greedy else Selection(seeds=seeds, temperature=0.7, top_k=20, top_p=0.9)
+    selected = Selector(selection, np.zeros((3, 64), np.int32))(
+        logits.to(device), fed.to(device), n_fed, n_hint, positions
+    )
+    counts = torch.from_numpy(n_fed), torch.from_numpy(n_hint)
+    noise = None
+    if not greedy:
+        n = torch.ones(3, dtype=torch.float64)
+        scale = (n / 0.7).float()
+        bars = reference.cutoff(logits, scale, n.long() * 20, n * 0.9, n * 0, *counts)
+        keys = torch.from_numpy(np.array(seeds, np.uint64).view(np.int64))
+        noise = Noise(keys, torch.from_numpy(positions), scale, bars)
+    same([selected], reference.verify(logits, fed, *counts, noise)[:1])
+    assert selected.device.type == "cpu"
+
+
 def test_float64_goes_to_the_reference(device: torch.device) -> None:
     logits = torch.randn(2, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     got = ops.argmax(logits.to(device))
