@@ -67,9 +67,10 @@ def make(device: str, quick: bool):
         seeds = torch.arange(batch, device=device)
         noise = Noise(seeds, seeds * 100, torch.ones(batch, device=device))
         # Hints as the draft draws them, so that they are accepted as often as in a run.
-        drawn = ops.sample(draft[0], Noise(seeds, seeds * 100, noise.inv_temperature, stream=DRAFT))
-        tokens = torch.zeros((batch, width), dtype=torch.int64, device=device)
-        tokens[:, 1:] = drawn[:, :-1]
+        drawing = Noise(seeds, seeds * 100, noise.inv_temperature, stream=DRAFT)
+        tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device=device)
+        for i in range(copies):
+            tokens[i, :, 1:] = ops.sample(draft[i], drawing)[:, :-1]
         n_fed = torch.full((batch,), width, dtype=torch.int32, device=device)
         n_hint = n_fed - 1
         if device == "cuda":
@@ -78,18 +79,18 @@ def make(device: str, quick: bool):
             workspace = Workspace(batch, width, device)
 
             def ours(i: int) -> object:
-                return verify_ratio(logits[i], tokens, n_fed, n_hint, draft[i], noise, workspace=workspace)
+                return verify_ratio(logits[i], tokens[i], n_fed, n_hint, draft[i], noise, workspace=workspace)
         else:
 
             def ours(i: int) -> object:
-                return ops.verify_ratio(logits[i], tokens, n_fed, n_hint, draft[i], noise)
+                return ops.verify_ratio(logits[i], tokens[i], n_fed, n_hint, draft[i], noise)
 
         row = vocab * dtype.itemsize
         return Case(
             batch * (2 * (width - 1) + 2) * row,
             ours,
             {
-                name: lambda i, rival=rival: rival(logits[i], draft[i], tokens, noise.inv_temperature)
+                name: lambda i, rival=rival: rival(logits[i], draft[i], tokens[i], noise.inv_temperature)
                 for name, rival in others.items()
                 if width > 1
             },

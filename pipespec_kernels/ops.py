@@ -474,10 +474,11 @@ def _verify_elsewhere(
             n_fed.to(device),
             n_hint.to(device),
             noise=None if noise is None else _moved(noise, device),
+            out=(selected, accepted) if selected.device == device else None,
             exact=True,
             check_counts=False,
         )
-    return selected.copy_(results[0]), accepted.copy_(results[1])
+    return _given(results, selected, accepted)
 
 
 # --- verify_ratio ----------------------------------------------------------------------------------------------------
@@ -675,10 +676,11 @@ def _verify_ratio(
             streams=three,
             draft_inv_temperature=None if scale is None else scale.to(device),
             draft_cutoff=None if bars is None else bars.to(device),
+            out=(selected, accepted) if selected.device == device else None,
             exact=True,
             check_counts=False,
         )
-    return selected.copy_(results[0]), accepted.copy_(results[1])
+    return _given(results, selected, accepted)
 
 
 # --- arguments and results -------------------------------------------------------------------------------------------
@@ -890,6 +892,14 @@ def _results(out: tuple[Tensor, Tensor] | None, n_fed: Tensor, batch: int, width
         return n_fed.new_empty((batch, width)), torch.empty_like(n_fed)
     device = n_fed.device
     return _result(out[0], (batch, width), "out[0]", device), _result(out[1], (batch,), "out[1]", device)
+
+
+def _given(results: tuple[Tensor, Tensor], selected: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """The results in these tensors, if they are not there already."""
+    if results[0] is not selected:
+        selected.copy_(results[0])
+        accepted.copy_(results[1])
+    return selected, accepted
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:

@@ -75,6 +75,20 @@ def test_opcheck(which: int, dtype: torch.dtype) -> None:
     assert set(torch.library.opcheck(operation, arguments).values()) == {"SUCCESS"}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("which", range(10))
+def test_opcheck_on_a_gpu(which: int) -> None:
+    operation, arguments = schema_calls(torch.bfloat16)[which]
+    there = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+    assert set(torch.library.opcheck(operation, tuple(there)).values()) == {"SUCCESS"}
+    on_host = operation(*arguments)
+    check_same(
+        [t.cpu() for t in torch.utils._pytree.tree_leaves(operation(*there))],
+        torch.utils._pytree.tree_leaves(on_host),
+    )
+
+
 def test_opcheck_would_fail() -> None:
     """What the checks above catch: a fake of another shape, and an argument written to in secret."""
     with torch.library._scoped_library("pipespec_test", "DEF") as library:
