@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.harness import Case
+from bench.harness import Case, normal
 from bench.kernels import Benchmark, main, rivals
 from pipespec_kernels import ops
 
@@ -29,7 +29,7 @@ def make(device: str, quick: bool):
 
     def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
         batch = shape[0]
-        logits = torch.empty((copies, *shape), dtype=dtype, device=device).normal_().mul_(3)
+        logits = normal((copies, *shape), dtype, device).mul_(3)
         scale = torch.ones(batch, device=device)
         out = torch.empty(shape[:2], device=device)
         if device == "cuda":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.harness import Case
+from bench.harness import Case, normal
 from bench.kernels import Benchmark, main, rivals
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
@@ -37,7 +37,7 @@ def maker(sampled: bool):
 
         def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
             batch, width, _ = shape
-            logits = torch.empty((copies, *shape), dtype=dtype, device=device).normal_()
+            logits = normal((copies, *shape), dtype, device)
             scale = torch.ones(batch, device=device)
             seeds = torch.arange(batch, device=device)
             noise = Noise(seeds, seeds * 100, scale)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench.harness import Case
+from bench.harness import Case, normal
 from bench.kernels import Benchmark, main, rivals
 from pipespec_kernels import ops
 from pipespec_kernels.noise import DRAFT, Noise
@@ -62,8 +62,8 @@ def make(device: str, quick: bool):
 
     def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
         batch, width, vocab = shape
-        logits = torch.empty((copies, *shape), dtype=dtype, device=device).normal_()
-        draft = torch.empty_like(logits).normal_().add_(logits)
+        logits = normal((copies, *shape), dtype, device)
+        draft = normal((copies, *shape), dtype, device).add_(logits)
         seeds = torch.arange(batch, device=device)
         noise = Noise(seeds, seeds * 100, torch.ones(batch, device=device))
         # Hints as the draft draws them, so that they are accepted as often as in a run.

@@ -29,6 +29,17 @@ class Case:
     rivals: dict[str, Call] = field(default_factory=dict)
 
 
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Random logits. On the CPU, where drawing them would take longer than measuring, some millions again and again."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if device != "cpu":
+        return out.normal_()
+    tile = torch.randn(min(out.numel(), (1 << 22) + 1)).to(dtype)
+    for piece in out.view(-1).split(tile.numel()):
+        piece.copy_(tile[: piece.numel()])
+    return out
+
+
 def seconds(call: Callable[..., object], *arguments: Any) -> float:
     start = time.perf_counter()
     call(*arguments)
