@@ -1,16 +1,16 @@
-"""How fast are thresholds on a GPU? ``python -m bench.bench_cutoff [--quick] [--json FILE]``
+"""How fast are thresholds? ``python -m bench.bench_cutoff [--device cuda] [--quick] [--json FILE]``
 
 ``cutoff`` for top-k 50 and top-p 0.9 together, against a sort and a cumulative sum in torch. Bytes: the logits once,
-though the search goes over them many times; what it finds in L2 is not counted.
+though the search may go over them many times; what it finds in a cache is not counted.
 """
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 
-from bench import gpu
+from bench.harness import Case, normal
+from bench.kernels import Benchmark, main, rivals
+from pipespec_kernels import ops
 
 TOP_K, TOP_P = 50, 0.9
 
@@ -24,32 +24,32 @@ def eager(logits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x.gather(-1, last)[..., 0]
 
 
-def make(quick: bool):
-    from pipespec_kernels.triton import cutoff
+def make(device: str, quick: bool):
+    others = rivals(device, quick, eager)
 
-    rivals = {"eager": eager} if quick else {"eager": eager, "compile": gpu.compiled(eager)}
-
-    def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> gpu.Case:
+    def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
         batch = shape[0]
-        logits = torch.empty((copies, *shape), dtype=dtype, device="cuda").normal_().mul_(3)
-        scale = torch.ones(batch, device="cuda")
-        k = torch.full((batch,), TOP_K, dtype=torch.int32, device="cuda")
-        p = torch.full((batch,), TOP_P, device="cuda")
-        out = torch.empty(shape[:2], device="cuda")
-        return gpu.Case(
+        logits = normal((copies, *shape), dtype, device).mul_(3)
+        scale = torch.ones(batch, device=device)
+        out = torch.empty(shape[:2], device=device)
+        if device == "cuda":
+            from pipespec_kernels.triton import cutoff
+
+            k = torch.full((batch,), TOP_K, dtype=torch.int32, device=device)
+            p = torch.full((batch,), TOP_P, device=device)
+        else:
+            cutoff, k, p = ops.cutoff, TOP_K, TOP_P
+
+        return Case(
             torch.Size(shape).numel() * dtype.itemsize,
             lambda i: cutoff(logits[i], inv_temperature=scale, top_k=k, top_p=p, out=out),
-            {name: lambda i, rival=rival: rival(logits[i], scale) for name, rival in rivals.items()},
+            {name: lambda i, rival=rival: rival(logits[i], scale) for name, rival in others.items()},
         )
 
     return case
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of cutoff on a GPU against torch.")
-    gpu.add_options(parser)
-    gpu.run_benchmark(parser.parse_args(), "bench_cutoff", 1, make)
-
+BENCHMARKS = [Benchmark("cutoff", make)]
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARKS, "Speed of cutoff against torch.")

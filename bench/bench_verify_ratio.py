@@ -1,18 +1,22 @@
-"""How fast is the ratio test on a GPU? ``python -m bench.bench_verify_ratio [--quick] [--json FILE]``
+"""How fast is the ratio test? ``python -m bench.bench_verify_ratio [--device cuda] [--quick] [--json FILE]``
 
 ``verify_ratio`` with a drawn hint in every column but the first, against the same in torch: two softmaxes in float32,
-the test, and a draw from the residual for the one column of each row that needs it. Bytes: both models' rows of all
+the test, and a draw from the residual for the one column of each row that needs it; on a GPU also FlashInfer's
+``chain_speculative_sampling`` behind two softmaxes, where it is installed. On the CPU there is no native form of it: only
+small shapes are measured there. Bytes: both models' rows of all
 hints once, and the pair of rows that is drawn from, once more.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
 
 import torch
 
-from bench import gpu
-from pipespec_kernels.noise import Noise
+from bench.harness import Case, normal
+from bench.kernels import Benchmark, main, rivals
+from pipespec_kernels import ops
+from pipespec_kernels.noise import DRAFT, Noise
 
 
 def eager(
@@ -35,28 +39,59 @@ def eager(
     return selected.scatter(1, accepted[:, None], drawn[:, None]), accepted
 
 
-def make(quick: bool):
-    from pipespec_kernels.triton import Workspace, verify_ratio
+def flashinfer_chain() -> Callable[..., object] | None:
+    """FlashInfer's kernel with the two softmaxes that it needs before it; None where it is not installed."""
+    try:
+        from flashinfer.sampling import chain_speculative_sampling
+    except ImportError:
+        return None
 
-    rivals = {"eager": eager} if quick else {"eager": eager, "compile": gpu.compiled(eager)}
+    def chain(logits: torch.Tensor, draft: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor) -> object:
+        p = torch.softmax(logits.float() * scale[:, None, None], -1)
+        q = torch.softmax(draft[:, :-1].float() * scale[:, None, None], -1)
+        return chain_speculative_sampling(q, tokens[:, 1:].int(), p)
 
-    def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> gpu.Case:
+    return chain
+
+
+def make(device: str, quick: bool):
+    others = rivals(device, quick, eager)
+    chain = flashinfer_chain() if device == "cuda" else None
+    if chain is not None:
+        others["flashinfer"] = chain
+
+    def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
         batch, width, vocab = shape
-        logits = torch.empty((copies, *shape), dtype=dtype, device="cuda").normal_()
-        draft = torch.empty_like(logits).normal_().add_(logits)
-        tokens = torch.randint(0, vocab, (batch, width), device="cuda")
-        n_fed = torch.full((batch,), width, dtype=torch.int32, device="cuda")
+        logits = normal((copies, *shape), dtype, device)
+        draft = normal((copies, *shape), dtype, device).add_(logits)
+        seeds = torch.arange(batch, device=device)
+        noise = Noise(seeds, seeds * 100, torch.ones(batch, device=device))
+        # Hints as the draft draws them, so that they are accepted as often as in a run.
+        drawing = Noise(seeds, seeds * 100, noise.inv_temperature, stream=DRAFT)
+        tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device=device)
+        for i in range(copies):
+            tokens[i, :, 1:] = ops.sample(draft[i], drawing)[:, :-1]
+        n_fed = torch.full((batch,), width, dtype=torch.int32, device=device)
         n_hint = n_fed - 1
-        seeds = torch.arange(batch, device="cuda")
-        noise = Noise(seeds, seeds * 0, torch.ones(batch, device="cuda"))
-        workspace = Workspace(batch, width, "cuda")
+        if device == "cuda":
+            from pipespec_kernels.triton import Workspace, verify_ratio
+
+            workspace = Workspace(batch, width, device)
+
+            def ours(i: int) -> object:
+                return verify_ratio(logits[i], tokens[i], n_fed, n_hint, draft[i], noise, workspace=workspace)
+        else:
+
+            def ours(i: int) -> object:
+                return ops.verify_ratio(logits[i], tokens[i], n_fed, n_hint, draft[i], noise)
+
         row = vocab * dtype.itemsize
-        return gpu.Case(
+        return Case(
             batch * (2 * (width - 1) + 2) * row,
-            lambda i: verify_ratio(logits[i], tokens, n_fed, n_hint, draft[i], noise, workspace=workspace),
+            ours,
             {
-                name: lambda i, rival=rival: rival(logits[i], draft[i], tokens, noise.inv_temperature)
-                for name, rival in rivals.items()
+                name: lambda i, rival=rival: rival(logits[i], draft[i], tokens[i], noise.inv_temperature)
+                for name, rival in others.items()
                 if width > 1
             },
         )
@@ -64,11 +99,8 @@ def make(quick: bool):
     return case
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of verify_ratio on a GPU against torch.")
-    gpu.add_options(parser)
-    gpu.run_benchmark(parser.parse_args(), "bench_verify_ratio", 2, make)
-
+# The CPU's form is not native: larger shapes say nothing new, and take minutes.
+BENCHMARKS = [Benchmark("verify_ratio", make, rows_read=2, most_logits=6_000_000)]
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARKS, "Speed of verify_ratio against torch.")

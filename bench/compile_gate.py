@@ -104,7 +104,8 @@ def cases() -> Iterator[Case]:
     wide = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=False)
     busy = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=True)
     assert len({small, wide, busy}) == 3
-    greedy = {"HAS_STATE": True, "COUPLED": False, "HAS_CUTOFF": False, "FAST": True, "WIDTH_BLOCK": 8}
+    greedy = {"HAS_STATE": True, "COUPLED": False, "HAS_CUTOFF": False, "FAST": True, "WALK": True}
+    greedy |= {"WIDTH_BLOCK": 8}
     coupled = greedy | {"COUPLED": True}
     cutoff = coupled | {"HAS_CUTOFF": True}
     for dtype in BYTES:
@@ -115,6 +116,7 @@ def cases() -> Iterator[Case]:
     yield Case("verify, coupled, small", verify_kernel, "bf16", small, coupled, 34)
     yield Case("verify, coupled, cutoff", verify_kernel, "bf16", busy, cutoff, 34)
     yield Case("verify, coupled, exact", verify_kernel, "bf16", busy, cutoff | {"FAST": False}, None)
+    yield Case("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
     ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
     certain = dict.fromkeys(ratio, False)
     test = {"WIDTH_BLOCK": 8, "SPLITS_BLOCK": 8}

@@ -8,34 +8,16 @@ Medians over replays, between events.
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.harness import machine
+from bench.harness import Call, Case, machine
 
-Call = Callable[[int], object]  # with the number of the copy to work on
-
-BATCHES, WIDTHS, VOCABS = (1, 4, 16, 64), (1, 5, 9, 17), (32000, 128256, 151936)
-QUICK = [(1, 1, 128256), (1, 5, 128256), (4, 5, 128256), (16, 5, 128256), (64, 5, 32000)]
 MOST_BYTES = 8 << 30  # for the copies of one case
-
-
-@dataclass
-class Case:
-    """One shape: our call, the bytes that it moves, and the same thing done otherwise."""
-
-    bytes_moved: int
-    ours: Call
-    rivals: dict[str, Call] = field(default_factory=dict)
 
 
 def refuse_without_gpu(program: str) -> None:
@@ -125,20 +107,31 @@ def measure(
     repeats: int,
     copy: float,
 ) -> list[dict[str, Any]]:
-    """Times a case for each shape and prints the table as it grows; ``make`` gets shape, dtype and number of copies."""
+    """Times a case for each shape and prints the table as it grows; ``make`` gets shape, dtype and number of copies.
+
+    What fails is an ``error`` in the results; the next one is tried all the same.
+    """
     results: list[dict[str, Any]] = []
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    print(
+        f"{'B':>4}{'Q':>4}{'V':>8}  {'dtype':10}{'':6}{'us':>9}{'GB/s':>9}{'of copy':>9}   times ours (* not in a graph)"
+    )
     for shape in shapes:
         nbytes = torch.Size(shape).numel() * bytes_per_logit
         if 2 * nbytes > MOST_BYTES:
             continue
         copies = copies_for(nbytes)
-        case = make(shape, dtype, copies)
-        us, captured = time_call(case.ours, copies, repeats)
-        result: dict[str, Any] = {
-            "shape": shape,
-            "dtype": str(dtype).removeprefix("torch."),
-            "copies": copies,
+        result: dict[str, Any] = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "copies": copies}
+        results.append(result)
+        line = f"{shape[0]:4}{shape[1]:4}{shape[2]:8}  {result['dtype']:10}"
+        try:
+            case = make(shape, dtype, copies)
+            us, captured = time_call(case.ours, copies, repeats)
+        except Exception as error:  # of any kind: out of memory, a compiler's, a launch's
+            result["error"] = f"{type(error).__name__}: {error}"
+            print(f"{line}FAILED: {result['error'].splitlines()[0][:120]}", flush=True)
+            continue
+        result |= {
             "cold": copies * nbytes >= 2 * l2,
             "us": us,
             "captured": captured,
@@ -147,19 +140,19 @@ def measure(
             "fraction_of_copy": case.bytes_moved / us / 1e3 / copy,
             "rivals": {},
         }
+        others = ""
         for name, rival in case.rivals.items():
-            rival_us, rival_captured = time_call(rival, copies, max(5, repeats // 4))
+            try:
+                rival_us, rival_captured = time_call(rival, copies, max(5, repeats // 4))
+            except Exception as error:
+                result["rivals"][name] = {"error": f"{type(error).__name__}: {error}"}
+                others += f"  {name} failed"
+                continue
             result["rivals"][name] = {"us": rival_us, "captured": rival_captured, "times_ours": rival_us / us}
-        if not results:
-            names = "".join(f"{name:>12}" for name in case.rivals)
-            print(
-                f"{'B':>4}{'Q':>4}{'V':>8}  {'dtype':10}{'':6}{'us':>9}{'GB/s':>9}{'of copy':>9}{names}   (times ours)"
-            )
-        results.append(result)
-        others = "".join(f"{r['times_ours']:11.1f}{' ' if r['captured'] else '*'}" for r in result["rivals"].values())
+            others += f"  {name} {rival_us / us:.1f}{'' if rival_captured else '*'}"
         print(
-            f"{shape[0]:4}{shape[1]:4}{shape[2]:8}  {result['dtype']:10}{'cold' if result['cold'] else 'warm':6}"
-            f"{us:9.2f}{result['gb_per_s']:9.0f}{result['fraction_of_copy']:9.2f}{others}",
+            f"{line}{'cold' if result['cold'] else 'warm':6}{us:9.2f}{'' if captured else '*'}{result['gb_per_s']:9.0f}"
+            f"{result['fraction_of_copy']:9.2f} {others}",
             flush=True,
         )
         del case
@@ -169,40 +162,5 @@ def measure(
 
 def compiled(function: Callable[..., object]) -> Callable[..., object]:
     """``torch.compile``'s version, compiled for each shape anew rather than once for all."""
+    torch._dynamo.config.recompile_limit = 1000
     return torch.compile(function, dynamic=False)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="few shapes, bfloat16, eager torch as the only rival")
-    parser.add_argument("--json", type=Path, help="write the results here")
-
-
-def run_benchmark(
-    options: argparse.Namespace,
-    name: str,
-    rows_read: int,
-    make: Callable[[bool], Callable[[tuple[int, int, int], torch.dtype, int], Case]],
-) -> None:
-    """All shapes of one benchmark: ``make(quick)`` makes cases; ``rows_read``: rows that are read per row of logits."""
-    refuse_without_gpu(f"bench.{name}")
-    torch.manual_seed(0)
-    info = gpu_machine() | {"copy_gb_per_s": copy_gb_per_s()}
-    print(
-        f"{name}: {info['gpu']}, torch {info['torch']}, triton {info['triton']}; a copy moves {info['copy_gb_per_s']:.0f} GB/s; "
-        "* not in a graph"
-    )
-    shapes = QUICK if options.quick else list(itertools.product(BATCHES, WIDTHS, VOCABS))
-    results = []
-    for dtype in [torch.bfloat16] if options.quick else [torch.bfloat16, torch.float32]:
-        results += measure(
-            shapes,
-            dtype,
-            rows_read * dtype.itemsize,
-            make(options.quick),
-            15 if options.quick else 40,
-            info["copy_gb_per_s"],
-        )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
-        print(f"written to {options.json}")

@@ -8,12 +8,36 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from pipespec_kernels import __version__, _native
+
+Call = Callable[[int], object]  # with the number of the copy of the inputs to work on
+
+
+@dataclass
+class Case:
+    """One shape of a kernel's benchmark: our call, the bytes that it moves, and the same thing done otherwise."""
+
+    bytes_moved: int
+    ours: Call
+    rivals: dict[str, Call] = field(default_factory=dict)
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Random logits. On the CPU, where drawing them would take longer than measuring, some millions again and again."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if device != "cpu":
+        return out.normal_()
+    tile = torch.randn(min(out.numel(), (1 << 22) + 1)).to(dtype)
+    for piece in out.view(-1).split(tile.numel()):
+        piece.copy_(tile[: piece.numel()])
+    return out
 
 
 def seconds(call: Callable[..., object], *arguments: Any) -> float:
@@ -55,6 +79,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "numpy": numpy.__version__,
         "pipespec_kernels": __version__,
         "commit": commit.stdout.strip() or None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

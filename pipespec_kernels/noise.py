@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ACCEPT", "DRAFT", "RESIDUAL", "TARGET", "Noise"]
+__all__ = ["ACCEPT", "DRAFT", "INDEPENDENT", "RESIDUAL", "TARGET", "Noise", "Streams"]
 
 # The streams of random numbers at one position: csrc/protocol/philox.hpp.
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
@@ -24,11 +24,12 @@ class Noise:
     ``sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)`` of all cases (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
     Attributes:
-        seeds: int64 CPU tensor ``[B]``; its 64 bits are the key. Several samples of one prompt need several seeds.
-        positions: int64 CPU tensor or numpy array ``[B]``, ``>= 0``: the absolute index, in its sequence, of the token
-            that the logits of column 0 choose.
-        inv_temperature: float32 CPU tensor or numpy array ``[B]``, finite and positive: 1 / temperature.
-        cutoff: float32 CPU tensor ``[B, Q]`` or None. Logits below it cannot be chosen (:func:`ops.cutoff` makes one
+        seeds: int64 ``[B]``; its 64 bits are the key. Several samples of one prompt need several seeds. Like the others
+            a tensor on the CPU or where the logits are, or a numpy array.
+        positions: int64 ``[B]``, ``>= 0``: the absolute index, in its sequence, of the token that the logits of column 0
+            choose.
+        inv_temperature: float32 ``[B]``, finite and positive: 1 / temperature.
+        cutoff: float32 ``[B, Q]`` or None. Logits below it cannot be chosen (:func:`ops.cutoff` makes one
             of top-k, top-p and min-p); -inf: all can.
         stream: :data:`TARGET` for coupled selection, in drafts and target alike. Draws that must be independent of
             those, such as a draft's under the ratio test, take another.
@@ -39,3 +40,21 @@ class Noise:
     inv_temperature: Tensor | Any
     cutoff: Tensor | None = None
     stream: int = TARGET
+
+
+class Streams(NamedTuple):
+    """Which stream of random numbers each draw of the ratio test takes. They must differ, or what comes out is not the
+    target's distribution: a hint is rejected more often where its noise was large, and the same noise would then draw again.
+
+    Attributes:
+        draft: of the noise with which the hints were drawn (with this ``Noise.stream``, say).
+        accept: of the uniforms in the test.
+        residual: of the noise with which the last token of each row is drawn.
+    """
+
+    draft: int = DRAFT
+    accept: int = ACCEPT
+    residual: int = RESIDUAL
+
+
+INDEPENDENT = Streams()

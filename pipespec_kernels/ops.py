@@ -1,45 +1,73 @@
-"""Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either;
-:func:`cutoff` says which tokens a sample may be.
+"""Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either; :func:`verify_ratio`
+for drafts that gave their distribution; :func:`cutoff` says which tokens a sample may be.
 
-CPU tensors go to the native code (one pass over the logits, vectorised, several threads for large work), tensors on
-other devices and float64 logits to :mod:`pipespec_kernels.reference`. Of equal logits the lowest id wins, and a NaN
-counts as larger than everything: what ``torch.argmax`` does.
+Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, with the host's noise to the last bit; tensors on the
+CPU to the native code (one pass over the logits, vectorised, several threads for large work; ``verify_ratio``:
+:mod:`pipespec_kernels.ratio`); float64 logits and other devices to :mod:`pipespec_kernels.reference`, plain torch. Of equal logits the lowest id wins,
+and a NaN counts as larger than everything: what ``torch.argmax`` does. ``PIPESPEC_OPS=reference`` (or ``triton``) in the
+environment sends everything there; ``triton`` on the CPU needs its interpreter.
 
-All check their arguments before they write anything. The checks are written for a call per draft step: they look at
-metadata only and cost about two microseconds.
+Arguments with one entry per row may be on the CPU (numpy arrays will do) or where the logits are. What is on the CPU is
+checked before anything is written; what is on a GPU is not read by the host, so nothing waits. The checks are written for a
+call per draft step: they look at metadata only and cost about two microseconds.
+
+All of them are registered with ``torch.library`` as ``torch.ops.pipespec.<name>``: :mod:`pipespec_kernels.library`.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipespec_kernels import _native, reference
-from pipespec_kernels.noise import Noise
+from pipespec_kernels import reference
+from pipespec_kernels.library import register, traced
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
 
-__all__ = ["Noise", "argmax", "cutoff", "sample", "verify"]
+__all__ = ["Noise", "Streams", "argmax", "cutoff", "sample", "verify", "verify_ratio"]
 
 _INT32, _INT64, _FLOAT32, _FLOAT64 = torch.int32, torch.int64, torch.float32, torch.float64
 _CPU = torch.device("cpu")
-_CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
 _TOKEN_BYTES = {_INT32: 4, _INT64: 8}
+
+_forced = os.environ.get("PIPESPEC_OPS", "")
+if _forced not in ("", "reference", "triton"):
+    raise ValueError(f"PIPESPEC_OPS is {_forced!r}: leave it unset, or use 'reference' or 'triton'")
+try:
+    from pipespec_kernels import _native
+except ImportError as error:
+    warnings.warn(f"{error} Until then tensors on the CPU go to the slow reference.", RuntimeWarning, stacklevel=2)
+    _native = None
+# The native code's names of the dtypes; None: not for it.
+_CODES = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16, _FLOAT64))
+if _native is not None and not _forced:
+    _CODES |= {
+        torch.float32: _native.FLOAT32,
+        torch.bfloat16: _native.BFLOAT16,
+        torch.float16: _native.FLOAT16,
+    }
+
+
+# --- argmax ----------------------------------------------------------------------------------------------------------
 
 
 def argmax(logits: Tensor, *, threads: int | None = None, out: Tensor | None = None) -> Tensor:
     """Id of the largest logit in every row.
 
     Args:
-        logits: ``[B, Q, V]``, float32, bfloat16 or float16 (float64 and other devices: the slow reference). Any strides
-            in the first two dimensions, including 0; the vocabulary must be contiguous.
-        threads: upper bound, the calling thread included; default ``torch.get_num_threads()``.
-        out: contiguous int32 CPU tensor ``[B, Q]`` to write to; must not overlap ``logits``.
+        logits: ``[B, Q, V]``, float32, bfloat16 or float16 (float64: the slow reference). Any strides in the first two
+            dimensions, including 0; the vocabulary must be contiguous.
+        threads: on the CPU, upper bound, the calling thread included; default ``torch.get_num_threads()``.
+        out: contiguous int32 tensor ``[B, Q]`` on the device of ``logits`` to write to; must not overlap them.
 
     Returns:
-        int32 CPU tensor ``[B, Q]``.
+        int32 ``[B, Q]`` on the device of ``logits``.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.
@@ -50,25 +78,30 @@ def argmax(logits: Tensor, *, threads: int | None = None, out: Tensor | None = N
         >>> argmax(torch.tensor([[[0.0, 2.0, 2.0], [-1.0, float("nan"), 9.0]]]))
         tensor([[1, 1]], dtype=torch.int32)
     """
-    batch, width, vocab, stride, code = _logits(logits)
-    if out is None:
-        out = torch.empty((batch, width), dtype=_INT32, device=_CPU)
-    else:
-        _out(out, (batch, width), "out")
-    if code is None:
-        return out.copy_(reference.argmax(logits))
-    _native.argmax(
-        logits.data_ptr(),
-        code,
-        batch,
-        width,
-        vocab,
-        stride[0],
-        stride[1],
-        out.data_ptr(),
-        torch.get_num_threads() if threads is None else threads,
-    )
-    return out
+    if traced(logits):
+        return _into(out, torch.ops.pipespec.argmax(logits.detach(), threads))
+    return _argmax(logits, threads, out)
+
+
+def _fake_row_choices(logits: Tensor, *rest: Any) -> Tensor:
+    batch, width, _, _ = _logits(logits)
+    return logits.new_empty((batch, width), dtype=_INT32)
+
+
+@register("(Tensor logits, int? threads=None) -> Tensor", _fake_row_choices)
+def _argmax(logits: Tensor, threads: int | None = None, out: Tensor | None = None) -> Tensor:
+    batch, width, _, native = _logits(logits)
+    out = _result(out, (batch, width), "out", logits.device)
+    if native is not None:
+        _native.argmax(*native, out.data_ptr(), _threads(threads))
+        return out
+    kernels = _kernels(logits)
+    if kernels is not None:
+        return kernels.select(logits, out=out)
+    return out.copy_(reference.argmax(logits))
+
+
+# --- sample ----------------------------------------------------------------------------------------------------------
 
 
 def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Tensor | None = None) -> Tensor:
@@ -83,11 +116,11 @@ def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Ten
     Args:
         logits: ``[B, Q, V]``, as for :func:`argmax`.
         noise: seeds, positions and temperatures, see :class:`Noise`.
-        threads: upper bound, the calling thread included; default ``torch.get_num_threads()``.
-        out: contiguous int32 CPU tensor ``[B, Q]`` to write to; must not overlap ``logits``.
+        threads: as for :func:`argmax`.
+        out: as for :func:`argmax`.
 
     Returns:
-        int32 CPU tensor ``[B, Q]``.
+        int32 ``[B, Q]`` on the device of ``logits``.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.
@@ -99,29 +132,56 @@ def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Ten
         >>> sample(torch.tensor([[[0.0, -float("inf"), -float("inf")]]]), one)
         tensor([[0]], dtype=torch.int32)
     """
-    batch, width, vocab, stride, code = _logits(logits)
-    arguments = _noise(noise, batch, width)
-    if out is None:
-        out = torch.empty((batch, width), dtype=_INT32, device=_CPU)
-    else:
-        _out(out, (batch, width), "out")
-    if code is None:
-        if width > 0:
-            _check_noise(arguments, range(batch), width)
-        return out.copy_(reference.sample(logits, Noise(*arguments)))
-    _native.sample(
-        logits.data_ptr(),
-        code,
-        batch,
-        width,
-        vocab,
-        stride[0],
-        stride[1],
-        out.data_ptr(),
-        torch.get_num_threads() if threads is None else threads,
-        *_addresses(arguments),
-    )
-    return out
+    flat = _flat(noise)
+    if traced(logits):
+        return _into(out, torch.ops.pipespec.sample(logits.detach(), *_tensors(flat), threads))
+    return _sample(logits, *flat, threads, out)
+
+
+def _fake_sample(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    inv_temperature: Tensor,
+    cutoff: Tensor | None = None,
+    stream: int = 0,
+    threads: int | None = None,
+) -> Tensor:
+    batch, width, _, _ = _logits(logits)
+    _noise((seeds, positions, inv_temperature, cutoff, stream), batch, width, logits.device)
+    return _fake_row_choices(logits)
+
+
+@register(
+    "(Tensor logits, Tensor seeds, Tensor positions, Tensor inv_temperature, Tensor? cutoff=None, int stream=0, "
+    "int? threads=None) -> Tensor",
+    _fake_sample,
+)
+def _sample(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Any,
+    inv_temperature: Any,
+    cutoff: Tensor | None = None,
+    stream: int = 0,
+    threads: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    batch, width, _, native = _logits(logits)
+    noise = _noise((seeds, positions, inv_temperature, cutoff, stream), batch, width, logits.device)
+    out = _result(out, (batch, width), "out", logits.device)
+    if native is not None:
+        _native.sample(*native, out.data_ptr(), _threads(threads), *_addresses(noise))
+        return out
+    if width > 0:
+        _check_noise(noise, range(batch), width)
+    kernels = _kernels(logits)
+    if kernels is not None:
+        return kernels.select(logits, noise=_moved(noise, logits.device), out=out, exact=True)
+    return out.copy_(reference.sample(logits, Noise(*noise)))
+
+
+# --- cutoff ----------------------------------------------------------------------------------------------------------
 
 
 def cutoff(
@@ -153,18 +213,20 @@ def cutoff(
     Args:
         logits: ``[B, Q, V]``, as for :func:`argmax`.
         inv_temperature: 1 / temperature, finite and positive. This and the next three: one number, or a tensor or numpy
-            array ``[B]`` on the CPU, one per row of the batch.
+            array ``[B]``, one per row of the batch.
         top_k: integers ``>= 0``; 0 or at least V: off.
         top_p: ``0 .. 1``; 1: off.
         min_p: ``0 .. 1``; 0: off.
         n_fed: as for :func:`verify`, together with ``n_hint``: only the columns that verification may read,
             ``n_fed - 1 - n_hint .. n_fed - 1``, are computed, the others get -inf. None: all columns.
         n_hint: likewise.
-        threads: upper bound, the calling thread included; default ``torch.get_num_threads()``.
-        out: contiguous float32 CPU tensor ``[B, Q]`` to write to; must not overlap ``logits``.
+        threads: as for :func:`argmax`.
+        out: contiguous float32 tensor ``[B, Q]`` on the device of ``logits`` to write to; must not overlap them.
 
     Returns:
-        float32 CPU tensor ``[B, Q]``. For float64 logits rounded down, so that the smallest kept one stays.
+        float32 ``[B, Q]`` on the device of ``logits``. For float64 logits rounded down, so that the smallest kept one stays.
+        On a GPU weights are added up in float32: where a sum comes within a few millionths of ``top_p``, the last logit may be
+        in or out.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.
@@ -175,46 +237,93 @@ def cutoff(
         >>> cutoff(torch.tensor([[[1.0, 5.0, 3.0, 4.0]]]), top_k=2)
         tensor([[4.]])
     """
-    batch, width, vocab, stride, code = _logits(logits)
-    scales = _filter(inv_temperature, batch, _FLOAT32, "inv_temperature")
-    ks = _filter(top_k, batch, _INT64, "top_k")
-    ps = _filter(top_p, batch, _FLOAT64, "top_p")
-    min_ps = _filter(min_p, batch, _FLOAT64, "min_p")
-    if (n_fed is None) != (n_hint is None):
-        raise ValueError("n_fed and n_hint go together")
+    if traced(logits):
+        filters = (
+            _filter(value, logits.shape[0], dtype, name, logits.device)
+            for value, (name, dtype) in zip((inv_temperature, top_k, top_p, min_p), _FILTERS.items(), strict=True)
+        )
+        counts = _tensors((n_fed, n_hint))
+        return _into(out, torch.ops.pipespec.cutoff(logits.detach(), *filters, *counts, threads))
+    return _cutoff(logits, inv_temperature, top_k, top_p, min_p, n_fed, n_hint, threads, out)
+
+
+_FILTERS = {"inv_temperature": _FLOAT32, "top_k": _INT64, "top_p": _FLOAT64, "min_p": _FLOAT64}
+
+
+def _fake_cutoff(
+    logits: Tensor,
+    inv_temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    n_fed: Tensor | None = None,
+    n_hint: Tensor | None = None,
+    threads: int | None = None,
+) -> Tensor:
+    batch, width, _, _ = _logits(logits)
+    for value, (name, dtype) in zip((inv_temperature, top_k, top_p, min_p), _FILTERS.items(), strict=True):
+        _filter(value, batch, dtype, name, logits.device)
+    _both_counts(n_fed, n_hint, batch, logits.device)
+    return logits.new_empty((batch, width), dtype=_FLOAT32)
+
+
+@register(
+    "(Tensor logits, Tensor inv_temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor? n_fed=None, "
+    "Tensor? n_hint=None, int? threads=None) -> Tensor",
+    _fake_cutoff,
+)
+def _cutoff(
+    logits: Tensor,
+    inv_temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    n_fed: Any = None,
+    n_hint: Any = None,
+    threads: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    batch, width, vocab, native = _logits(logits)
+    device = logits.device
+    scales = _filter(inv_temperature, batch, _FLOAT32, "inv_temperature", device)
+    ks = _filter(top_k, batch, _INT64, "top_k", device)
+    ps = _filter(top_p, batch, _FLOAT64, "top_p", device)
+    min_ps = _filter(min_p, batch, _FLOAT64, "min_p", device)
+    n_fed, n_hint = _both_counts(n_fed, n_hint, batch, device)
+    out = _result(out, (batch, width), "out", device, _FLOAT32)
+    if native is not None:
+        _native.cutoff(
+            *native,
+            scales.data_ptr(),
+            ks.data_ptr(),
+            ps.data_ptr(),
+            min_ps.data_ptr(),
+            0 if n_fed is None else n_fed.data_ptr(),
+            0 if n_hint is None else n_hint.data_ptr(),
+            out.data_ptr(),
+            _threads(threads),
+        )
+        return out
     if n_fed is not None:
-        n_fed, n_hint = _counts(n_fed, batch, "n_fed"), _counts(n_hint, batch, "n_hint")
-    if out is None:
-        out = torch.empty((batch, width), dtype=_FLOAT32, device=_CPU)
-    else:
-        _out(out, (batch, width), "out", _FLOAT32)
-    if code is None:
-        if n_fed is not None and n_hint is not None:
-            _check_counts(n_fed, n_hint, width)
-        for row, (scale, k, p, least) in enumerate(zip(scales, ks, ps, min_ps, strict=True)):
-            if not (0 < scale < math.inf and k >= 0 and 0 <= p <= 1 and 0 <= least <= 1):
-                raise ValueError(
-                    f"row {row}: inv_temperature {scale}, top_k {k}, top_p {p} or min_p {least} is not valid"
-                )
+        _check_counts(n_fed, n_hint, width)
+    _check_filters(scales, ks, ps, min_ps)
+    kernels = _kernels(logits)
+    if kernels is None:
         return out.copy_(reference.cutoff(logits, scales, ks, ps, min_ps, n_fed, n_hint))
-    _native.cutoff(
-        logits.data_ptr(),
-        code,
-        batch,
-        width,
-        vocab,
-        stride[0],
-        stride[1],
-        scales.data_ptr(),
-        ks.data_ptr(),
-        ps.data_ptr(),
-        min_ps.data_ptr(),
-        0 if n_fed is None else n_fed.data_ptr(),
-        0 if n_hint is None else n_hint.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads() if threads is None else threads,
+    return kernels.cutoff(
+        logits,
+        inv_temperature=scales.to(device),
+        # A filter that is off everywhere is left out, where the host can see it.
+        top_k=0 if _all(ks, 0) else ks.clamp(max=vocab).to(device, _INT32),
+        top_p=1.0 if _all(ps, 1) else ps.to(device, _FLOAT32),
+        min_p=0.0 if _all(min_ps, 0) else min_ps.to(device, _FLOAT32),
+        n_fed=None if n_fed is None else n_fed.to(device),
+        n_hint=None if n_hint is None else n_hint.to(device),
+        out=out,
     )
-    return out
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
 
 
 def verify(
@@ -238,16 +347,17 @@ def verify(
     Args:
         logits: ``[B, Q, V]``, as for :func:`argmax`.
         tokens: ``[B, Q]``, int64 or int32, any strides, on the device of ``logits``.
-        n_fed: ``[B]``, int32 on the CPU (a numpy array will do): tokens fed per row, ``0 <= n_fed <= Q``. A row with 0
-            idles: all -1, nothing accepted, its ``n_hint`` is ignored.
+        n_fed: ``[B]``, int32: tokens fed per row, ``0 <= n_fed <= Q``. A row with 0 idles: all -1, nothing accepted, its
+            ``n_hint`` is ignored. Invalid counts that lie on a GPU, unread, give ``accepted == -1`` in their rows.
         n_hint: ``[B]``, likewise: how many of them are hints, ``0 <= n_hint < n_fed``.
         noise: see :class:`Noise`; None: greedy. An idle row's numbers are ignored.
-        threads: upper bound, the calling thread included; default ``torch.get_num_threads()``.
-        out: contiguous int32 CPU tensors ``[B, Q]`` and ``[B]`` to write to; must overlap no other argument. Saves the
-            two allocations, which are a third of the cost of a small call.
+        threads: as for :func:`argmax`.
+        out: contiguous int32 tensors ``[B, Q]`` and ``[B]`` on the device of ``n_fed`` to write to; must overlap no other
+            argument. Saves the two allocations, which are a third of the cost of a small call.
 
     Returns:
-        ``(selected[B, Q], accepted[B])``, int32 on the CPU. ``selected`` is -1 past ``accepted[r]``.
+        ``(selected[B, Q], accepted[B])``, int32 on the device of ``n_fed``: whoever counts on the host reads there, and with
+        counts on a GPU nothing waits. ``selected`` is -1 past ``accepted[r]``.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.
@@ -261,7 +371,346 @@ def verify(
         >>> verify(logits, fed, n, n - 1)
         (tensor([[ 3,  1,  4, -1]], dtype=torch.int32), tensor([2], dtype=torch.int32))
     """
-    batch, width, vocab, stride, code = _logits(logits)
+    flat = _NO_NOISE if noise is None else _flat(noise)
+    if traced(logits):
+        given = _tensors((tokens, n_fed, n_hint, *flat))
+        selected, accepted = torch.ops.pipespec.verify(logits.detach(), *given, threads)
+        return (selected, accepted) if out is None else (_into(out[0], selected), _into(out[1], accepted))
+    return _verify(logits, tokens, n_fed, n_hint, *flat, threads, out)
+
+
+_NO_NOISE: tuple[Any, Any, Any, Any, int] = (None, None, None, None, 0)
+
+
+def _fake_verify(
+    logits: Tensor,
+    tokens: Tensor,
+    n_fed: Tensor,
+    n_hint: Tensor,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    inv_temperature: Tensor | None = None,
+    cutoff: Tensor | None = None,
+    stream: int = 0,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, width, _, _ = _logits(logits)
+    device = logits.device
+    _tokens(tokens, logits, batch, width)
+    n_fed = _counts(n_fed, batch, "n_fed", device)
+    _counts(n_hint, batch, "n_hint", device)
+    if seeds is not None:
+        _noise((seeds, positions, inv_temperature, cutoff, stream), batch, width, device)
+    return n_fed.new_empty((batch, width)), n_fed.new_empty((batch,))
+
+
+@register(
+    "(Tensor logits, Tensor tokens, Tensor n_fed, Tensor n_hint, Tensor? seeds=None, Tensor? positions=None, "
+    "Tensor? inv_temperature=None, Tensor? cutoff=None, int stream=0, int? threads=None) -> (Tensor, Tensor)",
+    _fake_verify,
+)
+def _verify(
+    logits: Tensor,
+    tokens: Tensor,
+    n_fed: Any,
+    n_hint: Any,
+    seeds: Tensor | None = None,
+    positions: Any = None,
+    inv_temperature: Any = None,
+    cutoff: Tensor | None = None,
+    stream: int = 0,
+    threads: int | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, width, _, native = _logits(logits)
+    token_bytes = _tokens(tokens, logits, batch, width)
+    device = _CPU if native is not None else logits.device
+    n_fed = _counts(n_fed, batch, "n_fed", device)
+    n_hint = _counts(n_hint, batch, "n_hint", device)
+    noise = None if seeds is None else _noise((seeds, positions, inv_temperature, cutoff, stream), batch, width, device)
+    selected, accepted = _results(out, n_fed, batch, width)
+    if native is None:
+        return _verify_elsewhere(logits, tokens, n_fed, n_hint, noise, selected, accepted)
+    token_stride = tokens.stride()
+    arguments = (
+        *native,
+        tokens.data_ptr(),
+        token_bytes,
+        token_stride[0],
+        token_stride[1],
+        n_fed.data_ptr(),
+        n_hint.data_ptr(),
+        selected.data_ptr(),
+        accepted.data_ptr(),
+        _threads(threads),
+    )
+    if noise is None:
+        _native.verify(*arguments)
+    else:
+        _native.verify_coupled(*arguments, *_addresses(noise))
+    return selected, accepted
+
+
+def _verify_elsewhere(
+    logits: Tensor,
+    tokens: Tensor,
+    n_fed: Tensor,
+    n_hint: Tensor,
+    noise: _FlatNoise | None,
+    selected: Tensor,
+    accepted: Tensor,
+) -> tuple[Tensor, Tensor]:
+    width, device = logits.shape[1], logits.device
+    _check_counts(n_fed, n_hint, width)
+    if noise is not None:
+        _check_noise(noise, _busy(n_fed), width)
+    kernels = _kernels(logits)
+    if kernels is None:
+        results = reference.verify(logits, tokens, n_fed, n_hint, None if noise is None else Noise(*noise))
+    else:
+        results = kernels.verify(
+            logits,
+            tokens,
+            n_fed.to(device),
+            n_hint.to(device),
+            noise=None if noise is None else _moved(noise, device),
+            out=(selected, accepted) if selected.device == device else None,
+            exact=True,
+            check_counts=False,
+        )
+    return _given(results, selected, accepted)
+
+
+# --- verify_ratio ----------------------------------------------------------------------------------------------------
+
+
+def verify_ratio(
+    logits: Tensor,
+    tokens: Tensor,
+    n_fed: Tensor | Any,
+    n_hint: Tensor | Any,
+    draft_logits: Tensor | None,
+    noise: Noise,
+    *,
+    streams: Streams = INDEPENDENT,
+    draft_inv_temperature: Tensor | Any | None = None,
+    draft_cutoff: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Speculative sampling by the ratio of probabilities: hints that survive, and one token drawn behind them.
+
+    As in :func:`verify`, row ``r`` was fed ``tokens[r, :n_fed[r]]``, the last ``n_hint[r]`` of them hints. The hint ``h`` in
+    column ``q + 1`` is accepted if ``u q(h) < p(h)``, with ``p`` the softmax of ``logits[r, q] * inv_temperature[r]`` over
+    what reaches the cutoff, ``q`` that of ``draft_logits[r, q]``, and ``u`` uniform. ``selected[r, :accepted[r]]`` are the
+    accepted hints; ``selected[r, accepted[r]]`` is drawn from ``max(p - q, 0)``, normalised, or, where all were accepted, from
+    ``p``. What comes out is distributed as if drawn from ``p`` alone (Leviathan, Kalman, Matias, ICML 2023, algorithm 1; Chen
+    et al. 2023, algorithm 2), provided that ``q`` is what the hint was drawn from, to the last bit of its logits, and that
+    the draft's draw took a stream of its own.
+
+    A row with a NaN has no distribution: its hint is rejected. Where the draft's row has one, the hint is rejected and the
+    token drawn from ``p``. A hint that is no id of the vocabulary is rejected.
+
+    On the CPU this is torch's vectorised arithmetic, in float64 and not native code; on a GPU sums are in float32, so that a
+    test that is decided in their last bits may fall otherwise.
+
+    Args:
+        logits, tokens, n_fed, n_hint: as for :func:`verify`.
+        draft_logits: ``[B, Q, V]``, like ``logits`` but of any of their dtypes; column ``q`` belongs to the token in column
+            ``q + 1``, and columns without a hint are not read. None: hints are certain (n-grams, greedy drafts), ``q`` is 1.
+        noise: seeds, positions, temperatures and cutoffs of the target. Its stream is not used.
+        streams: of the three kinds of draws; they must differ.
+        draft_inv_temperature: float32 ``[B]``; default: the target's.
+        draft_cutoff: float32 ``[B, Q]``; default: none.
+        out: as for :func:`verify`.
+
+    Returns:
+        ``(selected[B, Q], accepted[B])``, int32 on the device of ``n_fed``. ``selected`` is -1 past ``accepted[r]``.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: shapes, strides, devices, counts or streams that do not fit. Nothing has been written then.
+
+    Example::
+
+        >>> certain = torch.tensor([[[-float("inf"), 0.0], [0.0, -float("inf")]]])  # 1, then 0
+        >>> noise = Noise(torch.tensor([7]), torch.tensor([0]), torch.tensor([1.0]))
+        >>> two = torch.tensor([2], dtype=torch.int32)
+        >>> verify_ratio(certain, torch.tensor([[5, 1]]), two, two - 1, None, noise)
+        (tensor([[1, 0]], dtype=torch.int32), tensor([1], dtype=torch.int32))
+    """
+    seeds, positions, scale, cutoff, _ = _flat(noise)
+    if traced(logits):
+        given = _tensors(
+            (tokens, n_fed, n_hint, draft_logits, seeds, positions, scale, cutoff, draft_inv_temperature, draft_cutoff)
+        )
+        selected, accepted = torch.ops.pipespec.verify_ratio(logits.detach(), *given, *streams)
+        return (selected, accepted) if out is None else (_into(out[0], selected), _into(out[1], accepted))
+    return _verify_ratio(
+        logits,
+        tokens,
+        n_fed,
+        n_hint,
+        draft_logits,
+        seeds,
+        positions,
+        scale,
+        cutoff,
+        draft_inv_temperature,
+        draft_cutoff,
+        *streams,
+        out=out,
+    )
+
+
+def _ratio_arguments(
+    streams: Streams,
+    logits: Tensor,
+    tokens: Tensor,
+    n_fed: Any,
+    n_hint: Any,
+    draft_logits: Tensor | None,
+    seeds: Tensor,
+    positions: Any,
+    inv_temperature: Any,
+    cutoff: Tensor | None,
+    draft_inv_temperature: Any,
+    draft_cutoff: Tensor | None,
+) -> tuple[Tensor, Tensor, _FlatNoise, Tensor | None, Tensor | None]:
+    """Counts, the target's noise, the draft's temperatures and cutoffs: checked."""
+    batch, width, _, _ = _logits(logits)
+    device = logits.device
+    _tokens(tokens, logits, batch, width)
+    if draft_logits is not None:
+        _logits(draft_logits, "draft_logits")
+        if draft_logits.shape != logits.shape or draft_logits.device != device:
+            raise ValueError(
+                f"draft_logits are {tuple(draft_logits.shape)} on {draft_logits.device}, "
+                f"logits {tuple(logits.shape)} on {device}"
+            )
+    if len(set(streams)) != 3 or not all(0 <= stream < 2**32 for stream in streams):
+        raise ValueError(f"the streams must be three different numbers of 32 bits, got {streams}")
+    scale, bars = draft_inv_temperature, draft_cutoff
+    return (
+        _counts(n_fed, batch, "n_fed", device),
+        _counts(n_hint, batch, "n_hint", device),
+        _noise((seeds, positions, inv_temperature, cutoff, 0), batch, width, device),
+        None if scale is None else _per_row(scale, (batch,), _FLOAT32, "draft_inv_temperature", device=device),
+        None if bars is None else _per_row(bars, (batch, width), _FLOAT32, "draft_cutoff", device=device),
+    )
+
+
+def _fake_verify_ratio(*arguments: Any) -> tuple[Tensor, Tensor]:
+    n_fed = _ratio_arguments(Streams(*arguments[11:]), *arguments[:11])[0]
+    batch, width, _ = arguments[0].shape
+    return n_fed.new_empty((batch, width)), n_fed.new_empty((batch,))
+
+
+@register(
+    "(Tensor logits, Tensor tokens, Tensor n_fed, Tensor n_hint, Tensor? draft_logits, Tensor seeds, Tensor positions, "
+    "Tensor inv_temperature, Tensor? cutoff, Tensor? draft_inv_temperature, Tensor? draft_cutoff, int draft_stream, "
+    "int accept_stream, int residual_stream) -> (Tensor, Tensor)",
+    _fake_verify_ratio,
+)
+def _verify_ratio(
+    logits: Tensor,
+    tokens: Tensor,
+    n_fed: Any,
+    n_hint: Any,
+    draft_logits: Tensor | None,
+    seeds: Tensor,
+    positions: Any,
+    inv_temperature: Any,
+    cutoff: Tensor | None,
+    draft_inv_temperature: Any,
+    draft_cutoff: Tensor | None,
+    *streams: int,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    three = Streams(*streams)
+    n_fed, n_hint, noise, scale, bars = _ratio_arguments(
+        three,
+        logits,
+        tokens,
+        n_fed,
+        n_hint,
+        draft_logits,
+        seeds,
+        positions,
+        inv_temperature,
+        cutoff,
+        draft_inv_temperature,
+        draft_cutoff,
+    )
+    batch, width, _, native = _logits(logits)
+    device = logits.device
+    selected, accepted = _results(out, n_fed, batch, width)
+    _check_counts(n_fed, n_hint, width)
+    _check_noise(noise, _busy(n_fed), width)
+    if scale is not None:
+        _check_noise((noise[0], noise[1], scale, None, 0), _busy(n_fed), width, "draft_inv_temperature")
+    both = logits if draft_logits is None or draft_logits.dtype is not _FLOAT64 else draft_logits
+    kernels = _kernels(both)
+    if kernels is None:
+        on_host = reference.verify_ratio
+        if native is not None:
+            on_host = importlib.import_module("pipespec_kernels.ratio").verify_ratio
+        results = on_host(
+            logits,
+            tokens,
+            n_fed,
+            n_hint,
+            draft_logits,
+            Noise(*noise),
+            streams=three,
+            draft_inv_temperature=scale,
+            draft_cutoff=bars,
+        )
+    else:
+        results = kernels.verify_ratio(
+            logits,
+            tokens,
+            n_fed.to(device),
+            n_hint.to(device),
+            draft_logits,
+            _moved(noise, device),
+            streams=three,
+            draft_inv_temperature=None if scale is None else scale.to(device),
+            draft_cutoff=None if bars is None else bars.to(device),
+            out=(selected, accepted) if selected.device == device else None,
+            exact=True,
+            check_counts=False,
+        )
+    return _given(results, selected, accepted)
+
+
+# --- arguments and results -------------------------------------------------------------------------------------------
+
+_FlatNoise = tuple[Tensor, Tensor, Tensor, Tensor | None, int]
+
+
+def _logits(logits: Tensor, name: str = "logits") -> tuple[int, int, int, tuple[int, ...] | None]:
+    """Sizes of checked logits, and the native code's first arguments; None: they are not for it."""
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
+    shape = logits.shape
+    if len(shape) != 3:
+        raise ValueError(f"{name} must be [B, Q, V], got shape {tuple(shape)}")
+    batch, width, vocab = shape
+    if not 0 < vocab < 2**31:
+        raise ValueError(f"the vocabulary must have 1 .. 2**31-1 entries, got shape {tuple(shape)}")
+    stride = logits.stride()
+    if stride[2] != 1 and vocab > 1:
+        raise ValueError(f"{name} must be contiguous along the vocabulary, got strides {stride}")
+    code = _CODES.get(logits.dtype, -1)
+    if code == -1:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {logits.dtype}")
+    if code is None or type(logits) is not Tensor or not logits.is_cpu:
+        return batch, width, vocab, None
+    return batch, width, vocab, (logits.data_ptr(), code, batch, width, vocab, stride[0], stride[1])
+
+
+def _tokens(tokens: Tensor, logits: Tensor, batch: int, width: int) -> int:
+    """Bytes of an id in checked tokens."""
     if not isinstance(tokens, Tensor):
         raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
     token_bytes = _TOKEN_BYTES.get(tokens.dtype)
@@ -271,91 +720,29 @@ def verify(
         raise ValueError(f"tokens are {tuple(tokens.shape)}, but logits [B, Q, V] are {tuple(logits.shape)}")
     if not (tokens.is_cpu and logits.is_cpu) and tokens.device != logits.device:
         raise ValueError(f"tokens are on {tokens.device}, logits on {logits.device}")
-    n_fed = _counts(n_fed, batch, "n_fed")
-    n_hint = _counts(n_hint, batch, "n_hint")
-    arguments = None if noise is None else _noise(noise, batch, width)
-    if out is None:
-        # From a tensor that is int32 on the CPU already: half the price of torch.empty with dtype and device.
-        selected = n_fed.new_empty((batch, width))
-        accepted = torch.empty_like(n_fed)
-    else:
-        selected, accepted = out
-        _out(selected, (batch, width), "out[0]")
-        _out(accepted, (batch,), "out[1]")
-    if code is None:
-        _check_counts(n_fed, n_hint, width)
-        if arguments is not None:
-            _check_noise(arguments, [row for row, fed in enumerate(n_fed.tolist()) if fed > 0], width)
-        noise = None if arguments is None else Noise(*arguments)
-        chosen, agreed = reference.verify(logits, tokens, n_fed, n_hint, noise)
-        return selected.copy_(chosen), accepted.copy_(agreed)
-    token_stride = tokens.stride()
-    if arguments is None:
-        _native.verify(
-            logits.data_ptr(),
-            code,
-            batch,
-            width,
-            vocab,
-            stride[0],
-            stride[1],
-            tokens.data_ptr(),
-            token_bytes,
-            token_stride[0],
-            token_stride[1],
-            n_fed.data_ptr(),
-            n_hint.data_ptr(),
-            selected.data_ptr(),
-            accepted.data_ptr(),
-            torch.get_num_threads() if threads is None else threads,
-        )
-    else:
-        _native.verify_coupled(
-            logits.data_ptr(),
-            code,
-            batch,
-            width,
-            vocab,
-            stride[0],
-            stride[1],
-            tokens.data_ptr(),
-            token_bytes,
-            token_stride[0],
-            token_stride[1],
-            n_fed.data_ptr(),
-            n_hint.data_ptr(),
-            selected.data_ptr(),
-            accepted.data_ptr(),
-            torch.get_num_threads() if threads is None else threads,
-            *_addresses(arguments),
-        )
-    return selected, accepted
+    return token_bytes
 
 
-def _logits(logits: Tensor) -> tuple[int, int, int, tuple[int, ...], int | None]:
-    """Sizes, strides and the native dtype code of checked logits; no code: not for the native library."""
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
-    shape = logits.shape
-    if len(shape) != 3:
-        raise ValueError(f"logits must be [B, Q, V], got shape {tuple(shape)}")
-    batch, width, vocab = shape
-    if not 0 < vocab < 2**31:
-        raise ValueError(f"the vocabulary must have 1 .. 2**31-1 entries, got shape {tuple(shape)}")
-    stride = logits.stride()
-    if stride[2] != 1 and vocab > 1:
-        raise ValueError(f"logits must be contiguous along the vocabulary, got strides {stride}")
-    code = _CODES.get(logits.dtype)
-    if code is None and logits.dtype is not _FLOAT64:
-        raise TypeError(f"logits must be float32, bfloat16, float16 or float64, got {logits.dtype}")
-    return batch, width, vocab, stride, code if logits.is_cpu else None
+def _counts(counts: Any, batch: int, name: str, device: torch.device) -> Tensor:
+    return _per_row(counts, (batch,), _INT32, name, "count", device)
 
 
-def _counts(counts: Any, batch: int, name: str) -> Tensor:
-    return _per_row(counts, (batch,), _INT32, name, "count")
+def _both_counts(n_fed: Any, n_hint: Any, batch: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    if (n_fed is None) != (n_hint is None):
+        raise ValueError("n_fed and n_hint go together")
+    if n_fed is None:
+        return None, None
+    return _counts(n_fed, batch, "n_fed", device), _counts(n_hint, batch, "n_hint", device)
 
 
-def _per_row(values: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str, what: str = "value") -> Tensor:
+def _per_row(
+    values: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    name: str,
+    what: str = "value",
+    device: torch.device = _CPU,
+) -> Tensor:
     if not isinstance(values, Tensor):
         if not hasattr(values, "__array_interface__"):
             kind = str(dtype).removeprefix("torch.")
@@ -363,15 +750,20 @@ def _per_row(values: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str,
         values = torch.from_numpy(values)
     if values.dtype is not dtype:
         raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {values.dtype}")
-    if not values.is_cpu:
-        raise ValueError(f"{name} must be on the CPU, is on {values.device}")
+    if not values.is_cpu and values.device != device:
+        raise ValueError(_misplaced(name, values, device))
     if values.shape != shape:
         raise ValueError(f"{name} must be {list(shape)}, one {what} per row, got shape {tuple(values.shape)}")
     return values if values.is_contiguous() else values.contiguous()
 
 
-def _filter(values: Any, batch: int, dtype: torch.dtype, name: str) -> Tensor:
-    """A number, or one per row, as a contiguous CPU tensor ``[B]``."""
+def _misplaced(name: str, values: Tensor, device: torch.device) -> str:
+    places = "the CPU" if device.type == "cpu" else f"the CPU or on {device} like the logits"
+    return f"{name} must be on {places}, is on {values.device}"
+
+
+def _filter(values: Any, batch: int, dtype: torch.dtype, name: str, device: torch.device) -> Tensor:
+    """A number, or one per row, as a contiguous tensor ``[B]``."""
     if isinstance(values, (int, float)):
         if dtype is _INT64 and not isinstance(values, int):
             raise TypeError(f"{name} must be an integer, got {values!r}")
@@ -382,30 +774,35 @@ def _filter(values: Any, batch: int, dtype: torch.dtype, name: str) -> Tensor:
         values = torch.as_tensor(values)
     if dtype is _INT64 and values.dtype not in (_INT32, _INT64):
         raise TypeError(f"{name} must be integers, got {values.dtype}")
-    if not values.is_cpu:
-        raise ValueError(f"{name} must be on the CPU, is on {values.device}")
+    if not values.is_cpu and values.device != device:
+        raise ValueError(_misplaced(name, values, device))
     if values.shape != (batch,):
         raise ValueError(f"{name} must be a number or [{batch}], got shape {tuple(values.shape)}")
     return values.to(dtype).contiguous()
 
 
-def _noise(noise: Noise, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
-    """The fields of a checked Noise, contiguous: they must outlive the call that gets their addresses."""
+def _flat(noise: Noise) -> tuple[Any, Any, Any, Any, int]:
     if not isinstance(noise, Noise):
         raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
-    cutoff = noise.cutoff
-    if not 0 <= noise.stream < 2**32:
-        raise ValueError(f"noise.stream must be a number of 32 bits, got {noise.stream}")
+    return noise.seeds, noise.positions, noise.inv_temperature, noise.cutoff, noise.stream
+
+
+def _noise(noise: tuple[Any, Any, Any, Any, int], batch: int, width: int, device: torch.device) -> _FlatNoise:
+    """The fields of a checked Noise, contiguous: they must outlive the call that gets their addresses."""
+    seeds, positions, inv_temperature, cutoff, stream = noise
+    if not 0 <= stream < 2**32:
+        raise ValueError(f"noise.stream must be a number of 32 bits, got {stream}")
+    rows = (batch,)
     return (
-        _per_row(noise.seeds, (batch,), _INT64, "noise.seeds"),
-        _per_row(noise.positions, (batch,), _INT64, "noise.positions"),
-        _per_row(noise.inv_temperature, (batch,), _FLOAT32, "noise.inv_temperature"),
-        None if cutoff is None else _per_row(cutoff, (batch, width), _FLOAT32, "noise.cutoff"),
-        noise.stream,
+        _per_row(seeds, rows, _INT64, "noise.seeds", device=device),
+        _per_row(positions, rows, _INT64, "noise.positions", device=device),
+        _per_row(inv_temperature, rows, _FLOAT32, "noise.inv_temperature", device=device),
+        None if cutoff is None else _per_row(cutoff, (batch, width), _FLOAT32, "noise.cutoff", device=device),
+        stream,
     )
 
 
-def _addresses(noise: tuple[Tensor, Tensor, Tensor, Tensor | None, int]) -> tuple[int, int, int, int, int]:
+def _addresses(noise: _FlatNoise) -> tuple[int, int, int, int, int]:
     seeds, positions, inv_temperature, cutoff, stream = noise
     return (
         seeds.data_ptr(),
@@ -416,31 +813,113 @@ def _addresses(noise: tuple[Tensor, Tensor, Tensor, Tensor | None, int]) -> tupl
     )
 
 
-def _check_noise(noise: tuple[Tensor, Tensor, Tensor, Tensor | None, int], rows: Iterable[int], width: int) -> None:
-    """What the native code checks by itself, for the reference."""
-    positions, scales = noise[1].tolist(), noise[2].tolist()
-    for row in rows:
-        if not 0 < scales[row] < math.inf:
-            raise ValueError(f"row {row}: inv_temperature must be finite and positive, is {scales[row]}")
-        if not 0 <= positions[row] <= 2**63 - 1 - width:
-            raise ValueError(f"row {row}: positions must not be negative, is {positions[row]}")
+def _moved(noise: _FlatNoise, device: torch.device) -> Noise:
+    seeds, positions, inv_temperature, cutoff, stream = noise
+    cutoff = None if cutoff is None else cutoff.to(device)
+    return Noise(seeds.to(device), positions.to(device), inv_temperature.to(device), cutoff, stream)
 
 
-def _out(out: Tensor, shape: tuple[int, ...], name: str, dtype: torch.dtype = _INT32) -> None:
+def _tensors(values: Iterable[Any]) -> list[Any]:
+    """Numpy arrays as tensors, for a schema."""
+    return [torch.from_numpy(v) if hasattr(v, "__array_interface__") else v for v in values]
+
+
+def _threads(threads: int | None) -> int:
+    return torch.get_num_threads() if threads is None else threads
+
+
+# What the native code checks by itself, for the others. Only what lies on the CPU: reading the rest would wait for a device.
+
+
+def _check_noise(noise: _FlatNoise, rows: Iterable[int], width: int, name: str = "inv_temperature") -> None:
+    if noise[2].is_cpu:
+        scales = noise[2].tolist()
+        for row in rows:
+            if not 0 < scales[row] < math.inf:
+                raise ValueError(f"row {row}: {name} must be finite and positive, is {scales[row]}")
+    if noise[1].is_cpu:
+        positions = noise[1].tolist()
+        for row in rows:
+            if not 0 <= positions[row] <= 2**63 - 1 - width:
+                raise ValueError(f"row {row}: positions must not be negative, is {positions[row]}")
+
+
+def _check_counts(n_fed: Tensor, n_hint: Tensor, width: int) -> None:
+    if n_fed.is_cpu and n_hint.is_cpu:
+        reference.check_counts(n_fed, n_hint, width)
+
+
+def _busy(n_fed: Tensor) -> list[int]:
+    """The rows whose numbers matter, as far as the host can see."""
+    return [row for row, fed in enumerate(n_fed.tolist()) if fed > 0] if n_fed.is_cpu else []
+
+
+def _check_filters(*filters: Tensor) -> None:
+    for (name, _), values, most in zip(_FILTERS.items(), filters, (math.inf, math.inf, 1, 1), strict=True):
+        if values.is_cpu:
+            for row, value in enumerate(values.tolist()):
+                if not 0 <= value <= most or (name == "inv_temperature" and not 0 < value < math.inf):
+                    raise ValueError(f"row {row}: {name} {value} is not valid")
+
+
+def _all(values: Tensor, value: float) -> bool:
+    return values.is_cpu and bool((values == value).all())
+
+
+def _result(
+    out: Tensor | None, shape: tuple[int, ...], name: str, device: torch.device, dtype: torch.dtype = _INT32
+) -> Tensor:
+    """``out`` if it is fit to be written to, or a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
     if not isinstance(out, Tensor) or out.dtype is not dtype:
         kind = str(dtype).removeprefix("torch.")
         raise TypeError(
             f"{name} must be {'an' if dtype is _INT32 else 'a'} {kind} tensor, got {getattr(out, 'dtype', type(out).__name__)}"
         )
-    if out.shape != shape or not out.is_cpu or not out.is_contiguous():
+    if out.shape != shape or out.device != device or not out.is_contiguous():
         raise ValueError(
-            f"{name} must be contiguous on the CPU with shape {shape}, "
+            f"{name} must be contiguous on {device} with shape {shape}, "
             f"got shape {tuple(out.shape)}, strides {out.stride()} on {out.device}"
         )
+    return out
 
 
-def _check_counts(n_fed: Tensor, n_hint: Tensor, width: int) -> None:
-    """What the native code checks by itself, for the reference."""
-    for row, (fed, hints) in enumerate(zip(n_fed.tolist(), n_hint.tolist(), strict=True)):
-        if fed < 0 or hints < 0 or fed > width or (fed > 0 and hints >= fed):
-            raise ValueError(f"row {row}: need 0 <= n_hint < n_fed <= Q: n_fed={fed}, n_hint={hints}, Q={width}")
+def _results(out: tuple[Tensor, Tensor] | None, n_fed: Tensor, batch: int, width: int) -> tuple[Tensor, Tensor]:
+    """For ``selected`` and ``accepted``, where ``n_fed`` is."""
+    if out is None:
+        # From a tensor that is int32 there already: half the price of torch.empty with dtype and device.
+        return n_fed.new_empty((batch, width)), torch.empty_like(n_fed)
+    device = n_fed.device
+    return _result(out[0], (batch, width), "out[0]", device), _result(out[1], (batch,), "out[1]", device)
+
+
+def _given(results: tuple[Tensor, Tensor], selected: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """The results in these tensors, if they are not there already."""
+    if results[0] is not selected:
+        selected.copy_(results[0])
+        accepted.copy_(results[1])
+    return selected, accepted
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    if out is None:
+        return result
+    return _result(out, tuple(result.shape), "out", result.device, result.dtype).copy_(result)
+
+
+def _kernels(logits: Tensor) -> Any:
+    """The Triton kernels, if these logits are for them; else None."""
+    if logits.dtype is _FLOAT64 or not (logits.is_cuda if _forced == "" else _forced == "triton"):
+        return None
+    try:
+        return importlib.import_module("pipespec_kernels.triton")
+    except ImportError as error:
+        if _forced == "triton":
+            raise
+        warnings.warn(
+            f"Triton does not import ({error}): tensors on a GPU go to the slow reference. pip install triton",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None

@@ -8,6 +8,13 @@ from torch import Tensor
 from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
 
 
+def check_counts(n_fed: Tensor, n_hint: Tensor, width: int) -> None:
+    """``ValueError`` that names the first row whose counts are impossible. Reads them: a wait, where a device has them."""
+    for row, (fed, hints) in enumerate(zip(n_fed.tolist(), n_hint.tolist(), strict=True)):
+        if fed < 0 or fed > width or (fed > 0 and not 0 <= hints < fed):
+            raise ValueError(f"row {row}: need 0 <= n_hint < n_fed <= Q: n_fed={fed}, n_hint={hints}, Q={width}")
+
+
 def argmax(logits: Tensor) -> Tensor:
     """Id of the largest logit in every row of ``logits[B, Q, V]``; the first of equals, the first NaN if any."""
     return torch.argmax(logits, dim=-1).to(device="cpu", dtype=torch.int32)

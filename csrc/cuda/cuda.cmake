@@ -51,4 +51,7 @@ target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall
 if(PIPESPEC_WERROR)
   target_compile_options(_cuda PRIVATE
                          "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Werror all-warnings -Xcompiler=-Werror>")
+  # No kernel of ours spills registers.
+  target_compile_options(_cuda PRIVATE
+                         "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-Xptxas --warn-on-spills,--warning-as-error>")
 endif()

@@ -5,7 +5,6 @@
 #include "cuda/device.hpp"
 
 namespace pipespec::cuda {
-namespace {
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -13,8 +12,6 @@ void check(cudaError_t error, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error) + " (CUDA error " +
                            std::to_string(static_cast<int>(error)) + ")");
 }
-
-}  // namespace
 
 int runtime_version() {
   int version = 0;

@@ -1,7 +1,6 @@
 #include <cuda_runtime.h>
 
 #include "cuda/protocol_kernels.hpp"
-#include "protocol/commit.hpp"
 
 namespace pipespec::cuda {
 namespace {
@@ -16,19 +15,8 @@ __global__ void __launch_bounds__(kThreads)
                const Policy* policy, StepArrays out) {
   const std::uint32_t row = blockIdx.x * kThreads + threadIdx.x;
   if (row >= rows) return;
-  const Block block(base);
-  std::int32_t* tokens = out.tokens + std::size_t{row} * width;
-  Step step{Action::kIdle, 0, 0, 0};
-  if (row < block.header().active_rows) {
-    const Policy now{policy->window, policy->max_hints, policy->min_hints, width};
-    step = pipespec::plan(block, stage, row, now, tokens);
-  }
-  for (std::uint32_t i = step.n_fed; i < width; ++i) tokens[i] = 0;
-  out.kv[row] = static_cast<std::int32_t>(step.kv);
-  out.n_fed[row] = static_cast<std::int32_t>(step.n_fed);
-  out.n_hint[row] = static_cast<std::int32_t>(step.n_hint);
-  out.n_select[row] = step.action == Action::kStep ? static_cast<std::int32_t>(step.n_fed) : 0;
-  out.action[row] = static_cast<std::int32_t>(step.action);
+  plan_row(Block(base), stage, row,
+           Policy{policy->window, policy->max_hints, policy->min_hints, width}, out);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -36,11 +24,7 @@ __global__ void __launch_bounds__(kThreads)
                  StepArrays in, const std::int32_t* selected, std::int64_t stride) {
   const std::uint32_t row = blockIdx.x * kThreads + threadIdx.x;
   if (row >= rows) return;
-  const Step step{static_cast<Action>(in.action[row]), static_cast<std::uint32_t>(in.kv[row]),
-                  static_cast<std::uint32_t>(in.n_fed[row]),
-                  static_cast<std::uint32_t>(in.n_hint[row])};
-  pipespec::commit(Block(base), stage, row, step, in.tokens + std::size_t{row} * width,
-                   selected + row * stride);
+  commit_row(Block(base), stage, row, width, in, selected + row * stride);
 }
 
 }  // namespace

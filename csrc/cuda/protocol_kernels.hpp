@@ -9,21 +9,11 @@
 
 #include <cstdint>
 
-#include "protocol/plan.hpp"
+#include "protocol/rectangle.hpp"
 
 namespace pipespec::cuda {
 
-// One step's rectangle and what the rows do with it; the same arrays as StagePort has on the host.
-struct StepArrays {
-  std::int32_t* tokens;  // [rows, width]
-  std::int32_t* kv;      // [rows] each, from here on
-  std::int32_t* n_fed;
-  std::int32_t* n_hint;
-  std::int32_t* n_select;  // n_fed where a choice is needed, else 0
-  std::int32_t* action;    // Action
-};
-
-// Fills `out` for rows 0 .. rows-1 of `stage`; rows that the present generation does not use idle.
+// Fills `out` for rows 0 .. rows-1 of `stage`.
 // `policy` is read when the kernel runs: change it between two launches of one graph. Its `width`
 // is not used; that of the rectangle is an argument. `stream`: a cudaStream_t.
 cudaError_t plan(void* block, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,

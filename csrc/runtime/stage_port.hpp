@@ -2,18 +2,19 @@
 // feed, commit() takes the selections for it, park() sleeps until a neighbour has published.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
 
-#include "../protocol/commit.hpp"
+#include "../protocol/rectangle.hpp"
 #include "park.hpp"
 
 namespace pipespec {
 
 class StagePort {
  public:
+  // Moved, not copied: arrays_ points into the vectors, whose data moves along.
+  StagePort(StagePort&&) = default;
   // `width`: columns of the rectangle, i.e. the most tokens one row feeds in one step.
   StagePort(void* block, std::uint32_t stage, std::uint32_t width)
       : block_(block), stage_(stage), width_(width), bells_(block_, stage) {
@@ -27,7 +28,9 @@ class StagePort {
     n_select_.resize(rows);
     n_hint_.resize(rows);
     kv_.resize(rows);
-    steps_.resize(rows);
+    action_.resize(rows);
+    arrays_ = {tokens_.data(), kv_.data(),       n_fed_.data(),
+               n_hint_.data(), n_select_.data(), action_.data()};
   }
 
   // What the rows together should do: kStep when anything is to be fed (n_fed, n_hint, kv, tokens
@@ -40,15 +43,9 @@ class StagePort {
     bool waits = false, works = false, all_finished = true;
     columns_ = 0;
     for (std::uint32_t row = 0; row < active; ++row) {
-      std::int32_t* tokens = &tokens_[std::size_t{row} * width_];
       const Word before = Sequence(block_, stage_, row).word();
-      const Step step = steps_[row] = pipespec::plan(block_, stage_, row, policy, tokens);
+      const Step step = plan_row(block_, stage_, row, policy, arrays_);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
-      std::fill(tokens + step.n_fed, tokens + width_, 0);
-      kv_[row] = static_cast<std::int32_t>(step.kv);
-      n_fed_[row] = static_cast<std::int32_t>(step.n_fed);
-      n_hint_[row] = static_cast<std::int32_t>(step.n_hint);
-      n_select_[row] = step.action == Action::kStep ? n_fed_[row] : 0;
       columns_ = detail::max(columns_, step.n_fed);
       waits |= step.action == Action::kWait;
       works |= step.n_fed > 0;
@@ -68,8 +65,7 @@ class StagePort {
     std::uint32_t appended = 0;
     const std::uint32_t active = block_.header().active_rows;
     for (std::uint32_t row = 0; row < active; ++row)
-      appended += pipespec::commit(block_, stage_, row, steps_[row],
-                                   &tokens_[std::size_t{row} * width_], selected + row * stride);
+      appended += commit_row(block_, stage_, row, width_, arrays_, selected + row * stride);
     bells_.ring();
     return appended;
   }
@@ -119,8 +115,8 @@ class StagePort {
   bool asked_ = false;
   std::uint32_t generation_ = 0;
   std::uint32_t columns_ = 0;
-  std::vector<Step> steps_;
-  std::vector<std::int32_t> tokens_, kv_, n_fed_, n_hint_, n_select_;
+  std::vector<std::int32_t> tokens_, kv_, n_fed_, n_hint_, n_select_, action_;
+  StepArrays arrays_;  // the vectors' data
 };
 
 }  // namespace pipespec

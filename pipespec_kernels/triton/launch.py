@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels.noise import Noise
+from pipespec_kernels.reference import check_counts as check_counts
 from pipespec_kernels.triton.philox import INTERPRETED
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -165,13 +166,6 @@ def check_written(
     if not check(tensor, name, dtypes, shape, device).is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     return tensor
-
-
-def check_counts(n_fed: Tensor, n_hint: Tensor, width: int) -> None:
-    """Reads the counts: a wait for the device, where they are on one."""
-    for row, (fed, hints) in enumerate(zip(n_fed.tolist(), n_hint.tolist(), strict=True)):
-        if fed < 0 or fed > width or (fed > 0 and not 0 <= hints < fed):
-            raise ValueError(f"row {row}: need 0 <= n_hint < n_fed <= Q: n_fed={fed}, n_hint={hints}, Q={width}")
 
 
 def check_noise(

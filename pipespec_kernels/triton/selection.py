@@ -40,6 +40,21 @@ def unpack_id(word):
 
 
 @triton.jit
+def invalid(fed, hints, width):
+    """Whether a row's counts are bad. They live on the device, where only the kernel can look, and a bad row must not lead it
+    out of the tensors."""
+    return (fed < 0) | (fed > width) | ((hints < 0) | (hints >= fed)) & (fed != 0)
+
+
+@triton.jit
+def advance(next_token, length, epoch, row, choice, agreed, hints):
+    """A row's state (``launch.RowState``) behind a verification that selected ``choice`` after ``agreed`` of its hints."""
+    tl.store(next_token + row, choice)
+    tl.store(length + row, tl.load(length + row) + agreed + 1)
+    tl.store(epoch + row, tl.load(epoch + row) + (agreed < hints).to(tl.int32))
+
+
+@triton.jit
 def as_words(pointer):
     """A pointer to int64 as one to the unsigned words that atomic maxima order."""
     return pointer.to(tl.pointer_type(tl.uint64))

@@ -29,12 +29,13 @@ from pipespec_kernels.triton.launch import (
     check_noise,
     check_out,
     check_state,
+    check_written,
     cut,
     default_config,
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
-from pipespec_kernels.triton.selection import as_words, better, pack_best, unpack_id
+from pipespec_kernels.triton.selection import advance, as_words, better, invalid, pack_best, unpack_id
 
 
 # Not specialised: each value of 1 or multiple of 16 would be a kernel of its own, for nothing.
@@ -70,17 +71,20 @@ def verify_kernel(
     COUPLED: tl.constexpr,
     HAS_CUTOFF: tl.constexpr,
     FAST: tl.constexpr,
+    WALK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):
     split = tl.program_id(0)
     column = tl.program_id(1)  # of those that choose, counted from the first
     row = tl.program_id(2)
-    fed = tl.load(n_fed + row)
-    hints = tl.load(n_hint + row)
+    fed = width
+    hints = width - 1
+    if WALK:
+        fed = tl.load(n_fed + row)
+        hints = tl.load(n_hint + row)
     idle = fed == 0
-    # Counts live on the device, where only the kernel can look: a bad row must not lead it out of the tensors.
-    bad = (fed < 0) | (fed > width) | ((hints < 0) | (hints >= fed)) & (fed != 0)
+    bad = invalid(fed, hints, width)
     first = fed - 1 - hints  # the column whose logits decide about the first hint
 
     if idle | bad:
@@ -125,23 +129,25 @@ def verify_kernel(
             words = as_words(best) + row.to(tl.int64) * width + columns
             # .cg: from L2, where the atomics are done, whatever this multiprocessor holds.
             choice = unpack_id(tl.load(words, mask=columns <= hints, other=0, cache_modifier=".cg"))
-            hint = tl.load(
-                tokens + row.to(tl.int64) * tokens_stride_b + (first + 1 + columns).to(tl.int64) * tokens_stride_q,
-                mask=columns < hints,
-                other=-1,
-            )
-            agrees = (columns < hints) & (choice == hint)
+            agrees = columns < hints
+            if WALK:
+                hint = tl.load(
+                    tokens + row.to(tl.int64) * tokens_stride_b + (first + 1 + columns).to(tl.int64) * tokens_stride_q,
+                    mask=columns < hints,
+                    other=-1,
+                )
+                agrees = agrees & (choice == hint)
             agreed = tl.min(tl.where(agrees, WIDTH_BLOCK, columns), axis=0)
             tl.store(
                 selected + row.to(tl.int64) * width + columns,
                 tl.where(columns <= agreed, choice, -1),
                 mask=columns < width,
             )
-            tl.store(accepted + row, agreed)
+            if WALK:
+                tl.store(accepted + row, agreed)
             if HAS_STATE:
-                tl.store(next_token + row, tl.sum(tl.where(columns == agreed, choice, 0), axis=0))
-                tl.store(length + row, tl.load(length + row) + agreed + 1)
-                tl.store(epoch + row, tl.load(epoch + row) + (agreed < hints).to(tl.int32))
+                last = tl.sum(tl.where(columns == agreed, choice, 0), axis=0)
+                advance(next_token, length, epoch, row, last, agreed, hints)
             tl.debug_barrier()  # every thread has its words and its state before they are overwritten
             tl.store(words, 0, mask=columns <= hints)
             tl.store(ticket + row, 0)
@@ -203,7 +209,7 @@ def verify(
     check_state(state, batch, device)
     check_out(out, batch, width, device)
     config = config or default_config(batch * width, vocab, device, noise is not None)
-    splits, span = cut(config, vocab)
+    cut(config, vocab)
     if workspace is not None:
         workspace.pieces(batch, width, device)
     if check_counts or (check_counts is None and device.type == "cpu"):
@@ -216,10 +222,77 @@ def verify(
     if batch == 0 or width == 0:
         accepted.zero_()
         return selected, accepted
+    _launch(
+        logits,
+        (tokens, n_fed, n_hint),
+        (seeds, positions, inv_temperature, cutoff, 0 if noise is None else noise.stream),
+        state,
+        selected,
+        accepted,
+        workspace,
+        exact,
+        config,
+    )
+    return selected, accepted
+
+
+def select(
+    logits: Tensor,
+    *,
+    noise: Noise | None = None,
+    out: Tensor | None = None,
+    workspace: Workspace | None = None,
+    exact: bool = False,
+    config: Config | None = None,
+) -> Tensor:
+    """The choice of every column: what :func:`verify` selects where every hint is right.
+
+    Args:
+        logits, noise, workspace, exact, config: as for :func:`verify`.
+        out: contiguous int32 ``[B, Q]``; must overlap no other argument.
+
+    Returns:
+        int32 ``[B, Q]`` on the device of the logits.
+
+    Raises:
+        TypeError, ValueError: as :func:`verify`.
+    """
+    batch, width, vocab = check_logits(logits)
+    device = logits.device
+    flat = (*check_noise(noise, batch, width, device), 0 if noise is None else noise.stream)
+    if out is not None:
+        check_written(out, "out", (torch.int32,), (batch, width), device)
+    config = config or default_config(batch * width, vocab, device, noise is not None)
+    cut(config, vocab)
+    if workspace is not None:
+        workspace.pieces(batch, width, device)
+    selected = torch.empty((batch, width), dtype=torch.int32, device=device) if out is None else out
+    if batch > 0 and width > 0:
+        _launch(logits, None, flat, None, selected, selected, workspace, exact, config)
+    return selected
+
+
+def _launch(
+    logits: Tensor,
+    fed: tuple[Tensor, Tensor, Tensor] | None,
+    noise: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int],
+    state: RowState | None,
+    selected: Tensor,
+    accepted: Tensor,
+    workspace: Workspace | None,
+    exact: bool,
+    config: Config,
+) -> None:
+    """The kernel on checked arguments; ``fed``: tokens, ``n_fed``, ``n_hint``, or None: no walk, all columns choose."""
+    batch, width, vocab = logits.shape
+    device = logits.device
+    splits, span = cut(config, vocab)
+    seeds, positions, inv_temperature, cutoff, stream = noise
     best, ticket = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
     # Arguments that this mode does not read: any pointer will do.
     unused = accepted
     next_token, length, epoch = state or (unused, unused, unused)
+    tokens, n_fed, n_hint = fed or (selected, unused, unused)
     with on(device):
         verify_kernel[(splits, width, batch)](
             logits,
@@ -245,15 +318,15 @@ def verify(
             unused if cutoff is None else cutoff,
             0 if cutoff is None else cutoff.stride(0),
             0 if cutoff is None else cutoff.stride(1),
-            0 if noise is None else noise.stream,
+            stream,
             splits,
             span,
             HAS_STATE=state is not None,
-            COUPLED=noise is not None,
+            COUPLED=seeds is not None,
             HAS_CUTOFF=cutoff is not None,
             FAST=not (exact or INTERPRETED),
+            WALK=fed is not None,
             BLOCK=config.block,
             WIDTH_BLOCK=triton.next_power_of_2(width),
             num_warps=config.warps,
         )
-    return selected, accepted

@@ -13,14 +13,12 @@ it by Gumbel-max: the largest ``ln(p - q) + G = x / T + ln(1 - q / p) + G + cons
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import (
     INTEGERS,
@@ -37,25 +35,7 @@ from pipespec_kernels.triton.launch import (
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
-from pipespec_kernels.triton.selection import NOTHING, as_words, better, pack_best, unpack_id
-
-
-class Streams(NamedTuple):
-    """Which stream of random numbers each draw takes. They must differ, or what comes out is not the target's
-    distribution: a hint is rejected more often where its noise was large, and the same noise would then draw again.
-
-    Attributes:
-        draft: of the noise with which the hints were drawn (by :func:`verify` with this ``Noise.stream``, say).
-        accept: of the uniforms in the test.
-        residual: of the noise with which the last token of each row is drawn.
-    """
-
-    draft: int = DRAFT
-    accept: int = ACCEPT
-    residual: int = RESIDUAL
-
-
-INDEPENDENT = Streams()
+from pipespec_kernels.triton.selection import NOTHING, advance, as_words, better, invalid, pack_best, unpack_id
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -122,7 +102,7 @@ def ratio_test_kernel(
     row64 = row.to(tl.int64)
     fed = tl.load(n_fed + row)
     hints = tl.load(n_hint + row)
-    bad = (fed < 0) | (fed > width) | ((hints < 0) | (hints >= fed)) & (fed != 0)
+    bad = invalid(fed, hints, width)
     first = fed - 1 - hints
     columns = tl.arange(0, WIDTH_BLOCK)
 
@@ -335,9 +315,7 @@ def ratio_choose_kernel(
             choice = unpack_id(tl.where((word >> 32).to(tl.uint32) > NOTHING, word, whole_word))
             tl.store(selected + row64 * width + agreed, choice)
             if HAS_STATE:
-                tl.store(next_token + row, choice)
-                tl.store(length + row, tl.load(length + row) + agreed + 1)
-                tl.store(epoch + row, tl.load(epoch + row) + (agreed < hints).to(tl.int32))
+                advance(next_token, length, epoch, row, choice, agreed, hints)
             tl.debug_barrier()  # every thread has read what is overwritten now
             tl.store(words, 0)
             tl.store(words + 1, 0)
@@ -362,19 +340,8 @@ def verify_ratio(
     check_counts: bool | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Speculative sampling by the ratio of probabilities: hints that survive, and one token drawn behind them.
-
-    As in :func:`verify`, row ``r`` was fed ``tokens[r, :n_fed[r]]``, the last ``n_hint[r]`` of them hints; the hint in
-    column ``q + 1`` is tested with ``p``, the softmax of ``logits[r, q] * inv_temperature[r]`` without what is below the
-    cutoff, and with ``q``, that of ``draft_logits[r, q]``. ``selected[r, :accepted[r]]`` are the accepted hints, and
-    ``selected[r, accepted[r]]`` is drawn from the residual or, where all were accepted, from ``p``.
-
-    ``q`` must be what the hint was drawn from, to the last bit of its logits: a draft that drew from other logits than
-    those given here (of another precision, or before a filter) makes the result wrong in ways that are hard to see.
-
-    A row with a NaN has no distribution: its hint is rejected, and the first NaN's id is selected as by :func:`verify`.
-    Where the draft's row has one, the hint is rejected and the token drawn from ``p``, which loses only time; so is it
-    where rounding leaves nothing of the residual. A hint that is no id of the vocabulary is rejected.
+    """Speculative sampling by the ratio of probabilities: hints that survive, and one token drawn behind them; see
+    :func:`pipespec_kernels.ops.verify_ratio` for what it computes and what becomes of rows without a distribution.
 
     Args:
         logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +54,25 @@ def test_module_links_neither_torch_nor_cuda(module: str) -> None:
     linked = subprocess.run(["ldd", files[0]], capture_output=True, text=True, check=True).stdout
     for library in ("torch", "c10", "libcuda", "libcudart", "libpython"):
         assert library not in linked
+
+
+@pytest.mark.skipif(not CUDA_MODULES, reason="_cuda was not built")
+def test_cuda_kernels_spill_nothing() -> None:
+    triton = importlib.util.find_spec("triton")
+    own = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump" if triton and triton.origin else None
+    tool = str(own) if own and own.exists() else shutil.which("cuobjdump")
+    if tool is None:
+        pytest.skip("needs cuobjdump, which comes with triton and with the CUDA toolkit")
+    command = [tool, "--dump-resource-usage", CUDA_MODULES[0]]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kernels = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", listed)
+    archs = len(_native.build_info()["cuda_archs"])
+    for name in ("PlanKernel", "CommitKernel"):
+        found = [kernel[1:] for kernel in kernels if name in kernel[0]]
+        assert len(found) == archs
+        for registers, stack, local in found:
+            assert (int(stack), int(local)) == (0, 0)
+            assert 0 < int(registers) <= 128
 
 
 def test_native_imports_without_torch_and_numpy(copy: Path) -> None:

@@ -125,3 +125,17 @@ def ragged_counts(batch: int, width: int, generator: torch.Generator) -> tuple[T
     n_fed = torch.randint(0, width + 1, (batch,), generator=generator)
     n_hint = (torch.rand(batch, generator=generator) * n_fed).long()
     return n_fed.to(torch.int32), n_hint.to(torch.int32)
+
+
+def any_strides(x: Tensor, strides: tuple[int, int], vocabulary: bool = True) -> Tensor:
+    """A view of the shape of ``x`` with these strides, 0 and overlapping rows included, over its values repeated.
+
+    Without ``vocabulary`` the two strides are all that ``x [B, Q]`` has.
+    """
+    shape = tuple(x.shape)
+    if x.numel() == 0:
+        return x
+    whole = (*strides, 1) if vocabulary else strides
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(shape, whole, strict=True))
+    flat = x.flatten().repeat(-(-reach // x.numel()))[:reach]
+    return flat.as_strided(shape, whole)

@@ -119,7 +119,9 @@ def test_other_devices_are_checked_alike() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda() -> None:
     logits = make_logits("few values", (3, 2, 4097), torch.bfloat16, torch.Generator().manual_seed(0))
-    assert torch.equal(ops.argmax(logits.cuda()), ops.argmax(logits))
+    got = ops.argmax(logits.cuda())
+    assert got.is_cuda
+    assert torch.equal(got.cpu(), ops.argmax(logits))
 
 
 @pytest.mark.parametrize(

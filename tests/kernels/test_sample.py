@@ -207,7 +207,7 @@ def test_cuda() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = make_logits("normal", (3, 2, 4097), torch.bfloat16, generator)
     noise = make_noise(3, generator, make_cutoff(logits, generator))
-    assert torch.equal(ops.sample(logits.cuda(), noise), ops.sample(logits, noise))
+    assert torch.equal(ops.sample(logits.cuda(), noise).cpu(), ops.sample(logits, noise))
 
 
 # --- the distribution ------------------------------------------------------------------------------------------------

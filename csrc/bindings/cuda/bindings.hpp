@@ -5,6 +5,7 @@
 
 namespace pipespec::cuda {
 
-void bind_device(pybind11::module_& m);  // device.cpp
+void bind_device(pybind11::module_& m);    // device.cpp
+void bind_protocol(pybind11::module_& m);  // protocol.cpp: plan and commit as kernels
 
 }  // namespace pipespec::cuda

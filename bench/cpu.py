@@ -1,0 +1,87 @@
+"""What the kernels' benchmarks on the CPU share: timing in turn on cold data, a plain read's bandwidth.
+
+Our call, a plain vectorised read of as many bytes with the same threads, and the rivals are timed in turn, call by call, so
+that other load on the machine meets them alike; medians. Inputs are copied until together they exceed a buffer of
+``--cold-mib``, and every call gets the next copy: it is cold where the copies exceed the caches (``copies`` in the result).
+Rivals may be far slower: each gets half a second, or one call (``repeats`` in the result).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from bench.harness import Case, last_level_cache_bytes, median_us, seconds
+from pipespec_kernels import _native
+
+SECONDS_PER_CASE = 1.0
+
+
+def cold_bytes() -> int:
+    """One and a half times the last-level cache, within reason."""
+    return max(256 << 20, min(1 << 30, last_level_cache_bytes() * 3 // 2))
+
+
+def measure(
+    shapes: Iterable[tuple[int, int, int]],
+    dtype: torch.dtype,
+    bytes_per_logit: int,
+    make: Callable[[tuple[int, int, int], torch.dtype, int], Case],
+    threads: int,
+    cold: int,
+) -> list[dict[str, Any]]:
+    """Times a case for each shape and prints the table as it grows; ``make`` gets shape, dtype and number of copies."""
+    results: list[dict[str, Any]] = []
+    print(f"{'B':>4}{'Q':>4}{'V':>8}  {'dtype':10}{'us':>11}{'GB/s':>8}{'of read':>9}   times ours")
+    for shape in shapes:
+        nbytes = torch.Size(shape).numel() * bytes_per_logit
+        copies = max(2, min(64, -(-cold // nbytes)))
+        case = make(shape, dtype, copies)
+        buffer = torch.zeros(max(cold, case.bytes_moved), dtype=torch.uint8)
+        pieces = buffer.numel() // case.bytes_moved
+
+        def read(i: int) -> None:
+            address = buffer.data_ptr() + i % pieces * case.bytes_moved  # noqa: B023
+            _native.read_bandwidth_probe(address, case.bytes_moved, threads)  # noqa: B023
+
+        times: dict[str, list[float]] = {name: [] for name in ("ours", "read", *case.rivals)}
+        case.ours(0)  # starts the threads
+        begin = time.perf_counter()
+        for i in range(50):
+            past = time.perf_counter() - begin
+            if i >= 3 and past > SECONDS_PER_CASE:
+                break
+            times["ours"].append(seconds(case.ours, i % copies))
+            times["read"].append(seconds(read, i))
+            for name, rival in case.rivals.items():
+                if not times[name] or sum(times[name]) < SECONDS_PER_CASE / 2:
+                    times[name].append(seconds(rival, i % copies))
+        us, read_us = median_us(times["ours"]), median_us(times["read"])
+        result: dict[str, Any] = {
+            "shape": shape,
+            "dtype": str(dtype).removeprefix("torch."),
+            "copies": copies,
+            "repeats": len(times["ours"]),
+            "us": us,
+            "best_us": min(times["ours"]) * 1e6,
+            "bytes": case.bytes_moved,
+            "gb_per_s": case.bytes_moved / us / 1e3,
+            "read_gb_per_s": case.bytes_moved / read_us / 1e3,
+            "fraction_of_read": read_us / us,
+            "rivals": {},
+        }
+        others = ""
+        for name in case.rivals:
+            rival_us = median_us(times[name])
+            result["rivals"][name] = {"us": rival_us, "repeats": len(times[name]), "times_ours": rival_us / us}
+            others += f"  {name} {rival_us / us:.1f}"
+        results.append(result)
+        print(
+            f"{shape[0]:4}{shape[1]:4}{shape[2]:8}  {result['dtype']:10}{us:11.1f}{result['gb_per_s']:8.1f}"
+            f"{result['fraction_of_read']:9.2f} {others}",
+            flush=True,
+        )
+    return results

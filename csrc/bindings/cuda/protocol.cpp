@@ -1,0 +1,46 @@
+// Bindings of plan() and commit() on the device: addresses and numbers;
+// pipespec_kernels/device_state.py has checked them.
+#include "bindings/cuda/bindings.hpp"
+#include "cuda/device.hpp"
+#include "cuda/protocol_kernels.hpp"
+
+namespace py = pybind11;
+
+namespace pipespec::cuda {
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T = void>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+StepArrays arrays(Address tokens, Address kv, Address n_fed, Address n_hint, Address n_select,
+                  Address action) {
+  using T = std::int32_t;
+  return {pointer<T>(tokens), pointer<T>(kv),       pointer<T>(n_fed),
+          pointer<T>(n_hint), pointer<T>(n_select), pointer<T>(action)};
+}
+
+}  // namespace
+
+void bind_protocol(py::module_& m) {
+  m.def("plan", [](Address block, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
+                   Address policy, Address tokens, Address kv, Address n_fed, Address n_hint,
+                   Address n_select, Address action, std::uintptr_t stream) {
+    check(plan(pointer(block), stage, rows, width, pointer<Policy>(policy),
+               arrays(tokens, kv, n_fed, n_hint, n_select, action), stream),
+          "plan");
+  });
+  m.def("commit", [](Address block, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
+                     Address tokens, Address kv, Address n_fed, Address n_hint, Address n_select,
+                     Address action, Address selected, std::int64_t stride, std::uintptr_t stream) {
+    check(commit(pointer(block), stage, rows, width,
+                 arrays(tokens, kv, n_fed, n_hint, n_select, action),
+                 pointer<std::int32_t>(selected), stride, stream),
+          "commit");
+  });
+}
+
+}  // namespace pipespec::cuda

@@ -1,0 +1,126 @@
+"""A stage's port onto a state block that a GPU works on: plan and commit as kernels, so that a step's numbers need not come
+back to the host.
+
+The block is the one of :mod:`pipespec_kernels.state`, byte for byte, in the memory of a GPU or pinned on the host::
+
+    host = StateBlock.create(stages=2, rows=4, capacity=512)
+    host.reset(starts, limits, last, eos)
+    block = torch.from_numpy(host.memory.array).cuda()
+    port = DevicePort(block, stage=1, width=8)
+    port.set_policy(window=8, max_hints=7)
+    port.plan()  # a launch: port.tokens, port.kv, port.n_fed, port.n_hint, port.n_select, port.action
+    selected, _ = ops.verify(logits, port.tokens, port.n_select, port.n_hint)
+    port.commit(selected)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipespec_kernels import _native
+
+_HEADER_BYTES: int = _native.Block.bytes(0, 0, 1)
+
+
+class DevicePort:
+    """Plan and commit of one stage for all rows of a block, as launches on a stream. Nothing here waits or allocates once it
+    is made, so the launches can be captured in a CUDA graph.
+
+    Stages that run at the same time must be ordered by stream or event. Waking who sleeps on the host
+    (``StagePort.park``) is not done.
+
+    Args:
+        block: a state block: contiguous uint8 tensor in a GPU's memory, or in pinned memory. Read once here, which waits.
+        stage: the stage, from 0; the last one is the target.
+        width: columns of the rectangle: the most tokens that a row feeds in a step, at least 2.
+        device: of the kernels and the arrays, where the block is pinned; default: the current GPU.
+
+    Attributes:
+        tokens: int32 ``[rows, width]``, on the GPU like the others: ids to feed, zeros behind them.
+        kv, n_fed, n_hint: int32 ``[rows]``: position of the first fed token, tokens fed, how many of them are hints.
+        n_select: int32 ``[rows]``: ``n_fed`` where a choice is needed, else 0: what :func:`ops.verify` takes as ``n_fed``.
+        action: int32 ``[rows]``: :class:`pipespec_kernels.state.Action`.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+        ImportError: the CUDA module was not built; says how to.
+    """
+
+    def __init__(self, block: Tensor, stage: int, width: int, device: torch.device | str | None = None) -> None:
+        if not isinstance(block, Tensor):
+            raise TypeError(f"block must be a tensor, got {type(block).__name__}")
+        if block.dtype is not torch.uint8 or block.dim() != 1 or not block.is_contiguous():
+            raise TypeError(f"block must be contiguous uint8 [bytes], got {block.dtype} {tuple(block.shape)}")
+        if not block.is_cuda and not (torch.cuda.is_available() and block.is_pinned()):
+            raise ValueError(
+                f"block must be on a GPU or in pinned memory, is on {block.device} (for one on the host: StateBlock.port)"
+            )
+        if block.numel() < _HEADER_BYTES:
+            raise ValueError("this memory holds no pipespec state block")
+        header = block[:_HEADER_BYTES].cpu().numpy()
+        sizes = _native.Block(header.ctypes.data)  # raises where it is none
+        if block.numel() < _native.Block.bytes(sizes.stages, sizes.rows, sizes.capacity):
+            raise ValueError(f"block has {block.numel()} bytes, fewer than its own header says")
+        if not 0 <= stage < sizes.stages:
+            raise ValueError(f"the block has {sizes.stages} stages, none of number {stage}")
+        if width < 2:
+            raise ValueError(f"width must be at least 2, got {width}")
+        from pipespec_kernels import _cuda
+
+        self._cuda: Any = _cuda
+        self.block, self.stage, self.width, self.rows = block, stage, width, sizes.rows
+        self.device = block.device if block.is_cuda else torch.device(device or f"cuda:{torch.cuda.current_device()}")
+        # Policy of csrc/protocol/plan.hpp: the kernel reads it when it runs.
+        self._policy = torch.zeros(4, dtype=torch.int32, device=self.device)
+        self.tokens = torch.zeros((self.rows, width), dtype=torch.int32, device=self.device)
+        one_per_row = torch.zeros((5, self.rows), dtype=torch.int32, device=self.device)
+        self.kv, self.n_fed, self.n_hint, self.n_select, self.action = one_per_row.unbind(0)
+        arrays = (self.tokens, self.kv, self.n_fed, self.n_hint, self.n_select, self.action)
+        self._arrays = tuple(array.data_ptr() for array in arrays)
+
+    def set_policy(self, window: int, max_hints: int, min_hints: int = 0) -> None:
+        """What the plans launched from here on on the current stream obey: how far ahead, how many hints, how many to wait for."""
+        if min(window, max_hints, min_hints) < 0 or max(window, max_hints, min_hints) >= 2**32:
+            raise ValueError(f"a policy has numbers of 32 bits, got {window}, {max_hints}, {min_hints}")
+        words = torch.tensor([window, max_hints, min_hints, self.width], dtype=torch.int64)
+        self._policy.copy_(words.to(torch.int32))  # the low 32 bits of each
+
+    def plan(self, stream: int | None = None) -> None:
+        """Fill the arrays. ``stream``: a ``cudaStream_t`` as an integer; default: torch's current stream."""
+        with torch.cuda.device(self.device):
+            self._cuda.plan(
+                self.block.data_ptr(),
+                self.stage,
+                self.rows,
+                self.width,
+                self._policy.data_ptr(),
+                *self._arrays,
+                self._stream(stream),
+            )
+
+    def commit(self, selected: Tensor, stream: int | None = None) -> None:
+        """Take what was selected for the last plan, as :func:`ops.verify` gives it: int32 ``[rows, width]`` on the GPU."""
+        if not isinstance(selected, Tensor) or selected.dtype is not torch.int32 or selected.device != self.device:
+            raise TypeError(f"selected must be an int32 tensor on {self.device}")
+        if selected.shape != (self.rows, self.width) or selected.stride(1) != 1:
+            raise ValueError(
+                f"selected must be {[self.rows, self.width]} with contiguous rows, got shape {tuple(selected.shape)}, "
+                f"strides {selected.stride()}"
+            )
+        with torch.cuda.device(self.device):
+            self._cuda.commit(
+                self.block.data_ptr(),
+                self.stage,
+                self.rows,
+                self.width,
+                *self._arrays,
+                selected.data_ptr(),
+                selected.stride(0),
+                self._stream(stream),
+            )
+
+    def _stream(self, stream: int | None) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if stream is None else stream

@@ -1,0 +1,45 @@
+"""How an operation becomes one of torch.library's, in the namespace ``pipespec``: for torch.compile, export and subclasses.
+
+Each operation is an ordinary Python function that does its own dispatch by device, and is called as such: going through
+torch's dispatcher would cost more than a small call itself. Only where somebody looks on (:func:`traced`) does it go
+through ``torch.ops.pipespec``, whose schema has tensors and numbers only and whose fake checks shapes and dtypes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["register", "traced"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_modes = torch._C._len_torch_dispatch_stack
+
+
+def register(schema: str, fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[[_Function], _Function]:
+    """Registers the decorated function, for all devices, as ``torch.ops.pipespec.<its name without leading _>``.
+
+    Args:
+        schema: as of ``torch.library``, without the name: ``"(Tensor logits, int? threads=None) -> Tensor"``.
+        fake: gets the same arguments and returns empty tensors of the results' shapes, dtypes and devices; raises for bad ones.
+        mutates: names of the arguments that the function writes to.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        name = f"pipespec::{function.__name__.lstrip('_')}"
+        torch.library.custom_op(name, function, mutates_args=mutates, schema=schema).register_fake(fake)
+        return function
+
+    return decorate
+
+
+def traced(tensor: Any) -> bool:
+    """Whether a call with this tensor must be seen by torch: it is compiled or exported, under a dispatch mode, or the tensor is
+    of a class of its own or without data."""
+    # Export without dynamo shows as a class of its own.
+    return torch.compiler.is_dynamo_compiling() or (
+        (type(tensor) is not Tensor or _modes() > 0 or tensor.is_meta) and isinstance(tensor, Tensor)
+    )

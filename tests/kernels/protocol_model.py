@@ -1,0 +1,119 @@
+"""The protocol of csrc/protocol/ in lists, for tests: what every stage's text is, and what a step feeds.
+
+It remembers nothing that the protocol keeps in order to compare less (settled lengths, agreement, epochs seen): it
+compares whole texts, every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+IDLE, STEP, CATCH_UP, WAIT, FINISHED = range(5)
+
+
+@dataclass
+class Fed:
+    """A row's part of a step."""
+
+    action: int
+    kv: int
+    tokens: list[int] = field(default_factory=list)
+    n_hint: int = 0
+
+
+@dataclass
+class Text:
+    """One stage's text of one row, its prompt as so many ``None`` and the last token."""
+
+    tokens: list[int | None]
+    kv: int
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("steps", "fed", "drafted", "accepted", "produced", "adopted", "truncated", "rollbacks"), 0
+        )
+    )
+
+    def obey(self, other: list[int | None]) -> None:
+        """Take back from the first difference on, then take over what the other has and we have not."""
+        same = agreement(self.tokens, other)
+        if same < min(len(self.tokens), len(other)):
+            self.counts["rollbacks"] += 1
+            self.counts["truncated"] += len(self.tokens) - same
+            del self.tokens[same:]
+            self.kv = min(self.kv, same)
+        new = other[len(self.tokens) :]
+        self.counts["adopted"] += len(new)
+        self.tokens += new
+
+
+def agreement(a: list[int | None], b: list[int | None]) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+class Row:
+    def __init__(self, stages: int, start: int, limit: int, last: int, eos: set[int]) -> None:
+        self.start, self.limit, self.eos = start, limit, eos
+        self.texts = [Text([None] * (start - 1) + [last], start - 1) for _ in range(stages)]
+
+    def _ended(self, text: list[int | None]) -> bool:
+        return len(text) >= self.limit or (len(text) > self.start and text[-1] in self.eos)
+
+    def plan(self, stage: int, window: int, most: int, least: int, width: int, upstream_alive: bool) -> Fed:
+        me, truth = self.texts[stage], self.texts[-1].tokens
+        is_target = stage == len(self.texts) - 1
+        bound = self.limit
+        if not is_target:
+            me.obey(truth)
+            reached = len(truth)
+            if stage + 2 < len(self.texts):
+                neighbour = self.texts[stage + 1].tokens
+                reached = max(reached, len(neighbour))
+                # One that is behind the target or on another text is not believed.
+                if neighbour[: len(truth)] == truth:
+                    me.obey(neighbour)
+            bound = min(self.limit, reached + window) if reached < self.limit else self.limit
+        text = me.tokens
+        if self._ended(text):
+            return Fed(FINISHED if is_target else IDLE, me.kv)
+        if len(text) >= bound:
+            return Fed(IDLE, me.kv)
+        me.kv = min(me.kv, len(text) - 1)
+        own: list[int] = text[me.kv :]  # type: ignore[assignment]
+        if len(own) > width:
+            return Fed(CATCH_UP, me.kv, own[:width])
+        hints: list[int] = []
+        if stage > 0:
+            upstream = self.texts[stage - 1].tokens
+            agrees = upstream[: len(text)] == text
+            room = min(most, width - len(own), bound - len(text) - 1)
+            if agrees:
+                hints = upstream[len(text) :][:room]  # type: ignore[assignment]
+            if len(hints) < min(least, room) and upstream_alive and not (agrees and self._ended(upstream)):
+                return Fed(WAIT, me.kv)
+        return Fed(STEP, me.kv, own + hints, len(hints))
+
+    def commit(self, stage: int, fed: Fed, selected: list[int]) -> None:
+        me = self.texts[stage]
+        if not fed.tokens:
+            return
+        me.counts["fed"] += len(fed.tokens)
+        if fed.action == CATCH_UP:
+            me.kv = fed.kv + len(fed.tokens)
+            return
+        hints = fed.tokens[len(fed.tokens) - fed.n_hint :]
+        before, accepted = len(me.tokens), 0
+        for j, token in enumerate(selected[: fed.n_hint + 1]):
+            if len(me.tokens) >= self.limit or (j > 0 and selected[j - 1] in self.eos):
+                break
+            me.tokens.append(token)
+            if j == fed.n_hint or token != hints[j]:
+                break
+            accepted += 1
+        me.kv = len(me.tokens) - 1
+        me.counts["steps"] += 1
+        me.counts["drafted"] += fed.n_hint
+        me.counts["accepted"] += accepted
+        me.counts["produced"] += len(me.tokens) - before

@@ -1,0 +1,136 @@
+"""The benchmarks' machinery: cases that do what they say, tables that survive what fails. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import bench_cutoff, bench_select, bench_verify, bench_verify_ratio, cpu, gpu, gpu_check, kernels
+from bench.harness import Case
+
+SHAPE = (2, 3, 200)
+
+
+@pytest.mark.parametrize(
+    "module", [bench_select, bench_verify, bench_verify_ratio, bench_cutoff], ids=lambda m: m.__name__
+)
+def test_cases_run_and_rivals_do_the_same(module: types.ModuleType) -> None:
+    torch.manual_seed(0)
+    for benchmark in module.BENCHMARKS:
+        case = benchmark.make("cpu", True)(SHAPE, torch.bfloat16, 2)
+        assert set(case.rivals) == {"eager"}
+        assert case.bytes_moved >= torch.Size(SHAPE).numel() * 2
+        ours, theirs = case.ours(1), case.rivals["eager"](1)
+        if benchmark.name in ("argmax", "cutoff"):
+            ours, theirs = (ours,), (theirs,)
+        if benchmark.name in ("argmax", "cutoff", "verify greedy"):  # the others draw
+            for a, b in zip(ours, theirs, strict=True):  # type: ignore[call-overload]
+                assert torch.equal(a, b.to(a.dtype))
+
+
+def test_a_table_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "QUICK", [SHAPE, (1, 1, 50)])
+    monkeypatch.setattr(cpu, "cold_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(cpu, "SECONDS_PER_CASE", 0.0)
+    monkeypatch.setattr(sys, "argv", ["x", "--quick", "--threads", "1", "--json", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit) as end:
+        kernels.main()
+    assert end.value.code == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["machine"]["threads"] == 1
+    assert {"cpu", "torch", "simd", "load_average", "load_average_after"} <= set(written["machine"])
+    names = ["argmax", "sample", "verify greedy", "verify coupled", "verify_ratio", "cutoff"]
+    assert [r["benchmark"] for r in written["results"]] == [name for name in names for _ in range(2)]
+    for r in written["results"]:
+        assert r["us"] > 0
+        assert r["repeats"] == 3
+        assert r["gb_per_s"] == pytest.approx(r["bytes"] / r["us"] / 1e3)
+    assert "eager" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["x", "--only", "nothing"])
+    with pytest.raises(SystemExit) as end:
+        kernels.main()
+    assert end.value.code == 2
+
+
+def test_a_table_on_a_gpu_survives_what_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a GPU: what touches one is replaced."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=50 << 20))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(gpu, "time_call", lambda call, copies, repeats: (call(0), True))
+
+    def make(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
+        if shape[0] == 2:
+            raise torch.OutOfMemoryError("no memory\nfor this")
+
+        def broken(i: int) -> object:
+            raise RuntimeError("a rival that does not run")
+
+        return Case(1000, lambda i: 2.0, {"eager": lambda i: 8.0, "other": broken})
+
+    results = gpu.measure([(1, 1, 100), (2, 1, 100), (3, 1, 100)], torch.bfloat16, 2, make, 5, copy=1.0)
+    assert [r["shape"][0] for r in results] == [1, 2, 3]
+    assert results[1]["error"].startswith("OutOfMemoryError: no memory")
+    for r in (results[0], results[2]):
+        assert (r["us"], r["gb_per_s"], r["fraction_of_copy"]) == (2.0, 0.5, 0.5)
+        assert r["rivals"]["eager"]["times_ours"] == 4.0
+        assert "does not run" in r["rivals"]["other"]["error"]
+    out = capsys.readouterr().out
+    assert "FAILED: OutOfMemoryError: no memory" in out
+    assert "eager 4.0" in out
+    assert "other failed" in out
+
+
+def test_gpu_check_survives_what_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A module that writes results, one that crashes, one that hangs, and tests that leave no report."""
+    steps = {
+        "good": "import json, sys; json.dump({'results': [{'benchmark': 'b', 'shape': [1, 2, 3], 'us': 1.0, 'gb_per_s': 2.0,"
+        " 'fraction_of_copy': 0.5, 'rivals': {'eager': {'us': 3.0, 'times_ours': 3.0}, 'x': {'error': 'no'}}},"
+        " {'benchmark': 'b', 'shape': [4, 5, 6], 'error': 'OOM'}]}, open(sys.argv[-1], 'w'))",
+        "crashes": "raise SystemExit(3)",
+        "hangs": "import time; print('begun', flush=True); time.sleep(600)",
+    }
+    original = gpu_check.step
+
+    def step(command: list[str], log: Path, limit: int) -> dict[str, object]:
+        module = command[1].removeprefix("bench.")
+        program = steps.get(module, "raise SystemExit(4)")
+        return original(["-c", program, *command[2:]], log, 3 if module == "hangs" else 60)
+
+    monkeypatch.setattr(gpu_check, "step", step)
+    monkeypatch.setattr(gpu_check, "MODULES", tuple(steps))
+    monkeypatch.setattr(gpu_check, "refuse_without_gpu", lambda _: None)
+    machine = dict.fromkeys(("gpu", "torch", "cuda", "triton", "commit"), "?")
+    monkeypatch.setattr(gpu_check, "gpu_machine", lambda: machine)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path)])
+    assert gpu_check.main() == 1
+    out = capsys.readouterr().out
+    for line in (
+        "tests           FAILED: 0 passed",
+        "eager 3.0",
+        "FAILED: OOM",
+        "crashes         FAILED",
+        "hangs           FAILED",
+    ):
+        assert line in out, out
+    written = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [written["benchmarks"][name]["status"] for name in steps] == [0, 3, None]
+    assert "stopped after 3 s" in (tmp_path / "hangs.log").read_text()
+
+
+def test_gpu_check_ends_in_time() -> None:
+    """All its limits together, with some seconds for each process to come down: under eight minutes."""
+    steps = 1 + len(gpu_check.MODULES)
+    limit = gpu_check.TEST_SECONDS + len(gpu_check.MODULES) * gpu_check.BENCH_SECONDS + steps * gpu_check.GRACE_SECONDS
+    assert limit <= 8 * 60 - 10

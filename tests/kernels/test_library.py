@@ -1,0 +1,323 @@
+"""The operations as torch.library knows them: opcheck, torch.compile, export, fakes; and where their calls go."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipespec_kernels import ops, reference
+from pipespec_kernels.noise import DRAFT, Noise, Streams
+
+from .selection import DTYPES, hinted_tokens, make_logits, ragged_counts
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def case(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = make_logits("normal", (4, 3, 37), dtype, generator)
+    return {
+        "logits": logits,
+        "tokens": hinted_tokens(logits, 0.8, generator, torch.int64),
+        "n_fed": int32(3, 0, 2, 3),
+        "n_hint": int32(2, 0, 1, 0),
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator),
+        "positions": torch.arange(4) * 2**33,
+        "inv_temperature": torch.rand(4, generator=generator) + 0.5,
+        "cutoff": logits.float().amax(-1) - 2,
+    }
+
+
+NOISE = ("seeds", "positions", "inv_temperature", "cutoff")
+FED = ("logits", "tokens", "n_fed", "n_hint")
+
+
+def schema_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Every operation with the arguments of its schema, with and without the optional ones."""
+    c = case(dtype)
+    fed, noise = [c[name] for name in FED], [c[name] for name in NOISE]
+    draft = c["logits"] * 0.5
+    ks, ps, least = torch.tensor([0, 1, 5, 99]), torch.tensor([0.5, 1, 0, 0.9]).double(), torch.zeros(4).double()
+    scales = c["inv_temperature"]
+    namespace = torch.ops.pipespec
+    return [
+        (namespace.argmax.default, (c["logits"],)),
+        (namespace.argmax.default, (c["logits"].transpose(0, 1), 2)),
+        (namespace.sample.default, (c["logits"], *noise, DRAFT, 1)),
+        (namespace.sample.default, (c["logits"], *noise[:3])),
+        (namespace.verify.default, tuple(fed)),
+        (namespace.verify.default, (*fed, *noise, 0, 1)),
+        (namespace.verify_ratio.default, (*fed, draft, *noise, scales * 0.5, c["cutoff"] - 1, *Streams())),
+        (namespace.verify_ratio.default, (*fed, None, *noise[:3], None, None, None, *Streams())),
+        (namespace.cutoff.default, (c["logits"], scales, ks, ps, least, *fed[2:])),
+        (namespace.cutoff.default, (c["logits"], scales, ks.int(), ps.float(), least, None, None, 1)),
+    ]
+
+
+@pytest.mark.parametrize("which", range(10))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_opcheck(which: int, dtype: torch.dtype) -> None:
+    operation, arguments = schema_calls(dtype)[which]
+    # Schema, autograd registration, fake tensors, and AOT dispatch with dynamic shapes.
+    assert set(torch.library.opcheck(operation, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("which", range(10))
+def test_opcheck_on_a_gpu(which: int) -> None:
+    operation, arguments = schema_calls(torch.bfloat16)[which]
+    there = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+    assert set(torch.library.opcheck(operation, tuple(there)).values()) == {"SUCCESS"}
+    on_host = operation(*arguments)
+    check_same(
+        [t.cpu() for t in torch.utils._pytree.tree_leaves(operation(*there))],
+        torch.utils._pytree.tree_leaves(on_host),
+    )
+
+
+def test_opcheck_would_fail() -> None:
+    """What the checks above catch: a fake of another shape, and an argument written to in secret."""
+    with torch.library._scoped_library("pipespec_test", "DEF") as library:
+        library.define("wrong_fake(Tensor x) -> Tensor")
+        library.define("writes(Tensor x) -> Tensor")
+        library.impl("wrong_fake", lambda x: x.new_zeros(3), "CompositeExplicitAutograd")
+        library.impl("writes", lambda x: x.add_(1).clone(), "CompositeExplicitAutograd")
+        torch.library.register_fake("pipespec_test::wrong_fake", lambda x: x.new_zeros(4), lib=library)
+        torch.library.register_fake("pipespec_test::writes", lambda x: torch.empty_like(x), lib=library)
+        for operation in (torch.ops.pipespec_test.wrong_fake, torch.ops.pipespec_test.writes):
+            with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError):
+                torch.library.opcheck(operation.default, (torch.zeros(2),))
+
+
+# --- the public functions under a tracer -----------------------------------------------------------------------------
+
+
+def calls(c: dict[str, Any]) -> list[torch.Tensor]:
+    """Every public function, their results in a row."""
+    noise = Noise(*(c[name] for name in NOISE))
+    fed = [c[name] for name in FED]
+    logits = c["logits"]
+    bar = ops.cutoff(logits, inv_temperature=noise.inv_temperature, top_k=5, top_p=0.9, n_fed=fed[2], n_hint=fed[3])
+    return [
+        ops.argmax(logits),
+        ops.sample(logits, noise),
+        bar,
+        *ops.verify(*fed),
+        *ops.verify(*fed, noise=Noise(noise.seeds, noise.positions, noise.inv_temperature, bar), threads=1),
+        *ops.verify_ratio(*fed, logits * 0.5, noise),
+        *ops.verify_ratio(*fed, None, noise, streams=Streams(7, 8, 9)),
+    ]
+
+
+def check_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(got) == len(expected)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_a_graph_break(backend: str) -> None:
+    torch.compiler.reset()
+    c = case()
+    seen = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "pipespec" in str(node.target))
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(calls, fullgraph=True, backend=count)
+    check_same(compiled(c), calls(c))
+    assert len(seen) == 7
+    other = case(seed=1)
+    check_same(compiled(other), calls(other))
+
+
+def test_compiles_for_any_batch() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(calls, fullgraph=True, backend="aot_eager", dynamic=True)
+    c = case()
+    for rows in (4, 3, 2):
+        part = {name: value[:rows] for name, value in c.items()}
+        check_same(compiled(part), calls(part))
+
+
+def test_numpy_and_out_compile() -> None:
+    torch.compiler.reset()
+    c = case()
+    counts = c["n_fed"].numpy(), c["n_hint"].numpy()
+    out = torch.full((4, 3), -9, dtype=torch.int32), torch.full((4,), -9, dtype=torch.int32)
+
+    def call(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.verify(logits, c["tokens"], *counts, out=out)
+
+    check_same(list(torch.compile(call, fullgraph=True, backend="eager")(c["logits"])), list(call(c["logits"])))
+    check_same(list(out), list(call(c["logits"])))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exports(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, c: dict[str, Any]) -> list[torch.Tensor]:
+            return calls(c)
+
+    c = case()
+    program = torch.export.export(Model(), (c,), strict=strict)
+    assert sum("pipespec" in str(node.target) for node in program.graph.nodes) == 7
+    other = case(seed=2)
+    check_same(program.module()(other), calls(other))
+
+
+def test_fake_and_meta_tensors_get_shapes_and_errors() -> None:
+    with FakeTensorMode() as mode:
+        c = {name: mode.from_tensor(value) for name, value in case().items()}
+        for got, expected in zip(calls(c), calls(case()), strict=True):
+            assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device)
+        with pytest.raises(ValueError, match="tokens are"):
+            ops.verify(c["logits"], c["tokens"][:1], c["n_fed"], c["n_hint"])
+        with pytest.raises(TypeError, match="n_hint must be int32"):
+            ops.verify(c["logits"], c["tokens"], c["n_fed"], c["n_hint"].long())
+        with pytest.raises(ValueError, match="streams"):
+            ops.verify_ratio(*(c[n] for n in FED), None, Noise(*(c[n] for n in NOISE)), streams=Streams(0, 1, 1))
+    meta = ops.argmax(torch.empty(2, 3, 5, device="meta"))
+    assert (meta.shape, meta.dtype, meta.device.type) == ((2, 3), torch.int32, "meta")
+
+
+def test_modes_see_the_operations_and_subclasses_go_through() -> None:
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    c = case()
+    with Watch():
+        watched = calls(c)
+    assert sum(name.startswith("pipespec.") for name in seen) == 7
+    check_same(watched, calls(c))
+    weights = torch.nn.Parameter(c["logits"])  # a class of its own, and wants gradients
+    check_same(calls(c | {"logits": weights}), calls(c))
+    assert not any(result.requires_grad for result in calls(c | {"logits": weights}))
+
+
+def test_plain_calls_do_not_go_through_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call per draft step cannot afford it."""
+    monkeypatch.setattr(torch.ops, "pipespec", None)
+    calls(case())
+
+
+# --- where calls go --------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, warnings
+{before}
+import torch
+from pipespec_kernels import ops, reference
+x = torch.tensor([[[0.0, 2.0, 2.0]]])
+calls = []
+original = reference.argmax
+reference.argmax = lambda logits: calls.append(1) or original(logits)
+print(ops.argmax(x).item(), len(calls))
+"""
+
+
+def run(before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(before=before)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_reference_by_environment_and_without_the_native_code() -> None:
+    assert run(PIPESPEC_OPS="reference").stdout == "1 1\n"
+    without = run("sys.modules['pipespec_kernels._native'] = None")
+    assert without.stdout == "1 1\n", without.stderr
+    assert "slow reference" in without.stderr
+    assert "pip install" in without.stderr
+    wrong = run(PIPESPEC_OPS="quick")
+    assert "PIPESPEC_OPS is 'quick'" in wrong.stderr
+    assert wrong.returncode == 1
+
+
+# --- verify_ratio; that its reference keeps the distribution is tested with the kernels ----------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    shape=st.tuples(st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 7, 33, 300])),
+    kinds=st.tuples(*[st.sampled_from(["normal", "few values", "minus inf", "nans"])] * 2),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from([*DTYPES, torch.float64])),
+    certain=st.booleans(),
+    filtered=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_verify_ratio_is_the_reference(shape, kinds, dtypes, certain, filtered, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batch, width, vocab = shape
+    logits = make_logits(kinds[0], shape, dtypes[0], generator)
+    draft = None if certain else (make_logits(kinds[1], shape, torch.float32, generator) + logits).to(dtypes[1])
+    tokens = hinted_tokens(logits, 0.7, generator, torch.int64)
+    tokens[torch.rand((batch, width), generator=generator) < 0.05] = vocab  # no id
+    n_fed, n_hint = ragged_counts(batch, width, generator)
+    noise = Noise(
+        torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
+        torch.randint(0, 2**40, (batch,), generator=generator),
+        torch.rand(batch, generator=generator) + 0.3,
+        torch.randn((batch, width), generator=generator) - 1 if filtered else None,
+    )
+    options = {"draft_inv_temperature": noise.inv_temperature * 0.5} if filtered else {}
+    expected = reference.verify_ratio(logits, tokens, n_fed, n_hint, draft, noise, **options)
+    check_same(list(ops.verify_ratio(logits, tokens, n_fed, n_hint, draft, noise, **options)), list(expected))
+
+
+def test_verify_ratio_checks_its_arguments() -> None:
+    c = case(torch.float32)
+    noise = Noise(*(c[name] for name in NOISE))
+    draft = (c["logits"] * 0.5).half()
+    good = {name: c[name] for name in FED} | {"draft_logits": draft, "noise": noise}
+    out = torch.full((4, 3), -7, dtype=torch.int32), torch.full((4,), -7, dtype=torch.int32)
+    flat = torch.zeros(4, 3)
+    nan = torch.tensor([1.0, 1.0, math.nan, 1.0])
+    for error, message, change in (
+        (ValueError, "draft_logits are", {"draft_logits": draft[:, :2]}),
+        (ValueError, "draft_logits must be contiguous", {"draft_logits": torch.zeros(4, 37, 3).transpose(1, 2)}),
+        (TypeError, "draft_logits must be float32", {"draft_logits": draft.long()}),
+        (TypeError, "noise must be a Noise", {"noise": None}),
+        (ValueError, "streams must be three different", {"streams": Streams(1, 2, 1)}),
+        (ValueError, "streams must be three different", {"streams": Streams(1, 2, 2**32)}),
+        (TypeError, "draft_inv_temperature must be float32", {"draft_inv_temperature": torch.ones(4).double()}),
+        (ValueError, "row 2: draft_inv_temperature must be finite", {"draft_inv_temperature": nan}),
+        (ValueError, "draft_cutoff must be", {"draft_cutoff": flat[:2]}),
+        (ValueError, "row 0: need 0 <= n_hint < n_fed", {"n_hint": int32(3, 0, 0, 0)}),
+        (ValueError, "row 3: need 0 <= n_hint < n_fed", {"n_hint": int32(0, 0, 0, -1)}),
+        (ValueError, "tokens are on meta", {"tokens": c["tokens"].to("meta")}),
+        (ValueError, r"out\[1\] must be contiguous", {"out": (out[0], out[1][:2])}),
+    ):
+        with pytest.raises(error, match=message):
+            ops.verify_ratio(**(good | {"out": out} | change))
+        assert out[0].eq(-7).all()
+        assert out[1].eq(-7).all()
+    expected = reference.verify_ratio(*(good[name] for name in (*FED, "draft_logits", "noise")))
+    got = ops.verify_ratio(**good, out=out)
+    assert got[0] is out[0]
+    check_same(list(got), list(expected))
+    idle = ops.verify_ratio(**(good | {"n_fed": int32(0, 0, 0, 0), "n_hint": int32(9, 0, 0, 0)}))
+    assert (idle[0].unique().tolist(), idle[1].tolist()) == ([-1], [0] * 4)

@@ -1,0 +1,58 @@
+"""Any strides in the first two dimensions, for every operation on the CPU: what a copy without them gives."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipespec_kernels import ops
+from pipespec_kernels.noise import Noise
+
+from .selection import DTYPES, KINDS, any_strides, make_logits, ragged_counts, simd, simd_variants
+
+PAIR = st.tuples(st.integers(0, 80), st.integers(0, 80))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.tuples(st.integers(0, 4), st.integers(0, 4), st.sampled_from([1, 2, 7, 31, 64, 70])),
+    dtype=st.sampled_from([*DTYPES, torch.float64]),
+    kind=st.sampled_from(KINDS[:-1]),
+    of_logits=PAIR,
+    of_draft=PAIR,
+    of_tokens=PAIR,
+    of_cutoff=PAIR,
+    variant=st.sampled_from(simd_variants()),
+    seed=st.integers(0, 2**31),
+)
+def test_any_strides(shape, dtype, kind, of_logits, of_draft, of_tokens, of_cutoff, variant, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batch, width, vocab = shape
+    logits = any_strides(make_logits(kind, shape, torch.float32, generator).to(dtype), of_logits)
+    draft = any_strides(torch.randn(shape, generator=generator), of_draft)
+    tokens = any_strides(torch.randint(0, vocab, (batch, width), generator=generator), of_tokens, False)
+    bars = any_strides(torch.randn((batch, width), generator=generator) - 1, of_cutoff, False)
+    n_fed, n_hint = ragged_counts(batch, width, generator)
+    pairs = torch.stack([n_fed, n_hint], 1)  # the counts as columns
+    seeds, positions = torch.randint(0, 2**40, (batch, 2), generator=generator).unbind(1)
+    scales = torch.rand((), generator=generator).add(0.5).expand(batch)
+
+    def call(plain: bool) -> list[torch.Tensor]:
+        def place(x: torch.Tensor) -> torch.Tensor:
+            return x.clone(memory_format=torch.contiguous_format) if plain else x
+
+        x, fed, hints = place(logits), place(pairs[:, 0]), place(pairs[:, 1])
+        noise = Noise(place(seeds), place(positions), place(scales), place(bars))
+        return [
+            ops.argmax(x),
+            ops.sample(x, noise),
+            *ops.verify(x, place(tokens), fed, hints),
+            *ops.verify(x, place(tokens), fed, hints, noise=noise),
+            *ops.verify_ratio(x, place(tokens), fed, hints, place(draft), noise, draft_cutoff=place(bars)),
+            ops.cutoff(x, inv_temperature=place(scales), top_k=3, top_p=0.8, n_fed=fed, n_hint=hints),
+        ]
+
+    with simd(variant):
+        for got, expected in zip(call(False), call(True), strict=True):
+            assert torch.equal(got, expected)

@@ -1,0 +1,175 @@
+"""Wrong kernels are caught: what each mutation breaks, the comparison with the oracle sees. In the interpreter, where the
+functions of a kernel can be exchanged."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from pipespec_kernels import reference
+from pipespec_kernels.noise import Noise, Streams
+from pipespec_kernels.triton import Config, cutoff, verify, verify_ratio
+from pipespec_kernels.triton.philox import INTERPRETED, draw4, uniform
+from pipespec_kernels.triton.philox import draw as right_draw
+
+from ..selection import make_logits
+from .test_philox import noise_kernel
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="functions are exchanged in the interpreter")
+
+
+@triton.jit
+def last_of_equals(score, best):
+    return (best == best) & ~(score < best)
+
+
+@triton.jit
+def deaf_to_nan(score, best):
+    return score > best
+
+
+@triton.jit
+def same_position(seed, position, stream, begin, BLOCK: tl.constexpr):
+    return right_draw(seed, position * 0, stream, begin, BLOCK)
+
+
+@triton.jit
+def same_seed(seed, position, stream, begin, BLOCK: tl.constexpr):
+    return right_draw(seed * 0, position, stream, begin, BLOCK)
+
+
+@triton.jit
+def other_stream(seed, position, stream, begin, BLOCK: tl.constexpr):
+    return right_draw(seed, position, stream + 1, begin, BLOCK)
+
+
+@triton.jit
+def words_out_of_order(seed, position, stream, begin, BLOCK: tl.constexpr):
+    w0, w1, w2, w3 = draw4(seed, position, stream, begin // 4 + tl.arange(0, BLOCK // 4))
+    return tl.reshape(tl.join(tl.join(w0, w1), tl.join(w2, w3)), [BLOCK])
+
+
+@triton.jit
+def rough_uniform(r, FAST: tl.constexpr):
+    return ((r >> 8).to(tl.float32) + 0.5) * (2.0**-24)
+
+
+@triton.jit
+def natural(x, scale, r, FAST: tl.constexpr):
+    """The noise forgets the temperature."""
+    return x + (-tl.log(-tl.log(1.0 - uniform(r, FAST))))
+
+
+@triton.jit
+def trusting(fed, hints, width):
+    return fed > width + 1000
+
+
+@triton.jit
+def unordered(x, SHIFT: tl.constexpr):
+    """Bits of negative numbers grow as the numbers fall."""
+    return x.to(tl.int32, bitcast=True) >> SHIFT
+
+
+@triton.jit
+def ignored_ratio(x, FAST: tl.constexpr):
+    return x * 0.0
+
+
+ROWS = 4
+N = torch.full((ROWS,), 2, dtype=torch.int32)
+ONE = Config(128, 1, 1)
+
+
+def example() -> tuple[torch.Tensor, torch.Tensor, Noise]:
+    generator = torch.Generator().manual_seed(0)
+    logits = make_logits("few values", (ROWS, 2, 70), torch.float32, generator) * 2
+    seeds = torch.randint(-(2**63), 2**63 - 1, (ROWS,), generator=generator)
+    noise = Noise(seeds, torch.arange(ROWS) + 2**33, torch.tensor([0.3, 0.5, 2.0, 1.0]))
+    return logits, torch.randint(0, 70, (ROWS, 2), generator=generator), noise
+
+
+def check_equal(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def check_greedy() -> None:
+    logits, _, _ = example()
+    logits[3, 0, [5, 60]] = math.nan
+    tokens = reference.argmax(logits).roll(1, 1)
+    check_equal(verify(logits, tokens, N, N - 1, config=Config(16, 1, 1)), reference.verify(logits, tokens, N, N - 1))
+
+
+def check_coupled() -> None:
+    logits, tokens, noise = example()
+    arguments = logits, tokens, N, N * 0
+    check_equal(verify(*arguments, noise=noise, config=ONE), reference.verify(*arguments, noise))
+
+
+def check_ratio() -> None:
+    _, tokens, noise = example()
+    logits = make_logits("normal", (ROWS, 2, 70), torch.float32, torch.Generator().manual_seed(1))
+    arguments = logits, tokens, N, N - 1, logits * 0.5, noise
+    streams = Streams(1, 2, 3)
+    got = verify_ratio(*arguments, streams=streams, config=ONE)
+    check_equal(got, reference.verify_ratio(*arguments, streams=streams))
+
+
+def check_counts() -> None:
+    logits, tokens, _ = example()
+    bad = torch.tensor([2, 3, -1, 0], dtype=torch.int32)
+    _, accepted = verify(logits, tokens, bad, N * 0, check_counts=False, config=ONE)
+    assert accepted.tolist() == [0, -1, -1, 0]
+
+
+def check_noise() -> None:
+    words = torch.arange(16)  # the largest noise there is
+    u, g = torch.empty(16), torch.empty(16)
+    noise_kernel[(1,)](words, u, g, BLOCK=16, FAST=False)
+    assert torch.equal(g, reference.gumbel(words))
+
+
+def check_cutoff() -> None:
+    logits = -example()[0].abs() - 1
+    n = torch.ones(ROWS)
+    assert torch.equal(cutoff(logits, top_k=5), reference.cutoff(logits, n, n.long() * 5, n, n * 0))
+
+
+CHECKS = [check_greedy, check_coupled, check_ratio, check_counts, check_noise, check_cutoff]
+MUTATIONS = {
+    "better: the last of equals": (check_greedy, "verify", "better", last_of_equals),
+    "better: no NaN": (check_greedy, "verify", "better", deaf_to_nan),
+    "draw: one position": (check_coupled, "verify", "draw", same_position),
+    "draw: one seed": (check_coupled, "verify", "draw", same_seed),
+    "draw: another stream": (check_coupled, "verify", "draw", other_stream),
+    "draw: words out of order": (check_coupled, "verify", "draw", words_out_of_order),
+    "noise: no temperature": (check_coupled, "verify", "perturbed", natural),
+    "noise: 24 bits": (check_noise, "philox", "uniform", rough_uniform),
+    "ratio: another stream": (check_ratio, "verify_ratio", "draw", other_stream),
+    "ratio: no residual": (check_ratio, "verify_ratio", "lg2", ignored_ratio),
+    "counts: trusted": (check_counts, "verify", "invalid", trusting),
+    "cutoff: order of bits": (check_cutoff, "cutoff", "_key", unordered),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_right_kernels_pass(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, module, function, wrong = MUTATIONS[name]
+    # The package's attributes of these names are the functions, not the modules.
+    patched = importlib.import_module(f"pipespec_kernels.triton.{module}")
+    assert hasattr(patched, function)
+    monkeypatch.setattr(patched, function, wrong)
+    with pytest.raises((AssertionError, IndexError)):
+        check()

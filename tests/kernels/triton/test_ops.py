@@ -1,0 +1,276 @@
+"""``pipespec_kernels.ops`` with the kernels behind it: on a GPU by itself, in the interpreter because it is told to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipespec_kernels import ops, reference
+from pipespec_kernels.noise import DRAFT, Noise, Streams
+from pipespec_kernels.triton import select
+
+from ..selection import DTYPES, KINDS, LAYOUTS, any_strides, hinted_tokens, make_logits, ragged_counts, strided
+
+
+@pytest.fixture(autouse=True)
+def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls go to the kernels."""
+    if device.type == "cpu":
+        monkeypatch.setattr(ops, "_forced", "triton")
+        monkeypatch.setattr(ops, "_CODES", dict.fromkeys(ops._CODES))
+
+
+def moved(noise: Noise, device: torch.device) -> Noise:
+    cutoff = None if noise.cutoff is None else noise.cutoff.to(device)
+    tensors = (noise.seeds, noise.positions, noise.inv_temperature)
+    return Noise(*(t.to(device) for t in tensors), cutoff, noise.stream)
+
+
+def make_noise(logits: torch.Tensor, filtered: bool, generator: torch.Generator) -> Noise:
+    batch, width, _ = logits.shape
+    cutoff = None
+    if filtered:
+        cutoff = torch.where(logits.isfinite(), logits.float(), 0.0).amax(-1) - 2
+        cutoff[torch.rand((batch, width), generator=generator) < 0.3] = -math.inf
+    return Noise(
+        torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
+        torch.randint(0, 2**40, (batch,), generator=generator),
+        torch.rand(batch, generator=generator) * 2 + 0.25,
+        cutoff,
+        DRAFT if filtered else 0,
+    )
+
+
+def same(got: Any, expected: Any) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.cpu(), theirs)
+
+
+SHAPES = st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([1, 2, 7, 33, 100]))
+LOGITS = {
+    "shape": SHAPES,
+    "dtype": st.sampled_from(DTYPES),
+    "layout": st.sampled_from([*LAYOUTS, "expanded", (7, 0), (3, 41), (90, 200)]),
+    "seed": st.integers(0, 2**31),
+}
+RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# The same examples each time: the kernels add up in float32, the oracle in float64, and one day a sum would lie between.
+FIXED = settings(RELAXED, derandomize=True)
+
+
+def placed(
+    logits: torch.Tensor, layout: str | tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits as the oracle gets them and the same values, in this layout, on the device."""
+    assert ops._kernels(logits.to(device)) is not None
+    if isinstance(layout, tuple):
+        view = any_strides(logits, layout)
+        return view, any_strides(logits.to(device), layout)
+    if layout != "expanded":
+        return logits, strided(logits.to(device), layout)
+    if logits.shape[0] == 0:
+        return logits, logits.to(device)
+    return logits[:1].expand(logits.shape), logits[:1].to(device).expand(logits.shape)
+
+
+@RELAXED
+@given(kind=st.sampled_from(KINDS), filtered=st.booleans(), on_host=st.booleans(), **LOGITS)
+def test_argmax_and_sample(shape, dtype, layout, seed, kind, filtered, on_host, device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, there = placed(make_logits(kind, shape, dtype, generator), layout, device)
+    noise = make_noise(logits, filtered, generator)
+    got = ops.argmax(there), ops.sample(there, noise if on_host else moved(noise, device))
+    assert {t.device for t in got} == {device}
+    same(got, (reference.argmax(logits), reference.sample(logits, noise)))
+
+
+@RELAXED
+@given(kind=st.sampled_from(KINDS), sampled=st.booleans(), on_host=st.booleans(), **LOGITS)
+def test_verify(shape, dtype, layout, seed, kind, sampled, on_host, device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, there = placed(make_logits(kind, shape, dtype, generator), layout, device)
+    noise = make_noise(logits, True, generator) if sampled else None
+    tokens = hinted_tokens(logits, 0.8, generator, torch.int64)
+    n_fed, n_hint = ragged_counts(shape[0], shape[1], generator)
+    counts = (n_fed.numpy(), n_hint.numpy()) if on_host else (n_fed.to(device), n_hint.to(device))
+    got = ops.verify(
+        there, tokens.to(device), *counts, noise=noise if on_host or noise is None else moved(noise, device)
+    )
+    # The results are where the counts are.
+    assert {t.device.type for t in got} == {"cpu" if on_host else device.type}
+    same(got, reference.verify(logits, tokens, n_fed, n_hint, noise))
+
+
+@FIXED
+@given(certain=st.booleans(), filtered=st.booleans(), on_host=st.booleans(), **LOGITS)
+def test_verify_ratio(shape, dtype, layout, seed, certain, filtered, on_host, device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, there = placed(make_logits("normal", shape, dtype, generator), layout, device)
+    draft = (logits.float() + torch.randn(shape, generator=generator)).to(DTYPES[seed % 3])
+    noise = make_noise(logits, filtered, generator)
+    tokens = hinted_tokens(draft, 0.8, generator, torch.int64)
+    n_fed, n_hint = ragged_counts(shape[0], shape[1], generator)
+    options = {"streams": Streams(5, 6, 7)}
+    if filtered and not certain:
+        options |= {
+            "draft_inv_temperature": noise.inv_temperature * 0.75,
+            "draft_cutoff": draft.float().amax(-1) - 3,
+        }  # type: ignore[dict-item]
+    counts = (n_fed.numpy(), n_hint.numpy()) if on_host else (n_fed.to(device), n_hint.to(device))
+    got = ops.verify_ratio(
+        there,
+        tokens.to(device),
+        *counts,
+        None if certain else draft.to(device),
+        noise if on_host else moved(noise, device),
+        **options,  # type: ignore[arg-type]
+    )
+    assert {t.device.type for t in got} == {"cpu" if on_host else device.type}
+    drafts = None if certain else draft
+    same(got, reference.verify_ratio(logits, tokens, n_fed, n_hint, drafts, noise, **options))  # type: ignore[arg-type]
+
+
+@FIXED
+@given(
+    kind=st.sampled_from(["normal", "few values", "minus inf", "nans"]),
+    top_k=st.sampled_from([0, 1, 5, 10**6]),
+    top_p=st.sampled_from([0.0, 0.4, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    form=st.sampled_from(["numbers", "host", "there"]),
+    ragged=st.booleans(),
+    **LOGITS,
+)
+def test_cutoff(shape, dtype, layout, seed, kind, top_k, top_p, min_p, form, ragged, device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, there = placed(make_logits(kind, shape, dtype, generator), layout, device)
+    batch = shape[0]
+    n = torch.ones(batch, dtype=torch.float64)
+    filters = n.float() * 0.5, n.long() * top_k, n * top_p, n * min_p
+    counts = ragged_counts(batch, shape[1], generator) if ragged else (None, None)
+    given_: Any = dict(zip(("inv_temperature", "top_k", "top_p", "min_p"), filters, strict=True))
+    if form == "there":
+        given_ = {name: value.to(device) for name, value in given_.items()}
+    elif form == "numbers":
+        given_ = {"inv_temperature": 0.5, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    got = ops.cutoff(there, n_fed=counts[0], n_hint=counts[1], **given_)
+    assert got.device == device
+    same([got], [reference.cutoff(logits, *filters, *counts)])
+
+
+def test_counts_on_the_device_are_not_read_by_the_host(device: torch.device) -> None:
+    """Bad ones stay in their row; on the host the same are an error."""
+    logits = torch.zeros(3, 2, 5, device=device)
+    tokens = torch.zeros(3, 2, dtype=torch.int64, device=device)
+    n_fed, n_hint = torch.tensor([2, 3, 0], dtype=torch.int32), torch.tensor([1, 1, 8], dtype=torch.int32)
+    out = torch.full((3, 2), -9, dtype=torch.int32), torch.full((3,), -9, dtype=torch.int32)
+    with pytest.raises(ValueError, match="row 1: need 0 <= n_hint < n_fed"):
+        ops.verify(logits, tokens, n_fed, n_hint, out=out)
+    assert all((t == -9).all() for t in out)
+    if device.type != "cpu":
+        _, accepted = ops.verify(logits, tokens, n_fed.to(device), n_hint.to(device))
+        assert accepted.tolist() == [1, -1, 0]
+
+
+def test_bad_arguments_touch_nothing(device: torch.device) -> None:
+    good: dict[str, Any] = {
+        "logits": torch.zeros(2, 3, 4, device=device),
+        "tokens": torch.zeros(2, 3, dtype=torch.int64, device=device),
+        "n_fed": np.array([3, 2], np.int32),
+        "n_hint": np.array([2, 0], np.int32),
+        "noise": Noise(torch.tensor([1, 2]), np.array([3, 4]), torch.tensor([1.0, 2.0])),
+    }
+    bad_scale = Noise(torch.tensor([1, 2]), np.array([3, 4]), torch.tensor([1.0, -2.0]))
+    out = torch.full((2, 3), -7, dtype=torch.int32), torch.full((2,), -7, dtype=torch.int32)
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (TypeError, "int32", {"logits": good["logits"].int()}),
+        (ValueError, "contiguous along", {"logits": torch.zeros(2, 4, 3, device=device).transpose(1, 2)}),
+        (ValueError, "tokens are on meta", {"tokens": good["tokens"].to("meta")}),
+        (ValueError, "must be on", {"n_fed": torch.zeros(2, dtype=torch.int32, device="meta")}),
+        (TypeError, "n_hint must be int32", {"n_hint": np.array([2, 0])}),
+        (ValueError, "row 1: need", {"n_hint": np.array([2, 2], np.int32)}),
+        (ValueError, "row 0: need", {"n_fed": np.array([-1, 2], np.int32)}),
+        (ValueError, "row 1: inv_temperature must be finite", {"noise": bad_scale}),
+    ]
+    for error, message, change in cases:
+        with pytest.raises(error, match=message):
+            ops.verify(**(good | change), out=out)
+        assert all((t == -7).all() for t in out)
+    bars = torch.full((2, 3), -7.0, device=device)
+    for error, message, change in (
+        (ValueError, "row 0: top_p 1.5", {"top_p": 1.5}),
+        (ValueError, "row 1: top_k -1", {"top_k": torch.tensor([1, -1])}),
+        (ValueError, "row 0: inv_temperature inf", {"inv_temperature": math.inf}),
+        (ValueError, "row 0: min_p nan", {"min_p": math.nan}),
+        (ValueError, "go together", {"n_fed": good["n_fed"]}),
+    ):
+        with pytest.raises(error, match=message):
+            ops.cutoff(**({"logits": good["logits"], "top_k": 1, "out": bars} | change))
+        assert bars.eq(-7).all()
+    ops.verify(**good, out=out)
+    assert out[1].tolist() != [-7, -7]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_engines_selector(greedy: bool, device: torch.device) -> None:
+    """It counts on the host, whatever device the logits are on."""
+    from pipespec.sampling import Selection, Selector
+
+    generator = torch.Generator().manual_seed(2)
+    logits = make_logits("normal", (3, 4, 60), torch.float32, generator) * 3
+    fed = hinted_tokens(logits, 0.8, generator, torch.int64)
+    n_fed, n_hint, positions = np.array([4, 0, 2], np.int32), np.array([3, 0, 1], np.int32), np.array([7, 8, 9])
+    seeds = (5, 2**63 + 1, 6)
+    selection = Selection() if greedy else Selection(seeds=seeds, temperature=0.7, top_k=20, top_p=0.9)
+    selected = Selector(selection, np.zeros((3, 64), np.int32))(
+        logits.to(device), fed.to(device), n_fed, n_hint, positions
+    )
+    counts = torch.from_numpy(n_fed), torch.from_numpy(n_hint)
+    noise = None
+    if not greedy:
+        n = torch.ones(3, dtype=torch.float64)
+        scale = (n / 0.7).float()
+        bars = reference.cutoff(logits, scale, n.long() * 20, n * 0.9, n * 0, *counts)
+        keys = torch.from_numpy(np.array(seeds, np.uint64).view(np.int64))
+        noise = Noise(keys, torch.from_numpy(positions), scale, bars)
+    same([selected], reference.verify(logits, fed, *counts, noise)[:1])
+    assert selected.device.type == "cpu"
+
+
+def test_float64_goes_to_the_reference(device: torch.device) -> None:
+    logits = torch.randn(2, 3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    got = ops.argmax(logits.to(device))
+    assert got.device == device
+    same([got], [reference.argmax(logits)])
+
+
+def test_select_checks_its_arguments(device: torch.device) -> None:
+    out = torch.full((2, 4), -7, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="out must have shape"):
+        select(torch.zeros(2, 3, 5, device=device), out=out)
+    with pytest.raises(TypeError, match="noise must be a Noise"):
+        select(torch.zeros(2, 4, 5, device=device), noise=7, out=out)  # type: ignore[arg-type]
+    assert out.eq(-7).all()
+
+
+@pytest.mark.gpu
+def test_compiles_on_a_gpu(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = make_logits("normal", (4, 3, 1000), torch.bfloat16, generator)
+    noise = make_noise(logits, True, generator)
+    tokens = hinted_tokens(logits, 0.8, generator, torch.int64)
+    n_fed, n_hint = ragged_counts(4, 3, generator)
+
+    def call(logits: torch.Tensor, there: Noise) -> tuple[torch.Tensor, ...]:
+        counts = n_fed.to(device), n_hint.to(device)
+        return (ops.argmax(logits), ops.sample(logits, there), *ops.verify(logits, tokens.to(device), *counts))
+
+    got = torch.compile(call, fullgraph=True)(logits.to(device), moved(noise, device))
+    expected = reference.verify(logits, tokens, n_fed, n_hint)
+    same(got, (reference.argmax(logits), reference.sample(logits, noise), *expected))
