@@ -136,7 +136,7 @@ def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Par
         return Partition.balanced(layer_seconds(model), int(number))
     if isinstance(stages, Partition):
         found = stages
-    elif isinstance(stages, Sequence):
+    elif isinstance(stages, (list, tuple)):
         found = Partition(tuple(stages))
     else:
         return Partition.uniform(layers, stages)
