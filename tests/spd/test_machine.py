@@ -31,12 +31,18 @@ def text_of(prompt, length: int) -> list[int]:
     return out
 
 
+def made(prompts, limits, eos, n, kind=Machine) -> Machine:
+    machine = kind(n)
+    machine.reset(prompts, limits, eos)
+    return machine
+
+
 class Trace:
     """Runs a machine and keeps books of its own: what each stage has processed, and when."""
 
     def __init__(self, prompts, limits, eos, n, right):
         """``right(row, position)``: whether the draft of that position is the target's token."""
-        self.machine = Machine(prompts, limits, eos, n)
+        self.machine = made(prompts, limits, eos, n)
         self.n, self.right = n, right
         self.held = [[len(p)] * n for p in prompts]  # [row][stage]
         self.flushes = []  # (row, exited, fill, held before, length)
@@ -165,7 +171,7 @@ def test_drafts_that_are_never_right(n):
 def test_random_drafts_follow_the_law(n, a):
     """Within five standard errors: tokens between flushes are geometric, so what K varies by is (n - 1) flushes."""
     tokens, draw = 5_000, random.Random(1000 * n + int(10 * a))
-    machine = Machine([[1]], [1 + tokens], (), n)
+    machine = made([[1]], [1 + tokens], (), n)
     machine.begin([2])
     while machine.running:  # a text of equal tokens: the machine knows no other
         drafts = {row: 2 if draw.random() < a else 3 for row, _, _ in machine.requests()}
@@ -290,11 +296,11 @@ def test_a_row_that_is_ended_from_outside():
 )
 def test_sizes_that_make_no_sense(arguments, match):
     with pytest.raises(ValueError, match=match):
-        Machine(*arguments)
+        made(*arguments)
 
 
 def test_what_does_not_belong_to_a_cycle():
-    machine = Machine([[1], [2]], [9, 2 + 1 - 1], (), 2)
+    machine = made([[1], [2]], [9, 2], (), 2)
     machine.begin([5, 5])
     with pytest.raises(ValueError, match=r"drafts for rows \[1\], which wanted none"):
         machine.commit({0: 1, 1: 1}, {})
@@ -323,7 +329,7 @@ def test_a_wrong_flush_would_be_seen():
 
     for wrong in (KeepsOneTooMany, ChecksTooLate):
         trace = Trace([prompt_of(3)], [20], (), 3, lambda _, p: p % 5 > 0)
-        trace.machine = wrong([prompt_of(3)], [20], (), 3)
+        trace.machine = made([prompt_of(3)], [20], (), 3, wrong)
         trace.machine.begin([truth(prompt_of(3))])
         with pytest.raises((AssertionError, IndexError)):
             assert trace.run().text() == text_of(prompt_of(3), 20)

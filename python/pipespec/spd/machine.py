@@ -81,22 +81,21 @@ class _Row:
 
 
 class Machine:
-    """Rows between the end of their prefill and the end of their text.
+    """The rows of a batch, from the end of their prefill to the end of their text. ``ValueError`` unless ``stages`` (n) is at least 1."""
 
-    Parameters
-    ----------
-    prompts: token ids of each row, at least one. Every stage holds the keys and values of all of them.
-    limits: length at which a row ends, beyond its prompt. eos: ids that end a row, where they are verified.
-    stages: n >= 1.
-
-    Raises ``ValueError`` for sizes that make no sense.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], eos: Collection[int], stages: int
-    ) -> None:
+    def __init__(self, stages: int) -> None:
         if stages < 1:
             raise ValueError(f"a target has at least one stage, not {stages}")
+        self.stages = stages
+        self._eos: frozenset[int] = frozenset()
+        self._rows: list[_Row] = []
+
+    def reset(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], eos: Collection[int]) -> None:
+        """New rows, with their prompts and nothing else; :meth:`begin` starts them.
+
+        ``prompts``: token ids of each row, at least one; every stage will hold the keys and values of all of them. ``limits``: length at which
+        a row ends, beyond its prompt. ``eos``: ids that end a row where they are verified. ``ValueError`` for sizes that make no sense.
+        """
         if not prompts or len(prompts) != len(limits):
             raise ValueError(f"{len(prompts)} prompts and {len(limits)} limits")
         for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -104,9 +103,8 @@ class Machine:
                 raise ValueError(f"the prompt of row {row} is empty")
             if limit <= len(prompt):
                 raise ValueError(f"row {row} may grow to {limit} tokens, its prompt has {len(prompt)} already")
-        self.stages = stages
         self._eos = frozenset(eos)
-        self._rows = [_Row(p, limit, stages) for p, limit in zip(prompts, limits, strict=True)]
+        self._rows = [_Row(p, limit, self.stages) for p, limit in zip(prompts, limits, strict=True)]
 
     def begin(self, first: Sequence[int]) -> None:
         """The prefill is over; ``first[r]``: the target's token after the prompt of row r."""
@@ -214,6 +212,11 @@ class Machine:
     def all_tokens(self, row: int) -> list[int]:
         """Prompt, verified tokens, tokens in flight."""
         return list(self._rows[row].tokens)
+
+    def newest(self, row: int) -> tuple[int, int]:
+        """Position and id of the last of all tokens."""
+        tokens = self._rows[row].tokens
+        return len(tokens) - 1, tokens[-1]
 
     def count(self, row: int) -> Counters:
         return self._rows[row].counters

@@ -134,12 +134,11 @@ def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Par
             )
         _check_stages(layers, int(number))
         return Partition.balanced(layer_seconds(model), int(number))
-    if isinstance(stages, Partition):
-        found = stages
-    elif isinstance(stages, (list, tuple)):
-        found = Partition(tuple(stages))
-    else:
+    if isinstance(stages, int):
         return Partition.uniform(layers, stages)
+    if not isinstance(stages, (list, tuple, Partition)):
+        raise TypeError(f"stages must be an integer, layers per stage, or 'balanced:n', not {stages!r}")
+    found = stages if isinstance(stages, Partition) else Partition(tuple(stages))
     found.check(layers)
     return found
 
