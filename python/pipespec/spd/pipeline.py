@@ -60,6 +60,8 @@ class SpeculativePipeline(BasePipeline):
             given = [drafter]
         elif isinstance(drafter, (list, tuple)):
             given = list(drafter)
+            if not given:
+                raise ValueError("drafter is an empty list: give a model, or 'ngram' to draft without one")
         elif not isinstance(drafter, Drafter) and drafter != "ngram":
             raise TypeError(
                 f"drafter must be 'ngram', a model, a path, a list of these, or a Drafter, not {type(drafter).__name__}"
