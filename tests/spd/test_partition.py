@@ -29,9 +29,9 @@ from pipespec.spd.partition import (
     Verifier,
     check_target,
     layer_seconds,
+    load_ends,
     load_skeleton,
     load_stage,
-    load_verifier,
     partition_of,
 )
 from tests.conftest import random_llama
@@ -137,19 +137,16 @@ def test_costs_that_are_none(costs):
 
 
 def run(stages: list[LayerStage], verifier: Verifier, feeds: list[torch.Tensor], lengths=None):
-    """Logits of every feed, and the residual streams of the last one by index."""
+    """Logits of every feed, the second one at ``lengths``, and the residual streams of the last one by index."""
     rows = feeds[0].shape[0]
     for stage in stages:
-        stage.open(rows, 32)
+        stage.open(rows, 9, 32)
     out = []
     for i, feed in enumerate(feeds):
-        seen = {}
-        hidden = seen[0] = stages[0].embedded(feed)
-        if i and lengths is not None:
-            for stage in stages:
-                stage.cache.truncate(lengths)
+        seen, hidden = {}, feed
         for stage in stages:
-            hidden = stage.forward(hidden, lambda k, stream, seen=seen: seen.__setitem__(k, stream.clone()))
+            held = lengths if i else [0] * rows
+            hidden = stage.step(hidden, held, lambda k, stream, seen=seen: seen.__setitem__(k, stream))
         out.append(verifier.logits(hidden))
     return out, seen
 
@@ -182,7 +179,7 @@ def test_no_weights_are_copied(model):
     assert [layer for stage in stages for layer in stage.layers] == list(model.model.layers)
     assert stages[0].embed is model.model.embed_tokens
     assert stages[1].embed is None
-    stages[1].open(2, 10)
+    stages[1].open(2, 3, 10)
     assert len(stages[1].cache.layers) == 3
 
 
@@ -263,8 +260,10 @@ def test_a_stage_loads_its_own_layers_only(model, folder, sharded, monkeypatch):
             {"model.embed_tokens.weight"} if s == 0 else set()
         )
     read.clear()
-    verifier = load_verifier(folder)
-    assert sorted(read) == ["lm_head.weight", "model.norm.weight"]
+    ends = load_ends(folder)
+    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    assert {p.device.type for p in ends.parameters()} == {"cpu"}
+    verifier = Verifier.of(ends)
     ids = torch.randint(2, 300, (2, 6), generator=torch.Generator().manual_seed(1))
     (got,), _ = run(stages, verifier, [ids])
     assert torch.equal(got, model(ids).logits)
@@ -276,7 +275,7 @@ def test_loading_a_tied_head(tmp_path):
     model.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     ids = torch.randint(0, 60, (1, 5))
-    (got,), _ = run([load_stage(tmp_path, Partition((4,)), 0)], load_verifier(tmp_path), [ids])
+    (got,), _ = run([load_stage(tmp_path, Partition((4,)), 0)], Verifier.of(load_ends(tmp_path)), [ids])
     assert torch.equal(got, model(ids).logits)
 
 

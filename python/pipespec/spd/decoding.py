@@ -1,4 +1,4 @@
-"""SPD in one process: the stages of a partitioned target in turn. Correctness, and what a cycle is made of.
+"""SPD's decoding loop, whatever runs the stages; and all of them in one process, in turn.
 
 Every token of the text is the target's own choice, made by the same :class:`pipespec.sampling.Selector` from the logits of a forward of
 one token behind its exact prefix, as in plain decoding. Drafts decide when it is made, never what it is.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import pickle
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +20,13 @@ from transformers import PreTrainedModel
 
 from pipespec.cache import RowCache
 from pipespec.drivers import Request
-from pipespec.drivers.base import StageFailure, level_of_caller
+from pipespec.drivers.base import Holder, StageFailure, level_of_caller
 from pipespec.sampling import Selection, Selector
 from pipespec.spd import drafting
 from pipespec.spd.drafting import Drafter
-from pipespec.spd.machine import Machine, Wanted
+from pipespec.spd.machine import Entry, Machine, Wanted
 from pipespec.spd.partition import LayerStage, Partition, Verifier
 from pipespec.spd.report import PHASES
-
-_FIRST_ROOM = 1024
-"""New tokens for which a cache has room at first; then its room doubles."""
 
 
 class DraftSelect:
@@ -86,88 +84,81 @@ class Clock:
         self.saved += draft + sum(stages) - max(draft, *stages)
 
 
-class SpeculativeDriver:
+class Streams(NamedTuple):
+    """A residual stream that the drafter reads: HF index and values ``[B, q, H]``."""
+
+    hf_index: int
+    values: torch.Tensor
+
+
+class SpeculativeDriver(ABC):
     """Runs one partitioned target and whoever drafts for it. See :class:`pipespec.drivers.base.Runner`.
 
-    A drafter that raises costs speed, not text: ``StageFailure`` is warned of, and the call goes on without drafts.
+    What differs by runtime is where the stages are: ``_open``, ``_feed``, ``_launch`` and ``_collect``. A drafter that raises costs speed,
+    not text: ``StageFailure`` is warned of, and the call goes on without drafts.
     """
 
-    def __init__(self, model: PreTrainedModel, partition: Partition, drafter: Drafter) -> None:
-        self.model, self.partition, self.drafter = model, partition, drafter
-        self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
-        self._verifier = Verifier.of(model)
+    def __init__(self, partition: Partition, verifier: Verifier, drafter: Drafter) -> None:
+        self.partition, self.verifier, self.drafter = partition, verifier, drafter
+        self.features = tuple(drafter.features)
+        for index in self.features:
+            partition.owner(index)  # ValueError where there is no such stream
         self.machine = Machine(partition.stages)
-        self._drafts = False  # whether the drafter is well
-        self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
-        self._complete = False
+        self.clock = Clock(partition.stages)
         self.rounds = 0
+        self._drafts = False  # whether the drafter is well
 
     @property
     def block(self) -> Machine:
         return self.machine
 
     @property
-    def target(self) -> SpeculativeDriver:
-        return self
+    @abstractmethod
+    def target(self) -> Holder:
+        """Whoever has the keys and values."""
 
-    # ---- keys and values from outside, and for outside
+    # ---- where the stages are
 
-    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
-        """Begin with what ``cache`` holds; ``text``: per row the tokens. It is not changed before :meth:`release`."""
-        self._adopted = cache, list(text)
-        self._complete = False
+    @abstractmethod
+    def _open(self, rows: int, longest: int, most: int) -> None:
+        """Empty caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``most`` positions."""
 
-    def release(self, lengths: Sequence[int]) -> RowCache:
-        """The stages' keys and values in one cache, up to ``lengths``: the adopted one, or a new one. A copy."""
-        adopted, self._adopted = self._adopted, None
-        if adopted is not None and not self._complete:
-            cache, text = adopted
-            cache.text = text
-            return cache
-        rows = len(lengths)
-        ends = [min(n, held) for n, held in zip(lengths, self._held(), strict=True)]
-        for stage in self.stages:
-            stage.cache.truncate(ends)
-        cache = adopted[0] if adopted is not None else RowCache.for_model(self.model, rows, max(ends))
-        cache.reserve(max(ends))
-        cache.load([pair for stage in self.stages for pair in stage.cache.states()])
-        cache.truncate(ends)
-        cache.text = [self._text[row, :n].copy() for row, n in enumerate(ends)]
-        return cache
+    @abstractmethod
+    def _feed(
+        self, columns: np.ndarray, begin: Sequence[int], answer: bool
+    ) -> tuple[torch.Tensor | None, list[Streams]]:
+        """``columns [B, q]`` through all stages at positions ``begin`` (what lies behind them never was); with ``answer`` what the last one
+        leaves, ``[B, q, H]``, and else None."""
 
-    def _held(self) -> list[int]:
-        """Per row the positions that every stage holds."""
-        return [min(row) for row in zip(*(stage.cache.lengths for stage in self.stages), strict=True)]
+    @abstractmethod
+    def _launch(self, work: list[list[Entry]]) -> None:
+        """The stages may begin a cycle: stage s on ``work[s]``."""
 
-    def forget(self) -> None:
-        """Give the caches back to the system."""
-        for stage in self.stages:
-            stage.close()
+    @abstractmethod
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[Streams], list[float]]:
+        """The cycle's end: what the last stage leaves ``[B, 1, H]`` (None: nothing), streams, and seconds of each stage."""
 
     # ---- a call
 
     def run(self, request: Request) -> None:
         """Generate. Returns when every row is complete."""
         start = request.start
-        rows, longest = len(start.prompts), max(len(p) for p in start.prompts)
-        self._most = max(start.limits) + 1  # rows that idle in a batch are fed a column that does not count
-        self.clock, self.rounds, self._complete = Clock(self.partition.stages), 0, False
-        self._text = np.zeros((rows, self._most), dtype=np.int32)
         prompts = [p.tolist() for p in start.prompts]
+        rows, longest = len(prompts), max(map(len, prompts))
+        self._most = max(start.limits) + 1  # rows that idle in a batch are fed a column that does not count
+        self.clock, self.rounds = Clock(self.partition.stages), 0
+        self._text = np.zeros((rows, self._most), dtype=np.int32)
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
         self.machine.reset(prompts, start.limits, request.eos)
         self._select = Selector(start.selection, self._text, request.record, start.vocabulary)
         select = DraftSelect(pickle.loads(request.draft_selection), self._text, start.vocabulary)
         self._vocabulary = start.vocabulary
-        self._features = frozenset(self.drafter.features)
         self._drafts = True
-        self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
         try:
             with self.clock.phase("prefill"), torch.inference_mode():
                 self._guarded(self.drafter.start, prompts, max(start.limits), select)
-                for stage in self.stages:
-                    stage.open(rows, min(self._most, longest + _FIRST_ROOM))
+                self._open(rows, longest, self._most)
                 first = self._prefill(prompts, start.chunk)
             self.machine.begin(first)
             self._text[range(rows), [len(p) for p in prompts]] = first
@@ -177,7 +168,6 @@ class SpeculativeDriver:
                     verified = self._cycle()
                 if verified:
                     self._tell(request.on_commit)
-            self._complete = True
         finally:
             # Also of one that has failed: it may hold memory.
             self._guarded(self.drafter.finish, even_if_ill=True)
@@ -187,91 +177,62 @@ class SpeculativeDriver:
         if on_commit is not None:
             on_commit()
 
+    def _begin(self, end: list[int]) -> list[int]:
+        """Per row the positions that need no prefill."""
+        return [0] * len(end)
+
     def _prefill(self, prompts: list[list[int]], chunk: int) -> list[int]:
         """All stages over the prompts; the target's tokens behind them.
 
         The last token of each prompt goes alone, as every later one will: the width of a forward may change its rounding.
         """
-        rows = range(len(prompts))
         end = [len(p) - 1 for p in prompts]
-        begin = self._taken_over(end)
+        begin = self._begin(end)
         level = not any(begin)
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
-            q = min(chunk, missing, self.stages[0].cache.capacity - max(self.stages[0].cache.lengths))
+            q = min(chunk, missing)
             columns = np.zeros((len(prompts), q), dtype=np.int32)
-            real = [(row, b, max(0, min(q, end[row] - b))) for row, b in enumerate(begin)]
-            for row, b, n in real:
+            real = [max(0, min(q, e - b)) for b, e in zip(begin, end, strict=True)]
+            for row, (b, n) in enumerate(zip(begin, real, strict=True)):
                 columns[row, :n] = self._text[row, b : b + n]
-            self._through(columns, real)
+            self._show(self._feed(columns, begin, answer=False)[1], begin, real)
+            # Rows that are complete go on with columns that do not count, as long as all begin together: no mask is needed then.
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
-            if not level:  # what is complete must not eat up the room of the others
-                self._truncate(begin)
-        self._truncate(end)
-        last = np.array([[p[-1]] for p in prompts], dtype=np.int32)
-        hidden = self._through(last, [(row, end[row], 1) for row in rows])
         ones = np.ones(len(prompts), dtype=np.int32)
+        hidden, streams = self._feed(np.array([[p[-1]] for p in prompts], dtype=np.int32), end, answer=True)
+        self._show(streams, end, ones.tolist())
+        assert hidden is not None
         at = np.array([len(p) for p in prompts], dtype=np.int64)
-        return _choose(self._select, self._verifier.logits(hidden), ones, at, list(rows))
+        return _choose(self._select, self.verifier.logits(hidden), ones, at, list(range(len(prompts))))
 
-    def _taken_over(self, end: list[int]) -> list[int]:
-        """Per row the positions that need no prefill, of an adopted cache. None where the drafter must see every position."""
-        if self._adopted is None or self._features:
-            return [0] * len(end)
-        cache, text = self._adopted
-        states = cache.states()
-        begin = [min(len(tokens), e) for tokens, e in zip(text, end, strict=True)]
-        for stage in self.stages:
-            if any(begin):
-                stage.cache.reserve(cache.get_seq_length() + 1)
-                stage.cache.load(states[stage.first : stage.first + len(stage.layers)])
-            stage.cache.truncate(begin)
-        return begin
-
-    def _truncate(self, lengths: Sequence[int]) -> None:
-        for stage in self.stages:
-            stage.cache.truncate(lengths)
-
-    def _through(self, columns: np.ndarray, real: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Feed ``columns [rows, q]`` to all stages one after the other; ``real``: row, first position and number of those that count."""
-        rows = [row for row, _, n in real for _ in range(n)]
-        places = [i for _, _, n in real for i in range(n)]
-        positions = [b + i for _, b, n in real for i in range(n)]
-
-        def see(index: int, stream: torch.Tensor) -> None:
-            if index in self._features:
-                self._guarded(self.drafter.observe, index, rows, positions, stream[rows, places])
-
-        hidden = self.stages[0].embedded(torch.from_numpy(columns))
-        see(0, hidden)
-        for stage in self.stages:
-            stage.cache.reserve(min(self._most, stage.cache.get_seq_length() + columns.shape[1]))
-            hidden = stage.forward(hidden, see)
-        return hidden
+    def _show(self, streams: list[Streams], begin: Sequence[int], real: Sequence[int]) -> None:
+        """The drafter observes the ``real[r]`` columns of row r that count, from position ``begin[r]``."""
+        rows = [row for row, n in enumerate(real) for _ in range(n)]
+        places = [i for n in real for i in range(n)]
+        positions = [begin[row] + i for row, i in zip(rows, places, strict=True)]
+        for index, values in streams:
+            self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
 
     def _cycle(self) -> bool:
         """One cycle of all rows. Whether a token was verified."""
         machine, clock = self.machine, self.clock
         self.rounds += 1
+        work = machine.entries()
+        self._launch(work)
         began = time.perf_counter()
-        drafts = self._draft(machine.requests())
-        drafted = time.perf_counter()
-        clock.seconds["draft"] += drafted - began
-        seen: list[tuple[int, list[int], list[int], torch.Tensor]] = []
-        outbox: list[torch.Tensor | None] = [None] * (self.partition.stages + 1)
-        took = [0.0] * self.partition.stages
-        for s, work in enumerate(machine.entries()):
-            if work:
-                before = time.perf_counter()
-                outbox[s + 1] = self._run_stage(s, work, seen)
-                took[s] = time.perf_counter() - before
-        clock.cycle(drafted - began, took)
-        clock.seconds["stages"] += sum(took)
         with clock.phase("draft"):
-            for what in seen:
-                self._guarded(self.drafter.observe, *what)
+            drafts = self._draft(machine.requests())
+        drafted = time.perf_counter() - began
+        with clock.phase("stages"):
+            hidden, streams, took = self._collect(work)
+        clock.cycle(drafted, took)
+        with clock.phase("draft"):
+            for index, values in streams:
+                entries = work[self.partition.owner(index)]
+                rows = [e.row for e in entries]
+                self._guarded(self.drafter.observe, index, rows, [e.position for e in entries], values[rows, 0])
         with clock.phase("verify"):
-            chosen = self._verify(outbox[-1])
-        self._inbox = outbox[:-1]
+            chosen = self._verify(work[-1], hidden)
         flushes = machine.commit(drafts, chosen)
         for row in drafts.keys() | chosen.keys():
             position, token = machine.newest(row)
@@ -281,35 +242,8 @@ class SpeculativeDriver:
                 self._guarded(self.drafter.truncate, *flush)
         return bool(chosen)
 
-    def _run_stage(self, s: int, work: Sequence[Any], seen: list) -> torch.Tensor:
-        """Stage ``s`` on its entries: one column for all rows, of which those without an entry do not count."""
-        stage, machine = self.stages[s], self.machine
-        cache = stage.cache
-        cache.truncate(machine.held(s))
-        need = cache.get_seq_length() + 1
-        if need > cache.capacity:
-            cache.reserve(max(need, min(2 * cache.capacity, self._most)))
-        rows, positions = [e.row for e in work], [e.position for e in work]
-        if s == 0:
-            tokens = np.zeros((cache.rows, 1), dtype=np.int32)
-            tokens[rows, 0] = [e.token for e in work]
-            hidden = stage.embedded(torch.from_numpy(tokens))
-            if 0 in self._features:
-                seen.append((0, rows, positions, hidden[rows, 0]))
-        else:
-            arrived = self._inbox[s]
-            assert arrived is not None, "an entry comes from the stage before"
-            hidden = arrived
-
-        def see(index: int, stream: torch.Tensor) -> None:
-            if index in self._features:
-                seen.append((index, rows, positions, stream[rows, 0]))
-
-        return stage.forward(hidden, see)
-
-    def _verify(self, hidden: torch.Tensor | None) -> dict[int, int]:
+    def _verify(self, leaving: list[Entry], hidden: torch.Tensor | None) -> dict[int, int]:
         """The target's tokens behind what has left the last stage."""
-        leaving = self.machine.exits()
         if not leaving:
             return {}
         assert hidden is not None
@@ -317,7 +251,7 @@ class SpeculativeDriver:
         n_fed = np.zeros(hidden.shape[0], dtype=np.int32)
         at = np.zeros(hidden.shape[0], dtype=np.int64)
         n_fed[rows], at[rows] = 1, [e.position + 1 for e in leaving]
-        tokens = _choose(self._select, self._verifier.logits(hidden), n_fed, at, rows)
+        tokens = _choose(self._select, self.verifier.logits(hidden), n_fed, at, rows)
         return dict(zip(rows, tokens, strict=True))
 
     # ---- the drafter, which may fail
@@ -354,3 +288,110 @@ class SpeculativeDriver:
                     stacklevel=level_of_caller(),
                 )
             return None
+
+
+class LocalDriver(SpeculativeDriver):
+    """All stages in this process, in turn."""
+
+    def __init__(self, model: PreTrainedModel, partition: Partition, drafter: Drafter) -> None:
+        super().__init__(partition, Verifier.of(model), drafter)
+        self.model = model
+        self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
+        self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
+        self._complete = False
+
+    @property
+    def target(self) -> LocalDriver:
+        return self
+
+    def run(self, request: Request) -> None:
+        self._complete = False
+        super().run(request)
+        self._complete = True
+
+    # ---- keys and values from outside, and for outside
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
+        """Begin with what ``cache`` holds; ``text``: per row the tokens. It is not changed before :meth:`release`."""
+        self._adopted = cache, list(text)
+        self._complete = False
+
+    def release(self, lengths: Sequence[int]) -> RowCache:
+        """The stages' keys and values in one cache, up to ``lengths``: the adopted one, or a new one. A copy."""
+        adopted, self._adopted = self._adopted, None
+        if adopted is not None and not self._complete:
+            given, text = adopted
+            given.text = text
+            return given
+        held = zip(*(stage.cache.lengths for stage in self.stages), strict=True)
+        ends = [min(n, *row) for n, row in zip(lengths, held, strict=True)]
+        for stage in self.stages:
+            stage.cache.truncate(ends)
+        cache = adopted[0] if adopted is not None else RowCache.for_model(self.model, len(ends), max(ends))
+        cache.reserve(max(ends))
+        cache.load([pair for stage in self.stages for pair in stage.cache.states()])
+        cache.truncate(ends)
+        cache.text = [self._text[row, :n].copy() for row, n in enumerate(ends)]
+        return cache
+
+    def _begin(self, end: list[int]) -> list[int]:
+        """What an adopted cache holds; nothing where the drafter must see every position."""
+        if self._adopted is None or self.features:
+            return super()._begin(end)
+        cache, text = self._adopted
+        begin = [min(len(tokens), e) for tokens, e in zip(text, end, strict=True)]
+        if any(begin):
+            states = cache.states()
+            for stage in self.stages:
+                stage.cache.reserve(cache.get_seq_length())
+                stage.cache.load(states[stage.first : stage.first + len(stage.layers)])
+        return begin
+
+    # ---- the stages
+
+    def _open(self, rows: int, longest: int, most: int) -> None:
+        self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
+        for stage in self.stages:
+            stage.open(rows, longest, most)
+
+    def _feed(
+        self, columns: np.ndarray, begin: Sequence[int], answer: bool
+    ) -> tuple[torch.Tensor | None, list[Streams]]:
+        streams: list[Streams] = []
+        hidden = torch.from_numpy(columns)
+        for stage in self.stages:
+            hidden = stage.step(hidden, begin, self._see(streams))
+        return hidden, streams
+
+    def _see(self, streams: list[Streams]) -> Callable[[int, torch.Tensor], None]:
+        def see(index: int, stream: torch.Tensor) -> None:
+            if index in self.features:
+                streams.append(Streams(index, stream))
+
+        return see
+
+    def _launch(self, work: list[list[Entry]]) -> None:
+        """They run in ``_collect``."""
+
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[Streams], list[float]]:
+        streams: list[Streams] = []
+        outbox: list[torch.Tensor | None] = [None] * (self.partition.stages + 1)
+        took = [0.0] * self.partition.stages
+        for s, (stage, entries) in enumerate(zip(self.stages, work, strict=True)):
+            if not entries:
+                continue
+            began = time.perf_counter()
+            arrived = column(entries, stage.cache.rows) if s == 0 else self._inbox[s]
+            assert arrived is not None, "an entry comes from the stage before"
+            outbox[s + 1] = stage.step(arrived, self.machine.held(s), self._see(streams))
+            took[s] = time.perf_counter() - began
+        self._inbox = outbox[:-1]
+        return outbox[-1], streams, took
+
+
+def column(entries: Sequence[Entry], rows: int) -> torch.Tensor:
+    """The tokens of ``entries`` as ``[rows, 1]``, int64; 0 in rows without one."""
+    tokens = torch.zeros((rows, 1), dtype=torch.int64, device="cpu")
+    for entry in entries:
+        tokens[entry.row, 0] = entry.token
+    return tokens

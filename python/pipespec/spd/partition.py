@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.cache import RowCache
 from pipespec.checks import check_architecture
+
+_FIRST_ROOM = 1024
+"""New tokens for which a cache has room at first; then its room doubles."""
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose forward is: embedding, layers with one rotary embedding, norm, head. Others scale or mix in between."""
@@ -120,12 +123,11 @@ def _check_stages(layers: int, stages: int) -> None:
         raise ValueError(f"a model of {layers} layers can be cut into 1 to {layers} stages, not {stages}")
 
 
-def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Partition) -> Partition:
-    """What a user means by ``stages``: a number, layers per stage, or ``"balanced:n"``, which measures the layers.
+def cut(layers: int, stages: int | Sequence[int] | str | Partition, costs: Callable[[], Sequence[float]]) -> Partition:
+    """What a user means by ``stages``: a number, layers per stage, or ``"balanced:n"``, for which ``costs()`` are asked for.
 
-    ``TypeError`` or ``ValueError`` for anything else, and for what does not fit the model.
+    ``TypeError`` or ``ValueError`` for anything else, and for what does not make up ``layers``.
     """
-    layers = model.config.num_hidden_layers
     if isinstance(stages, str):
         kind, _, number = stages.partition(":")
         if kind != "balanced" or not number.isdecimal():
@@ -133,7 +135,7 @@ def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Par
                 f"stages={stages!r}: give a number, layers per stage, or 'balanced:n' with n stages, such as 'balanced:4'"
             )
         _check_stages(layers, int(number))
-        return Partition.balanced(layer_seconds(model), int(number))
+        return Partition.balanced(costs(), int(number))
     if isinstance(stages, int):
         return Partition.uniform(layers, stages)
     if not isinstance(stages, (list, tuple, Partition)):
@@ -141,6 +143,17 @@ def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Par
     found = stages if isinstance(stages, Partition) else Partition(tuple(stages))
     found.check(layers)
     return found
+
+
+def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Partition) -> Partition:
+    """:func:`cut` for a model, by its measured layers."""
+    return cut(model.config.num_hidden_layers, stages, lambda: layer_seconds(model))
+
+
+def check_path(path: str | Path, stages: int | Sequence[int] | str | Partition) -> None:
+    """Whether the model at ``path`` can be cut like that, before any of its weights are read. Raises as :func:`load_skeleton`, :func:`cut`."""
+    layers = load_skeleton(path).config.num_hidden_layers
+    cut(layers, stages, lambda: [1.0] * layers)
 
 
 def check_target(model: PreTrainedModel) -> None:
@@ -196,8 +209,13 @@ class LayerStage:
         assert self._cache is not None, "open() comes first"
         return self._cache
 
-    def open(self, rows: int, capacity: int) -> None:
-        """Empty rows, with room for ``capacity`` positions. The storage of the call before is used again where it fits."""
+    def open(self, rows: int, longest: int, most: int) -> None:
+        """Empty rows, with room for prompts of ``longest`` tokens and some more; :meth:`step` makes more, up to ``most`` positions.
+
+        The storage of the call before is used again where it fits.
+        """
+        capacity = min(most, longest + _FIRST_ROOM)
+        self._most = most
         if self._cache is None or not self._cache.fits(rows, capacity) or not self._matches(self._cache):
             self._cache = None  # before the new one is allocated
             config = copy.copy(self.config)
@@ -216,20 +234,28 @@ class LayerStage:
         """Give the cache back to the system."""
         self._cache = None
 
-    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Residual stream 0 of ``tokens [rows, q]``; of stage 0 only."""
-        assert self.embed is not None
-        out: torch.Tensor = self.embed(tokens.to(self.device))
-        return out
+    def step(
+        self, fed: torch.Tensor, held: Sequence[int], see: Callable[[int, torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """Feed ``q`` columns at positions ``held[r] ..`` of the rows; what the last layer leaves, ``[rows, q, H]``.
 
-    def forward(self, hidden: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None = None) -> torch.Tensor:
-        """Feed ``hidden [rows, q, H]`` at the rows' lengths, which grow by ``q``; what the last layer leaves, same shape.
-
-        ``see(k, stream)``: told each residual stream k on the way, what comes in excluded. It must copy what it keeps.
+        ``fed``: of stage 0 tokens ``[rows, q]``, of others what the stage before leaves. Positions from ``held`` on are forgotten first, and the
+        new ones are there afterwards. ``see(k, stream)``: told each residual stream k that arises here; stage 0 embeds.
         """
         cache = self.cache
-        q = hidden.shape[1]
-        hidden = hidden.to(self.device)
+        cache.truncate(held)
+        need = cache.get_seq_length() + fed.shape[1]
+        if need > cache.capacity:
+            cache.reserve(max(need, min(2 * cache.capacity, self._most)))
+        hidden: torch.Tensor = fed.to(self.device)
+        if self.embed is not None:
+            hidden = self.embed(hidden)
+            if see is not None:
+                see(0, hidden)
+        return self._forward(hidden, see)
+
+    def _forward(self, hidden: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
+        cache, q = self.cache, hidden.shape[1]
         mask, positions = cache.mask(q), cache.positions(q)
         angles = self.rotary(hidden, position_ids=positions)
         own = _Own(cache, self.first)
@@ -273,14 +299,14 @@ def layer_seconds(model: PreTrainedModel, repeats: int = 7, context: int = 64) -
     with torch.inference_mode():
         for s in range(alone.stages):
             stage = LayerStage.of(model, alone, s)
-            stage.open(1, context + 1)
-            stage.forward(hidden)
+            stage.embed = None  # it is fed hidden states like the others
+            stage.open(1, context, context + 1)
+            stage.step(hidden, [0])
             took = []
             for _ in range(repeats + 1):  # the first one warms up
-                stage.cache.truncate([context])
                 _synchronise(model.device)
                 began = time.perf_counter()
-                stage.forward(hidden[:, :1])
+                stage.step(hidden[:, :1], [context])
                 _synchronise(model.device)
                 took.append(time.perf_counter() - began)
             out.append(median(took[1:]))
@@ -337,16 +363,22 @@ def load_stage(
     return LayerStage.of(_with_rotary(model, device), partition, stage)
 
 
-def load_verifier(
+def load_ends(
     path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> Verifier:
-    """Final norm and LM head of the model at ``path``, and no layer. Raises as :func:`load_stage`."""
+) -> PreTrainedModel:
+    """The model at ``path`` without its layers: embedding, final norm and LM head. Raises as :func:`load_stage`."""
     model = load_skeleton(path)
-    head = model.get_output_embeddings()
-    tied = model.config.tie_word_embeddings
-    parts = {"model.norm": model.model.norm, "model.embed_tokens" if tied else "lm_head": head}
+    base, tied = model.model, model.config.tie_word_embeddings
+    base.layers = nn.ModuleList()
+    parts = {"model.embed_tokens": base.embed_tokens, "model.norm": base.norm}
+    if not tied:
+        parts["lm_head"] = model.lm_head
     _load(path, parts, dtype or model.config.dtype or torch.float32, device)
-    return Verifier.of(model)
+    if tied:
+        model.lm_head.weight = base.embed_tokens.weight
+    if _file(path, "generation_config.json") is not None:
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return _with_rotary(model, device)
 
 
 def _with_rotary(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:

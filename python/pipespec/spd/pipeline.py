@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -14,10 +14,10 @@ from pipespec.generation import Generation
 from pipespec.loading import load_model
 from pipespec.pipeline import BasePipeline
 from pipespec.spd.chain import ChainDrafter
-from pipespec.spd.decoding import SpeculativeDriver
+from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.ngram import NgramDrafter
-from pipespec.spd.partition import Partition, check_target, partition_of
+from pipespec.spd.partition import Partition, check_path, check_target, partition_of
 from pipespec.spd.report import SpeculativeReport
 
 _Model: TypeAlias = PreTrainedModel | str | Path
@@ -55,49 +55,62 @@ class SpeculativePipeline(BasePipeline):
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        given: list[_Model] = []
-        if isinstance(drafter, (PreTrainedModel, Path)) or (isinstance(drafter, str) and drafter != "ngram"):
-            given = [drafter]
-        elif isinstance(drafter, (list, tuple)):
-            given = list(drafter)
-            if not given:
-                raise ValueError("drafter is an empty list: give a model, or 'ngram' to draft without one")
-        elif not isinstance(drafter, Drafter) and drafter != "ngram":
-            raise TypeError(
-                f"drafter must be 'ngram', a model, a path, a list of these, or a Drafter, not {type(drafter).__name__}"
-            )
-        models = [
-            load_model(m, dtype=dtype, device=device, trust_remote_code=trust_remote_code) for m in [*given, target]
-        ]
-        check_target(models[-1])
-        check_chain(models, [*given, target])
-        super().__init__(models)
-        self.partition = partition_of(self.target, stages)
-        if isinstance(drafter, Drafter):
-            self.drafter: Drafter = drafter
-        else:
-            self.drafter = ChainDrafter(models[:-1]) if given else NgramDrafter()
-        for index in self.drafter.features:
-            self.partition.owner(index)
-        self._driver = SpeculativeDriver(self.target, self.partition, self.drafter)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        if isinstance(target, (str, Path)):
+            check_path(target, stages)
+        model = load_model(target, **options)
+        check_target(model)
+        self.drafter, drafts = resolve_drafter(drafter, model, target, **options)
+        super().__init__([*drafts, model])
+        self.partition = partition_of(model, stages)
+        self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, self.drafter)
 
     def _generate(self, generation: Generation) -> SpeculativeReport:
-        driver = self._driver
-        generation.run(driver)
-        plain = generation.report("spd")
-        counts = [driver.machine.count(row) for row in range(plain.rows)]
-        phases, known = driver.clock.seconds, sum(driver.clock.seconds.values())
-        return SpeculativeReport(
-            **{name: getattr(plain, name) for name in plain.__dataclass_fields__},
-            partition=self.partition.counts,
-            drafter=type(self.drafter).__name__,
-            verified=sum(c.tokens for c in counts),
-            cycles=sum(c.cycles for c in counts),
-            rounds=driver.rounds,
-            checked=sum(c.checked for c in counts),
-            accepted=sum(c.accepted for c in counts),
-            flushes=sum(c.flushes for c in counts),
-            phases=phases | {"other": plain.seconds - known},
-            stage_seconds=tuple(driver.clock.stage_seconds),
-            parallel_seconds=plain.seconds - driver.clock.saved,
+        return run(generation, self._driver, "spd")
+
+
+def run(generation: Generation, driver: SpeculativeDriver, schedule: str) -> SpeculativeReport:
+    """Generate, and tell what it took."""
+    generation.run(driver)
+    plain = generation.report(schedule)
+    counts = [driver.machine.count(row) for row in range(plain.rows)]
+    phases, known = driver.clock.seconds, sum(driver.clock.seconds.values())
+    return SpeculativeReport(
+        **{name: getattr(plain, name) for name in plain.__dataclass_fields__},
+        partition=driver.partition.counts,
+        drafter=type(driver.drafter).__name__,
+        verified=sum(c.tokens for c in counts),
+        cycles=sum(c.cycles for c in counts),
+        rounds=driver.rounds,
+        checked=sum(c.checked for c in counts),
+        accepted=sum(c.accepted for c in counts),
+        flushes=sum(c.flushes for c in counts),
+        phases=phases | {"other": plain.seconds - known},
+        stage_seconds=tuple(driver.clock.stage_seconds),
+        parallel_seconds=plain.seconds - driver.clock.saved,
+    )
+
+
+def resolve_drafter(
+    drafter: Any, target: PreTrainedModel, given_target: Any, **options: Any
+) -> tuple[Drafter, list[PreTrainedModel]]:
+    """What a user means by ``drafter``, and the models in it; ``options``: for models given as paths.
+
+    Raises as :class:`SpeculativePipeline`.
+    """
+    given: list[Any] = []
+    if isinstance(drafter, (PreTrainedModel, Path)) or (isinstance(drafter, str) and drafter != "ngram"):
+        given = [drafter]
+    elif isinstance(drafter, (list, tuple)):
+        given = list(drafter)
+        if not given:
+            raise ValueError("drafter is an empty list: give a model, or 'ngram' to draft without one")
+    elif not isinstance(drafter, Drafter) and drafter != "ngram":
+        raise TypeError(
+            f"drafter must be 'ngram', a model, a path, a list of these, or a Drafter, not {type(drafter).__name__}"
         )
+    models = [load_model(m, **options) for m in given]
+    check_chain([*models, target], [*given, given_target])
+    if isinstance(drafter, Drafter):
+        return drafter, []
+    return (ChainDrafter(models) if models else NgramDrafter()), models

@@ -18,7 +18,7 @@ class SpeculativeReport(Report):
     ``partition``: layers per stage. ``verified``: N, tokens the target has decided on, the prefill's included (more than ``tokens`` where a
     criterion ended a row that had run ahead in its batch). ``cycles``: K, of each row while it ran; ``rounds``: cycles of all rows together.
     ``checked``, ``accepted``: drafts. ``flushes``: rejections that emptied a pipe. ``phases``: seconds, together the call's ``seconds``;
-    ``stage_seconds``: of ``phases["stages"]``, per stage.
+    ``stage_seconds``: how long each stage was busy in cycles.
     ``parallel_seconds``: the same call had drafter and stages run at once, each cycle lasting as long as the slowest of them; measured
     times put together, nothing for transfers.
     """
