@@ -346,7 +346,7 @@ class Generation:
         if self._own_cache is None and not (self.config.return_dict_in_generate and self.config.use_cache):
             return None
         own = self._driver.target.release([n - 1 for n in self._lengths])
-        if self._cache is None or self._cache is own:
+        if own is None or self._cache is None or self._cache is own:
             return own
         # The caller's DynamicCache grows in place, as transformers has it.
         for i, (keys, values) in enumerate(own.states()):

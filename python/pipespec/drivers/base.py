@@ -82,10 +82,10 @@ class Text(Protocol):
 
 
 class Holder(Protocol):
-    """Whoever has the target's keys and values; see :class:`Stage`."""
+    """Whoever has the target's keys and values; see :class:`Stage`. ``release`` gives None where they cannot be had."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None: ...
-    def release(self, lengths: Sequence[int]) -> RowCache: ...
+    def release(self, lengths: Sequence[int]) -> RowCache | None: ...
 
 
 class Runner(Protocol):
