@@ -200,15 +200,17 @@ def fail(folder: str) -> None:
 
 
 def main() -> None:
-    folder, command, *rest = sys.argv[1:]
-    if command == "texts":
-        for case in rest:
-            world, stages, kind = case.split(":")
-            texts(folder, int(world), int(stages), kind)
-    elif command == "kill":
-        kill(folder, int(rest[0]), int(rest[1]) if rest[1:] else 0)
-    else:
-        fail(folder)
+    """Commands are separated by ``--``."""
+    for part in " ".join(sys.argv[1:]).split(" -- "):
+        folder, command, *rest = part.split()
+        if command == "texts":
+            for case in rest:
+                world, stages, kind = case.split(":")
+                texts(folder, int(world), int(stages), kind)
+        elif command == "kill":
+            kill(folder, int(rest[0]), int(rest[1]) if rest[1:] else 0)
+        else:
+            fail(folder)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,27 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def harness(*arguments) -> list:
-    """Lines of JSON that it prints."""
-    command = [sys.executable, "-m", "tests.spd.ranks_harness", *map(str, arguments)]
+CASES = ["3:2:model", "2:2:ngram", "3:3:reader", "1:1:reader"]
+KILLS = 5
+MISSING = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def incomplete(folder, tmp_path_factory):
+    """A model that lacks a weight of the second stage's."""
+    path = tmp_path_factory.mktemp("incomplete")
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if k != MISSING}, path / "model.safetensors")
+    (path / "config.json").write_text((folder / "config.json").read_text())
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder, incomplete):
+    """What the harness prints, line by line. One run of it for all tests: importing is what takes long."""
+    commands = [[folder, "texts", *CASES], [folder, "kill", KILLS, 3], [incomplete, "fail"]]
+    arguments = " -- ".join(" ".join(map(str, command)) for command in commands).split()
+    command = [sys.executable, "-m", "tests.spd.ranks_harness", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
@@ -48,13 +66,12 @@ def harness(*arguments) -> list:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
 
 
-def test_the_text_of_one_process(folder):
+def test_the_text_of_one_process(folder, found):
     """n + 1 ranks, n ranks, one rank; several calls on the same ranks; streams that come from all of them."""
-    cases = ["3:2:model", "2:2:ngram", "3:3:reader", "1:1:reader"]
-    for case, found in zip(cases, harness(folder, "texts", *cases), strict=True):
+    for case, texts in zip(CASES, found, strict=False):
         _, stages, kind = case.split(":")
         pipeline = SpeculativePipeline(folder, made(kind), stages=int(stages))
-        for (ids, options), (text, cycles, accepted, sums, busy) in zip(calls(), found, strict=True):
+        for (ids, options), (text, cycles, accepted, sums, busy) in zip(calls(), texts, strict=True):
             wanted = pipeline.generate(ids, **options)
             assert text == (wanted if isinstance(wanted, torch.Tensor) else wanted.sequences).tolist(), case
             assert (cycles, accepted) == (pipeline.report.cycles, pipeline.report.accepted)
@@ -83,9 +100,9 @@ def test_torchrun(folder, tmp_path):
     assert f"{pipeline.report.accepted} of {pipeline.report.checked} drafts accepted" in "\n".join(report)
 
 
-def test_a_rank_that_is_lost(folder):
+def test_a_rank_that_is_lost(found):
     """Killed or stopped at some cycle: the others end soon, not with status 0, and say why. (``python -m tests.spd.ranks_harness`` does it often.)"""
-    trials = harness(folder, "kill", 5, 3)
+    trials = found[len(CASES) : len(CASES) + KILLS]
     assert {trial["how"] for trial in trials} == {"SIGKILL", "SIGSTOP"}
     for trial in trials:
         assert len(trial["others"]) == 2
@@ -96,16 +113,13 @@ def test_a_rank_that_is_lost(folder):
             assert seconds < 30, trial
 
 
-def test_a_rank_that_cannot_load(folder, tmp_path):
+def test_a_rank_that_cannot_load(found, incomplete):
     """All ranks say which one, and why."""
-    weights = load_file(folder / "model.safetensors")
-    missing = "model.layers.2.mlp.up_proj.weight"
-    save_file({k: v for k, v in weights.items() if k != missing}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    ((one, two, three),) = harness(tmp_path, "fail")
-    for status, words in (one, two, three):
+    ranks = found[len(CASES) + KILLS]
+    assert len(ranks) == 3
+    for status, words in ranks:
         assert status == 1
-        assert f"rank 2 failed: ValueError: {tmp_path}: its safetensors lack {missing}" in words
+        assert f"rank 2 failed: ValueError: {incomplete}: its safetensors lack {MISSING}" in words
 
 
 # ---- refused before anything is loaded or connected

@@ -151,23 +151,33 @@ class Link:
     def agree(self, error: Exception | None) -> None:
         """Wait until all ranks have come here. ``RankError`` with the first one's words where some came with an ``error``."""
         mine = "" if error is None else f"{type(error).__name__}: {error}"
-        self._store.set(f"ready/{self.rank}", f"+{mine}")  # the store knows no empty values
-        with self._watchdog.within(_START_S, "waiting for all ranks to load their weights"):
-            for r in range(self.world):
-                while not self._store.check([f"ready/{r}"]):
+        try:
+            self._store.set(f"ready/{self.rank}", f"+{mine}")  # the store knows no empty values
+            with self._watchdog.within(_START_S, "waiting for all ranks to load their weights"):
+                names = [f"ready/{r}" for r in range(self.world)]
+                while not self._store.check(names):
                     if self._watchdog.cause is not None:
-                        raise RankError(self._watchdog.cause)
+                        raise self.failed("while others loaded their weights")
                     time.sleep(0.02)
-        words = [self._store.get(f"ready/{r}")[1:].decode() for r in range(self.world)]
+            words = [self._store.get(name)[1:].decode() for name in names]
+        except dist.DistError as broken:
+            raise self.failed(
+                "the ranks' store broke while they loaded their weights: rank 0, or torchrun, has ended"
+            ) from broken
         failed = [f"rank {r} failed: {what}" for r, what in enumerate(words) if what]
-        # Nobody ends, and closes the store, before all have read.
         self._store.set(f"read/{self.rank}", "+")
         if failed:
-            deadline = time.monotonic() + _SILENCE_S
-            while time.monotonic() < deadline and not self._store.check([f"read/{r}" for r in range(self.world)]):
-                time.sleep(0.02)
             self._watchdog.stop()
+            self.broken = True
+            self._hold_store("read")
             raise RankError(failed[0]) from error
+
+    def _hold_store(self, sign: str) -> None:
+        """Rank 0, which may be the one that holds the store, goes last: when all have given the sign."""
+        deadline = time.monotonic() + _SILENCE_S
+        names = [f"{sign}/{r}" for r in range(self.world)]
+        while self.rank == 0 and time.monotonic() < deadline and not self._store.check(names):
+            time.sleep(0.02)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Send it, sooner or later; it must not be changed afterwards."""
@@ -217,10 +227,7 @@ class Link:
                 for work, _ in self._sends:
                     work.wait()
                 self._store.set(f"bye/{self.rank}", "+")
-                deadline = time.monotonic() + _SILENCE_S
-                names = [f"bye/{r}" for r in range(self.world)]
-                while self.rank == 0 and time.monotonic() < deadline and not self._store.check(names):
-                    time.sleep(0.02)
+                self._hold_store("bye")
             except RuntimeError:  # somebody is gone, just as we go
                 pass
         dist.destroy_process_group()
