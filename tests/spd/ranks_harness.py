@@ -2,7 +2,7 @@
 
 ``FOLDER texts WORLD:STAGES:DRAFTER ...``: calls of several kinds; rank 0 prints what came out. ``FOLDER kill TIMES [SEED]``: three ranks, one of
 them killed (every fifth time stopped) at a random cycle; prints how the others ended, and when. ``FOLDER fail``: three ranks, of
-which some cannot load; prints what each says.
+which some cannot load; prints what each says. ``FOLDER late``: the same for one that hangs.
 """
 
 from __future__ import annotations
@@ -189,6 +189,29 @@ def last_words(logs: str, rank: int) -> str:
     return next((line for line in reversed(lines) if "RankError: " in line or line.startswith("pipespec: ")), "")
 
 
+def late(folder: str) -> None:
+    """The last stage sleeps in its tenth step, though its process lives."""
+
+    def work(rank: int) -> None:
+        with RanksPipeline(folder, "ngram", stages=2, timeout_s=1) as pipe:
+            if pipe.is_controller:
+                pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=100, do_sample=False)
+            if rank == 2:
+                steps, real = [], pipe._server.stage.step
+
+                def step(*arguments):
+                    steps.append(0)
+                    time.sleep(60 if len(steps) == 10 else 0)
+                    return real(*arguments)
+
+                pipe._server.stage.step = step
+            pipe.serve()
+
+    with tempfile.TemporaryDirectory() as logs:
+        ended = wait_all(fork_ranks(3, work, logs), 60)
+        print(json.dumps([[ended.get(rank, (None,))[0], last_words(logs, rank)] for rank in range(3)]))
+
+
 def fail(folder: str) -> None:
     def work(rank: int) -> None:
         with RanksPipeline(folder, "ngram", stages=2) as pipe:
@@ -210,7 +233,7 @@ def main() -> None:
         elif command == "kill":
             kill(folder, int(rest[0]), int(rest[1]) if rest[1:] else 0)
         else:
-            fail(folder)
+            {"late": late, "fail": fail}[command](folder)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def incomplete(folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder, incomplete):
     """What the harness prints, line by line. One run of it for all tests: importing is what takes long."""
-    commands = [[folder, "texts", *CASES], [folder, "kill", KILLS, 3], [incomplete, "fail"]]
+    commands = [[folder, "texts", *CASES], [folder, "kill", KILLS, 3], [incomplete, "fail"], [folder, "late"]]
     arguments = " -- ".join(" ".join(map(str, command)) for command in commands).split()
     command = [sys.executable, "-m", "tests.spd.ranks_harness", *arguments]
     done = subprocess.run(
@@ -120,6 +120,14 @@ def test_a_rank_that_cannot_load(found, incomplete):
     for status, words in ranks:
         assert status == 1
         assert f"rank 2 failed: ValueError: {incomplete}: its safetensors lack {MISSING}" in words
+
+
+def test_a_rank_that_hangs(found):
+    """Its process gives signs of life, and its messages do not come: all three end, that one, too."""
+    ranks = found[len(CASES) + KILLS + 1]
+    assert [status for status, _ in ranks] == [1, 1, 1]
+    assert any("rank 2" in words and "took too long" in words for _, words in ranks)
+    assert all(words for _, words in ranks)
 
 
 # ---- refused before anything is loaded or connected

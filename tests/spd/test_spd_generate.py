@@ -714,6 +714,25 @@ def test_refused_before_weights_are_loaded(model, tmp_path, monkeypatch):
         SpeculativePipeline(tmp_path / "other", stages=2)
 
 
+def test_a_draft_module_from_its_folder(model, tmp_path):
+    """Refused before weights are loaded where it is another's; else it drafts."""
+    modules = pytest.importorskip("pipespec.spd.draft_module")
+    pipeline = SpeculativePipeline(model, "ngram", stages=2)
+    config = modules.DraftModuleConfig.for_target(model, pipeline.partition.ranges)
+    modules.DraftModule.of_target(model, config).save(tmp_path / "module")
+    model.save_pretrained(tmp_path / "target")
+    for target in (model, tmp_path / "target"):
+        pipeline = SpeculativePipeline(target, tmp_path / "module", stages=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(greedy(pipeline), greedy(model))
+        assert pipeline.report.checked > 0
+        with pytest.raises(ValueError, match="was trained for the stages"):
+            SpeculativePipeline(target, tmp_path / "module", stages=[2, 3])
+    with pytest.raises(ValueError, match="another target"):
+        SpeculativePipeline(random_llama(4, layers=LAYERS), tmp_path / "module", stages=2)
+
+
 def test_always_right_model(model):
     pipeline = SpeculativePipeline(model, always_right(model), stages=3)
     assert torch.equal(greedy(pipeline), greedy(model))

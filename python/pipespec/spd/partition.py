@@ -107,6 +107,11 @@ class Partition:
         begin = sum(self.counts[:stage])
         return range(begin, begin + self.counts[stage])
 
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First layer and the one behind the last, of each stage."""
+        return tuple((span.start, span.stop) for span in map(self.span, range(self.stages)))
+
     def owner(self, index: int) -> int:
         """The stage that computes the residual stream ``index``. ``ValueError`` where there is none."""
         if not 0 <= index <= self.layers:
@@ -148,12 +153,6 @@ def cut(layers: int, stages: int | Sequence[int] | str | Partition, costs: Calla
 def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Partition) -> Partition:
     """:func:`cut` for a model, by its measured layers."""
     return cut(model.config.num_hidden_layers, stages, lambda: layer_seconds(model))
-
-
-def check_path(path: str | Path, stages: int | Sequence[int] | str | Partition) -> None:
-    """Whether the model at ``path`` can be cut like that, before any of its weights are read. Raises as :func:`load_skeleton`, :func:`cut`."""
-    layers = load_skeleton(path).config.num_hidden_layers
-    cut(layers, stages, lambda: [1.0] * layers)
 
 
 def check_target(model: PreTrainedModel) -> None:

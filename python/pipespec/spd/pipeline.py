@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.ngram import NgramDrafter
-from pipespec.spd.partition import Partition, check_path, check_target, partition_of
+from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of
 from pipespec.spd.report import SpeculativeReport
 
 _Model: TypeAlias = PreTrainedModel | str | Path
@@ -34,8 +35,8 @@ class SpeculativePipeline(BasePipeline):
     Parameters
     ----------
     target: a LLaMA-family causal language model, or the path of one.
-    drafter: ``"ngram"`` (prompt lookup), a model or path, or several, smallest first (a PipeSpec chain drafts, see
-        :mod:`pipespec.spd.chain`), or any :class:`pipespec.spd.Drafter`.
+    drafter: the folder of a draft module trained for this target and these stages; ``"ngram"`` (prompt lookup); a model or path, or several,
+        smallest first (a PipeSpec chain drafts, see :mod:`pipespec.spd.chain`); or any :class:`pipespec.spd.Drafter`.
     stages: n (equal stages, the first ones larger by one layer where n does not divide), layers per stage, or ``"balanced:n"`` (by measured
         time of each layer). With one stage it is plain decoding and the drafter is not asked.
     dtype, device, trust_remote_code: for models given as paths, as for :class:`pipespec.Pipeline`.
@@ -56,13 +57,16 @@ class SpeculativePipeline(BasePipeline):
         trust_remote_code: bool = False,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        if isinstance(target, (str, Path)):
-            check_path(target, stages)
+        if isinstance(target, (str, Path)):  # before any weight is loaded
+            layers = load_skeleton(target).config.num_hidden_layers
+            found = cut(layers, stages, lambda: [1.0] * layers)
+            if module_config(drafter) is not None and not isinstance(stages, str):
+                module_config(drafter).require(target, found.ranges)
         model = load_model(target, **options)
         check_target(model)
-        self.drafter, drafts = resolve_drafter(drafter, model, target, **options)
-        super().__init__([*drafts, model])
         self.partition = partition_of(model, stages)
+        self.drafter, drafts = resolve_drafter(drafter, model, target, self.partition, **options)
+        super().__init__([*drafts, model])
         self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, self.drafter)
 
     def _generate(self, generation: Generation) -> SpeculativeReport:
@@ -91,13 +95,31 @@ def run(generation: Generation, driver: SpeculativeDriver, schedule: str) -> Spe
     )
 
 
+def module_config(drafter: Any) -> Any:
+    """The configuration of the draft module that lies at the path ``drafter``; None where it is no path of one."""
+    if isinstance(drafter, (str, Path)) and Path(drafter, "draft_module.json").is_file():
+        return _modules().DraftModuleConfig.load(drafter)
+    return None
+
+
+def _modules() -> Any:
+    return import_module("pipespec.spd.draft_module")  # here, for few need it
+
+
 def resolve_drafter(
-    drafter: Any, target: PreTrainedModel, given_target: Any, **options: Any
+    drafter: Any, target: PreTrainedModel, given_target: Any, partition: Partition, **options: Any
 ) -> tuple[Drafter, list[PreTrainedModel]]:
     """What a user means by ``drafter``, and the models in it; ``options``: for models given as paths.
 
     Raises as :class:`SpeculativePipeline`.
     """
+    if module_config(drafter) is not None:
+        whole = given_target if isinstance(given_target, (str, Path)) else target
+        module = _modules().DraftModule.load(
+            drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=target.device
+        )
+        check_chain([target], [given_target])
+        return _modules().ModuleDrafter(module, target.get_input_embeddings()), []
     given: list[Any] = []
     if isinstance(drafter, (PreTrainedModel, Path)) or (isinstance(drafter, str) and drafter != "ngram"):
         given = [drafter]

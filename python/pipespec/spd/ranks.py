@@ -38,7 +38,7 @@ from pipespec.spd.drafting import Drafter
 from pipespec.spd.link import TIMEOUT_S, Link, RankError
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import LayerStage, Partition, Verifier, cut, load_ends, load_skeleton, load_stage
-from pipespec.spd.pipeline import resolve_drafter, run
+from pipespec.spd.pipeline import module_config, resolve_drafter, run
 from pipespec.spd.report import SpeculativeReport
 
 _CONTROL, _TOKENS, _HIDDEN, _STREAMS, _BUSY = range(5)
@@ -356,7 +356,10 @@ class RanksPipeline(BasePipeline):
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.partition = cut(load_skeleton(target).config.num_hidden_layers, stages, list)
         rank_of = ranks_of(self.partition.stages, world)
-        features = tuple(getattr(drafter, "features", ()))
+        config = module_config(drafter)
+        if config is not None:
+            config.require(target, self.partition.ranges)
+        features = tuple(getattr(drafter, "features", ())) if config is None else config.anchors[1:]
         for index in features:
             self.partition.owner(index)
         self._link = Link(timeout_s)
@@ -371,7 +374,7 @@ class RanksPipeline(BasePipeline):
                 self._server = _Server(stage, number, rank_of, features, self._link)
             if self.is_controller:
                 ends = load_ends(target, dtype=dtype)
-                found, drafts = resolve_drafter(drafter, ends, target, dtype=dtype or "auto")
+                found, drafts = resolve_drafter(drafter, ends, target, self.partition, dtype=dtype or "auto")
                 models = [*drafts, ends]
                 self._driver = RanksDriver(ends, self.partition, found, self._link, self._server)
         except Exception as failure:
