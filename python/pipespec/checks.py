@@ -37,7 +37,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
                 f"{names[i]} is the same object as another stage; every stage needs its own cache and weights"
             )
     for name, model in zip(names, models, strict=True):
-        _check_architecture(name, model)
+        check_architecture(name, model)
     target = models[-1]
     vocabulary = _vocabulary(target)
     digest = _tokenizer_digest(given[-1], target)
@@ -83,7 +83,8 @@ def check_memory(models: Sequence[PreTrainedModel], rows: int, capacity: int) ->
         )
 
 
-def _check_architecture(name: str, model: PreTrainedModel) -> None:
+def check_architecture(name: str, model: PreTrainedModel) -> None:
+    """Raises ``TypeError`` unless this is a decoder with a language-model head and full attention in every layer."""
     config, kind = model.config, type(model).__name__
     missing = [f for f in ("num_hidden_layers", "num_attention_heads", "hidden_size") if not hasattr(config, f)]
     if getattr(model, "lm_head", None) is None and model.get_output_embeddings() is None and hasattr(model, "layers"):

@@ -14,7 +14,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 
 from pipespec.arguments import check_options, refusal
 from pipespec.cache import RowCache
-from pipespec.drivers import Driver, Request
+from pipespec.drivers import Request, Runner
 from pipespec.observe import Report
 from pipespec.observe.report import stage_report
 from pipespec.sampling import Record, Selection, row_seeds
@@ -164,7 +164,7 @@ class Generation:
 
     # ---- while it runs
 
-    def run(self, driver: Driver, after_step: Callable[[], None] | None = None) -> None:
+    def run(self, driver: Runner, after_step: Callable[[], None] | None = None) -> None:
         """Generate. What was committed until then can be had from :meth:`sequences` even if this raises. ``after_step``: called after
         each step of the target's; it may steer the driver."""
         self._after_step = after_step
@@ -346,7 +346,7 @@ class Generation:
         if self._own_cache is None and not (self.config.return_dict_in_generate and self.config.use_cache):
             return None
         own = self._driver.target.release([n - 1 for n in self._lengths])
-        if self._cache is None or self._cache is own:
+        if own is None or self._cache is None or self._cache is own:
             return own
         # The caller's DynamicCache grows in place, as transformers has it.
         for i, (keys, values) in enumerate(own.states()):

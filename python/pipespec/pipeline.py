@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,95 +32,28 @@ SCHEDULES = ("auto", "plain", "lockstep", "workers")
 _DEFAULT_WAIT = 0
 
 
-class Pipeline:
-    """A chain of models that generates the last one's text, faster.
+class BasePipeline(ABC):
+    """The contract of ``generate()``, whatever runs below it. ``models``: all that take part, the target last."""
 
-    The text depends on the target, the prompt and nothing else: not on the drafts, the schedule, the timing or a draft's death.
-
-    Parameters
-    ----------
-    target: a LLaMA-family causal language model, or the path of one (a folder with ``config.json`` and safetensors).
-    drafts: models or paths, smallest first, all with the target's tokenizer. None: plain decoding. An embedding may be padded to
-        another size where ``tokenizer.json`` lies beside the weights of both and is the same.
-    schedule: ``"lockstep"`` runs all stages in turn in this process; ``"workers"`` runs each draft in a process of its own, at the
-        same time as the target; ``"plain"`` ignores the drafts. ``"auto"`` measures the models (once: the profile is kept on disk) and chooses
-        among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose.
-    windows: per draft, how many tokens it may be ahead of the stage after it (an integer: for all).
-    wait: drafts that the target awaits if it has fewer, for as long as they are expected to take (``workers`` only).
-    decode_meanwhile: a target with fewer drafts than ``wait`` decodes one token instead of sleeping, and leaves those there are to grow. Pays
-        where verifying several tokens costs much more than decoding one.
-    dtype, device: for models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits near-ties may fall otherwise.
-    trust_remote_code: allow a path's own Python code to run. Never implied.
-
-    Models given as objects are put into eval mode; with ``"workers"`` the drafts' weights move into shared memory (same values, one
-    copy). A draft with a shorter position limit than the target is allowed: past it, it only drafts worse.
-
-    Raises ``ValueError``, ``TypeError`` or ``FileNotFoundError``, before any work, for models that cannot form a chain.
-    """
-
-    def __init__(
-        self,
-        target: PreTrainedModel | str | Path,
-        drafts: Sequence[PreTrainedModel | str | Path] | PreTrainedModel | str | Path | None = (),
-        *,
-        schedule: str = "lockstep",
-        windows: int | Sequence[int] | None = None,
-        wait: int | None = None,
-        decode_meanwhile: bool = False,
-        dtype: torch.dtype | str = "auto",
-        device: torch.device | str | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel)):
-            drafts = [] if drafts is None else [drafts]
-        if not isinstance(drafts, Sequence):
-            raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
-        if wait is not None and (not isinstance(wait, int) or isinstance(wait, bool)):
-            raise TypeError(f"wait must be a number of drafts, not {wait!r}")
-        check_schedule(schedule, SCHEDULES)
-        given = [*drafts, target]
-        self.models = [load_model(m, dtype=dtype, device=device, trust_remote_code=trust_remote_code) for m in given]
-        check_chain(self.models, given)
-        self.schedule = schedule if drafts else "plain"
+    def __init__(self, models: Sequence[PreTrainedModel]) -> None:
+        self.models = list(models)
         self.report: Report | None = None
         self.partial: torch.Tensor | None = None
         """After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it."""
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that is inside
-        self._auto: Auto | None = None
-        self._driver: Driver | None = None
-        if self.schedule == "auto":
-            if windows is not None or wait is not None or decode_meanwhile:
-                raise ValueError(
-                    "windows, wait and decode_meanwhile are what schedule='auto' chooses: leave them out, or name a schedule"
-                )
-            self._auto = Auto(self.models)
-        else:
-            self._driver = self._make_driver(windows, wait, decode_meanwhile)
 
     @property
     def target(self) -> PreTrainedModel:
         return self.models[-1]
 
-    @property
-    def plan(self) -> Plan | None:
-        """With ``schedule="auto"``: what the last call was chosen from, or the next one will be; ``print`` it."""
-        return None if self._auto is None else self._auto.plan
+    @abstractmethod
+    def _generate(self, generation: Generation) -> Report:
+        """Run a prepared call."""
 
-    def _make_driver(self, windows: int | Sequence[int] | None, wait: int | None, decode_meanwhile: bool) -> Driver:
-        if self.schedule == "plain":
-            return LockstepDriver(self.models[-1:], Policy())
-        wait = _DEFAULT_WAIT if wait is None else wait
-        policy = Policy(_windows(windows, len(self.models) - 1, self.schedule), wait, decode_meanwhile)
-        if policy.wait < 0:
-            raise ValueError(f"wait must not be negative, got {wait}")
-        if decode_meanwhile and (self.schedule != "workers" or wait == 0):
-            raise ValueError(
-                "decode_meanwhile is for schedule='workers' with wait=, the number of drafts worth a verification"
-            )
-        if self.schedule == "workers":
-            return WorkersDriver(self.models, policy)
-        return LockstepDriver(self.models, policy)
+    def _caching(self) -> Sequence[PreTrainedModel]:
+        """The models that will hold caches."""
+        return self.models
 
     @torch.no_grad()
     def generate(
@@ -260,8 +194,7 @@ class Pipeline:
                     attention_mask=attention_mask,
                     position_ids=position_ids,
                 )
-                models = self.models if self.schedule != "plain" else self.models[-1:]
-                check_memory(models, len(generation.prompts), max(generation.limits) + WIDTH)
+                check_memory(self._caching(), len(generation.prompts), max(generation.limits) + WIDTH)
                 self.partial = None
                 if own_streamer is not None and not prompt_streamed:
                     own_streamer.put(input_ids.cpu())
@@ -275,17 +208,106 @@ class Pipeline:
 
     def _run(self, generation: Generation) -> None:
         try:
-            if self._auto is not None:
-                self.report = self._auto.run(generation)
-            else:
-                assert self._driver is not None
-                generation.run(self._driver)
-                self.report = generation.report(self.schedule)
+            self.report = self._generate(generation)
         except BaseException as error:
             with suppress(Exception):
                 self.partial = error.partial = generation.sequences()  # type: ignore[attr-defined]
                 error.add_note("What was generated until then is in the pipeline's .partial")
             raise
+
+
+class Pipeline(BasePipeline):
+    """A chain of models that generates the last one's text, faster.
+
+    The text depends on the target, the prompt and nothing else: not on the drafts, the schedule, the timing or a draft's death.
+
+    Parameters
+    ----------
+    target: a LLaMA-family causal language model, or the path of one (a folder with ``config.json`` and safetensors).
+    drafts: models or paths, smallest first, all with the target's tokenizer. None: plain decoding. An embedding may be padded to
+        another size where ``tokenizer.json`` lies beside the weights of both and is the same.
+    schedule: ``"lockstep"`` runs all stages in turn in this process; ``"workers"`` runs each draft in a process of its own, at the
+        same time as the target; ``"plain"`` ignores the drafts. ``"auto"`` measures the models (once: the profile is kept on disk) and chooses
+        among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose.
+    windows: per draft, how many tokens it may be ahead of the stage after it (an integer: for all).
+    wait: drafts that the target awaits if it has fewer, for as long as they are expected to take (``workers`` only).
+    decode_meanwhile: a target with fewer drafts than ``wait`` decodes one token instead of sleeping, and leaves those there are to grow. Pays
+        where verifying several tokens costs much more than decoding one.
+    dtype, device: for models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits near-ties may fall otherwise.
+    trust_remote_code: allow a path's own Python code to run. Never implied.
+
+    Models given as objects are put into eval mode; with ``"workers"`` the drafts' weights move into shared memory (same values, one
+    copy). A draft with a shorter position limit than the target is allowed: past it, it only drafts worse.
+
+    Raises ``ValueError``, ``TypeError`` or ``FileNotFoundError``, before any work, for models that cannot form a chain.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel | str | Path,
+        drafts: Sequence[PreTrainedModel | str | Path] | PreTrainedModel | str | Path | None = (),
+        *,
+        schedule: str = "lockstep",
+        windows: int | Sequence[int] | None = None,
+        wait: int | None = None,
+        decode_meanwhile: bool = False,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel)):
+            drafts = [] if drafts is None else [drafts]
+        if not isinstance(drafts, Sequence):
+            raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
+        if wait is not None and (not isinstance(wait, int) or isinstance(wait, bool)):
+            raise TypeError(f"wait must be a number of drafts, not {wait!r}")
+        check_schedule(schedule, SCHEDULES)
+        given = [*drafts, target]
+        super().__init__(
+            [load_model(m, dtype=dtype, device=device, trust_remote_code=trust_remote_code) for m in given]
+        )
+        check_chain(self.models, given)
+        self.schedule = schedule if drafts else "plain"
+        self._auto: Auto | None = None
+        self._driver: Driver | None = None
+        if self.schedule == "auto":
+            if windows is not None or wait is not None or decode_meanwhile:
+                raise ValueError(
+                    "windows, wait and decode_meanwhile are what schedule='auto' chooses: leave them out, or name a schedule"
+                )
+            self._auto = Auto(self.models)
+        else:
+            self._driver = self._make_driver(windows, wait, decode_meanwhile)
+
+    @property
+    def plan(self) -> Plan | None:
+        """With ``schedule="auto"``: what the last call was chosen from, or the next one will be; ``print`` it."""
+        return None if self._auto is None else self._auto.plan
+
+    def _make_driver(self, windows: int | Sequence[int] | None, wait: int | None, decode_meanwhile: bool) -> Driver:
+        if self.schedule == "plain":
+            return LockstepDriver(self.models[-1:], Policy())
+        wait = _DEFAULT_WAIT if wait is None else wait
+        policy = Policy(_windows(windows, len(self.models) - 1, self.schedule), wait, decode_meanwhile)
+        if policy.wait < 0:
+            raise ValueError(f"wait must not be negative, got {wait}")
+        if decode_meanwhile and (self.schedule != "workers" or wait == 0):
+            raise ValueError(
+                "decode_meanwhile is for schedule='workers' with wait=, the number of drafts worth a verification"
+            )
+        if self.schedule == "workers":
+            return WorkersDriver(self.models, policy)
+        return LockstepDriver(self.models, policy)
+
+    def _caching(self) -> Sequence[PreTrainedModel]:
+        return self.models if self.schedule != "plain" else self.models[-1:]
+
+    def _generate(self, generation: Generation) -> Report:
+        if self._auto is not None:
+            return self._auto.run(generation)
+        assert self._driver is not None
+        generation.run(self._driver)
+        return generation.report(self.schedule)
 
     def close(self) -> None:
         """End worker processes. Also done on leaving a ``with`` block, at exit, and when the pipeline is garbage."""

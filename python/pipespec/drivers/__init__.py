@@ -1,7 +1,7 @@
 """Drivers: who calls the step. One protocol, several ways to run the stages over it."""
 
-from pipespec.drivers.base import Driver, Request
+from pipespec.drivers.base import Driver, Request, Runner
 from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.drivers.workers import WorkersDriver
 
-__all__ = ["Driver", "LockstepDriver", "Request", "WorkersDriver"]
+__all__ = ["Driver", "LockstepDriver", "Request", "Runner", "WorkersDriver"]

@@ -8,9 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
+import numpy as np
 from transformers import PreTrainedModel
 
+from pipespec.cache import RowCache
 from pipespec.sampling import Record
 from pipespec.stage import WIDTH, Stage, Start
 from pipespec_kernels.state import StateBlock
@@ -69,6 +72,37 @@ class StageFailure(RuntimeWarning):
     """A draft stage died or failed; the text is the same, only slower."""
 
 
+class Text(Protocol):
+    """Where a call's committed tokens are read: a :class:`StateBlock`, or what keeps its books in the same terms."""
+
+    @property
+    def target(self) -> int: ...
+    def length(self, stage: int, row: int) -> int: ...
+    def tokens(self, stage: int, row: int, begin: int, end: int) -> list[int]: ...
+    def end_row(self, row: int) -> None: ...
+    def counters(self, stage: int, row: int) -> dict: ...
+
+
+class Holder(Protocol):
+    """Whoever has the target's keys and values; see :class:`Stage`. ``release`` gives None where they cannot be had."""
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None: ...
+    def release(self, lengths: Sequence[int]) -> RowCache | None: ...
+
+
+class Runner(Protocol):
+    """What a call of ``generate()`` needs below it: a :class:`Driver`, or another way to the target's text.
+
+    ``block`` and ``target`` may be looked at while ``run`` calls ``on_commit``, and afterwards.
+    """
+
+    @property
+    def block(self) -> Text: ...
+    @property
+    def target(self) -> Holder: ...
+    def run(self, request: Request) -> None: ...
+
+
 class Driver(ABC):
     """Runs the stages of one chain until the target's rows are complete.
 
@@ -96,7 +130,7 @@ class Driver(ABC):
         """Tell the user, once, and no stage waits for it any more."""
         self.block.set_alive(i, False)
         message = f"draft stage {i} {what}. The text is not affected, only its speed"
-        warnings.warn(message, StageFailure, stacklevel=_level_of_caller())
+        warnings.warn(message, StageFailure, stacklevel=level_of_caller())
 
     @abstractmethod
     def run(self, request: Request) -> None:
@@ -118,7 +152,7 @@ class Driver(ABC):
         """Release what the driver holds beyond memory. May be called more than once."""
 
 
-def _level_of_caller() -> int:
+def level_of_caller() -> int:
     """``stacklevel`` for a warning of our caller's that is to point at the user's line, behind us and transformers."""
     level, frame = 0, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:

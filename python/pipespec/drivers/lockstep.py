@@ -27,6 +27,13 @@ class LockstepDriver(Driver):
         return self._stages[-1]
 
     def run(self, request: Request) -> None:
+        self.begin(request)
+        while self.advance() != Action.FINISHED:
+            if request.on_commit is not None:
+                request.on_commit()
+
+    def begin(self, request: Request) -> None:
+        """Lay out the rows and fill the stages' caches; :meth:`advance` goes on from there."""
         self._prepare(request)
         start = request.start
         drafts_start = replace(start, selection=pickle.loads(request.draft_selection))
@@ -37,10 +44,10 @@ class LockstepDriver(Driver):
             except Exception as error:
                 self._failed(i, error)
         self.target.prefill(start, request.record)
-        target = len(self._stages) - 1
-        while self._advance(target) != Action.FINISHED:
-            if request.on_commit is not None:
-                request.on_commit()
+
+    def advance(self) -> Action:
+        """One step of the target's, behind the drafts that its windows ask for."""
+        return self._advance(len(self._stages) - 1)
 
     def forget(self) -> None:
         for stage in self._stages:

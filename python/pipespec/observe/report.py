@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from pipespec_kernels.state import StateBlock
+if TYPE_CHECKING:
+    from pipespec.drivers.base import Text
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Report:
         return "\n".join([*lines, *(self.decisions or ())])
 
 
-def stage_report(name: str, block: StateBlock, stage: int, rows: int) -> StageReport:
+def stage_report(name: str, block: Text, stage: int, rows: int) -> StageReport:
     """Sum a stage's counters over the rows of the last generation."""
     counts = [block.counters(stage, row) for row in range(rows)]
     total = {key: sum(c[key] for c in counts) for key in counts[0] if key != "histogram"}

@@ -1,0 +1,449 @@
+"""SPD over processes: each stage on a rank of its own (torchrun, gloo), with its own layers and their keys and values only.
+
+Rank 0 holds embedding, final norm, LM head and the drafter and runs the machine; the stages follow. With n stages there are n + 1 ranks, or n
+with the first stage on rank 0, too. All messages have a size that is known beforehand, no cycle has a barrier: rank 0 tells the stages
+what to run (token ids included) and drafts while they do; stage s sends what it leaves to stage s + 1, which takes it when it is told
+its next entry; the last one's goes to rank 0. The prompt goes through the stages in chunks, one stage a chunk behind the other.
+
+Use: the same script on all ranks (``torchrun --nproc-per-node 3 script.py``)::
+
+    with RanksPipeline("path/of/target", "ngram", stages=2) as pipe:
+        if pipe.is_controller:
+            out = pipe.generate(input_ids, max_new_tokens=100)
+        else:
+            pipe.serve()
+
+or, as a program: ``torchrun --nproc-per-node 3 -m pipespec.spd.ranks --target PATH --stages 2 --prompt-ids 5,6,7``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.cache import RowCache
+from pipespec.drivers import Request
+from pipespec.generation import Generation
+from pipespec.pipeline import BasePipeline
+from pipespec.spd.decoding import SpeculativeDriver, Streams
+from pipespec.spd.drafting import Drafter
+from pipespec.spd.link import TIMEOUT_S, Link, RankError
+from pipespec.spd.machine import Entry
+from pipespec.spd.partition import LayerStage, Partition, Verifier, cut, load_ends, load_skeleton, load_stage
+from pipespec.spd.pipeline import module_config, resolve_drafter, run
+from pipespec.spd.report import SpeculativeReport
+
+_CONTROL, _TOKENS, _HIDDEN, _STREAMS, _BUSY = range(5)
+"""Tags of messages."""
+
+_CLOSE, _OPEN, _RUN, _END = range(4)
+"""First word of a control message."""
+
+_HEAD = 6
+"""Words of a control message before those of the rows."""
+
+
+class Control(NamedTuple):
+    """What a stage is told. int64 ``[_HEAD + 2 B]``; while no call runs the first ``_HEAD`` words alone (``_OPEN``: B, longest, most).
+
+    ``q``: columns to feed. ``arrives``: columns of the message from the stage before that is to be taken first, 0 for none; ``runs``: whether
+    there is anything to feed; ``passes``: whether what is left goes on to the next rank; ``held``, ``tokens [B]``: as for
+    ``LayerStage.step``; with q > 1 stage 0 gets its tokens ``[B, q]`` in a message of their own.
+    """
+
+    word: int
+    q: int
+    arrives: int
+    runs: bool
+    passes: bool
+    held: Sequence[int]
+    tokens: Sequence[int]
+
+    def encoded(self) -> torch.Tensor:
+        head = [self.word, self.q, self.arrives, int(self.runs), int(self.passes), 0]
+        return torch.tensor([*head, *self.held, *self.tokens], dtype=torch.int64)
+
+    @classmethod
+    def decoded(cls, words: torch.Tensor) -> Control:
+        word, q, arrives, runs, passes, _, *rows = words.tolist()
+        return cls(word, q, arrives, bool(runs), bool(passes), rows[: len(rows) // 2], rows[len(rows) // 2 :])
+
+
+class _Server:
+    """A stage, as its rank runs it."""
+
+    def __init__(
+        self, stage: LayerStage, number: int, rank_of: Sequence[int], features: Sequence[int], link: Link
+    ) -> None:
+        self.stage, self._number, self._rank_of, self._link = stage, number, rank_of, link
+        first, last = stage.first, stage.first + len(stage.layers)
+        # Stream 0 rank 0 has itself: it embeds.
+        self.features = [k for k in features if first < k <= last]
+        self._hidden_size: int = stage.config.hidden_size
+        self.busy = 0.0
+
+    def open(self, rows: int, longest: int, most: int) -> None:
+        self.stage.open(rows, longest, most)
+        self.busy = 0.0
+        self._arrived: torch.Tensor | None = None
+
+    def handle(self, control: Control, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor | None, list[Streams]]:
+        """What the stage leaves, sent on already if it goes to another rank than 0, and the streams that the drafter reads.
+
+        ``tokens [B, q]``: for stage 0.
+        """
+        rows = self.stage.cache.rows
+        if control.arrives:
+            shape = (rows, control.arrives, self._hidden_size)
+            self._arrived = self._link.receive(shape, self.stage.dtype, self._rank_of[self._number - 1], _HIDDEN)
+        if not control.runs:
+            return None, []
+        began = time.perf_counter()
+        streams: list[Streams] = []
+
+        def see(index: int, stream: torch.Tensor) -> None:
+            if index in self.features:
+                streams.append(Streams(index, stream))
+
+        fed = tokens if self._number == 0 else self._arrived
+        assert fed is not None
+        hidden = self.stage.step(fed, control.held, see)
+        self.busy += time.perf_counter() - began
+        if control.passes and self._number + 1 < len(self._rank_of):
+            self._link.send(hidden, self._rank_of[self._number + 1], _HIDDEN)
+        return hidden, streams
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """Do what rank 0 says until it closes. ``RankError`` when another rank is gone."""
+        link, last = self._link, self._number + 1 == len(self._rank_of)
+        while True:
+            head = link.receive((_HEAD,), torch.int64, 0, _CONTROL, idle=True).tolist()
+            if head[0] == _CLOSE:
+                return
+            _, rows, longest, most, *_ = head
+            self.open(rows, longest, most)
+            while True:
+                control = Control.decoded(link.receive((_HEAD + 2 * rows,), torch.int64, 0, _CONTROL))
+                tokens = None
+                if self._number == 0 and control.runs:
+                    tokens = torch.tensor(control.tokens)[:, None]
+                    if control.q > 1:
+                        tokens = link.receive((rows, control.q), torch.int64, 0, _TOKENS)
+                hidden, streams = self.handle(control, tokens)
+                if streams:
+                    link.send(torch.stack([s.values for s in streams]), 0, _STREAMS)
+                if hidden is not None and last and control.passes:
+                    link.send(hidden, 0, _HIDDEN)
+                if control.word == _END:
+                    link.send(torch.tensor([self.busy], dtype=torch.float64), 0, _BUSY)
+                    break
+
+
+class _Remote:
+    """The keys and values: in other processes, where they stay."""
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
+        raise NotImplementedError(
+            "generate(): past_key_values is not supported with ranks: each stage keeps the keys and values of its own layers"
+        )
+
+    def release(self, lengths: Sequence[int]) -> None:
+        return None
+
+
+class RanksDriver(SpeculativeDriver):
+    """Rank 0's side: tells the stages what to run. ``local``: the first stage, where it shares this rank."""
+
+    def __init__(
+        self, model: PreTrainedModel, partition: Partition, drafter: Drafter, link: Link, local: _Server | None
+    ) -> None:
+        super().__init__(partition, Verifier.of(model), drafter)
+        self._link, self._local = link, local
+        self._embed = model.get_input_embeddings()
+        self._dtype, self._hidden_size = model.dtype, model.config.hidden_size
+        self._rank_of = ranks_of(partition.stages, link.world)
+        self._due: list[tuple[int, int, tuple[int, ...]]] = []  # promised to this rank: source, tag, shape
+        self._running = False
+        self._own: torch.Tensor | None = None  # what the local stage has left
+
+    @property
+    def target(self) -> _Remote:
+        return _Remote()
+
+    def run(self, request: Request) -> None:
+        if self._link.broken:
+            raise RankError("this process group broke in an earlier call; start all ranks again")
+        try:
+            super().run(request)
+        finally:
+            if self._running and not self._link.broken:
+                self._end()
+
+    def _open(self, rows: int, longest: int, most: int) -> None:
+        self._rows = rows
+        self._sent = [0] * self.partition.stages  # columns on their way from stage s to the next one
+        self._due.clear()
+        self._running = True
+        for s, rank in enumerate(self._rank_of):
+            if s == 0 and self._local is not None:
+                self._local.open(rows, longest, most)
+            else:
+                head = torch.zeros(_HEAD, dtype=torch.int64)
+                head[:4] = torch.tensor([_OPEN, rows, longest, most])
+                self._link.send(head, rank, _CONTROL)
+
+    def _end(self) -> None:
+        """Leave nothing on its way: the next call begins with empty wires."""
+        self._running = False
+        nothing = [0] * self._rows
+        for s, rank in enumerate(self._rank_of):
+            arrives = self._sent[s - 1] if s else 0
+            control = Control(_END, 0, arrives, False, False, nothing, nothing)
+            if s == 0 and self._local is not None:
+                self.clock.stage_seconds[0] = self._local.busy
+            else:
+                self._link.send(control.encoded(), rank, _CONTROL)
+        for source, tag, shape in self._due:
+            self._link.receive(shape, self._dtype, source, tag)
+        self._due.clear()
+        for s, rank in enumerate(self._rank_of):
+            if s or self._local is None:
+                self.clock.stage_seconds[s] = float(self._link.receive((1,), torch.float64, rank, _BUSY))
+
+    def _tell_stage(self, s: int, control: Control, tokens: torch.Tensor | None) -> list[Streams]:
+        """Let stage ``s`` do it: another rank when it gets there, this one now. Returns what is here already."""
+        rank, last = self._rank_of[s], s + 1 == self.partition.stages
+        streams: list[Streams] = []
+        if s == 0 and self._local is not None:
+            hidden, streams = self._local.handle(control, tokens)
+            self._own = hidden
+        else:
+            self._link.send(control.encoded(), rank, _CONTROL)
+            if tokens is not None and control.q > 1:
+                self._link.send(tokens, rank, _TOKENS)
+            wanted = self._features_of(s)
+            if control.runs and wanted:
+                self._due.append((rank, _STREAMS, (len(wanted), self._rows, control.q, self._hidden_size)))
+            if control.passes and last:
+                self._due.append((rank, _HIDDEN, (self._rows, control.q, self._hidden_size)))
+        self._sent[s] = control.q if control.passes and not last else 0
+        return streams
+
+    def _features_of(self, s: int) -> list[int]:
+        return [k for k in self.features if k > 0 and self.partition.owner(k) == s]
+
+    def _gather(self) -> tuple[torch.Tensor | None, list[Streams]]:
+        """Receive all that is due: what the last stage leaves, and streams."""
+        hidden, streams = None, []
+        while self._due:
+            source, tag, shape = self._due[0]
+            message = self._link.receive(shape, self._dtype, source, tag)
+            self._due.pop(0)
+            if tag == _HIDDEN:
+                hidden = message
+            else:
+                indices = self._features_of(self._rank_of.index(source))
+                streams += [Streams(k, values) for k, values in zip(indices, message, strict=True)]
+        return hidden, streams
+
+    def _embedded(self, tokens: torch.Tensor) -> list[Streams]:
+        return [Streams(0, self._embed(tokens))] if 0 in self.features else []
+
+    def _feed(
+        self, columns: np.ndarray, begin: Sequence[int], answer: bool
+    ) -> tuple[torch.Tensor | None, list[Streams]]:
+        tokens = torch.from_numpy(columns).long()
+        q, stages = columns.shape[1], self.partition.stages
+        streams = self._embedded(tokens)
+        for s in range(stages):
+            control = Control(_RUN, q, q if s else 0, True, answer or s + 1 < stages, begin, columns[:, 0].tolist())
+            streams += self._tell_stage(s, control, tokens if s == 0 else None)
+            self._sent[s] = 0  # the next stage takes it with the same command
+        hidden, others = self._gather()
+        if stages == 1 and self._local is not None:
+            hidden = self._own
+        return hidden, streams + others
+
+    def _launch(self, work: list[list[Entry]]) -> None:
+        self._now: list[Streams] = []
+        self._mine: tuple[Control, torch.Tensor] | None = None
+        sent = list(self._sent)
+        for s, entries in enumerate(work):
+            arrives = sent[s - 1] if s else 0
+            if not entries and not arrives:
+                self._sent[s] = 0
+                continue
+            tokens = torch.zeros(self._rows, dtype=torch.int64)
+            for entry in entries:
+                tokens[entry.row] = entry.token
+            control = Control(_RUN, 1, arrives, bool(entries), bool(entries), self.machine.held(s), tokens.tolist())
+            if s == 0:
+                if entries:
+                    self._now += self._embedded(tokens[:, None])
+                if self._local is not None:  # after the others have been told, and after the draft
+                    self._mine, self._sent[0] = (control, tokens[:, None]), 0
+                    continue
+            self._tell_stage(s, control, None)
+
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[Streams], list[float]]:
+        streams = self._now
+        if self._mine is not None:
+            streams = streams + self._tell_stage(0, *self._mine)
+        hidden, others = self._gather()
+        if self.partition.stages == 1 and self._local is not None:
+            hidden = self._own
+        return hidden, streams + others, [0.0] * self.partition.stages
+
+
+def ranks_of(stages: int, world: int) -> list[int]:
+    """The rank of each stage. ``ValueError`` for a world that has neither a rank per stage nor one more."""
+    if world not in (stages, stages + 1):
+        raise ValueError(
+            f"{stages} stages need {stages + 1} ranks, or {stages} with the first stage beside the drafter; there are {world}: start with "
+            f"torchrun --nproc-per-node {stages + 1}"
+        )
+    return [s + world - stages for s in range(stages)]
+
+
+class RanksPipeline(BasePipeline):
+    """A partitioned target over the ranks that torchrun has started; ``generate()`` on rank 0, ``serve()`` on the others.
+
+    The text is that of :class:`pipespec.spd.SpeculativePipeline`. Not with ranks: ``past_key_values`` (refused; none is returned), and
+    ``stages="balanced:n"``.
+
+    Parameters
+    ----------
+    target: path of a LLaMA-family model: each rank reads its own part of the safetensors.
+    drafter, stages: as for ``SpeculativePipeline``; the same on all ranks. A drafter with ``features`` is needed on all ranks (its ``features``
+        say what stages send), but started on rank 0 only.
+    timeout_s: longest time of a rank's part of a cycle or of a chunk of the prompt, rank 0's streamers and processors included. A rank that takes
+        longer, dies or stops ends the call, everywhere, with :class:`RankError` or, where a wait cannot be left, the process.
+    dtype: None keeps the model's.
+
+    Raises as ``SpeculativePipeline``, before any weight is read and on all ranks; ``RankError`` on all ranks where one cannot load its part.
+    """
+
+    report: SpeculativeReport | None
+
+    def __init__(
+        self,
+        target: str | Path,
+        drafter: Any = "ngram",
+        *,
+        stages: int | Sequence[int] | Partition,
+        timeout_s: float = TIMEOUT_S,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                "there are no ranks: start this with torchrun --nproc-per-node ... (RANK and WORLD_SIZE are not set)"
+            )
+        if isinstance(stages, str):
+            raise ValueError(
+                f"stages={stages!r}: no rank has all layers to measure; give a number, or layers per stage"
+            )
+        if not isinstance(target, (str, Path)):
+            raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.partition = cut(load_skeleton(target).config.num_hidden_layers, stages, list)
+        rank_of = ranks_of(self.partition.stages, world)
+        config = module_config(drafter)
+        if config is not None:
+            config.require(target, self.partition.ranges)
+        features = tuple(getattr(drafter, "features", ())) if config is None else config.anchors[1:]
+        for index in features:
+            self.partition.owner(index)
+        self._link = Link(timeout_s)
+        self.is_controller = rank == 0
+        self._server: _Server | None = None
+        error = None
+        models: list[PreTrainedModel] = []
+        try:
+            if rank in rank_of:
+                number = rank_of.index(rank)
+                stage = load_stage(target, self.partition, number, dtype=dtype)
+                self._server = _Server(stage, number, rank_of, features, self._link)
+            if self.is_controller:
+                ends = load_ends(target, dtype=dtype)
+                found, drafts = resolve_drafter(drafter, ends, target, self.partition, dtype=dtype or "auto")
+                models = [*drafts, ends]
+                self._driver = RanksDriver(ends, self.partition, found, self._link, self._server)
+        except Exception as failure:
+            error = failure
+        self._link.agree(error)
+        super().__init__(models)
+
+    def _caching(self) -> Sequence[PreTrainedModel]:
+        return self.models[:-1]  # the target's caches are elsewhere
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`pipespec.Pipeline.generate`, on rank 0. ``RuntimeError`` on others, ``RankError`` when a rank is lost."""
+        if not self.is_controller:
+            raise RuntimeError(f"rank {self._link.rank} runs a stage: call serve() there, and generate() on rank 0")
+        return super().generate(*args, **kwargs)
+
+    def _generate(self, generation: Generation) -> SpeculativeReport:
+        return run(generation, self._driver, "ranks")
+
+    def serve(self) -> None:
+        """Run this rank's stage until rank 0 closes. ``RuntimeError`` on rank 0, ``RankError`` when a rank is lost."""
+        if self.is_controller or self._server is None:
+            raise RuntimeError("rank 0 says what to do: call generate() there")
+        try:
+            self._server.serve()
+        except RankError:
+            raise
+        except Exception as error:
+            raise self._link.failed(f"its stage failed ({type(error).__name__}: {error})") from error
+
+    def close(self) -> None:
+        """Let all ranks go. Also done on leaving a ``with`` block."""
+        if self.is_controller and not self._link.broken:
+            for rank in range(1, self._link.world):
+                self._link.send(torch.full((_HEAD,), _CLOSE, dtype=torch.int64), rank, _CONTROL)
+        self._link.close()
+
+    def __enter__(self) -> RanksPipeline:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """One text, printed by rank 0 as token ids."""
+    parser = argparse.ArgumentParser(prog="torchrun ... -m pipespec.spd.ranks", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", required=True, help="folder of the model")
+    parser.add_argument("--drafter", default="ngram", help="ngram, or the folder of a draft model")
+    parser.add_argument("--stages", required=True, help="n, or layers per stage: 4,4,4")
+    parser.add_argument("--prompt-ids", required=True, help="token ids: 5,6,7")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, help="sample with this seed; without, greedy")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT_S, help="seconds that a rank may take for its part of a cycle"
+    )
+    args = parser.parse_args(arguments)
+    counts = [int(c) for c in args.stages.split(",")]
+    stages = counts if len(counts) > 1 else counts[0]
+    with RanksPipeline(args.target, args.drafter, stages=stages, timeout_s=args.timeout) as pipe:
+        if not pipe.is_controller:
+            pipe.serve()
+            return
+        ids = torch.tensor([[int(i) for i in args.prompt_ids.split(",")]])
+        sampling = {} if args.seed is None else {"do_sample": True, "seed": args.seed}
+        out = pipe.generate(ids, max_new_tokens=args.max_new_tokens, **{"do_sample": False, **sampling})
+        print(",".join(map(str, out[0, ids.shape[1] :].tolist())), flush=True)
+        print(pipe.report, flush=True)
+
+
+if __name__ == "__main__":
+    main()

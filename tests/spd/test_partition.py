@@ -1,0 +1,337 @@
+"""Where a model is cut, what the stages compute together, and what is loaded for one of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from pipespec.cache import RowCache
+from pipespec.forward import forward
+from pipespec.spd import partition as module
+from pipespec.spd.partition import (
+    LayerStage,
+    Partition,
+    Verifier,
+    check_target,
+    layer_seconds,
+    load_ends,
+    load_skeleton,
+    load_stage,
+    partition_of,
+)
+from tests.conftest import random_llama
+
+LAYERS = 5
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3, layers=LAYERS)
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+# ---- cuts
+
+
+def test_uniform():
+    assert Partition.uniform(12, 4).counts == (3, 3, 3, 3)
+    assert Partition.uniform(10, 4).counts == (3, 3, 2, 2)
+    assert Partition.uniform(5, 5).counts == (1,) * 5
+    assert Partition.uniform(5, 1).counts == (5,)
+
+
+def test_spans_and_owners():
+    cut = Partition((2, 1, 3))
+    assert [list(cut.span(s)) for s in range(3)] == [[0, 1], [2], [3, 4, 5]]
+    # Stream k >= 1 is left by layer k - 1; stream 0 comes from where tokens enter.
+    assert [cut.owner(k) for k in range(7)] == [0, 0, 0, 1, 2, 2, 2]
+    for k in (-1, 7):
+        with pytest.raises(ValueError, match=f"no residual stream {k}"):
+            cut.owner(k)
+
+
+def every_cut(layers: int, stages: int):
+    for places in itertools.combinations(range(1, layers), stages - 1):
+        edges = [0, *places, layers]
+        yield tuple(b - a for a, b in itertools.pairwise(edges))
+
+
+def test_balanced_against_every_cut():
+    draw = random.Random(0)
+    for _ in range(60):
+        layers = draw.randint(1, 8)
+        costs = [draw.choice([0, 1, 1, 2, 5, 9]) for _ in range(layers)]
+        for stages in range(1, layers + 1):
+
+            def sums(counts, costs=costs):
+                rest = iter(costs)
+                return [sum(itertools.islice(rest, c)) for c in counts]
+
+            best = min((max(sums(c)), sum(x * x for x in sums(c))) for c in every_cut(layers, stages))
+            found = sums(Partition.balanced(costs, stages).counts)
+            assert (max(found), sum(x * x for x in found)) == best
+
+
+def test_balanced_by_measured_layers(model, monkeypatch):
+    seconds = layer_seconds(model, repeats=2)
+    assert len(seconds) == LAYERS
+    assert all(s > 0 for s in seconds)
+    monkeypatch.setattr(module, "layer_seconds", lambda _: [1.0, 1.0, 1.0, 1.0, 4.0])
+    assert partition_of(model, "balanced:2").counts == (4, 1)
+
+
+def test_what_stages_may_be(model):
+    assert partition_of(model, 2).counts == (3, 2)
+    assert partition_of(model, [1, 4]).counts == (1, 4)
+    assert partition_of(model, Partition((4, 1))).counts == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "match"),
+    [
+        (6, ValueError, "5 layers can be cut into 1 to 5 stages, not 6"),
+        (0, ValueError, "1 to 5 stages, not 0"),
+        (True, TypeError, "must be an integer"),
+        (2.0, TypeError, "must be an integer"),
+        ([2, 2], ValueError, r"\[2, 2\] have 4 layers together, the model has 5"),
+        ([5, 0], ValueError, "at least one"),
+        ([2.5, 2.5], ValueError, "whole number"),
+        ([], ValueError, "at least one"),
+        ("balanced", ValueError, "'balanced:n'"),
+        ("balanced:6", ValueError, "1 to 5 stages, not 6"),
+        ("even:2", ValueError, "'balanced:n'"),
+    ],
+)
+def test_cuts_that_do_not_fit(model, stages, error, match):
+    with pytest.raises(error, match=match):
+        partition_of(model, stages)
+
+
+@pytest.mark.parametrize("costs", [[1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
+def test_costs_that_are_none(costs):
+    with pytest.raises(ValueError, match="finite and not negative"):
+        Partition.balanced(costs, 2)
+
+
+# ---- what stages compute
+
+
+def run(stages: list[LayerStage], verifier: Verifier, feeds: list[torch.Tensor], lengths=None):
+    """Logits of every feed, the second one at ``lengths``, and the residual streams of the last one by index."""
+    rows = feeds[0].shape[0]
+    for stage in stages:
+        stage.open(rows, 9, 32)
+    out = []
+    for i, feed in enumerate(feeds):
+        seen, hidden = {}, feed
+        for stage in stages:
+            held = lengths if i else [0] * rows
+            hidden = stage.step(hidden, held, lambda k, stream, seen=seen: seen.__setitem__(k, stream))
+        out.append(verifier.logits(hidden))
+    return out, seen
+
+
+@pytest.mark.parametrize("counts", [(5,), (2, 3), (1, 1, 1, 1, 1), (3, 1, 1)])
+@torch.inference_mode()
+def test_stages_are_the_model(model, counts):
+    """Bit for bit: prefill, then single tokens of rows of different lengths."""
+    ids = torch.randint(2, 300, (3, 9), generator=torch.Generator().manual_seed(1))
+    cut = Partition(counts)
+    stages = [LayerStage.of(model, cut, s) for s in range(cut.stages)]
+    feeds, lengths = [ids[:, :7], ids[:, 7:8]], [6, 7, 3]
+    got, seen = run(stages, Verifier.of(model), feeds, lengths)
+    cache = RowCache.for_model(model, 3, 32)
+    wanted = forward(model, feeds[0], cache, keep=7)
+    assert torch.equal(got[0], wanted)
+    cache.truncate(lengths)
+    assert torch.equal(got[1], forward(model, feeds[1], cache, keep=1))
+    assert all(stage.cache.lengths == (7, 8, 4) for stage in stages)
+    streams = model(ids[:1], output_hidden_states=True).hidden_states
+    _, seen = run(stages, Verifier.of(model), [ids[:1]])
+    assert sorted(seen) == list(range(LAYERS + 1))
+    for k in range(LAYERS):  # the last one that transformers shows is normed
+        assert torch.equal(seen[k], streams[k])
+
+
+def test_no_weights_are_copied(model):
+    cut = Partition((2, 3))
+    stages = [LayerStage.of(model, cut, s) for s in range(2)]
+    assert [layer for stage in stages for layer in stage.layers] == list(model.model.layers)
+    assert stages[0].embed is model.model.embed_tokens
+    assert stages[1].embed is None
+    stages[1].open(2, 3, 10)
+    assert len(stages[1].cache.layers) == 3
+
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("config", [MistralConfig, Qwen2Config, Qwen3Config])
+@torch.inference_mode()
+def test_the_family(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SIZES, sliding_window=None)).eval()
+    check_target(model)
+    ids = torch.randint(0, 60, (2, 6))
+    stages = [LayerStage.of(model, Partition((1, 3)), s) for s in range(2)]
+    (got,), _ = run(stages, Verifier.of(model), [ids])
+    torch.testing.assert_close(got, model(ids).logits)
+
+
+def test_models_outside_of_the_family():
+    other = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50))
+    with pytest.raises(TypeError, match="target is a GPT2LMHeadModel"):
+        check_target(other)
+
+
+# ---- loading
+
+
+def shard(folder) -> dict[str, str]:
+    """Save again, one file per layer; returns the index's map."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="120KB")
+    return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@torch.inference_mode()
+def test_a_stage_loads_its_own_layers_only(model, folder, sharded, monkeypatch):
+    if sharded:
+        assert len(set(shard(folder).values())) > 3
+    read = []
+
+    class Spy:
+        def __init__(self, *args, **kwargs):
+            self.inner = real(*args, **kwargs)
+
+        def __enter__(self):
+            self.stored = self.inner.__enter__()
+            return self
+
+        def __exit__(self, *exc):
+            return self.inner.__exit__(*exc)
+
+        def keys(self):
+            return self.stored.keys()
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.stored.get_tensor(name)
+
+    real = module.safe_open
+    monkeypatch.setattr(module, "safe_open", Spy)
+    cut = Partition((2, 2, 1))
+    stages = []
+    for s in range(3):
+        read.clear()
+        stages.append(load_stage(folder, cut, s))
+        prefixes = {".".join(name.split(".")[:3]) for name in read}
+        assert prefixes == {f"model.layers.{i}" for i in cut.span(s)} | (
+            {"model.embed_tokens.weight"} if s == 0 else set()
+        )
+    read.clear()
+    ends = load_ends(folder)
+    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    assert {p.device.type for p in ends.parameters()} == {"cpu"}
+    verifier = Verifier.of(ends)
+    ids = torch.randint(2, 300, (2, 6), generator=torch.Generator().manual_seed(1))
+    (got,), _ = run(stages, verifier, [ids])
+    assert torch.equal(got, model(ids).logits)
+
+
+@torch.inference_mode()
+def test_loading_a_tied_head(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).eval()
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    ids = torch.randint(0, 60, (1, 5))
+    (got,), _ = run([load_stage(tmp_path, Partition((4,)), 0)], Verifier.of(load_ends(tmp_path)), [ids])
+    assert torch.equal(got, model(ids).logits)
+
+
+def test_another_dtype(folder):
+    stage = load_stage(folder, Partition((5,)), 0, dtype=torch.bfloat16)
+    assert stage.dtype == torch.bfloat16
+    assert {p.dtype for layer in stage.layers for p in layer.parameters()} == {torch.bfloat16}
+
+
+@pytest.fixture
+def nothing_read(monkeypatch):
+    def opened(*args, **kwargs):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(module, "safe_open", opened)
+
+
+@pytest.mark.parametrize(
+    ("counts", "stage", "match"),
+    [((2, 2), 0, "4 layers together, the model has 5"), ((2, 3), 2, "no stage 2 among 2"), ((2, 3), -1, "no stage -1")],
+)
+def test_a_wrong_partition_is_refused_before_weights_are_read(folder, nothing_read, counts, stage, match):
+    with pytest.raises(ValueError, match=match):
+        load_stage(folder, Partition(counts), stage)
+
+
+def test_other_models_are_refused_before_weights_are_read(tmp_path, nothing_read):
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50)).save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="holds a gpt2 model"):
+        load_skeleton(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no config.json"):
+        load_skeleton(tmp_path / "nothing")
+
+
+def test_weights_that_are_missing_or_damaged(folder):
+    cut = Partition((2, 3))
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.4.mlp.up_proj.weight"
+    save_file({k: v for k, v in weights.items() if k != name}, file)
+    load_stage(folder, cut, 0)  # not its business
+    with pytest.raises(ValueError, match=f"lack {name}"):
+        load_stage(folder, cut, 1)
+    save_file(weights | {name: weights[name][:5].clone()}, file)
+    with pytest.raises(ValueError, match=r"up_proj.weight has shape \[5, 64\]"):
+        load_stage(folder, cut, 1)
+    file.write_bytes(b"no safetensors at all")
+    with pytest.raises(ValueError, match="is damaged"):
+        load_stage(folder, cut, 1)
+    file.unlink()
+    with pytest.raises(ValueError, match="no safetensors weights"):
+        load_stage(folder, cut, 1)
+
+
+def test_a_shard_that_is_not_there(folder):
+    where = shard(folder)
+    (folder / where["model.layers.4.mlp.up_proj.weight"]).unlink()
+    with pytest.raises(ValueError, match="is not there"):
+        load_stage(folder, Partition((2, 3)), 1)

@@ -1,0 +1,739 @@
+"""``SpeculativePipeline.generate`` keeps the contract of ``target.generate()``, for any partition and whoever drafts."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LogitsProcessor, StoppingCriteria
+
+from pipespec import Pipeline, generation
+from pipespec.drivers.base import StageFailure
+from pipespec.planning.closed_form import spd_accepted_length, spd_tokens_per_cycle
+from pipespec.spd import Drafter, SpeculativePipeline
+from pipespec.spd import partition as runtime
+from pipespec.spd.chain import ChainDrafter
+from pipespec.spd.ngram import NgramDrafter
+from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.faulty import Faulty
+from tests.spd.drafters import Blind, Failing, Known
+
+LAYERS = 5
+PARTITIONS = [1, 2, 3, 4, LAYERS, [1, 4], [3, 1, 1]]
+NEW = 14
+EOS = [17, 101, 230]
+PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3, layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def good(model):
+    return noisy(model, 0.02)
+
+
+def greedy(model, ids=PROMPT, new=NEW, **kwargs) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=new, do_sample=False, **kwargs)
+
+
+def new_tokens(model, count: int) -> list[int]:
+    return greedy(model, new=count)[0, PROMPT.shape[1] :].tolist()
+
+
+def adds_up(report, drafted_throughout: bool = True) -> None:
+    """What every report must satisfy."""
+    assert set(report.phases) == {"prefill", "draft", "stages", "verify", "other"}
+    assert sum(report.phases.values()) == pytest.approx(report.seconds)
+    assert all(seconds >= 0 for seconds in report.phases.values())
+    assert sum(report.stage_seconds) <= report.phases["stages"] + 1e-9
+    assert 0 < report.parallel_seconds <= report.seconds
+    assert report.accepted <= report.checked <= report.verified
+    n = len(report.partition)
+    assert report.checked - report.accepted == report.flushes
+    assert report.tokens <= report.verified
+    # K = (N - rows) + (n - 1) (rows' fillings); flushes that end a row are not followed by one.
+    filling = report.cycles - (report.verified - report.rows)
+    assert filling >= 0
+    assert filling <= (n - 1) * (report.rows + report.flushes) or not drafted_throughout
+    assert report.rounds <= report.cycles <= report.rounds * report.rows
+    if report.cycles:
+        assert report.equivalent_accepted_length == pytest.approx(n * report.verified / report.cycles)
+
+
+# ---- the text
+
+
+def drafters(model):
+    known, half = Known(VOCABULARY), Known(VOCABULARY, a=0.6)
+    return {
+        "oracle": known,
+        "half": half,
+        "blind": Blind(VOCABULARY),
+        "ngram": NgramDrafter(),
+        "model": ChainDrafter([noisy(model, 0.02)]),
+        "chain": ChainDrafter([noisy(model, 0.1, seed=1), noisy(model, 0.02)]),
+    }
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    """100 prompts of 1 to 20 tokens, in batches of 2 and 6, some with ends; what the target makes of them."""
+    prompts = random_prompts(100, seed=11, longest=20)
+    assert {len(p) for p in prompts} >= {1, 2, 3}
+    out, begin = [], 0
+    while begin < len(prompts):
+        size = 6 if len(out) % 2 else 2
+        batch = prompts[begin : begin + size]
+        ids, mask = left_pad(batch)
+        options = {"attention_mask": mask, "eos_token_id": EOS if len(out) % 3 else None, "pad_token_id": 0}
+        out.append((batch, ids, options, greedy(model, ids, **options)))
+        begin += size
+    return out
+
+
+@pytest.mark.parametrize("stages", PARTITIONS, ids=str)
+def test_greedy_text(model, texts, stages):
+    """Every batch with one of the drafters in turn: all meet all kinds of batches over the partitions."""
+    kinds = list(drafters(model).items())
+    pipelines = [(name, SpeculativePipeline(model, d, stages=stages)) for name, d in kinds]
+    used, checked, accepted, ended = set(), 0, 0, 0
+    for i, (batch, ids, options, wanted) in enumerate(texts):
+        name, pipeline = pipelines[(i + sum(pipeline_counts(stages))) % len(pipelines)]
+        if isinstance(pipeline.drafter, Known):
+            pipeline.drafter.learn(batch, wanted)
+        got = greedy(pipeline, ids, **options)
+        assert torch.equal(got, wanted), f"{name}, {stages}, batch {i}: wanted {wanted.tolist()}, got {got.tolist()}"
+        adds_up(pipeline.report)
+        if name == "oracle":
+            assert pipeline.report.accepted == pipeline.report.checked
+        used.add(name)
+        checked, accepted = checked + pipeline.report.checked, accepted + pipeline.report.accepted
+        ended += pipeline.report.tokens < NEW * len(batch)
+    assert used == {name for name, _ in kinds}
+    assert ended
+    if stages != 1:
+        assert 0 < accepted < checked
+
+
+def pipeline_counts(stages) -> list[int]:
+    return stages if isinstance(stages, list) else [stages]
+
+
+@pytest.mark.parametrize("n", [2, 3, LAYERS])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_prompts(model, good, n, length):
+    ids = random_prompts(3, seed=length, shortest=length, longest=length)
+    ids = torch.stack(ids)
+    wanted = greedy(model, ids)
+    known = Known(VOCABULARY)
+    known.learn(list(ids), wanted)
+    for drafter in (good, known, Blind(VOCABULARY)):
+        assert torch.equal(greedy(SpeculativePipeline(model, drafter, stages=n), ids), wanted)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_limits_and_ends(model, good, n):
+    """max_new_tokens on every boundary; an end at every place, the first token and a list of ids included."""
+    pipeline = SpeculativePipeline(model, good, stages=n)
+    text = new_tokens(model, 12)
+    first = [i for i, token in enumerate(text) if token not in text[:i]]
+    for place in range(12):
+        assert torch.equal(greedy(pipeline, new=place + 1), greedy(model, new=place + 1))
+        assert pipeline.report.tokens == place + 1
+    for place in first:
+        got = greedy(pipeline, new=12, eos_token_id=[319, text[place]], pad_token_id=0)
+        assert got[0, PROMPT.shape[1] :].tolist() == text[: place + 1]
+    assert 0 in first
+
+
+SETTINGS = {
+    "plain": {},
+    "warm": {"temperature": 0.7, "top_k": 40, "top_p": 0.9},
+    "penalty": {"repetition_penalty": 1.3, "min_p": 0.02},
+    "stepwise": {"no_repeat_ngram_size": 2, "temperature": 1.3},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_coupled_sampling_is_that_of_the_target_alone(model, setting):
+    alone = Pipeline(model)
+    pipelines = [
+        SpeculativePipeline(model, noisy(model, 0.01), stages=2),
+        SpeculativePipeline(model, [noisy(model, 0.05), noisy(model, 0.01)], stages=3),
+        SpeculativePipeline(model, "ngram", stages=[1, 3, 1]),
+        SpeculativePipeline(model, Blind(VOCABULARY), stages=LAYERS),
+    ]
+    accepted = 0
+    prompts = random_prompts(6, seed=21, longest=9)
+    for begin in range(0, 6, 3):
+        ids, mask = left_pad(prompts[begin : begin + 3])
+        options = {"attention_mask": mask, "do_sample": True, "max_new_tokens": NEW, "seed": 100 + begin}
+        wanted = alone.generate(ids, **options, **SETTINGS[setting])
+        for pipeline in pipelines:
+            assert torch.equal(pipeline.generate(ids, **options, **SETTINGS[setting]), wanted)
+            assert pipeline.report.seeds == alone.report.seeds
+            adds_up(pipeline.report)
+        accepted += pipelines[0].report.accepted
+    assert accepted > 0
+
+
+def test_the_seed_decides(model, good):
+    pipeline = SpeculativePipeline(model, good, stages=3)
+    one, again, other = (
+        pipeline.generate(PROMPT, do_sample=True, max_new_tokens=NEW, seed=seed).tolist() for seed in (1, 1, 2)
+    )
+    assert one == again != other
+
+
+def test_num_return_sequences(model, good):
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW, "seed": 9}
+    wanted = Pipeline(model).generate(PROMPT, **options)
+    got = SpeculativePipeline(model, good, stages=3).generate(PROMPT, **options)
+    assert torch.equal(got, wanted)
+    assert len({tuple(row) for row in got.tolist()}) == 3
+
+
+# ---- the rest of the contract
+
+
+class Streamer:
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        self.values.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def test_streaming(model, good):
+    streamer, plain = Streamer(), Streamer()
+    got = greedy(SpeculativePipeline(model, good, stages=3), streamer=streamer)
+    greedy(model, streamer=plain)
+    assert streamer.values == plain.values
+    assert streamer.ended == plain.ended == 1
+    assert [t for value in streamer.values[1:] for t in value] == got[0, PROMPT.shape[1] :].tolist()
+
+
+class StopsAt(StoppingCriteria):
+    def __init__(self, lengths):
+        self.lengths, self.seen = lengths, []
+
+    def __call__(self, ids, scores, **kwargs):
+        self.seen.append(ids.tolist())
+        return torch.tensor([ids.shape[1] >= self.lengths[row] for row in range(len(ids))])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_criteria_are_asked_token_by_token(model, good, n):
+    ids = PROMPT.repeat(2, 1)
+    ids[1] = ids[1].flip(0)
+    width = ids.shape[1]
+    options = {"eos_token_id": 319, "pad_token_id": 0}
+    mine, theirs = StopsAt([width + 5, width + 9]), StopsAt([width + 5, width + 9])
+    pipeline = SpeculativePipeline(model, good, stages=n)
+    got = greedy(pipeline, ids, stopping_criteria=[mine], **options)
+    assert torch.equal(got, greedy(model, ids, stopping_criteria=[theirs], **options))
+    assert mine.seen == theirs.seen
+    assert pipeline.report.tokens == 14
+    adds_up(pipeline.report)
+
+
+def test_max_time(model, good):
+    assert greedy(SpeculativePipeline(model, good, stages=3), max_time=0.0).shape[1] == PROMPT.shape[1] + 1
+
+
+class Counting(LogitsProcessor):
+    """Has a memory: it must see each token once and in order."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, ids, scores):
+        self.seen.append(ids[0].tolist())
+        scores = scores.clone()
+        scores[:, len(self.seen) % 7 :: 7] -= 3
+        return scores
+
+
+def test_processors_with_a_memory(model, good):
+    mine, theirs = Counting(), Counting()
+    got = greedy(SpeculativePipeline(model, good, stages=3), logits_processor=[mine])
+    assert torch.equal(got, greedy(model, logits_processor=[theirs]))
+    assert mine.seen == theirs.seen
+
+
+def test_scores_and_logits(model, good):
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.2}
+    pipeline = SpeculativePipeline(model, good, stages=3)
+    got, wanted = greedy(pipeline, **options), greedy(model, **options)
+    assert torch.equal(got.sequences, wanted.sequences)
+    torch.testing.assert_close(got.scores, wanted.scores)
+    torch.testing.assert_close(got.logits, wanted.logits)
+    assert got.speculation is pipeline.report
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "observer"])
+@pytest.mark.parametrize("begin", ["ours", "dynamic"])
+def test_caches_go_on(model, drafter, begin):
+    """A conversation: the cache of one call begins the next, whatever its drafter must see."""
+    pipeline = SpeculativePipeline(model, "ngram" if drafter == "ngram" else Observer(LAYERS), stages=[1, 3, 1])
+    cache = None if begin == "ours" else DynamicCache()
+    one = greedy(pipeline, return_dict_in_generate=True, past_key_values=cache)
+    assert one.past_key_values.get_seq_length() == one.sequences.shape[1] - 1
+    assert cache is None or one.past_key_values is cache
+    ids = torch.cat([one.sequences, PROMPT], 1)
+    fed = []
+    real = pipeline._driver._feed
+    pipeline._driver._feed = lambda columns, *rest, **kw: fed.append(columns.shape[1]) or real(columns, *rest, **kw)
+    two = greedy(pipeline, ids, return_dict_in_generate=True, past_key_values=one.past_key_values)
+    assert torch.equal(two.sequences, greedy(model, ids))
+    held = one.sequences.shape[1] - 1
+    assert sum(fed) == ids.shape[1] - (held if drafter == "ngram" else 0)
+    # What comes out is what the model itself would hold.
+    plain = greedy(model, ids, return_dict_in_generate=True).past_key_values
+    for mine, theirs in zip(two.past_key_values.layers, plain.layers, strict=True):
+        n = theirs.keys.shape[2]
+        torch.testing.assert_close(mine.keys[:, :, :n], theirs.keys)
+        torch.testing.assert_close(mine.values[:, :, :n], theirs.values)
+
+
+def test_a_cache_of_ragged_rows(model, good):
+    ids, mask = left_pad(random_prompts(3, seed=4))
+    pipeline, plain = SpeculativePipeline(model, good, stages=2), Pipeline(model)
+    options = {"attention_mask": mask, "return_dict_in_generate": True}
+    out = greedy(pipeline, ids, **options)
+    longer = torch.cat([out.sequences, ids[:, -1:]], 1)
+    mask = torch.cat([mask, torch.ones_like(longer[:, mask.shape[1] :])], 1)
+    got = greedy(pipeline, longer, attention_mask=mask, past_key_values=out.past_key_values)
+    assert torch.equal(got, greedy(plain, longer, attention_mask=mask))
+
+
+def test_a_failed_call_leaves_the_caller_s_cache(model):
+    pipeline = SpeculativePipeline(model, "ngram", stages=2)
+    one = greedy(pipeline, return_dict_in_generate=True)
+    cache = one.past_key_values
+    held, text = cache.lengths, [t.tolist() for t in cache.text]
+    before = [(k.clone(), v.clone()) for k, v in cache.states()]
+
+    class Breaks(LogitsProcessor):
+        def __call__(self, ids, scores):
+            raise ArithmeticError("made to fail")
+
+    ids = torch.cat([one.sequences, PROMPT], 1)
+    with pytest.raises(ArithmeticError):
+        greedy(pipeline, ids, past_key_values=cache, logits_processor=[Breaks()])
+    assert cache.lengths == held
+    assert [t.tolist() for t in cache.text] == text
+    for (k, v), (k0, v0) in zip(cache.states(), before, strict=True):
+        assert torch.equal(k, k0)
+        assert torch.equal(v, v0)
+    assert torch.equal(greedy(pipeline, ids, past_key_values=cache), greedy(model, ids))
+
+
+def test_custom_generate(model, good):
+    pipeline = SpeculativePipeline(model, good, stages=3)
+    assert torch.equal(greedy(model, custom_generate=pipeline), greedy(model))
+    assert pipeline.report.cycles > 0
+
+
+def test_an_interrupted_call(model, good):
+    pipeline = SpeculativePipeline(model, good, stages=3)
+
+    class Interrupts(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            if ids.shape[1] == PROMPT.shape[1] + 6:
+                raise KeyboardInterrupt
+            return torch.zeros(1, dtype=torch.bool)
+
+    with pytest.raises(KeyboardInterrupt):
+        greedy(pipeline, stopping_criteria=[Interrupts()])
+    assert torch.equal(pipeline.partial, greedy(model)[:, : PROMPT.shape[1] + 6])
+    assert torch.equal(greedy(pipeline), greedy(model))
+
+
+def test_nothing_of_a_call_waits_for_the_garbage_collector(model, good, monkeypatch):
+    made, real = [], generation.Generation.__init__
+
+    def watched(self, *args, **kwargs):
+        made.append(weakref.ref(self))
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(generation.Generation, "__init__", watched)
+    pipeline = SpeculativePipeline(model, good, stages=3)
+    gc.collect()
+    gc.disable()
+    try:
+        greedy(pipeline)
+        assert [ref() for ref in made] == [None]
+    finally:
+        gc.enable()
+
+
+def test_caches_grow_with_the_text(model, good, monkeypatch):
+    monkeypatch.setattr(runtime, "_FIRST_ROOM", 2)
+    pipeline = SpeculativePipeline(model, good, stages=2)
+    ids, mask = left_pad(random_prompts(3, seed=8, shortest=4))
+    got = greedy(pipeline, ids, 90, attention_mask=mask)
+    assert torch.equal(got, greedy(model, ids, 90, attention_mask=mask))
+    greedy(pipeline, ids[:, -4:].repeat(2, 1), 300, max_time=0.0)
+    assert pipeline._driver.stages[0].cache.capacity < 20
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_prefill_in_chunks(model, chunk):
+    ids, mask = left_pad(random_prompts(3, seed=9, longest=20))
+    observer = Observer(LAYERS)
+    pipeline = SpeculativePipeline(model, observer, stages=3)
+    got = greedy(pipeline, ids, attention_mask=mask, prefill_chunk_size=chunk)
+    assert torch.equal(got, greedy(model, ids, attention_mask=mask))
+    observer.check(model, got, mask)
+
+
+# ---- what a drafter is told
+
+
+class Observer(Drafter):
+    """Keeps every stream it is shown; drafts right three times of four, so that there is a flush now and then."""
+
+    def __init__(self, layers: int) -> None:
+        self.features = tuple(range(layers + 1))
+        self.oracle = ChainDrafter([random_llama(3, layers=layers)])
+
+    def start(self, prompts, capacity, select):
+        self.streams = [{k: {} for k in self.features} for _ in prompts]
+        self.lengths = [len(p) for p in prompts]
+        self.calls = self.flushes = 0
+        self.oracle.start(prompts, capacity, select)
+
+    def observe(self, index, rows, positions, values):
+        assert values.shape == (len(rows), 64)
+        for row, position, value in zip(rows, positions, values, strict=True):
+            have = self.streams[row][index]
+            assert position == len(have), "each position once, in order"
+            have[position] = value.clone()
+
+    def draft(self, requests):
+        for row, tokens, fill in requests:
+            t = len(tokens) - 1
+            for k in self.features:
+                # Depth is lag: p in flight has been through t - p stages, all older ones through all of them.
+                owner = self.partition.owner(k)
+                through = [p for p in range(t + 1) if p <= t - fill or t - p > owner]
+                assert sorted(self.streams[row][k]) == through
+        self.calls += 1
+        out = self.oracle.draft(requests)
+        return [(token + 1) % VOCABULARY if self.calls % 4 == 0 else token for token in out]
+
+    def truncate(self, row, length):
+        self.flushes += 1
+        for streams in self.streams[row].values():
+            for position in [p for p in streams if p >= length]:
+                del streams[position]
+        self.oracle.truncate(row, length)
+
+    def check(self, model, out, mask) -> None:
+        assert self.flushes > 0
+        for row, streams in enumerate(self.streams):
+            text = out[row, int((mask[row] == 0).sum()) :]
+            hidden = model(text[None], output_hidden_states=True).hidden_states
+            for k in self.features[:-1]:  # transformers shows the last one normed
+                for position, value in streams[k].items():
+                    torch.testing.assert_close(value, hidden[k][0, position], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _observers_know_the_partition(monkeypatch):
+    real = SpeculativePipeline.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self.drafter.partition = self.partition
+
+    monkeypatch.setattr(SpeculativePipeline, "__init__", init)
+
+
+@pytest.mark.parametrize("stages", [2, 4, LAYERS, [3, 1, 1]], ids=str)
+def test_what_a_drafter_sees(model, stages):
+    """At every cycle exactly the streams that existed before it, and each with the value of a full forward."""
+    ids, mask = left_pad(random_prompts(3, seed=9, longest=6))
+    observer = Observer(LAYERS)
+    pipeline = SpeculativePipeline(model, observer, stages=stages)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = greedy(pipeline, ids, attention_mask=mask)
+    assert torch.equal(got, greedy(model, ids, attention_mask=mask))
+    observer.check(model, got, mask)
+
+
+def test_caches_hold_what_the_machine_says(model, good):
+    """After every cycle, flushes included: each stage's cache, cut as the machine says, ends where the text is true."""
+    pipeline = SpeculativePipeline(model, noisy(model, 0.05), stages=3)
+    driver, flushes = pipeline._driver, 0
+    real = driver.machine.commit
+
+    def commit(drafts, chosen):
+        nonlocal flushes
+        before = [list(driver.machine.held(s)) for s in range(3)]
+        ran = [{e.row for e in work} for work in driver.machine.entries()]
+        for s, stage in enumerate(driver.stages):
+            if ran[s]:
+                assert list(stage.cache.lengths) == [n + 1 for n in before[s]]
+        out = real(drafts, chosen)
+        for row, length in out:
+            flushes += 1
+            assert [driver.machine.held(s)[row] for s in range(3)] == [length] * 3
+        return out
+
+    driver.machine.commit = commit
+    greedy(pipeline, torch.cat([PROMPT, PROMPT.flip(1)]))
+    assert flushes > 3
+
+
+# ---- a drafter that fails
+
+
+@pytest.mark.parametrize("method", ["start", "observe", "draft", "truncate", "finish"])
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_drafter_that_raises(model, method, at):
+    failing = Failing(method, 1 if method in ("start", "finish") else at)
+    pipeline = SpeculativePipeline(model, failing, stages=3)
+    with pytest.warns(StageFailure, match=r"the drafter failed \(ArithmeticError: made to fail\)") as caught:
+        got = greedy(pipeline)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert torch.equal(got, greedy(model))
+    adds_up(pipeline.report, drafted_throughout=method == "finish")
+    with warnings.catch_warnings():  # the next call tries it again
+        warnings.simplefilter("error")
+        assert torch.equal(greedy(pipeline), greedy(model))
+
+
+@pytest.mark.parametrize("wrong", [[], [1, 2], [VOCABULARY], [-1], ["x"], 5])
+def test_a_drafter_that_returns_nonsense(model, wrong):
+    pipeline = SpeculativePipeline(model, Failing("draft", 3, wrong), stages=3)
+    with pytest.warns(StageFailure, match="the drafter failed"):
+        got = greedy(pipeline)
+    assert torch.equal(got, greedy(model))
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_draft_model_that_raises(model, call):
+    draft = Faulty.like(noisy(model, 0.02))
+    pipeline = SpeculativePipeline(model, draft, stages=3)
+    draft.set(fail_at=call)
+    with pytest.warns(StageFailure, match="made to fail"):
+        assert torch.equal(greedy(pipeline), greedy(model))
+    draft.set()
+    assert torch.equal(greedy(pipeline), greedy(model))
+    assert pipeline.report.accepted > 0
+
+
+class Whole(Drafter):
+    """The target itself, by a forward over all tokens: has logits and leaves the choice to ``select``."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def start(self, prompts, capacity, select):
+        self.select = select
+
+    def draft(self, requests):
+        logits = torch.stack([self.model(torch.tensor([list(r.tokens)])).logits[0, -1] for r in requests])
+        return self.select(logits, [r.row for r in requests], [len(r.tokens) for r in requests])
+
+
+@pytest.mark.parametrize("setting", ["greedy", *SETTINGS])
+def test_logits_of_a_drafter_s_own(model, setting):
+    """Chosen as the target chooses, with its noise: from the same logits comes the same token."""
+    ids, mask = left_pad(random_prompts(3, seed=4, longest=8))
+    sampling = {} if setting == "greedy" else {"do_sample": True, "seed": 3, **SETTINGS[setting]}
+    pipeline = SpeculativePipeline(model, Whole(model), stages=3)
+    got = pipeline.generate(ids, attention_mask=mask, max_new_tokens=NEW, **sampling)
+    assert torch.equal(got, Pipeline(model).generate(ids, attention_mask=mask, max_new_tokens=NEW, **sampling))
+    assert pipeline.report.accepted == pipeline.report.checked == 3 * (NEW - 1)
+
+
+# ---- the law
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_an_oracle(model, n):
+    known = Known(VOCABULARY)
+    known.learn(list(PROMPT), greedy(model, new=40))
+    pipeline = SpeculativePipeline(model, known, stages=n)
+    greedy(pipeline, new=40)
+    report = pipeline.report
+    assert report.cycles == 39 + n - 1
+    assert report.flushes == 0
+    assert report.equivalent_accepted_length == pytest.approx(n * 40 / (39 + n - 1))
+    if n > 1:
+        assert report.predicted_accepted_length == n
+        assert report.accepted == report.checked == 39
+
+
+def test_drafts_of_a_given_rate(model):
+    """The law holds of the whole: rows of a batch, and a real text. Error: of the acceptance itself, and that fillings are few."""
+    ids, n, a = torch.cat(random_prompts(4, seed=3, shortest=5, longest=5)).view(4, 5), 3, 0.8
+    known = Known(VOCABULARY, a)
+    known.learn(list(ids), greedy(model, ids, 150))
+    pipeline = SpeculativePipeline(model, known, stages=n)
+    greedy(pipeline, ids, 150)
+    report = pipeline.report
+    error = (a * (1 - a) / report.checked) ** 0.5
+    assert abs(report.acceptance_rate - a) < 4 * error
+    assert report.predicted_accepted_length == spd_accepted_length(report.acceptance_rate, n)
+    cycles = (report.verified - 4) / spd_tokens_per_cycle(report.acceptance_rate, n)
+    assert abs(report.cycles - cycles) <= (n - 1) * 4 * 2
+
+
+def test_the_report(model, good):
+    pipeline = SpeculativePipeline(model, good, stages=[2, 3])
+    greedy(pipeline)
+    report = pipeline.report
+    assert report.partition == (2, 3)
+    assert report.drafter == "ChainDrafter"
+    assert report.mean_acceptance_length == report.to_dict()["equivalent_accepted_length"]
+    assert report.draft_acceptance_rate == report.acceptance_rate
+    assert "stages of 2, 3 layers, drafts by ChainDrafter" in str(report)
+    assert report.to_dict()["phases"] == report.phases
+
+
+# ---- n-grams
+
+
+def test_ngrams():
+    drafter = NgramDrafter(3)
+    drafter.start([[1, 2, 3, 4, 1, 2, 3], [7]], 30, None)
+
+    def draft(row, tokens):
+        return drafter.draft([(row, tokens, 1)])[0]
+
+    assert draft(0, [1, 2, 3, 4, 1, 2, 3]) == 4
+    assert draft(0, [1, 2, 3, 4, 1, 2, 3, 4]) == 1
+    assert draft(0, [1, 2, 3, 4, 1, 2, 3, 4, 9]) == 9  # never seen: a guess
+    drafter.truncate(0, 7)
+    assert draft(0, [1, 2, 3, 4, 1, 2, 3, 8, 3]) == 8  # the latest occurrence
+    assert draft(1, [7, 7]) == 7
+    assert draft(1, [7, 7, 5, 7]) == 5
+
+
+def test_ngrams_against_a_plain_search():
+    draw = random.Random(1)
+    drafter, text = NgramDrafter(3), [1]
+    drafter.start([text], 100, None)
+    for _ in range(300):
+        if draw.random() < 0.2 and len(text) > 3:
+            text = text[: draw.randint(1, len(text))]
+            drafter.truncate(0, len(text))
+        text = [*text, draw.randrange(4)]
+        wanted = text[-1]
+        for n in range(min(3, len(text)), 0, -1):
+            ends = [i for i in range(n - 1, len(text) - 1) if text[i - n + 1 : i + 1] == text[-n:]]
+            if ends:
+                wanted = text[ends[-1] + 1]
+                break
+        assert drafter.draft([(0, text, 1)]) == [wanted]
+
+
+# ---- bad input
+
+
+class TooDeep(Blind):
+    features = (LAYERS + 1,)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "stages", "error", "match"),
+    [
+        ("ngram", 6, ValueError, "1 to 5 stages, not 6"),
+        ("ngram", [2, 2], ValueError, "4 layers together, the model has 5"),
+        ("ngram", "balanced", ValueError, "'balanced:n'"),
+        (5, 2, TypeError, "drafter must be 'ngram'"),
+        ([], 2, ValueError, "drafter is an empty list"),
+        ([5], 2, TypeError, "a model must be"),
+        (TooDeep(320), 2, ValueError, "no residual stream 6"),
+        (random_llama(1, vocabulary=300), 2, ValueError, "vocabulary of 300"),
+        ("/nowhere/at/all", 2, FileNotFoundError, "there is no folder"),
+    ],
+)
+def test_what_does_not_fit(model, drafter, stages, error, match):
+    with pytest.raises(error, match=match):
+        SpeculativePipeline(model, drafter, stages=stages)
+
+
+def test_other_targets():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50))
+    with pytest.raises(TypeError, match="target is a GPT2LMHeadModel"):
+        SpeculativePipeline(gpt2, stages=2)
+
+
+def test_the_longest_suffix():
+    with pytest.raises(ValueError, match="at least one token"):
+        NgramDrafter(0)
+
+
+def test_refused_arguments(model, good):
+    pipeline = SpeculativePipeline(model, good, stages=2)
+    with pytest.raises(NotImplementedError, match="num_beams"):
+        greedy(pipeline, num_beams=2)
+    with pytest.raises(TypeError, match="unsupported argument 'windows'"):
+        greedy(pipeline, windows=2)
+
+
+def test_models_from_paths(model, good, tmp_path):
+    model.save_pretrained(tmp_path / "target")
+    good.save_pretrained(tmp_path / "draft")
+    pipeline = SpeculativePipeline(
+        tmp_path / "target", str(tmp_path / "draft"), stages="balanced:3", dtype=torch.float32
+    )
+    assert sum(pipeline.partition.counts) == LAYERS
+    assert torch.equal(greedy(pipeline), greedy(model))
+
+
+def test_refused_before_weights_are_loaded(model, tmp_path, monkeypatch):
+    model.save_pretrained(tmp_path)
+
+    def loaded(*args, **kwargs):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("pipespec.spd.pipeline.load_model", loaded)
+    for stages in (6, [2, 2], "balanced:6"):
+        with pytest.raises(ValueError, match="5"):
+            SpeculativePipeline(tmp_path, stages=stages)
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "other")
+    with pytest.raises(TypeError, match="gpt2"):
+        SpeculativePipeline(tmp_path / "other", stages=2)
+
+
+def test_a_draft_module_from_its_folder(model, tmp_path):
+    """Refused before weights are loaded where it is another's; else it drafts."""
+    modules = pytest.importorskip("pipespec.spd.draft_module")
+    pipeline = SpeculativePipeline(model, "ngram", stages=2)
+    config = modules.DraftModuleConfig.for_target(model, pipeline.partition.ranges)
+    modules.DraftModule.of_target(model, config).save(tmp_path / "module")
+    model.save_pretrained(tmp_path / "target")
+    for target in (model, tmp_path / "target"):
+        pipeline = SpeculativePipeline(target, tmp_path / "module", stages=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(greedy(pipeline), greedy(model))
+        assert pipeline.report.checked > 0
+        with pytest.raises(ValueError, match="was trained for the stages"):
+            SpeculativePipeline(target, tmp_path / "module", stages=[2, 3])
+    with pytest.raises(ValueError, match="another target"):
+        SpeculativePipeline(random_llama(4, layers=LAYERS), tmp_path / "module", stages=2)
+
+
+def test_always_right_model(model):
+    pipeline = SpeculativePipeline(model, always_right(model), stages=3)
+    assert torch.equal(greedy(pipeline), greedy(model))
+    assert pipeline.report.flushes == 0
