@@ -5,6 +5,7 @@
 
 namespace pipespec::cuda {
 
-void bind_device(pybind11::module_& m);  // device.cpp
+void bind_device(pybind11::module_& m);    // device.cpp
+void bind_launcher(pybind11::module_& m);  // launcher.cpp: graphs for the scheduler
 
 }  // namespace pipespec::cuda
