@@ -84,13 +84,12 @@ def threads() -> int:
 
 @pytest.fixture
 def no_thread_is_left():
-    """A thread that has been joined may still be listed for a moment."""
-    gc.collect()
     before = threads()
     yield
-    gc.collect()
+    # A thread that has been joined may still be listed for a moment.
     deadline = time.monotonic() + 30
     while threads() != before and time.monotonic() < deadline:
+        gc.collect()
         time.sleep(0.01)
     assert threads() == before
 

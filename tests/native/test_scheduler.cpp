@@ -263,7 +263,7 @@ TEST(foresee_says_what_plan_does) {
 TEST(any_timing_gives_the_plain_text) {
   const u64 before = threads_of_this_process();
   u64 traced = 0, ahead = 0, corrected = 0;
-  for (u32 seed = 0; seed < 2000 / kSlow; ++seed) {
+  for (u32 seed = 0; seed < (kSlow > 1 ? 600 : 2000); ++seed) {
     Random random{seed};
     const u32 stages = 2 + seed % 4;
     const Task task(stages, 1 + random.below(3), 24, seed);
@@ -368,6 +368,57 @@ TEST(waiting_ends) {
   }
 }
 
+// Meanwhile it goes on by itself: here the draft does not go on before the target has.
+TEST(the_target_decodes_while_it_waits) {
+  Task task(2, 1, 60, 3);
+  task.truth.eos_rate = 0;
+  task.limits = {static_cast<u32>(task.prompts[0].size()) + 60};
+  task.models[0].accuracy = 1.0;
+  std::atomic<u32> verified{0};
+  const Chain::Hook hook = [&](u32 stage, u32 step) {
+    if (stage == 1) ++verified;
+    const std::int64_t end = now_ns() + 20 * kSecond;
+    while (stage == 0 && step == 3 && verified < 20 && now_ns() < end) usleep(100);
+    if (stage == 0 && step == 3) CHECK(verified >= 20);
+  };
+  Chain chain(task, {1, 2, 8}, true, hook);
+  Scheduler scheduler(chain.launcher(), {.patience = 1e6, .trace = 1000},
+                      {.windows = {8}, .wait = 5, .decode_meanwhile = true});
+  scheduler.start();
+  scheduler.finish();
+  chain.check_text();
+  for (const TraceEntry& entry : scheduler.trace(1)) CHECK(entry.fed > 1 || entry.width == 1);
+}
+
+// Asleep, it has them in the end: each step is as wide as it asked for, but for the first, when it
+// cannot know how long to wait, and the last, when there is no room.
+TEST(the_target_gets_the_hints_it_waits_for) {
+  Task task(2, 1, 60, 3);
+  task.truth.eos_rate = 0;
+  task.limits = {static_cast<u32>(task.prompts[0].size()) + 100};
+  task.models[0].accuracy = 1.0;
+  task.pauses_us = {50, 0};
+  const StageControl* draft = nullptr;
+  const Chain::Hook hook = [&](u32 stage, u32 step) {
+    const std::int64_t end = now_ns() + 20 * kSecond;
+    while (stage == 1 && step == 0 && load_relaxed(&draft->step_ns) == 0 && now_ns() < end)
+      usleep(100);
+  };
+  Chain chain(task, {1, 2, 8}, true, hook);
+  draft = &chain.launcher()->mirror().control(0);
+  Scheduler scheduler(chain.launcher(), {.ahead = 2, .patience = 1e6, .trace = 1000},
+                      {.windows = {7}, .wait = 5});
+  scheduler.start();
+  scheduler.finish();
+  chain.check_text();
+  u32 left = 100;
+  for (const TraceEntry& step : scheduler.trace(1)) {
+    CHECK(step.step == 0 || step.hints >= std::min(5u, left - 1));
+    left -= step.accepted + 1;
+  }
+  CHECK_EQ(left, 0u);
+}
+
 // --- failures ------------------------------------------------------------------------------------
 
 TEST(drafts_fail_at_every_step) {
@@ -407,6 +458,74 @@ TEST(drafts_fail_at_every_step) {
     if (!chain.check_text() || !CHECK(scheduler.failures().empty())) return;
   }
   threads_are(before);
+}
+
+namespace {
+
+// A launcher that refuses a launch, and whose notices get lost.
+class Unreliable final : public Launcher {
+ public:
+  Unreliable(std::shared_ptr<Launcher> inner, u32 stage, u32 refuses, u32 loses_one_in)
+      : inner_(std::move(inner)), stage_(stage), refuses_(refuses), loses_(loses_one_in) {}
+
+  Block mirror() const override { return inner_->mirror(); }
+  const std::vector<u32>& widths(u32 stage) const override { return inner_->widths(stage); }
+  u32 depth() const override { return inner_->depth(); }
+  std::int64_t patrol_ns() const override { return 500'000; }
+  void begin(Notice notice) override {
+    launches_ = 0;
+    inner_->begin([this, notice](u32 stage) {
+      if (notices_++ % loses_ != 0) notice(stage);
+    });
+  }
+  void end() override { inner_->end(); }
+  void launch(u32 stage, const Policy& policy) override {
+    if (stage == stage_ && launches_++ == refuses_) throw Failure("refused");
+    inner_->launch(stage, policy);
+  }
+  u64 ended(u32 stage) override { return inner_->ended(stage); }
+  Outcome outcome(u32 stage, u64 n) const override { return inner_->outcome(stage, n); }
+  void set_alive(u32 stage, bool alive) override { inner_->set_alive(stage, alive); }
+  void set_limit(u32 row, u32 limit) override { inner_->set_limit(row, limit); }
+
+ private:
+  std::shared_ptr<Launcher> inner_;
+  u32 stage_, refuses_, loses_;
+  u32 launches_ = 0;
+  std::atomic<u32> notices_{1};
+};
+
+}  // namespace
+
+// Steps may be under way when a launch is refused, and nobody may wait for a notice alone.
+TEST(launches_are_refused_and_notices_lost) {
+  for (u32 seed = 0; seed < 60 / kSlow; ++seed) {
+    Random random{seed + 4000};
+    const u32 stages = 2 + seed % 3, refused = random.below(stages), at = random.below(12);
+    Task task(stages, 1, 20, seed);
+    task.truth.eos_rate = 0;
+    task.limits = {static_cast<u32>(task.prompts[0].size()) + 16};
+    Chain chain(task, {1, 4}, seed % 2 == 0);
+    Options options = any_options(random);
+    const auto launcher = std::make_shared<Unreliable>(chain.launcher(), refused, at, 8);
+    Scheduler scheduler(launcher, options, {.windows = std::vector<u32>(stages - 1, 4)});
+    scheduler.start();
+    try {
+      scheduler.finish();
+      CHECK(refused != stages - 1 || scheduler.failures().empty());
+    } catch (const TargetFailed&) {
+      CHECK_EQ(refused, stages - 1);
+    }
+    for (const StageFailure& failure : scheduler.failures()) {
+      CHECK_EQ(failure.stage, refused);
+      CHECK_EQ(failure.cause, "refused");
+    }
+    if (!chain.check_text(!scheduler.failures().empty() && refused == stages - 1) ||
+        !chain.check_caches() || !chain.check_mirror()) {
+      std::fprintf(stderr, "  seed %u\n", seed);
+      return;
+    }
+  }
 }
 
 TEST(a_failing_target_ends_the_text_with_its_cause) {
