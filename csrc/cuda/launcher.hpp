@@ -33,8 +33,9 @@ struct StageGraphs {
 // context is broken), the scheduler looks after patrol_ns() and finds the error.
 class CudaLauncher final : public Launcher {
  public:
-  // `mirror`: the host's block, in pinned and mapped memory. Throws std::runtime_error without a
-  // usable device, std::invalid_argument on arguments that do not fit together.
+  // `mirror`: the host's block, in pinned and mapped memory; the caller resets it before a
+  // generation, and begin() copies it to the blocks that the stages use. Throws std::runtime_error
+  // without a usable device, std::invalid_argument on arguments that do not fit together.
   CudaLauncher(std::uintptr_t mirror, std::vector<StageGraphs> stages);
   ~CudaLauncher() override;
   CudaLauncher(const CudaLauncher&) = delete;

@@ -35,8 +35,9 @@ class HostLauncher final : public Launcher {
   // Called by the stage's thread. What it throws is the failure of the step.
   using Model = std::function<void(const Rectangle&)>;
 
-  // `block` outlives the launcher; one model per stage. `mirrored`: the scheduler sees a copy of
-  // the block that is as late as that of a GPU. Throws std::invalid_argument.
+  // `block` outlives the launcher, and is what the caller resets; one model per stage. `mirrored`:
+  // the scheduler sees a copy of the block that is as late as that of a GPU. Throws
+  // std::invalid_argument.
   HostLauncher(void* block, std::vector<Model> models, std::vector<std::uint32_t> widths,
                bool mirrored);
   ~HostLauncher() override;

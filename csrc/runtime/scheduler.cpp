@@ -15,6 +15,7 @@ using u32 = std::uint32_t;
 
 // Whoever has nothing in flight is woken by others; this only bounds what a lost notice can cost.
 constexpr std::int64_t kNap = 1'000'000'000;
+constexpr std::int64_t kLongest = 1'000 * kNap;  // for deadlines: sums must not overflow
 
 // Has the row's text ended in this stage's sequence, as far as it goes?
 bool has_ended(const Block& block, const Sequence& sequence, u32 row, u32 length) {
@@ -75,7 +76,7 @@ void Scheduler::start() {
 }
 
 Scheduler::Progress Scheduler::wait(std::uint64_t steps, std::int64_t timeout_ns) {
-  const std::int64_t deadline = now_ns() + timeout_ns;
+  const std::int64_t deadline = now_ns() + std::min(timeout_ns, kLongest);
   while (true) {
     const u32 heard = caller_.note();
     const bool running = !over_;
@@ -195,8 +196,9 @@ Scheduler::Decision Scheduler::decide_target(const Policy& all) {
     if (lane.deadline_ns == 0) {
       const Block block = launcher_->mirror();
       const double step = load_relaxed(&block.control(target_ - 1).step_ns);
-      lane.deadline_ns = time + static_cast<std::int64_t>(std::min(
-                                    options_.patience * now.min_hints * step, 1e3 * double{kNap}));
+      lane.deadline_ns =
+          time + static_cast<std::int64_t>(std::min(options_.patience * now.min_hints * step,
+                                                    static_cast<double>(kLongest)));
     }
     if (time < lane.deadline_ns) {
       if (!decode_meanwhile_) return {Decision::kSleep, {}, lane.deadline_ns};
