@@ -7,5 +7,6 @@ PYBIND11_MODULE(_native, m) {
   pipespec::bind_build_info(m);
   pipespec::bind_select(m);
   pipespec::bind_state(m);
+  pipespec::bind_schedule(m);
   pipespec::bind_simulate(m);
 }

@@ -1,17 +1,9 @@
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-
+#include "cuda/check.hpp"
 #include "cuda/device.hpp"
 
 namespace pipespec::cuda {
-
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // not sticky: leave no error behind for the next call to report
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error) + " (CUDA error " +
-                           std::to_string(static_cast<int>(error)) + ")");
-}
 
 int runtime_version() {
   int version = 0;

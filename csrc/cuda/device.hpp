@@ -2,16 +2,11 @@
 // without a driver.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 #include <string>
 #include <vector>
 
 namespace pipespec::cuda {
-
-// Throws std::runtime_error that names the call and the error, unless there is none.
-void check(cudaError_t error, const char* what);
 
 struct Device {
   std::string name;

@@ -1,6 +1,8 @@
 #include <cuda_runtime.h>
 
 #include "cuda/protocol_kernels.hpp"
+#include "protocol/commit.hpp"
+#include "protocol/replicate.hpp"
 
 namespace pipespec::cuda {
 namespace {
@@ -27,6 +29,50 @@ __global__ void __launch_bounds__(kThreads)
   commit_row(Block(base), stage, row, width, in, selected + row * stride);
 }
 
+__device__ std::uint64_t Now() {
+  std::uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+__global__ void ClockKernel(std::uint64_t* out) { *out = Now(); }
+
+// One warp, so that one of its lanes knows when all have written.
+__global__ void __launch_bounds__(kThreads)
+    CloseStepKernel(void* base, void* mirror, std::uint32_t stage, std::uint32_t rows,
+                    StepArrays step, StepScratch* scratch, StepLog* log) {
+  const Block block(base);
+  const Block copy(mirror);
+  std::uint32_t fed = 0, hints = 0, accepted = 0, truncated = 0;
+  for (std::uint32_t row = threadIdx.x; row < rows; row += kThreads) {
+    if (row >= block.header().active_rows) break;
+    if (mirror != base) replicate(block, copy, stage, row);
+    fed += static_cast<std::uint32_t>(step.n_fed[row]);
+    hints += static_cast<std::uint32_t>(step.n_hint[row]);
+    // Modulo 2^32: their differences are small.
+    const Counters& counters = block.priv(stage, row).counters;
+    accepted += static_cast<std::uint32_t>(counters.accepted);
+    truncated += static_cast<std::uint32_t>(counters.truncated);
+  }
+  fed = __reduce_add_sync(~0u, fed);
+  hints = __reduce_add_sync(~0u, hints);
+  accepted = __reduce_add_sync(~0u, accepted);
+  truncated = __reduce_add_sync(~0u, truncated);
+  __threadfence_system();
+  __syncwarp();
+  if (threadIdx.x != 0) return;
+  const std::uint64_t number = scratch->ended++;
+  log->records[number % StepLog::kRecords] = {scratch->start_ns,
+                                              Now(),
+                                              fed,
+                                              hints,
+                                              accepted - scratch->accepted,
+                                              truncated - scratch->truncated};
+  scratch->accepted = accepted;
+  scratch->truncated = truncated;
+  store_release(&log->ended, number + 1);
+}
+
 }  // namespace
 
 cudaError_t plan(void* block, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
@@ -43,6 +89,23 @@ cudaError_t commit(void* block, std::uint32_t stage, std::uint32_t rows, std::ui
   if (rows == 0) return cudaSuccess;
   CommitKernel<<<blocks_for(rows), kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
       block, stage, rows, width, step, selected, stride);
+  return cudaGetLastError();
+}
+
+cudaError_t open_step(StepScratch* scratch, std::uintptr_t stream) {
+  return read_clock(&scratch->start_ns, stream);
+}
+
+cudaError_t close_step(void* block, void* mirror, std::uint32_t stage, std::uint32_t rows,
+                       const StepArrays& step, StepScratch* scratch, StepLog* log,
+                       std::uintptr_t stream) {
+  CloseStepKernel<<<1, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
+      block, mirror, stage, rows, step, scratch, log);
+  return cudaGetLastError();
+}
+
+cudaError_t read_clock(std::uint64_t* out, std::uintptr_t stream) {
+  ClockKernel<<<1, 1, 0, reinterpret_cast<cudaStream_t>(stream)>>>(out);
   return cudaGetLastError();
 }
 

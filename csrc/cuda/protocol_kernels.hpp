@@ -25,4 +25,40 @@ cudaError_t commit(void* block, std::uint32_t stage, std::uint32_t rows, std::ui
                    const StepArrays& step, const std::int32_t* selected, std::int64_t stride,
                    std::uintptr_t stream);
 
+// What the steps of a stage leave for the host, in pinned and mapped memory. Zero at first.
+struct StepLog {
+  static constexpr std::uint32_t kRecords = 8;
+  struct Record {
+    std::uint64_t start_ns;  // of %globaltimer
+    std::uint64_t end_ns;
+    std::uint32_t fed;  // summed over the rows, as in Outcome (runtime/launcher.hpp)
+    std::uint32_t hints;
+    std::uint32_t accepted;
+    std::uint32_t taken_back;
+  };
+  std::uint64_t ended;       // steps; stored after everything that they wrote
+  Record records[kRecords];  // of step n: records[n % kRecords]
+};
+
+// What a stage's steps keep for themselves, in memory of the device. Zero before each generation,
+// but for `ended`.
+struct StepScratch {
+  std::uint64_t ended;
+  std::uint64_t start_ns;
+  std::uint32_t accepted;  // of all steps of the generation, modulo 2^32
+  std::uint32_t truncated;
+};
+
+// First node of a step: notes the time.
+cudaError_t open_step(StepScratch* scratch, std::uintptr_t stream);
+
+// Last node of a step: copies the stage's part of the block to `mirror` (nothing, if that is the
+// block), then writes the record.
+cudaError_t close_step(void* block, void* mirror, std::uint32_t stage, std::uint32_t rows,
+                       const StepArrays& step, StepScratch* scratch, StepLog* log,
+                       std::uintptr_t stream);
+
+// Stores %globaltimer, to set it against the host's clock.
+cudaError_t read_clock(std::uint64_t* out, std::uintptr_t stream);
+
 }  // namespace pipespec::cuda

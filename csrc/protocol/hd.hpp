@@ -18,8 +18,8 @@ namespace pipespec {
 template <typename T>
 PIPESPEC_HD inline T load_relaxed(const T* p) {
 #if defined(__CUDA_ARCH__)
-  return cuda::atomic_ref<T, cuda::thread_scope_system>(*const_cast<T*>(p))
-      .load(cuda::memory_order_relaxed);
+  return ::cuda::atomic_ref<T, ::cuda::thread_scope_system>(*const_cast<T*>(p))
+      .load(::cuda::memory_order_relaxed);
 #else
   return __atomic_load_n(p, __ATOMIC_RELAXED);
 #endif
@@ -28,8 +28,8 @@ PIPESPEC_HD inline T load_relaxed(const T* p) {
 template <typename T>
 PIPESPEC_HD inline T load_acquire(const T* p) {
 #if defined(__CUDA_ARCH__)
-  return cuda::atomic_ref<T, cuda::thread_scope_system>(*const_cast<T*>(p))
-      .load(cuda::memory_order_acquire);
+  return ::cuda::atomic_ref<T, ::cuda::thread_scope_system>(*const_cast<T*>(p))
+      .load(::cuda::memory_order_acquire);
 #else
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 #endif
@@ -38,7 +38,7 @@ PIPESPEC_HD inline T load_acquire(const T* p) {
 template <typename T>
 PIPESPEC_HD inline void store_relaxed(T* p, T value) {
 #if defined(__CUDA_ARCH__)
-  cuda::atomic_ref<T, cuda::thread_scope_system>(*p).store(value, cuda::memory_order_relaxed);
+  ::cuda::atomic_ref<T, ::cuda::thread_scope_system>(*p).store(value, ::cuda::memory_order_relaxed);
 #else
   __atomic_store_n(p, value, __ATOMIC_RELAXED);
 #endif
@@ -47,7 +47,7 @@ PIPESPEC_HD inline void store_relaxed(T* p, T value) {
 template <typename T>
 PIPESPEC_HD inline void store_release(T* p, T value) {
 #if defined(__CUDA_ARCH__)
-  cuda::atomic_ref<T, cuda::thread_scope_system>(*p).store(value, cuda::memory_order_release);
+  ::cuda::atomic_ref<T, ::cuda::thread_scope_system>(*p).store(value, ::cuda::memory_order_release);
 #else
   __atomic_store_n(p, value, __ATOMIC_RELEASE);
 #endif

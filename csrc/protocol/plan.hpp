@@ -53,13 +53,15 @@ PIPESPEC_HD inline void count(T* counter, T n) {
 }
 
 // First position in [from, to) at which the two differ; `to` if none.
-PIPESPEC_HD inline std::uint32_t first_difference(const Sequence& a, const Sequence& b,
+template <typename Own>
+PIPESPEC_HD inline std::uint32_t first_difference(const Own& a, const Sequence& b,
                                                   std::uint32_t from, std::uint32_t to) {
   while (from < to && a.token(from) == b.token(from)) ++from;
   return from;
 }
 
-PIPESPEC_HD inline void take_back(OwnSequence& own, Private& priv, std::uint32_t length) {
+template <typename Own>
+PIPESPEC_HD inline void take_back(Own& own, Private& priv, std::uint32_t length) {
   count(&priv.counters.rollbacks, std::uint64_t{1});
   count(&priv.counters.truncated, std::uint64_t{own.length() - length});
   priv.kv = min(priv.kv, length);
@@ -67,18 +69,18 @@ PIPESPEC_HD inline void take_back(OwnSequence& own, Private& priv, std::uint32_t
   own.truncate(length);
 }
 
-PIPESPEC_HD inline void adopt(OwnSequence& own, Private& priv, const Sequence& other,
+template <typename Own>
+PIPESPEC_HD inline void adopt(Own& own, Private& priv, const Sequence& other,
                               std::uint32_t length) {
   if (own.length() >= length) return;
   count(&priv.counters.adopted, std::uint64_t{length - own.length()});
-  while (own.length() < length) own.append(other.token(own.length()));
-  own.publish();
+  own.adopt(other, length);
 }
 
 // The target's tokens never change, so one comparison of each position is enough and no epoch is
 // needed.
-PIPESPEC_HD inline std::uint32_t obey_target(OwnSequence& own, Private& priv,
-                                             const Sequence& target) {
+template <typename Own>
+PIPESPEC_HD inline std::uint32_t obey_target(Own& own, Private& priv, const Sequence& target) {
   const std::uint32_t truth = target.word().length;
   const std::uint32_t common = min(truth, own.length());
   const std::uint32_t differs = first_difference(own, target, own.settled(), common);
@@ -92,7 +94,8 @@ PIPESPEC_HD inline std::uint32_t obey_target(OwnSequence& own, Private& priv,
 // positions we once compared may have been rewritten since, so a new epoch of its sends us back to
 // the settled length. And it may not yet have obeyed the target itself: then what it says past that
 // point is about another text.
-PIPESPEC_HD inline std::uint32_t obey_neighbour(OwnSequence& own, Private& priv,
+template <typename Own>
+PIPESPEC_HD inline std::uint32_t obey_neighbour(Own& own, Private& priv,
                                                 const Sequence& neighbour) {
   const Word seen = neighbour.word();
   const std::uint32_t settled = own.settled();
@@ -114,24 +117,19 @@ PIPESPEC_HD inline std::uint32_t obey_neighbour(OwnSequence& own, Private& priv,
   return seen.length;
 }
 
-}  // namespace detail
-
-// `tokens` receives n_fed token ids (room for policy.width). Called by the stage that owns `stage`
-// only.
-PIPESPEC_HD inline Step plan(const Block& block, std::uint32_t stage, std::uint32_t row,
-                             const Policy& policy, std::int32_t* tokens) {
-  OwnSequence own(block, stage, row);
-  Private& priv = block.priv(stage, row);
+template <typename Own>
+PIPESPEC_HD inline Step plan_for(const Block& block, std::uint32_t stage, std::uint32_t row,
+                                 const Policy& policy, std::int32_t* tokens, Own& own,
+                                 Private& priv) {
   const std::uint32_t start = load_relaxed(&block.span(row).start);
   const std::uint32_t limit = load_acquire(&block.span(row).limit);
   const bool is_target = stage == block.target();
 
   std::uint32_t bound = limit;
   if (!is_target) {
-    std::uint32_t reached = detail::obey_target(own, priv, Sequence(block, block.target(), row));
+    std::uint32_t reached = obey_target(own, priv, Sequence(block, block.target(), row));
     if (stage + 1 != block.target())
-      reached =
-          detail::max(reached, detail::obey_neighbour(own, priv, Sequence(block, stage + 1, row)));
+      reached = max(reached, obey_neighbour(own, priv, Sequence(block, stage + 1, row)));
     // Not min(limit, reached + window): the sum may overflow, and `reached` pass a lowered limit.
     if (reached < limit && policy.window < limit - reached) bound = reached + policy.window;
   }
@@ -142,9 +140,9 @@ PIPESPEC_HD inline Step plan(const Block& block, std::uint32_t stage, std::uint3
 
   // At least the newest token is fed: its logits select the next one. (kv == length after a
   // take-back that could not adopt, or with kv counting an adopted token: feed the last one again.)
-  priv.kv = detail::min(priv.kv, length - 1);
+  priv.kv = min(priv.kv, length - 1);
   const std::uint32_t known = length - priv.kv;
-  std::uint32_t n_fed = detail::min(known, policy.width);
+  std::uint32_t n_fed = min(known, policy.width);
   for (std::uint32_t i = 0; i < n_fed; ++i) tokens[i] = own.token(priv.kv + i);
   if (n_fed < known) return {Action::kCatchUp, priv.kv, n_fed, 0};
 
@@ -153,16 +151,14 @@ PIPESPEC_HD inline Step plan(const Block& block, std::uint32_t stage, std::uint3
     const Sequence upstream(block, stage - 1, row);
     const std::uint32_t reach = upstream.word().length;
     const std::uint32_t settled = is_target ? length : own.settled();
-    const std::uint32_t overlap = detail::min(upstream.settled(), settled);
+    const std::uint32_t overlap = min(upstream.settled(), settled);
     const bool agrees =
-        reach >= length &&
-        detail::first_difference(own, upstream, detail::min(overlap, length), length) == length;
+        reach >= length && first_difference(own, upstream, min(overlap, length), length) == length;
     // One place is left for the token of our own.
-    const std::uint32_t room =
-        detail::min(detail::min(policy.max_hints, policy.width - known), bound - length - 1);
-    if (agrees && reach > length) n_hint = detail::min(reach - length, room);
+    const std::uint32_t room = min(min(policy.max_hints, policy.width - known), bound - length - 1);
+    if (agrees && reach > length) n_hint = min(reach - length, room);
     for (std::uint32_t i = 0; i < n_hint; ++i) tokens[n_fed + i] = upstream.token(length + i);
-    if (n_hint < detail::min(policy.min_hints, room) &&
+    if (n_hint < min(policy.min_hints, room) &&
         load_relaxed(&block.control(stage - 1).alive) != 0) {
       const bool upstream_ended =
           agrees && (reach >= limit || (reach > start && block.is_eos(upstream.token(reach - 1))));
@@ -171,6 +167,26 @@ PIPESPEC_HD inline Step plan(const Block& block, std::uint32_t stage, std::uint3
     n_fed += n_hint;
   }
   return {Action::kStep, priv.kv, n_fed, n_hint};
+}
+
+}  // namespace detail
+
+// `tokens` receives n_fed token ids (room for policy.width). Called by the stage that owns `stage`
+// only.
+PIPESPEC_HD inline Step plan(const Block& block, std::uint32_t stage, std::uint32_t row,
+                             const Policy& policy, std::int32_t* tokens) {
+  OwnSequence own(block, stage, row);
+  return detail::plan_for(block, stage, row, policy, tokens, own, block.priv(stage, row));
+}
+
+// What plan() would return if it were called now, without doing any of it: for those who decide
+// whether to call it at all. While no step of `stage` runs; the other stages may.
+PIPESPEC_HD inline Step foresee(const Block& block, std::uint32_t stage, std::uint32_t row,
+                                const Policy& policy, std::int32_t* tokens) {
+  ImaginedSequence own(block, stage, row);
+  const Private& real = block.priv(stage, row);
+  Private priv{real.kv, real.agreed, real.seen_epoch, {}};
+  return detail::plan_for(block, stage, row, policy, tokens, own, priv);
 }
 
 }  // namespace pipespec

@@ -51,6 +51,11 @@ class OwnSequence : public Sequence {
     store_release(&ring_[word_.length++ & mask_], token);
   }
   PIPESPEC_HD void publish() { store_release(&published_->word, pack(word_)); }
+  // Another's tokens up to `length`.
+  PIPESPEC_HD void adopt(const Sequence& other, std::uint32_t length) {
+    while (word_.length < length) append(other.token(word_.length));
+    publish();
+  }
   // Announced at once: see above.
   PIPESPEC_HD void truncate(std::uint32_t length) {
     word_ = {word_.epoch + 1, length};
@@ -60,6 +65,51 @@ class OwnSequence : public Sequence {
 
  private:
   Word word_;
+};
+
+// What its owner's sequence would become: takes back and adopts like OwnSequence, and writes
+// nothing. It can adopt twice, which is what plan() does: from the target, then from a neighbour.
+class ImaginedSequence : public Sequence {
+ public:
+  PIPESPEC_HD ImaginedSequence(const Block& block, std::uint32_t stage, std::uint32_t row)
+      : Sequence(block, stage, row),
+        length_(word().length),
+        settled_(Sequence::settled()),
+        own_end_(length_),
+        first_end_(length_),
+        first_(*this),
+        second_(*this) {}
+
+  [[nodiscard]] PIPESPEC_HD std::uint32_t length() const { return length_; }
+  [[nodiscard]] PIPESPEC_HD std::uint32_t settled() const { return settled_; }
+  [[nodiscard]] PIPESPEC_HD std::int32_t token(std::uint32_t position) const {
+    if (position < own_end_) return Sequence::token(position);
+    return (position < first_end_ ? first_ : second_).token(position);
+  }
+  PIPESPEC_HD void truncate(std::uint32_t length) {
+    length_ = length;
+    own_end_ = length < own_end_ ? length : own_end_;
+    first_end_ = length < first_end_ ? length : first_end_;
+  }
+  PIPESPEC_HD void adopt(const Sequence& other, std::uint32_t length) {
+    length_ = length;
+    if (adopted_) {
+      second_ = other;
+      return;
+    }
+    adopted_ = true;
+    first_ = other;
+    first_end_ = length;
+  }
+  PIPESPEC_HD void settle(std::uint32_t length) { settled_ = length; }
+
+ private:
+  std::uint32_t length_;
+  std::uint32_t settled_;
+  std::uint32_t own_end_;    // its own tokens up to here,
+  std::uint32_t first_end_;  // those of `first_` up to here, then those of `second_`
+  Sequence first_, second_;
+  bool adopted_ = false;
 };
 
 }  // namespace pipespec

@@ -5,4 +5,5 @@ PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The CUDA part of pipespec's native core.";
   pipespec::cuda::bind_device(m);
   pipespec::cuda::bind_protocol(m);
+  pipespec::cuda::bind_launcher(m);
 }

@@ -1,7 +1,7 @@
 // Bindings of plan() and commit() on the device: addresses and numbers;
 // pipespec_kernels/device_state.py has checked them.
 #include "bindings/cuda/bindings.hpp"
-#include "cuda/device.hpp"
+#include "cuda/check.hpp"
 #include "cuda/protocol_kernels.hpp"
 
 namespace py = pybind11;

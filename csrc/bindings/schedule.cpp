@@ -1,0 +1,123 @@
+// Bindings of the scheduler and of the launcher for the host. pipespec_kernels/scheduler.py gives
+// them names, defaults and Ctrl-C.
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "../runtime/host_launcher.hpp"
+#include "../runtime/scheduler.hpp"
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace pipespec {
+namespace {
+
+using Rectangle = HostLauncher::Rectangle;
+
+// Views, not copies; they are good while the model runs.
+py::array rows_of(py::object self, const std::int32_t* Rectangle::* field) {
+  const auto& r = self.cast<const Rectangle&>();
+  return py::array_t<std::int32_t>({py::ssize_t{r.rows}}, r.*field, self);
+}
+py::array rectangle_of(py::object self, const std::int32_t* data) {
+  const auto& r = self.cast<const Rectangle&>();
+  return py::array_t<std::int32_t>({py::ssize_t{r.rows}, py::ssize_t{r.width}}, data, self);
+}
+template <auto Field>
+py::array rows_property(py::object self) {
+  return rows_of(std::move(self), Field);
+}
+
+// Whoever destroys it waits for steps that may need the interpreter.
+struct Unlocked {
+  void operator()(Scheduler* scheduler) const {
+    const py::gil_scoped_release unlocked;
+    delete scheduler;
+  }
+};
+
+py::array_t<TraceEntry> trace(const Scheduler& scheduler, std::uint32_t stage) {
+  // Not when the module is imported: that must work without numpy.
+  static const bool registered = [] {
+    PYBIND11_NUMPY_DTYPE(TraceEntry, step, launched_ns, start_ns, end_ns, width, fed, hints,
+                         accepted, taken_back, in_flight);
+    return true;
+  }();
+  (void)registered;
+  const std::vector<TraceEntry> entries = scheduler.trace(stage);
+  return py::array_t<TraceEntry>(static_cast<py::ssize_t>(entries.size()), entries.data());
+}
+
+}  // namespace
+
+void bind_schedule(py::module_& m) {
+  py::register_exception<TargetFailed>(m, "TargetFailed", PyExc_RuntimeError);
+  py::enum_<Schedule>(m, "Schedule")
+      .value("STREAMS", Schedule::kStreams)
+      .value("LOCKSTEP", Schedule::kLockstep);
+  py::class_<Steering>(m, "Steering")
+      .def(py::init<std::vector<std::uint32_t>, std::uint32_t, bool>(), py::arg("windows"),
+           py::arg("wait"), py::arg("decode_meanwhile"));
+  py::class_<Options>(m, "Options")
+      .def(py::init<Schedule, std::uint32_t, double, std::uint32_t>(), py::arg("schedule"),
+           py::arg("ahead"), py::arg("patience"), py::arg("trace"));
+
+  py::class_<Launcher, std::shared_ptr<Launcher>>(m, "Launcher");
+  py::class_<Rectangle>(m, "Rectangle")
+      .def_property_readonly(
+          "tokens",
+          [](py::object self) { return rectangle_of(self, self.cast<const Rectangle&>().tokens); })
+      .def_property_readonly("kv", &rows_property<&Rectangle::kv>)
+      .def_property_readonly("n_fed", &rows_property<&Rectangle::n_fed>)
+      .def_property_readonly("n_hint", &rows_property<&Rectangle::n_hint>)
+      .def_property_readonly("n_select", &rows_property<&Rectangle::n_select>)
+      .def_property_readonly("selected", [](py::object self) {
+        return rectangle_of(self, self.cast<const Rectangle&>().selected);
+      });
+  py::class_<HostLauncher, Launcher, std::shared_ptr<HostLauncher>>(m, "HostLauncher")
+      .def(py::init([](py::array_t<std::uint8_t> memory, std::vector<HostLauncher::Model> models,
+                       std::vector<std::uint32_t> widths, bool mirrored) {
+             return std::make_shared<HostLauncher>(memory.mutable_data(), std::move(models),
+                                                   std::move(widths), mirrored);
+           }),
+           py::arg("memory"), py::arg("models"), py::arg("widths"), py::arg("mirrored"),
+           py::keep_alive<1, 2>());
+
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<Scheduler, std::unique_ptr<Scheduler, Unlocked>>(m, "Scheduler")
+      .def(py::init([](std::shared_ptr<Launcher> launcher, const Options& options,
+                       const Steering& steering) {
+             return std::unique_ptr<Scheduler, Unlocked>(
+                 new Scheduler(std::move(launcher), options, steering));
+           }),
+           py::arg("launcher"), py::arg("options"), py::arg("steering"), py::keep_alive<1, 2>())
+      .def("start", &Scheduler::start, unlocked)
+      .def(
+          "wait",
+          [](Scheduler& s, std::uint64_t steps, std::int64_t timeout_ns) {
+            Scheduler::Progress progress;
+            {
+              const py::gil_scoped_release unlocked_here;
+              progress = s.wait(steps, timeout_ns);
+            }
+            return py::make_tuple(progress.steps, progress.running);
+          },
+          py::arg("steps"), py::arg("timeout_ns"))
+      .def("request_stop", &Scheduler::request_stop)
+      .def("stop", &Scheduler::stop, unlocked)
+      .def("finish", &Scheduler::finish, unlocked)
+      .def("steer", &Scheduler::steer, py::arg("steering"))
+      .def("end_row", &Scheduler::end_row, py::arg("row"))
+      .def("failures",
+           [](const Scheduler& s) {
+             py::list out;
+             for (const StageFailure& failure : s.failures())
+               out.append(py::make_tuple(failure.stage, failure.cause));
+             return out;
+           })
+      .def("trace", &trace, py::arg("stage"));
+}
+
+}  // namespace pipespec

@@ -1,0 +1,90 @@
+// A launcher without a GPU: one thread per stage takes the place of a stream, a function that of
+// the model. For tests, and for forwards that need no more than the host.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "launcher.hpp"
+
+namespace pipespec {
+
+class HostLauncher final : public Launcher {
+ public:
+  // What a model is asked: the rectangle of one step. Row r feeds tokens[r * width + i] at position
+  // kv[r] + i for i < n_fed[r], of which the last n_hint[r] are hints; the rest is padding. Where
+  // n_select[r] > 0 it says in selected[r * width + j] what it chooses after j accepted hints, at
+  // least up to the first hint that it contradicts.
+  struct Rectangle {
+    std::uint32_t rows;
+    std::uint32_t width;
+    const std::int32_t* tokens;
+    const std::int32_t* kv;
+    const std::int32_t* n_fed;
+    const std::int32_t* n_hint;
+    const std::int32_t* n_select;
+    std::int32_t* selected;
+  };
+  // Called by the stage's thread. What it throws is the failure of the step.
+  using Model = std::function<void(const Rectangle&)>;
+
+  // `block` outlives the launcher, and is what the caller resets; one model per stage. `mirrored`:
+  // the scheduler sees a copy of the block that is as late as that of a GPU. Throws
+  // std::invalid_argument.
+  HostLauncher(void* block, std::vector<Model> models, std::vector<std::uint32_t> widths,
+               bool mirrored);
+  ~HostLauncher() override;
+  HostLauncher(const HostLauncher&) = delete;
+  HostLauncher& operator=(const HostLauncher&) = delete;
+
+  Block mirror() const override { return mirror_; }
+  const std::vector<std::uint32_t>& widths(std::uint32_t) const override { return widths_; }
+  std::uint32_t depth() const override { return kDepth; }
+  std::int64_t patrol_ns() const override { return 1'000'000'000; }
+  void begin(Notice notice) override;
+  void end() override;
+  void launch(std::uint32_t stage, const Policy& policy) override;
+  std::uint64_t ended(std::uint32_t stage) override;
+  Outcome outcome(std::uint32_t stage, std::uint64_t n) const override;
+  void set_alive(std::uint32_t stage, bool alive) override;
+  void set_limit(std::uint32_t row, std::uint32_t limit) override;
+
+ private:
+  static constexpr std::uint32_t kDepth = 8;
+
+  struct Lane {
+    Model model;
+    std::mutex mutex;  // of what follows, but for the thread
+    std::condition_variable queued;
+    std::deque<Policy> queue;
+    Notice notice;
+    std::uint64_t ended = 0;
+    Outcome outcomes[kDepth] = {};
+    bool failed = false;
+    std::string cause;
+    bool closed = false;
+    std::thread thread;
+  };
+  struct Free {
+    void operator()(char* memory) const;
+  };
+
+  void close();
+  void serve(std::uint32_t stage);
+  Outcome step(std::uint32_t stage, const Policy& policy) const;
+
+  Block block_;
+  std::unique_ptr<char, Free> mirror_memory_;
+  Block mirror_;
+  std::vector<std::uint32_t> widths_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+};
+
+}  // namespace pipespec

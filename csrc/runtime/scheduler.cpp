@@ -1,0 +1,387 @@
+#include "scheduler.hpp"
+
+#include <algorithm>
+#include <exception>
+#include <limits>
+#include <utility>
+
+#include "../protocol/ring.hpp"
+#include "clock.hpp"
+
+namespace pipespec {
+namespace {
+
+using u32 = std::uint32_t;
+
+// Whoever has nothing in flight is woken by others; this only bounds what a lost notice can cost.
+constexpr std::int64_t kNap = 1'000'000'000;
+constexpr std::int64_t kLongest = 1'000 * kNap;  // for deadlines: sums must not overflow
+
+// Has the row's text ended in this stage's sequence, as far as it goes?
+bool has_ended(const Block& block, const Sequence& sequence, u32 row, u32 length) {
+  const RowSpan& span = block.span(row);
+  return length >= load_acquire(&span.limit) ||
+         (length > load_relaxed(&span.start) && block.is_eos(sequence.token(length - 1)));
+}
+
+}  // namespace
+
+Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
+                     const Steering& steering)
+    : launcher_(std::move(launcher)), options_(options) {
+  if (!launcher_) throw std::invalid_argument("a scheduler needs a launcher");
+  if (options.schedule != Schedule::kStreams && options.schedule != Schedule::kLockstep)
+    throw std::invalid_argument("there is no such schedule");
+  if (options.ahead < 1 || options.ahead > launcher_->depth())
+    throw std::invalid_argument("ahead must be 1 to " + std::to_string(launcher_->depth()) +
+                                ", not " + std::to_string(options.ahead));
+  if (!(options.patience >= 0.0 && options.patience <= 1e6))
+    throw std::invalid_argument("patience must be 0 to 1e6, not " +
+                                std::to_string(options.patience));
+  target_ = launcher_->mirror().target();
+  for (u32 s = 0; s <= target_; ++s) {
+    lanes_.push_back(std::make_unique<Lane>());
+    lanes_[s]->scratch.resize(widest(s));
+  }
+  steer(steering);
+}
+
+Scheduler::~Scheduler() { stop(); }
+
+void Scheduler::start() {
+  if (started_) throw std::logic_error("a generation runs already; stop() it or finish() it");
+  failures_.clear();
+  for (const auto& lane : lanes_) {
+    lane->in_flight.clear();
+    lane->ended = 0;
+    lane->deadline_ns = 0;
+    lane->dead = false;
+    lane->trace = options_.trace > 0 ? std::make_unique<TraceBuffer>(options_.trace) : nullptr;
+  }
+  target_steps_ = 0;
+  launcher_->begin([this](u32 stage) { noticed(stage); });
+  for (u32 s = 0; s <= target_; ++s) launcher_->set_alive(s, true);
+  over_ = false;
+  started_ = true;
+  const bool one_thread = options_.schedule == Schedule::kLockstep;
+  for (u32 s = one_thread ? target_ : 0; s <= target_; ++s) {
+    try {
+      lanes_[s]->thread =
+          std::thread([this, s, one_thread] { one_thread ? run_lockstep() : run_stage(s); });
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+}
+
+Scheduler::Progress Scheduler::wait(std::uint64_t steps, std::int64_t timeout_ns) {
+  const std::int64_t deadline = now_ns() + std::min(timeout_ns, kLongest);
+  while (true) {
+    const u32 heard = caller_.note();
+    const bool running = !over_;
+    const std::uint64_t ended = target_steps_;
+    const std::int64_t left = deadline - now_ns();
+    if (!running || ended > steps || left <= 0) return {ended, running};
+    caller_.sleep(heard, left);
+  }
+}
+
+void Scheduler::request_stop() {
+  over_ = true;
+  ring_all();
+}
+
+void Scheduler::stop() {
+  request_stop();
+  join();
+}
+
+void Scheduler::finish() {
+  while (wait(std::numeric_limits<std::uint64_t>::max(), kNap).running) {
+  }
+  stop();
+  for (const StageFailure& failure : failures())
+    if (failure.stage == target_) throw TargetFailed(failure);
+}
+
+void Scheduler::join() {
+  if (!started_) return;
+  for (const auto& lane : lanes_)
+    if (lane->thread.joinable()) lane->thread.join();
+  launcher_->end();
+  started_ = false;
+}
+
+void Scheduler::steer(const Steering& steering) {
+  if (steering.windows.size() != target_)
+    throw std::invalid_argument("a chain of " + std::to_string(target_ + 1) + " needs " +
+                                std::to_string(target_) + " windows, not " +
+                                std::to_string(steering.windows.size()));
+  for (u32 s = 0; s < target_; ++s) lanes_[s]->window = steering.windows[s];
+  wait_ = steering.wait;
+  decode_meanwhile_ = steering.decode_meanwhile;
+  ring_all();
+}
+
+void Scheduler::end_row(u32 row) {
+  const Block block = launcher_->mirror();
+  if (row >= block.header().active_rows) throw std::invalid_argument("there is no such row");
+  launcher_->set_limit(row, Sequence(block, target_, row).word().length);
+  ring_all();
+}
+
+std::vector<StageFailure> Scheduler::failures() const {
+  const std::lock_guard lock(mutex_);
+  return failures_;
+}
+
+std::vector<TraceEntry> Scheduler::trace(u32 stage) const {
+  if (stage > target_) throw std::invalid_argument("there is no such stage");
+  const TraceBuffer* buffer = lanes_[stage]->trace.get();
+  return buffer == nullptr ? std::vector<TraceEntry>{} : buffer->read();
+}
+
+// --- what a step should be -----------------------------------------------------------------------
+
+u32 Scheduler::bucket(u32 stage, u32 columns) const {
+  const std::vector<u32>& widths = launcher_->widths(stage);
+  const auto fits = std::lower_bound(widths.begin(), widths.end(), columns);
+  return fits == widths.end() ? widths.back() : *fits;
+}
+
+// What the steering allows at this moment, with all the width there is and without a wait.
+Policy Scheduler::policy(u32 stage) const {
+  const u32 window = stage < target_ ? lanes_[stage]->window.load() : 0;
+  const u32 hints = stage > 0 ? lanes_[stage - 1]->window.load() : 0;
+  return {window, std::min(hints, widest(stage) - 1), 0, widest(stage)};
+}
+
+// While the stage has nothing in flight: foresee() looks at its private state.
+Scheduler::Outlook Scheduler::look(u32 stage, const Policy& policy) {
+  const Block block = launcher_->mirror();
+  Outlook out;
+  for (u32 row = 0; row < block.header().active_rows; ++row) {
+    const Step step = foresee(block, stage, row, policy, lanes_[stage]->scratch.data());
+    out.works |= step.n_fed > 0;
+    out.waits |= step.action == Action::kWait;
+    out.finished &= step.action == Action::kFinished;
+    out.columns = std::max(out.columns, step.n_fed);
+  }
+  return out;
+}
+
+Scheduler::Decision Scheduler::decide(u32 stage) {
+  const Lane& lane = *lanes_[stage];
+  Policy now = policy(stage);
+  if (stage == target_)
+    return lane.in_flight.empty() ? decide_target(now) : Decision{Decision::kSleep};
+  if (now.window == 0 || lane.in_flight.size() >= options_.ahead) return {Decision::kSleep};
+  if (!lane.in_flight.empty()) return decide_ahead(stage, now);
+  const Outlook outlook = look(stage, now);
+  if (!outlook.works) return {Decision::kSleep};
+  now.width = bucket(stage, outlook.columns);
+  return {Decision::kLaunch, now};
+}
+
+// The target never has two steps in flight: what is worth feeding next is known when it has
+// verified. With fewer hints than asked for it waits, with a deadline, since they may never come.
+Scheduler::Decision Scheduler::decide_target(const Policy& all) {
+  Lane& lane = *lanes_[target_];
+  Policy now = all;
+  now.min_hints = wait_;
+  Outlook outlook = look(target_, now);
+  if (outlook.waits) {
+    const std::int64_t time = now_ns();
+    if (lane.deadline_ns == 0) {
+      const Block block = launcher_->mirror();
+      const double step = load_relaxed(&block.control(target_ - 1).step_ns);
+      lane.deadline_ns =
+          time + static_cast<std::int64_t>(std::min(options_.patience * now.min_hints * step,
+                                                    static_cast<double>(kLongest)));
+    }
+    if (time < lane.deadline_ns) {
+      if (!decode_meanwhile_) return {Decision::kSleep, {}, lane.deadline_ns};
+      now.max_hints = now.min_hints = 0;
+      outlook = look(target_, now);
+      now.width = bucket(target_, outlook.columns);
+      return {Decision::kLaunch, now};
+    }
+    now.min_hints = 0;
+    outlook = look(target_, now);
+  }
+  lane.deadline_ns = 0;
+  if (!outlook.works) return {outlook.finished ? Decision::kFinished : Decision::kSleep};
+  now.min_hints = 0;  // on a GPU the forward would run all the same
+  now.width = bucket(target_, outlook.columns);
+  return {Decision::kLaunch, now};
+}
+
+// One more step behind those in flight, from published words only, if there is room for it even
+// when they append all they can. It is as wide as the hints that will be left for it; should it
+// have to obey a correction, it catches up in steps.
+Scheduler::Decision Scheduler::decide_ahead(u32 stage, Policy now) const {
+  const Block block = launcher_->mirror();
+  u32 growth = 0;
+  for (const Launched& step : lanes_[stage]->in_flight) growth += step.growth;
+  u32 columns = 0;
+  for (u32 row = 0; row < block.header().active_rows; ++row) {
+    const Sequence own(block, stage, row), target(block, target_, row);
+    const u32 length = own.word().length, truth = target.word().length;
+    if (has_ended(block, own, row, length) || has_ended(block, target, row, truth)) continue;
+    const u32 reached = std::max(truth, Sequence(block, stage + 1, row).word().length);
+    const u32 limit = load_acquire(&block.span(row).limit);
+    const u32 bound =
+        reached < limit && now.window < limit - reached ? reached + now.window : limit;
+    if (length >= bound || bound - length <= growth) continue;
+    const u32 offered = stage > 0 ? Sequence(block, stage - 1, row).word().length : 0;
+    const u32 hints = offered > length + growth ? offered - length - growth : 0;
+    columns = std::max(columns, 1 + std::min(hints, now.max_hints));
+  }
+  if (columns == 0) return {Decision::kSleep};
+  now.width = bucket(stage, columns);
+  return {Decision::kLaunch, now};
+}
+
+// --- one thread per stage ------------------------------------------------------------------------
+
+void Scheduler::run_stage(u32 stage) {
+  Lane& lane = *lanes_[stage];
+  try {
+    while (true) {
+      const u32 heard = lane.bell.note();
+      harvest(stage);
+      if (over_ && lane.in_flight.empty()) return;
+      Decision decision = over_ ? Decision{Decision::kSleep} : decide(stage);
+      if (decision.what == Decision::kLaunch) {
+        launch(stage, decision.policy);
+        continue;
+      }
+      if (decision.what == Decision::kFinished) {
+        request_stop();
+        continue;
+      }
+      std::int64_t nap = lane.in_flight.empty() ? kNap : launcher_->patrol_ns();
+      if (decision.until_ns != 0) nap = std::min(nap, decision.until_ns - now_ns());
+      lane.bell.sleep(heard, nap);
+    }
+  } catch (const std::exception& error) {
+    fail(stage, error.what());
+  }
+}
+
+// --- all in turn ---------------------------------------------------------------------------------
+
+void Scheduler::run_lockstep() {
+  while (!over_ && advance(target_) == Action::kStep) {
+  }
+  request_stop();
+}
+
+// Gives the stage its drafts, then lets it take one step.
+Action Scheduler::advance(u32 stage) {
+  Lane& lane = *lanes_[stage];
+  if (lane.dead) return Action::kIdle;
+  Policy now = policy(stage);
+  if (now.max_hints > 0) {
+    while (!over_ && advance(stage - 1) == Action::kStep) {
+    }
+  }
+  if (over_ || (stage < target_ && now.window == 0)) return Action::kIdle;
+  try {
+    const Outlook outlook = look(stage, now);
+    if (!outlook.works) return outlook.finished ? Action::kFinished : Action::kIdle;
+    now.width = bucket(stage, outlook.columns);
+    launch(stage, now);
+    while (true) {
+      const u32 heard = lane.bell.note();
+      harvest(stage);
+      if (lane.in_flight.empty()) return Action::kStep;
+      lane.bell.sleep(heard, launcher_->patrol_ns());
+    }
+  } catch (const std::exception& error) {
+    fail(stage, error.what());
+    return Action::kIdle;
+  }
+}
+
+// --- what both share -----------------------------------------------------------------------------
+
+void Scheduler::launch(u32 stage, const Policy& policy) {
+  Lane& lane = *lanes_[stage];
+  const auto before = static_cast<u32>(lane.in_flight.size());
+  lane.in_flight.push_back(
+      {now_ns(), policy.width, 1 + std::min(policy.max_hints, policy.width - 1), before});
+  try {
+    launcher_->launch(stage, policy);
+  } catch (...) {
+    lane.in_flight.pop_back();
+    throw;
+  }
+}
+
+// Takes note of the steps that have ended.
+void Scheduler::harvest(u32 stage) {
+  Lane& lane = *lanes_[stage];
+  if (lane.in_flight.empty()) return;
+  for (const std::uint64_t ended = launcher_->ended(stage); lane.ended < ended; ++lane.ended) {
+    const Launched launched = lane.in_flight.front();
+    lane.in_flight.pop_front();
+    const Outcome outcome = launcher_->outcome(stage, lane.ended);
+    if (outcome.fed > 0) {
+      const double took = static_cast<double>(outcome.end_ns - outcome.start_ns);
+      lane.step_ns = lane.step_ns == 0.0 ? took : 0.9 * lane.step_ns + 0.1 * took;
+      store_relaxed(&launcher_->mirror().control(stage).step_ns,
+                    static_cast<u32>(std::min(lane.step_ns, 0x1p32 - 1)));
+    }
+    if (lane.trace != nullptr)
+      lane.trace->write({lane.ended, launched.at_ns, outcome.start_ns, outcome.end_ns,
+                         launched.width, outcome.fed, outcome.hints, outcome.accepted,
+                         outcome.taken_back, launched.in_flight});
+    if (stage != target_) continue;
+    ++target_steps_;
+    caller_.ring();
+  }
+}
+
+// A failed draft costs speed, a failed target ends the text.
+void Scheduler::fail(u32 stage, const std::string& cause) {
+  drain(stage);
+  lanes_[stage]->dead = true;
+  {
+    const std::lock_guard lock(mutex_);
+    failures_.push_back({stage, cause});
+  }
+  launcher_->set_alive(stage, false);
+  if (stage == target_) over_ = true;
+  ring_all();
+}
+
+// What was launched before a failing launch() may still run.
+void Scheduler::drain(u32 stage) {
+  Lane& lane = *lanes_[stage];
+  try {
+    while (true) {
+      const u32 heard = lane.bell.note();
+      harvest(stage);
+      if (lane.in_flight.empty()) return;
+      lane.bell.sleep(heard, launcher_->patrol_ns());
+    }
+  } catch (const std::exception&) {
+    lane.in_flight.clear();  // as ended() promises; the first cause is the one to tell
+  }
+}
+
+// A step of `stage` has ended: its neighbours may have new hints or a correction, and everybody
+// obeys the target.
+void Scheduler::noticed(u32 stage) {
+  const u32 first = stage == 0 || stage == target_ ? 0 : stage - 1;
+  for (u32 s = first; s <= std::min(stage + 1, target_); ++s) lanes_[s]->bell.ring();
+}
+
+void Scheduler::ring_all() {
+  for (const auto& lane : lanes_) lane->bell.ring();
+  caller_.ring();
+}
+
+}  // namespace pipespec

@@ -1,0 +1,162 @@
+// Drives the stages of one generation in one process: decides when which stage takes a step, how
+// wide it is, and when to sleep instead. No Python, no spinning; what a step is, the launcher
+// knows.
+//
+//   kStreams   one thread per stage. A stage that has nothing in flight looks at the mirror with
+//              foresee(), i.e. with the protocol's own plan(), and launches the narrowest step that
+//              holds what it would feed; a draft may launch further ones while one runs.
+//   kLockstep  one thread. Rounds: the windows are filled from the smallest draft upwards, then the
+//              target verifies.
+//
+// The mirror may be late: then a step finds less to do than was foreseen, or more. Neither touches
+// the text, which depends on the target's forwards alone.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "doorbell.hpp"
+#include "launcher.hpp"
+#include "trace.hpp"
+
+namespace pipespec {
+
+enum class Schedule : std::int32_t { kStreams = 0, kLockstep = 1 };
+
+// The numbers of Policy in drivers/base.py; they may change between any two steps.
+struct Steering {
+  std::vector<std::uint32_t> windows;  // per draft; 0: it rests
+  std::uint32_t wait = 0;              // hints that the target awaits when it has fewer
+  bool decode_meanwhile = false;       // ... with steps of one token instead of asleep
+};
+
+struct Options {
+  Schedule schedule = Schedule::kStreams;
+  std::uint32_t ahead = 1;  // steps of a draft that may be launched and not ended
+  double patience = 1.5;    // deadline of a wait: this * wait * mean step of upstream
+  std::uint32_t trace = 0;  // entries per stage that are kept; 0: none are written
+};
+
+struct StageFailure {
+  std::uint32_t stage;
+  std::string cause;
+};
+
+// The target failed: there is no more text.
+class TargetFailed : public std::runtime_error {
+ public:
+  explicit TargetFailed(const StageFailure& failure)
+      : std::runtime_error("the target (stage " + std::to_string(failure.stage) +
+                           ") failed: " + failure.cause) {}
+};
+
+class Scheduler {
+ public:
+  struct Progress {
+    std::uint64_t steps;  // of the target that have ended
+    bool running;         // false: the text is complete, or stopped, or the target failed
+  };
+
+  // Throws std::invalid_argument on settings that make no sense.
+  Scheduler(std::shared_ptr<Launcher> launcher, const Options& options, const Steering& steering);
+  ~Scheduler();  // stops
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // Starts the generation that the block was reset for. Throws std::logic_error while one runs.
+  void start();
+  // Sleeps until the target has ended more than `steps` steps, or nothing runs, or the time is
+  // over. By one thread at a time.
+  Progress wait(std::uint64_t steps, std::int64_t timeout_ns);
+  // No step is launched any more. Returns at once; from any thread, also a launcher's.
+  void request_stop();
+  // request_stop(), then waits until the steps under way have ended and no thread is left.
+  void stop();
+  // Waits for the end of the text, then as stop(). Throws TargetFailed.
+  void finish();
+
+  // Used from the next decision on. Any thread.
+  void steer(const Steering& steering);
+  // The row ends where the target stands. Any thread, while a generation runs.
+  void end_row(std::uint32_t row);
+  // Stages that failed in this generation, in the order of their failures. Any thread.
+  std::vector<StageFailure> failures() const;
+  // Entries of the present or last generation; empty when nothing is traced. Any thread, but not
+  // during start().
+  std::vector<TraceEntry> trace(std::uint32_t stage) const;
+
+ private:
+  struct Launched {
+    std::int64_t at_ns;
+    std::uint32_t width;
+    std::uint32_t growth;  // most tokens that it can append to a row
+    std::uint32_t in_flight;
+  };
+  // One per stage; touched by the thread that runs it, but for the bell and the window.
+  struct Lane {
+    Doorbell bell;
+    std::atomic<std::uint32_t> window{0};
+    std::deque<Launched> in_flight;
+    std::uint64_t ended = 0;
+    double step_ns = 0.0;
+    std::int64_t deadline_ns = 0;  // of the present wait; 0: there is none
+    bool dead = false;
+    std::vector<std::int32_t> scratch;
+    std::unique_ptr<TraceBuffer> trace;
+    std::thread thread;
+  };
+  // What the rows of a stage would do together.
+  struct Outlook {
+    bool works = false;    // some row feeds something
+    bool waits = false;    // some row would rather wait for hints
+    bool finished = true;  // every row is complete
+    std::uint32_t columns = 0;
+  };
+  struct Decision {
+    enum { kLaunch, kSleep, kFinished } what;
+    Policy policy{};
+    std::int64_t until_ns = 0;  // kSleep: 0 for no deadline
+  };
+
+  std::uint32_t widest(std::uint32_t stage) const { return launcher_->widths(stage).back(); }
+  std::uint32_t bucket(std::uint32_t stage, std::uint32_t columns) const;
+  Policy policy(std::uint32_t stage) const;
+  Outlook look(std::uint32_t stage, const Policy& policy);
+
+  void run_stage(std::uint32_t stage);
+  Decision decide(std::uint32_t stage);
+  Decision decide_target(const Policy& now);
+  Decision decide_ahead(std::uint32_t stage, Policy now) const;
+  void run_lockstep();
+  Action advance(std::uint32_t stage);
+
+  void launch(std::uint32_t stage, const Policy& policy);
+  void harvest(std::uint32_t stage);
+  void drain(std::uint32_t stage);
+  void fail(std::uint32_t stage, const std::string& cause);
+  void noticed(std::uint32_t stage);
+  void ring_all();
+  void join();
+
+  std::shared_ptr<Launcher> launcher_;
+  Options options_;
+  std::uint32_t target_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::atomic<std::uint32_t> wait_{0};
+  std::atomic<bool> decode_meanwhile_{false};
+  std::atomic<bool> over_{true};
+  std::atomic<std::uint64_t> target_steps_{0};
+  Doorbell caller_;
+  bool started_ = false;
+  mutable std::mutex mutex_;  // of failures_
+  std::vector<StageFailure> failures_;
+};
+
+}  // namespace pipespec

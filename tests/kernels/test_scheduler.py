@@ -1,0 +1,275 @@
+"""The scheduler from Python: the text is that of plain decoding, failures and Ctrl-C leave nothing running."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pipespec_kernels
+from pipespec_kernels import env
+from pipespec_kernels.scheduler import HostLauncher, Rectangle, Scheduler, Steering, TargetFailed
+from pipespec_kernels.state import StateBlock
+
+EOS = 1
+CUDA_MODULES = list(Path(pipespec_kernels.__file__).parent.glob("_cuda.*so"))
+
+
+def truth(text: list[int]) -> int:
+    """What the target says after ``text``: a hash of all of it; never EOS."""
+    value = 7
+    for token in text:
+        value = (value * 1_000_003 + token + 1) % 2**61
+    return 100 + value % 50
+
+
+def plain(prompt: list[int], limit: int) -> list[int]:
+    text = list(prompt)
+    while len(text) < limit:
+        text.append(truth(text))
+    return text
+
+
+class Model:
+    """Says the truth about the tokens that its cache holds, but for every ``wrong_every``-th position."""
+
+    def __init__(self, prompts: list[list[int]], wrong_every: int = 0, before: Callable[[int], None] | None = None):
+        self.cache = [prompt[:-1] for prompt in prompts]
+        self.wrong_every, self.before, self.steps = wrong_every, before, 0
+
+    def choose(self, text: list[int]) -> int:
+        wrong = self.wrong_every and len(text) % self.wrong_every == 0
+        return truth(text) + bool(wrong)
+
+    def __call__(self, step: Rectangle) -> None:
+        self.steps += 1
+        if self.before is not None:
+            self.before(self.steps)
+        for row, (kv, n_fed, n_hint) in enumerate(zip(step.kv, step.n_fed, step.n_hint, strict=True)):
+            cache = self.cache[row]
+            cache[kv:] = step.tokens[row, :n_fed].tolist()
+            if step.n_select[row] == 0:
+                continue
+            own = len(cache) - n_hint
+            for j in range(n_hint + 1):
+                step.selected[row, j] = self.choose(cache[: own + j])
+                if j < n_hint and step.selected[row, j] != cache[own + j]:
+                    break
+
+
+PROMPTS = [[3, 5, 8], [9]]
+LIMITS = [60, 45]
+
+
+def block_for(prompts: list[list[int]], limits: list[int], stages: int) -> StateBlock:
+    block = StateBlock.create(stages, len(prompts), max(limits) + 2)
+    block.reset([len(p) for p in prompts], limits, [p[-1] for p in prompts], [EOS])
+    return block
+
+
+def text_of(block: StateBlock, row: int) -> list[int]:
+    prompt = PROMPTS[row]
+    return prompt + block.tokens(block.target, row, len(prompt), block.length(block.target, row))
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.fixture
+def no_thread_is_left():
+    before = threads()
+    yield
+    # A thread that has been joined may still be listed for a moment.
+    deadline = time.monotonic() + 30
+    while threads() != before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert threads() == before
+
+
+@pytest.mark.parametrize("schedule", ["streams", "lockstep"])
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("wrong_every", [(), (0,), (4,), (3, 7), (1, 2, 5)])
+def test_plain_text(schedule: str, mirrored: bool, wrong_every: tuple[int, ...], no_thread_is_left: None) -> None:
+    models = [Model(PROMPTS, n) for n in (*wrong_every, 0)]
+    block = block_for(PROMPTS, LIMITS, len(models))
+    launcher = HostLauncher(block, models, [1, 2, 4, 8], mirrored=mirrored)
+    steering = Steering(windows=(4,) * len(wrong_every), wait=2, decode_meanwhile=mirrored)
+    scheduler = Scheduler(launcher, steering, schedule=schedule, ahead=2, trace=1000)
+    seen: list[int] = []
+    scheduler.run(lambda: seen.append(block.length(block.target, 0)))
+    assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
+    assert seen == sorted(seen)
+    assert seen[-1] == LIMITS[0]
+    assert scheduler.failures == []
+
+    for stage, model in enumerate(models):
+        trace = scheduler.trace(stage)
+        assert trace["step"].tolist() == list(range(len(trace)))
+        assert (trace["launched_ns"] <= trace["start_ns"]).all()
+        assert (trace["start_ns"] <= trace["end_ns"]).all()
+        assert model.steps == (trace["fed"] > 0).sum()
+        counters = [block.counters(stage, row) for row in range(2)]
+        for field, counter in {
+            "fed": "fed",
+            "hints": "drafted",
+            "accepted": "accepted",
+            "taken_back": "truncated",
+        }.items():
+            assert trace[field].sum() == sum(c[counter] for c in counters), field
+
+
+def test_nothing_is_traced_unless_asked_for() -> None:
+    block = block_for(PROMPTS, LIMITS, 1)
+    scheduler = Scheduler(HostLauncher(block, [Model(PROMPTS)], [1]), Steering(windows=()))
+    scheduler.run()
+    assert len(scheduler.trace(0)) == 0
+    with pytest.raises(ValueError, match="no such stage"):
+        scheduler.trace(1)
+
+
+def test_a_draft_that_fails_leaves_the_others_running(no_thread_is_left: None) -> None:
+    def fail(step: int) -> None:
+        if step == 5:
+            raise ZeroDivisionError("tired")
+
+    block = block_for(PROMPTS, LIMITS, 3)
+    models = [Model(PROMPTS), Model(PROMPTS, before=fail), Model(PROMPTS)]
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3, 3)))
+    scheduler.run()
+    assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
+    ((stage, cause),) = scheduler.failures
+    assert stage == 1
+    assert cause.startswith("ZeroDivisionError: tired")
+    assert [block.is_alive(s) for s in range(3)] == [True, False, True]
+
+
+def test_a_target_that_fails_ends_the_text(no_thread_is_left: None) -> None:
+    def fail(step: int) -> None:
+        if step == 5:
+            raise MemoryError("no room")
+
+    block = block_for(PROMPTS, LIMITS, 2)
+    models = [Model(PROMPTS), Model(PROMPTS, before=fail)]
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3,)))
+    with pytest.raises(TargetFailed, match=r"the target \(stage 1\) failed: MemoryError: no room"):
+        scheduler.run()
+    for row, limit in enumerate(LIMITS):
+        text = text_of(block, row)
+        assert text == plain(PROMPTS[row], limit)[: len(text)]
+
+
+def test_steering_and_ending_rows_while_it_runs() -> None:
+    limits = [400, 400]
+    block = block_for(PROMPTS, limits, 3)
+    models = [Model(PROMPTS, 5), Model(PROMPTS, 9), Model(PROMPTS)]
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4, 8], mirrored=True), Steering(windows=(3, 3)))
+    commits = 0
+
+    def on_commit() -> None:
+        nonlocal commits
+        commits += 1
+        scheduler.steer(Steering(windows=(commits % 4, commits % 7), wait=commits % 3))
+        if commits == 5:
+            scheduler.end_row(0)
+        if commits == 9:
+            scheduler.end_row(1)
+
+    scheduler.run(on_commit)
+    for row in range(2):
+        text = text_of(block, row)
+        assert len(text) < 400
+        assert text == plain(PROMPTS[row], 400)[: len(text)]
+    with pytest.raises(ValueError, match="needs 2 windows"):
+        scheduler.steer(Steering(windows=(1,)))
+
+
+def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
+    def interrupt(step: int) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.001)  # so that the text is not complete before the caller hears of it
+
+    limits = [60_000, 60_000]
+    block = block_for(PROMPTS, limits, 2)
+    models = [Model(PROMPTS), Model(PROMPTS, before=interrupt)]
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3,)))
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.run()
+    steps = [model.steps for model in models]
+    text = text_of(block, 0)
+    assert text == plain(PROMPTS[0], len(text))
+    assert len(text) < 60_000
+    time.sleep(0.02)
+    assert [model.steps for model in models] == steps
+    # The next generation is none the worse for it.
+    for model in models:
+        model.cache, model.before = [prompt[:-1] for prompt in PROMPTS], None
+    block.reset([len(p) for p in PROMPTS], LIMITS, [p[-1] for p in PROMPTS], [EOS])
+    scheduler.run()
+    assert text_of(block, 1) == plain(PROMPTS[1], LIMITS[1])
+
+
+def test_an_exception_of_the_caller_stops_the_stages(no_thread_is_left: None) -> None:
+    def on_commit() -> None:
+        raise KeyError("mine")
+
+    block = block_for(PROMPTS, [60_000, 60_000], 2)
+    scheduler = Scheduler(HostLauncher(block, [Model(PROMPTS), Model(PROMPTS)], [1, 4]), Steering(windows=(3,)))
+    with pytest.raises(KeyError, match="mine"):
+        scheduler.run(on_commit)
+    assert block.length(1, 0) < 60_000
+
+
+def test_a_request_from_another_thread_stops_it() -> None:
+    def stop(step: int) -> None:
+        if step == 7:
+            scheduler.request_stop()
+
+    block = block_for(PROMPTS, LIMITS, 2)
+    models = [Model(PROMPTS), Model(PROMPTS, before=stop)]
+    scheduler = Scheduler(HostLauncher(block, models, [1]), Steering(windows=(3,)))
+    scheduler.run()
+    assert models[1].steps == 7
+    text = text_of(block, 0)
+    assert text == plain(PROMPTS[0], len(text))
+
+
+def test_bad_settings_are_refused() -> None:
+    block = block_for(PROMPTS, LIMITS, 2)
+    models = [Model(PROMPTS), Model(PROMPTS)]
+    launcher = HostLauncher(block, models, [1, 4])
+    good = Steering(windows=(3,))
+    with pytest.raises(ValueError, match="schedule must be one of 'streams', 'lockstep', not 'workers'"):
+        Scheduler(launcher, good, schedule="workers")
+    with pytest.raises(ValueError, match="needs 1 windows, not 2"):
+        Scheduler(launcher, Steering(windows=(3, 3)))
+    with pytest.raises(ValueError, match="ahead must be 1 to 8"):
+        Scheduler(launcher, good, ahead=0)
+    with pytest.raises(ValueError, match="patience"):
+        Scheduler(launcher, good, patience=float("nan"))
+    with pytest.raises(ValueError, match="2 stages, but there are 1 models"):
+        HostLauncher(block, models[:1], [1])
+    with pytest.raises(ValueError, match="widths"):
+        HostLauncher(block, models, [4, 2])
+    block.memory.array[:] = np.uint8(0)
+    with pytest.raises(ValueError, match="no pipespec state block"):
+        HostLauncher(block, models, [1])
+
+
+@pytest.mark.skipif(not CUDA_MODULES, reason="_cuda was not built")
+def test_graphs_without_a_gpu_are_refused_in_words() -> None:
+    from pipespec_kernels import _cuda
+
+    if env.collect_env()["cuda"]["devices"]:
+        pytest.skip("there is a GPU")
+    block = block_for(PROMPTS, LIMITS, 2)
+    with pytest.raises(RuntimeError, match=r"no usable CUDA device: .*CUDA error \d+"):
+        _cuda.CudaLauncher(block.memory.address, [_cuda.StageGraphs(), _cuda.StageGraphs()])
