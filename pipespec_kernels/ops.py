@@ -40,7 +40,7 @@ _forced = os.environ.get("PIPESPEC_OPS", "")
 if _forced not in ("", "reference", "triton"):
     raise ValueError(f"PIPESPEC_OPS is {_forced!r}: leave it unset, or use 'reference' or 'triton'")
 try:
-    from pipespec_kernels import _native
+    from pipespec_kernels import _native, ratio
 except ImportError as error:
     warnings.warn(f"{error} Until then tensors on the CPU go to the slow reference.", RuntimeWarning, stacklevel=2)
     _native = None
@@ -651,9 +651,7 @@ def _verify_ratio(
     both = logits if draft_logits is None or draft_logits.dtype is not _FLOAT64 else draft_logits
     kernels = _kernels(both)
     if kernels is None:
-        on_host = reference.verify_ratio
-        if native is not None:
-            on_host = importlib.import_module("pipespec_kernels.ratio").verify_ratio
+        on_host = reference.verify_ratio if native is None else ratio.verify_ratio
         results = on_host(
             logits,
             tokens,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels.triton import launch
+from pipespec_kernels import reference
 from pipespec_kernels.triton.launch import check, check_logits, check_written, on
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -236,7 +236,7 @@ def cutoff(
         n_fed = check(n_fed, "n_fed", (torch.int32,), (batch,), device).contiguous()
         n_hint = check(n_hint, "n_hint", (torch.int32,), (batch,), device).contiguous()
         if device.type == "cpu":
-            launch.check_counts(n_fed, n_hint, width)
+            reference.check_counts(n_fed, n_hint, width)
     if out is None:
         out = torch.empty((batch, width), dtype=torch.float32, device=device)
     else:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels.noise import Noise
-from pipespec_kernels.reference import check_counts as check_counts
 from pipespec_kernels.triton.philox import INTERPRETED
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pipespec_kernels import reference
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import (
@@ -394,7 +395,7 @@ def verify_ratio(
     if workspace is not None:
         workspace.pieces(batch, width, device)
     if check_counts or (check_counts is None and device.type == "cpu"):
-        launch.check_counts(n_fed, n_hint, width)
+        reference.check_counts(n_fed, n_hint, width)
 
     selected, accepted = out or (
         torch.empty((batch, width), dtype=torch.int32, device=device),
