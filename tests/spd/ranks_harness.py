@@ -90,10 +90,26 @@ class Reader(Blind):
 
     def start(self, prompts, capacity, select):
         self.sums: dict[tuple[int, int, int], float] = {}
+        self.draw = random.Random(1)  # every call is one of its own
 
     def observe(self, index, rows, positions, values):
         for row, position, value in zip(rows, positions, values, strict=True):
             self.sums[index, row, position] = float(value.double().sum())
+
+
+class Fails:
+    """A streamer that raises when it gets its n-th value."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def put(self, value):
+        self.left -= 1
+        if self.left == 0:
+            raise ZeroDivisionError
+
+    def end(self):
+        pass
 
 
 def calls():
@@ -120,6 +136,13 @@ def texts(folder: str, world: int, stages: int, kind: str) -> None:
                 return
             out = []
             for ids, options in calls():
+                for fails_at in (1, 2, 6):  # and the ranks are ready for the next call
+                    try:
+                        pipe.generate(
+                            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, streamer=Fails(fails_at)
+                        )
+                    except ZeroDivisionError:
+                        pass
                 got = pipe.generate(ids, **options)
                 text = got if isinstance(got, torch.Tensor) else got.sequences
                 report = pipe.report

@@ -23,7 +23,7 @@ from tests.pipespec.faulty import Faulty
 from tests.spd.drafters import Blind, Failing, Known
 
 LAYERS = 5
-PARTITIONS = [1, 2, 3, 4, LAYERS, [1, 4], [3, 1, 1]]
+PARTITIONS = [1, 2, 3, 4, LAYERS, [3, 1, 1]]
 NEW = 14
 EOS = [17, 101, 230]
 PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
@@ -84,12 +84,12 @@ def drafters(model):
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """100 prompts of 1 to 20 tokens, in batches of 2 and 6, some with ends; what the target makes of them."""
+    """100 prompts of 1 to 20 tokens, in batches of 3 and 13, some with ends; what the target makes of them."""
     prompts = random_prompts(100, seed=11, longest=20)
     assert {len(p) for p in prompts} >= {1, 2, 3}
     out, begin = [], 0
     while begin < len(prompts):
-        size = 6 if len(out) % 2 else 2
+        size = 13 if len(out) % 2 else 3
         batch = prompts[begin : begin + size]
         ids, mask = left_pad(batch)
         options = {"attention_mask": mask, "eos_token_id": EOS if len(out) % 3 else None, "pad_token_id": 0}
@@ -496,6 +496,43 @@ def test_caches_hold_what_the_machine_says(model, good):
     driver.machine.commit = commit
     greedy(pipeline, torch.cat([PROMPT, PROMPT.flip(1)]))
     assert flushes > 3
+
+
+def stale_keys(pipeline) -> None:
+    """A flush leaves the first stage's keys and values as they are, and the next token goes behind them."""
+    stage = pipeline._driver.stages[0]
+    real = stage.step
+    stage.step = lambda fed, held, see: real(
+        fed, [max(h, n) for h, n in zip(held, stage.cache.lengths, strict=True)], see
+    )
+
+
+def shifted_noise(pipeline) -> None:
+    """The exit's choice is made for the position of the token that leaves."""
+    driver, real = pipeline._driver, pipeline._driver._verify
+    driver._verify = lambda leaving, hidden: real([e._replace(position=e.position - 1) for e in leaving], hidden)
+
+
+def lenient(pipeline) -> None:
+    """Whatever is drafted is accepted."""
+    machine, real = pipeline._driver.machine, pipeline._driver.machine.commit
+
+    def commit(drafts, chosen):
+        said = {e.row: machine.all_tokens(e.row)[e.position + 1 : e.position + 2] for e in machine.exits()}
+        return real(drafts, {row: said[row][0] if said[row] else token for row, token in chosen.items()})
+
+    machine.commit = commit
+
+
+@pytest.mark.parametrize("mistake", [None, stale_keys, shifted_noise, lenient])
+def test_the_usual_mistakes_would_be_seen(model, mistake):
+    """The comparisons above are no rubber stamp: a wrong variant of the loop fails them."""
+    pipeline = SpeculativePipeline(model, Blind(VOCABULARY), stages=3)
+    options = {"do_sample": True, "seed": 1, "max_new_tokens": NEW}
+    wanted = Pipeline(model).generate(PROMPT, **options)
+    if mistake is not None:
+        mistake(pipeline)
+    assert torch.equal(pipeline.generate(PROMPT, **options), wanted) == (mistake is None)
 
 
 # ---- a drafter that fails

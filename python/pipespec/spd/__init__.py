@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from pipespec.spd.drafting import Drafter, Request
     from pipespec.spd.partition import Partition
     from pipespec.spd.pipeline import SpeculativePipeline
+    from pipespec.spd.ranks import RanksPipeline
 
-__all__ = ["Drafter", "Partition", "Request", "SpeculativePipeline"]
+__all__ = ["Drafter", "Partition", "RanksPipeline", "Request", "SpeculativePipeline"]
 
 _HOMES = {
     "Drafter": "pipespec.spd.drafting",
     "Partition": "pipespec.spd.partition",
+    "RanksPipeline": "pipespec.spd.ranks",
     "Request": "pipespec.spd.drafting",
     "SpeculativePipeline": "pipespec.spd.pipeline",
 }
