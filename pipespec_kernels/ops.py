@@ -19,9 +19,21 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native, reference
+from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
 from pipespec_kernels.noise import Noise
 
-__all__ = ["Noise", "argmax", "cutoff", "sample", "verify"]
+__all__ = [
+    "Noise",
+    "argmax",
+    "cutoff",
+    "kv_append",
+    "kv_compact",
+    "kv_gather",
+    "kv_truncate",
+    "sample",
+    "verify",
+    "verify_attention",
+]
 
 _INT32, _INT64, _FLOAT32, _FLOAT64 = torch.int32, torch.int64, torch.float32, torch.float64
 _CPU = torch.device("cpu")
