@@ -2,11 +2,12 @@
 
 Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and what lies behind them is never
 read. Tensors on a GPU go to the Triton kernels: nothing there waits for the device, all can be captured in a CUDA graph, and
-a replay acts on the lengths and counts as they then are. Tensors elsewhere go to torch.
+a replay acts on the lengths and counts as they then are. Tensors elsewhere, float64 and heads of more than 256 dimensions go
+to torch.
 
 Lengths and counts live on the device, where the host does not look unless ``check_counts`` says so. A row whose numbers would
 lead out of the tensors is left as it is by what writes the storage, and gets NaN from :func:`verify_attention`. On the
-CPU they are looked at always, and such a row is a ValueError before anything is written.
+CPU, and wherever torch does the work, they are looked at always, and such a row is a ValueError before anything is written.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 from pipespec_kernels import reference
 
 _INTEGERS = (torch.int32, torch.int64)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MOST_DIM = 256
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST_DIM = 256  # of the kernels
 MOST_GATHERED = 1024
 
 
@@ -43,7 +44,7 @@ def kv_append(
 
     Args:
         keys, values: ``[B, Hkv, Q, D]``, the dtype of the storage.
-        k_cache, v_cache: ``[B, Hkv, S, D]``; float32, bfloat16 or float16 (on the CPU float64, too), ``D <= 256``. Any
+        k_cache, v_cache: ``[B, Hkv, S, D]``; float32, bfloat16, float16 or float64. Any
             strides but in the last dimension, which must be contiguous; no two elements in one place.
         lengths: ``[B]``, int32 or int64, contiguous, on the device of the storage.
         n_new: ``[B]``, likewise, ``0 <= n_new <= Q`` and ``lengths + n_new <= S``. None: all columns.
@@ -61,7 +62,7 @@ def kv_append(
     _rows(lengths, "lengths", batch, k_cache.device)
     if n_new is not None:
         _rows(n_new, "n_new", batch, k_cache.device)
-    if check_counts or not k_cache.is_cuda:
+    if check_counts or not _has_kernels(k_cache):
         _fits(lengths, n_new, width, capacity, "n_new")
     _backend(k_cache).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
 
@@ -80,7 +81,12 @@ def kv_truncate(lengths: Tensor, to: Tensor) -> None:
         raise ValueError(f"lengths must be a tensor [B], got {_shape(lengths)}")
     _rows(lengths, "lengths", len(lengths), lengths.device)
     _rows(to, "to", len(lengths), lengths.device)
-    _backend(lengths).kv_truncate(lengths, to)
+    if lengths.is_cuda:
+        from pipespec_kernels import triton
+
+        triton.kv_truncate(lengths, to)
+    else:
+        reference.kv_truncate(lengths, to)
 
 
 def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *, check_counts: bool = False) -> None:
@@ -103,7 +109,7 @@ def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *
     if not isinstance(rows, Tensor) or rows.dim() != 1 or len(rows) > min(batch, MOST_GATHERED):
         raise ValueError(f"rows must be a tensor [N] with N <= {min(batch, MOST_GATHERED)}, got {_shape(rows)}")
     _rows(rows, "rows", len(rows), k_cache.device)
-    if check_counts or not k_cache.is_cuda:
+    if check_counts or not _has_kernels(k_cache):
         _fits(lengths, None, 0, capacity, "")
         for row, source in enumerate(rows.tolist()):
             if not 0 <= source < batch:
@@ -134,7 +140,7 @@ def kv_compact(
     _check(positions, "positions", _INTEGERS, (batch, width), k_cache.device)
     _rows(begin, "begin", batch, k_cache.device)
     _rows(n_keep, "n_keep", batch, k_cache.device)
-    if check_counts or not k_cache.is_cuda:
+    if check_counts or not _has_kernels(k_cache):
         _fits(begin, n_keep, width, capacity, "n_keep", "begin")
         for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
             for j, source in enumerate(positions[row, :count].tolist()):
@@ -215,9 +221,9 @@ def verify_attention(
         _distinct(out, "out")
     if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
         raise RuntimeError("verify_attention has no backward pass: call it under torch.no_grad() or inference_mode()")
-    if check_counts or not q.is_cuda:
+    if check_counts or not _has_kernels(q):
         _fits(lengths, n_fed, width, capacity, "n_fed")
-    if q.is_cuda:
+    if _has_kernels(q):
         from pipespec_kernels import triton
 
         return triton.verify_attention(q, k_cache, v_cache, lengths, n_fed, scale=scale, invariant=invariant, out=out)
@@ -268,8 +274,13 @@ def _lower_right(columns: int, keys: int, device: torch.device) -> Tensor:
     return at <= torch.arange(keys - columns, keys, device=device)[:, None]
 
 
+def _has_kernels(tensor: Tensor) -> bool:
+    """Of storage, or of queries: whether there is a kernel for it."""
+    return tensor.is_cuda and tensor.dtype is not torch.float64 and tensor.shape[-1] <= MOST_DIM
+
+
 def _backend(tensor: Tensor) -> Any:
-    if not tensor.is_cuda:
+    if not _has_kernels(tensor):
         return reference
     from pipespec_kernels import triton  # not imported before there is something to launch
 
@@ -315,12 +326,11 @@ def _storage(k_cache: Any, v_cache: Any, written: bool = True) -> tuple[int, int
         raise TypeError(f"k_cache must be a tensor, got {type(k_cache).__name__}")
     if k_cache.dim() != 4:
         raise ValueError(f"k_cache must be [B, Hkv, S, D], got {_shape(k_cache)}")
-    dtypes = _FLOATS if k_cache.is_cuda else (*_FLOATS, torch.float64)
-    _check(k_cache, "k_cache", dtypes, tuple(k_cache.shape), k_cache.device)
+    _check(k_cache, "k_cache", _FLOATS, tuple(k_cache.shape), k_cache.device)
     _check(v_cache, "v_cache", (k_cache.dtype,), tuple(k_cache.shape), k_cache.device)
     batch, heads, capacity, dim = k_cache.shape
-    if not 1 <= dim <= MOST_DIM:
-        raise ValueError(f"heads must have 1 .. {MOST_DIM} dimensions, got {_shape(k_cache)}")
+    if dim == 0:
+        raise ValueError(f"heads must have a dimension, got {_shape(k_cache)}")
     if capacity >= 2**31:
         raise ValueError(f"a capacity must be below 2**31, got {_shape(k_cache)}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
