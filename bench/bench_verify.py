@@ -24,14 +24,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import gpu
-from bench.harness import ColdMemory, last_level_cache_bytes, machine, median_us, seconds
+from bench.harness import ColdMemory, last_level_cache_bytes, machine, median_us, seconds, write
 from pipespec_kernels import _native, ops
 from pipespec_kernels.noise import Noise
 
@@ -300,14 +299,6 @@ def main() -> None:
                     flush=True,
                 )
     write(options.json, info, results)
-
-
-def write(path: Path | None, info: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    info["load_average_after"] = machine()["load_average"]
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
-        print(f"written to {path}")
 
 
 if __name__ == "__main__":

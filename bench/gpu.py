@@ -23,6 +23,7 @@ import torch
 from bench.harness import machine
 
 Call = Callable[[int], object]  # with the number of the copy to work on
+Shape = tuple[int, int, int]
 
 BATCHES, WIDTHS, VOCABS = (1, 4, 16, 64), (1, 5, 9, 17), (32000, 128256, 151936)
 QUICK = [(1, 1, 128256), (1, 5, 128256), (4, 5, 128256), (16, 5, 128256), (64, 5, 32000)]
@@ -118,23 +119,32 @@ def copy_gb_per_s(repeats: int = 20) -> float:
 
 
 def measure(
-    shapes: Iterable[tuple[int, int, int]],
+    shapes: Iterable[Shape],
     dtype: torch.dtype,
-    bytes_per_logit: int,
-    make: Callable[[tuple[int, int, int], torch.dtype, int], Case],
+    input_bytes: Callable[[Shape, torch.dtype], int],
+    make: Callable[[Shape, torch.dtype, int], Case],
     repeats: int,
     copy: float,
+    axes: tuple[str, str, str] = ("B", "Q", "V"),
 ) -> list[dict[str, Any]]:
-    """Times a case for each shape and prints the table as it grows; ``make`` gets shape, dtype and number of copies."""
+    """Times a case for each shape and prints the table as it grows; ``make`` gets shape, dtype and number of copies.
+
+    A shape of which there is no room for two copies is left out, and so is the time of a rival that needs more memory than there is.
+    """
     results: list[dict[str, Any]] = []
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     for shape in shapes:
-        nbytes = torch.Size(shape).numel() * bytes_per_logit
-        if 2 * nbytes > MOST_BYTES:
+        nbytes = input_bytes(shape, dtype)
+        if 2 * nbytes > max(MOST_BYTES, torch.cuda.mem_get_info()[1] // 4):
             continue
         copies = copies_for(nbytes)
-        case = make(shape, dtype, copies)
-        us, captured = time_call(case.ours, copies, repeats)
+        try:
+            case = make(shape, dtype, copies)
+            us, captured = time_call(case.ours, copies, repeats)
+        except torch.OutOfMemoryError:
+            print(f"{shape}: does not fit into memory")
+            torch.cuda.empty_cache()
+            continue
         result: dict[str, Any] = {
             "shape": shape,
             "dtype": str(dtype).removeprefix("torch."),
@@ -148,15 +158,22 @@ def measure(
             "rivals": {},
         }
         for name, rival in case.rivals.items():
-            rival_us, rival_captured = time_call(rival, copies, max(5, repeats // 4))
+            try:
+                rival_us, rival_captured = time_call(rival, copies, max(5, repeats // 4))
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                continue
             result["rivals"][name] = {"us": rival_us, "captured": rival_captured, "times_ours": rival_us / us}
         if not results:
             names = "".join(f"{name:>12}" for name in case.rivals)
             print(
-                f"{'B':>4}{'Q':>4}{'V':>8}  {'dtype':10}{'':6}{'us':>9}{'GB/s':>9}{'of copy':>9}{names}   (times ours)"
+                f"{axes[0]:>4}{axes[1]:>4}{axes[2]:>8}  {'dtype':10}{'':6}{'us':>9}{'GB/s':>9}{'of copy':>9}{names}   (times ours)"
             )
         results.append(result)
-        others = "".join(f"{r['times_ours']:11.1f}{' ' if r['captured'] else '*'}" for r in result["rivals"].values())
+        measured = [result["rivals"].get(name) for name in case.rivals]
+        others = "".join(
+            f"{r['times_ours']:11.1f}{' ' if r['captured'] else '*'}" if r else f"{'-':>12}" for r in measured
+        )
         print(
             f"{shape[0]:4}{shape[1]:4}{shape[2]:8}  {result['dtype']:10}{'cold' if result['cold'] else 'warm':6}"
             f"{us:9.2f}{result['gb_per_s']:9.0f}{result['fraction_of_copy']:9.2f}{others}",
@@ -181,9 +198,27 @@ def run_benchmark(
     options: argparse.Namespace,
     name: str,
     rows_read: int,
-    make: Callable[[bool], Callable[[tuple[int, int, int], torch.dtype, int], Case]],
+    make: Callable[[bool], Callable[[Shape, torch.dtype, int], Case]],
 ) -> None:
     """All shapes of one benchmark: ``make(quick)`` makes cases; ``rows_read``: rows that are read per row of logits."""
+
+    def input_bytes(shape: Shape, dtype: torch.dtype) -> int:
+        return torch.Size(shape).numel() * rows_read * dtype.itemsize
+
+    shapes = QUICK if options.quick else list(itertools.product(BATCHES, WIDTHS, VOCABS))
+    run_shapes(options, name, shapes, input_bytes, make)
+
+
+def run_shapes(
+    options: argparse.Namespace,
+    name: str,
+    shapes: list[Shape],
+    input_bytes: Callable[[Shape, torch.dtype], int],
+    make: Callable[[bool], Callable[[Shape, torch.dtype, int], Case]],
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
+    axes: tuple[str, str, str] = ("B", "Q", "V"),
+) -> None:
+    """These shapes, in the first of the dtypes if it is to be quick, else in all. ``input_bytes``: of one copy."""
     refuse_without_gpu(f"bench.{name}")
     torch.manual_seed(0)
     info = gpu_machine() | {"copy_gb_per_s": copy_gb_per_s()}
@@ -191,16 +226,16 @@ def run_benchmark(
         f"{name}: {info['gpu']}, torch {info['torch']}, triton {info['triton']}; a copy moves {info['copy_gb_per_s']:.0f} GB/s; "
         "* not in a graph"
     )
-    shapes = QUICK if options.quick else list(itertools.product(BATCHES, WIDTHS, VOCABS))
     results = []
-    for dtype in [torch.bfloat16] if options.quick else [torch.bfloat16, torch.float32]:
+    for dtype in dtypes[:1] if options.quick else dtypes:
         results += measure(
             shapes,
             dtype,
-            rows_read * dtype.itemsize,
+            input_bytes,
             make(options.quick),
             15 if options.quick else 40,
             info["copy_gb_per_s"],
+            axes,
         )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

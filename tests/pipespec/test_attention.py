@@ -288,6 +288,36 @@ def test_inside_of_a_capture(model, monkeypatch) -> None:
     assert cache.device_lengths.tolist() == [4, 4]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_forward(model) -> None:
+    """One graph for all lengths."""
+    model = copy.deepcopy(model).to("cuda")
+    ids = torch.stack(random_prompts(2, seed=12, shortest=20, longest=20)).cuda()
+    cache, expected = (RowCache.for_model(model, 2, 40, fixed=True) for _ in range(2))
+    for c in (cache, expected):
+        forward(model, ids[:, :8], c, keep=0)
+    tokens = ids[:, 8:12].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles, and makes the libraries' work space
+        forward(model, tokens, cache, keep=4)
+        cache.truncate([8, 8])
+        cache.sync()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = forward(model, tokens, cache, keep=4)
+    for lengths in ([8, 8], [5, 7], [1, 0]):
+        tokens.copy_(torch.randint_like(tokens, 2, VOCABULARY))
+        for c in (cache, expected):
+            c.truncate(lengths)
+        cache.sync()
+        graph.replay()
+        torch.testing.assert_close(logits, forward(model, tokens, expected, keep=4))
+        expected.truncate(lengths)
+
+
 def test_what_a_fixed_cache_refuses(models, model) -> None:
     with pytest.raises(ValueError, match=r"this model has sdpa: call model.set_attn_implementation\('pipespec'\)"):
         RowCache.for_model(models["sdpa"], 1, 8, fixed=True)
