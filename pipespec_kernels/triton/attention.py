@@ -13,7 +13,8 @@ of the keys.
 
 ``invariant``: the tile of the pairs, the block of keys and the span of keys that is summed before it meets the others are
 constants, and what a column does not see adds exact zeros. The result of a column then depends on its own query and on
-the keys and values it sees, and on nothing else: neither on how many columns are fed with it nor on the other rows.
+the keys and values it sees, and on nothing else: neither on how many columns are fed with it nor on the other rows. Products and
+sums are not fused there, which a compiler might do in the kernel for one kind of strides and not in that for another.
 """
 
 from __future__ import annotations
@@ -398,6 +399,7 @@ def verify_attention(
                 BLOCK_M=cut.block_m,
                 num_warps=cut.warps,
                 num_stages=cut.stages,
+                enable_fp_fusion=not invariant,
             )
             if not direct:
                 combine_kernel[(columns * group, heads, batch)](
@@ -416,5 +418,6 @@ def verify_attention(
                     **constants,
                     BLOCK_S=COMBINED,
                     num_warps=4,
+                    enable_fp_fusion=not invariant,
                 )
     return out

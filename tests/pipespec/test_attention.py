@@ -185,6 +185,7 @@ def test_pipeline(models, schedule, rows, request, calls) -> None:
     assert bool(calls) == rows
 
 
+@pytest.mark.slow  # two processes; not with the oldest transformers
 def test_workers(models) -> None:
     target = models["pipespec"]
     ids, mask = left_pad(random_prompts(2, seed=8))

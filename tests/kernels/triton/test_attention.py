@@ -32,7 +32,7 @@ def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=16,
     deadline=None,
     derandomize=True,
     database=None,
@@ -109,12 +109,12 @@ def steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, n: Tensor, **options: obj
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device) -> None:
     """A block of columns in a batch: the bits of each column alone. Over ends of blocks, spans and tiles."""
-    q = make_queries(2, 4, 9, 80, dtype, device)
+    q = make_queries(2, 4, 5, 80, dtype, device)
     k_cache, v_cache = make_storage(2, 1, 290, 80, dtype, "plain", device)
-    n = on_device([250, 60], device)
+    n = on_device([253, 61], device)
     block = kernels.verify_attention(q, k_cache, v_cache, n, invariant=True)
     assert torch.equal(block, steps(q, k_cache, v_cache, n, invariant=True))
-    assert torch.equal(block[:, :, :4], kernels.verify_attention(q[:, :, :4], k_cache, v_cache, n, invariant=True))
+    assert torch.equal(block[:, :, :3], kernels.verify_attention(q[:, :, :3], k_cache, v_cache, n, invariant=True))
     # Nor does the storage's size matter, which decides how many spans there may be.
     roomy = [torch.cat([c, c], 2).flip(0) for c in (k_cache, v_cache)]
     assert torch.equal(block, kernels.verify_attention(q.flip(0), *roomy, n.flip(0), invariant=True).flip(0))
