@@ -9,7 +9,11 @@ code with its cuobjdump. For each it prints
 * ``all``: the same with everything outside the loop added, once, over the logits that a thread sees in a launch for
   B=16, Q=5, V=128256 on 132 multiprocessors. More than is ever executed: few threads walk along hints.
 
-A kernel over its budget makes the exit status 1: budgets are for spills (none) and for the loop, which is what large
+Attention and the moves of keys and values have no logits; of theirs the last three columns are left out. Attention must load
+asynchronously, 16 bytes at a time, and multiply 16-bit numbers on tensor cores.
+
+A kernel over its budget makes the exit status 1: budgets are for spills (none), shared memory (what the architecture lets a block
+of threads have) and for the loop, which is what large
 batches pay. So does a fused multiply-add where noise is to have the host's bits. Pointers and strides are taken as aligned, as they are for the vocabularies of models.
 """
 
@@ -31,12 +35,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pipespec_kernels.triton.attention import COMBINED, attention_kernel, combine_kernel, tiling
 from pipespec_kernels.triton.cutoff import BLOCK, WARPS, cutoff_kernel
+from pipespec_kernels.triton.kv import append_kernel, compact_kernel, gather_kernel, truncate_kernel
 from pipespec_kernels.triton.launch import Config, choose_config, cut
 from pipespec_kernels.triton.verify import verify_kernel
 from pipespec_kernels.triton.verify_ratio import ratio_choose_kernel, ratio_test_kernel
 
 ARCHS = (80, 90, 100)
+SHARED_BYTES = {
+    80: 163 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+}  # per block of threads: CUDA C++ Programming Guide, table of capabilities
 VOCAB, ROWS, MULTIPROCESSORS = 128256, 16 * 5, 132
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -64,22 +75,42 @@ POINTERS = {
     "top_p": "*fp32",
     "min_p": "*fp32",
     "out": "*fp32",
+    "lengths": "*i32",
+    "n_new": "*i32",
+    "to": "*i32",
+    "rows": "*i32",
+    "begin": "*i32",
+    "n_keep": "*i32",
+    "maxima": "*fp32",
+    "weights": "*fp32",
+    "scale_log2": "fp32",
 }
-LOGITS = ("logits", "draft_logits")
-# Multiples of 16 in a launch for a model's vocabulary.
+# Of the case's type.
+VALUES = ("logits", "draft_logits", "queries", "keys", "values", "new_keys", "new_values", "output")
+# Multiples of 16 in a launch for a model's vocabulary; so are all strides of keys and values but those of the last dimension.
 ALIGNED = ("vocab", "span", "logits_stride_b", "logits_stride_q", "draft_stride_b", "draft_stride_q")
+ALIGNED_STRIDES = (
+    "queries_stride",
+    "keys_stride",
+    "values_stride",
+    "new_keys_stride",
+    "new_values_stride",
+    "output_stride",
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One compilation; ``per_logit`` is the budget of the loop, None: there is none."""
+    """One compilation; ``per_logit`` is the budget of the loop, None: there is none. ``config`` None: no rows of logits."""
 
     name: str
     kernel: Any
     dtype: str
-    config: Config
+    config: Config | None
     constants: dict[str, Any]
     per_logit: float | None
+    warps: int = 4
+    stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -93,8 +124,8 @@ class Report:
     spilled: int
     shared: int
     instructions: int
-    loop_per_logit: float
-    all_per_logit: float
+    loop_per_logit: float | None
+    all_per_logit: float | None
     per_logit_budget: float | None
     failures: list[str]
 
@@ -128,52 +159,98 @@ def cases() -> Iterator[Case]:
     filters = {"HAS_COUNTS": True, "HAS_K": True, "HAS_P": True, "HAS_MIN": True}
     for dtype, shift in (("bf16", 16), ("fp32", 0)):
         yield Case("cutoff", cutoff_kernel, dtype, Config(BLOCK, WARPS, 1), filters | {"SHIFT": shift}, 22)
+    yield from kv_cases()
+
+
+def kv_cases() -> Iterator[Case]:
+    """Attention with the narrowest and the widest tile of each size of head; 4 query heads to 8 of keys each, as in Llama-3-8B."""
+    heads = {"GROUP": 4, "HEADS": 8, "HAS_FED": True}
+
+    def attention(dtype: str, dim: int, invariant: bool, width: int, direct: bool = False) -> Case:
+        cut = tiling(width * 4, dim, BYTES[dtype], invariant)
+        constants = {"DIM": dim, "SPAN": cut.span, "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "DIRECT": direct}
+        name = f"attention, D={dim}, M={cut.block_m}{', invariant' if invariant else ''}{', whole' if direct else ''}"
+        block_d = triton.next_power_of_2(dim)
+        constants |= heads | {"BLOCK_D": block_d}
+        return Case(name, attention_kernel, dtype, None, constants, None, cut.warps, cut.stages)
+
+    for dim in (64, 80, 128, 256):
+        yield attention("bf16", dim, True, 5)
+        yield attention("bf16", dim, False, 5)
+    for dim in (64, 128):
+        yield attention("bf16", dim, False, 32)
+    yield attention("bf16", 128, False, 5, direct=True)
+    yield attention("fp16", 96, False, 5)
+    yield attention("fp32", 128, False, 5)
+    yield attention("fp32", 256, True, 5)
+    combined = heads | {"DIM": 128, "BLOCK_D": 128, "SPAN": 0, "BLOCK_N": 64, "BLOCK_S": COMBINED}
+    yield Case("attention, combine, D=128", combine_kernel, "bf16", None, combined, None)
+    blocks = {"DIM": 128, "BLOCK_D": 128}
+    yield Case("kv_append", append_kernel, "bf16", None, blocks | {"HAS_NEW": True, "BLOCK_Q": 8}, None)
+    yield Case("kv_compact", compact_kernel, "bf16", None, blocks | {"BLOCK_P": 32}, None)
+    yield Case("kv_gather", gather_kernel, "bf16", None, blocks | {"BLOCK_B": 1024, "BLOCK": 16}, None, 8)  # most rows
+    yield Case("kv_truncate", truncate_kernel, "bf16", None, {"BLOCK": 64}, None)
 
 
 def compile_case(case: Case, arch: int, tighten: float = 1.0) -> Report:
-    constants = case.constants | {"BLOCK": case.config.block}
+    constants = case.constants if case.config is None else case.constants | {"BLOCK": case.config.block}
+    warps = case.warps if case.config is None else case.config.warps
     names = case.kernel.arg_names
     signature, attributes = {}, {}
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
         else:
-            signature[name] = f"*{case.dtype}" if name in LOGITS else POINTERS.get(name, "i32")
-        if signature[name].startswith("*") or name in ALIGNED:
+            signature[name] = f"*{case.dtype}" if name in VALUES else POINTERS.get(name, "i32")
+        if signature[name].startswith("*") or name in ALIGNED or name.startswith(ALIGNED_STRIDES):
             attributes[(i,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
         ASTSource(case.kernel, signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": case.config.warps},
+        options={"num_warps": warps, "num_stages": case.stages, "enable_fp_fusion": not constants.get("SPAN")},
     )
     sass, usage = disassemble(compiled.asm["cubin"])
-    loop, logits = main_loop(sass, BYTES[case.dtype])
-    span = cut(case.config, VOCAB).span
-    rows_read = 2 if constants.get("HAS_DRAFT") else 1
-    per_thread = rows_read * span / (32 * case.config.warps)
-    loop_per_logit = loop / logits
+    loop_per_logit = all_per_logit = None
+    if case.config is not None:
+        loop, logits = main_loop(sass, BYTES[case.dtype])
+        span = cut(case.config, VOCAB).span
+        rows_read = 2 if constants.get("HAS_DRAFT") else 1
+        per_thread = rows_read * span / (32 * warps)
+        loop_per_logit = loop / logits
+        all_per_logit = loop_per_logit + (len(sass) - loop) / per_thread
     report = {
         "name": case.name,
         "arch": arch,
         "dtype": case.dtype,
-        "block": case.config.block,
-        "warps": case.config.warps,
+        "block": constants["BLOCK"] if "BLOCK" in constants else constants.get("BLOCK_N", constants.get("BLOCK_D")),
+        "warps": warps,
         "registers": usage["REG"],
         "spilled": usage["LOCAL"] + usage["STACK"],
         "shared": compiled.metadata.shared,
         "instructions": len(sass),
         "loop_per_logit": loop_per_logit,
-        "all_per_logit": loop_per_logit + (len(sass) - loop) / per_thread,
+        "all_per_logit": all_per_logit,
         "per_logit_budget": case.per_logit,
     }
     failures = []
     if report["spilled"] > 0:
         failures.append(f"{report['spilled']} bytes spilled")
+    if case.kernel is attention_kernel:
+        if not any(re.search(r"\bLDGSTS\S*\.128\b", text) for _, text in sass):
+            failures.append("keys and values do not come 16 bytes at a time while others are multiplied")
+        if case.dtype != "fp32" and not any(re.search(r"MMA\b", text) for _, text in sass):
+            failures.append("no tensor cores")
+    if report["shared"] > SHARED_BYTES[arch]:
+        failures.append(f"{report['shared']} bytes of shared memory, there are {SHARED_BYTES[arch]}")
     if not constants.get("FAST", True) and any(re.search(r"\bFFMA", text) for _, text in sass):
         failures.append("a product and a sum were fused: not the host's bits")
-    if case.per_logit is not None and loop_per_logit > case.per_logit * tighten:
+    if case.per_logit is not None and loop_per_logit is not None and loop_per_logit > case.per_logit * tighten:
         failures.append(f"{loop_per_logit:.1f} instructions per logit, budget {case.per_logit * tighten:g}")
     return Report(**report, failures=failures)
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def tool(name: str) -> str:
@@ -240,7 +317,7 @@ def main() -> int:
 
     print(f"triton {triton.__version__}; instructions per logit: of the loop (budget), and all at B=16 Q=5 V={VOCAB}")
     print(
-        f"{'':30}{'':6}{'arch':>4}{'block':>7}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}{'loop':>8}{'budget':>8}{'all':>7}"
+        f"{'':42}{'':6}{'arch':>4}{'block':>7}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}{'loop':>8}{'budget':>8}{'all':>7}"
     )
     reports = []
     for case in cases():
@@ -251,8 +328,8 @@ def main() -> int:
             reports.append(r)
             budget = "-" if r.per_logit_budget is None else f"{r.per_logit_budget * options.tighten:g}"
             print(
-                f"{r.name:30}{r.dtype:6}{r.arch:4}{r.block:7}{r.warps:6}{r.registers:6}{r.spilled:7}{r.shared:8}"
-                f"{r.loop_per_logit:8.1f}{budget:>8}{r.all_per_logit:7.1f}{'  FAILED: ' if r.failures else ''}{', '.join(r.failures)}",
+                f"{r.name:42}{r.dtype:6}{r.arch:4}{r.block:7}{r.warps:6}{r.registers:6}{r.spilled:7}{r.shared:8}"
+                f"{number(r.loop_per_logit):>8}{budget:>8}{number(r.all_per_logit):>7}{'  FAILED: ' if r.failures else ''}{', '.join(r.failures)}",
                 flush=True,
             )
     if options.json:

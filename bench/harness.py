@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -84,6 +85,15 @@ def machine() -> dict[str, Any]:
         "commit": commit.stdout.strip() or None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def write(path: Path | None, info: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """The results and the machine as JSON, if a file is named."""
+    info["load_average_after"] = machine()["load_average"]
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
+        print(f"written to {path}")
 
 
 class ColdMemory:

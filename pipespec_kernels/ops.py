@@ -27,10 +27,24 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import reference
+from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
 from pipespec_kernels.library import register, traced
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
 
-__all__ = ["Noise", "Streams", "argmax", "cutoff", "sample", "verify", "verify_ratio"]
+__all__ = [
+    "Noise",
+    "Streams",
+    "argmax",
+    "cutoff",
+    "kv_append",
+    "kv_compact",
+    "kv_gather",
+    "kv_truncate",
+    "sample",
+    "verify",
+    "verify_attention",
+    "verify_ratio",
+]
 
 _INT32, _INT64, _FLOAT32, _FLOAT64 = torch.int32, torch.int64, torch.float32, torch.float64
 _CPU = torch.device("cpu")

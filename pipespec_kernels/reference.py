@@ -238,3 +238,67 @@ def _lg2(x: Tensor) -> Tensor:
     for c in reversed(_P[:-1]):
         p = p * t + c
     return exponent.float() + t * p
+
+
+# --- keys and values ---------------------------------------------------------------------------------------------------
+
+
+def kv_append(
+    keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, n_new: Tensor | None = None
+) -> None:
+    """Row after row; see :func:`pipespec_kernels.ops.kv_append`."""
+    width = keys.shape[2]
+    counts = [width] * len(lengths) if n_new is None else n_new.tolist()
+    for row, (length, count) in enumerate(zip(lengths.tolist(), counts, strict=True)):
+        for new, cache in ((keys, k_cache), (values, v_cache)):
+            cache[row, :, length : length + count] = new[row, :, :count]
+
+
+def kv_truncate(lengths: Tensor, to: Tensor) -> None:
+    """See :func:`pipespec_kernels.ops.kv_truncate`."""
+    lengths.copy_(torch.minimum(lengths, to.clamp(min=0).to(lengths.dtype)))
+
+
+def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor) -> None:
+    """See :func:`pipespec_kernels.ops.kv_gather`."""
+    for cache in (k_cache, v_cache):
+        before = cache.clone()
+        for row, source in enumerate(rows.tolist()):
+            n = int(lengths[source])
+            cache[row, :, :n] = before[source, :, :n]
+
+
+def kv_compact(k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor) -> None:
+    """See :func:`pipespec_kernels.ops.kv_compact`."""
+    for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
+        for cache in (k_cache, v_cache):
+            cache[row, :, first : first + count] = cache[row].index_select(1, positions[row, :count])
+
+
+def verify_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_fed: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention with an explicit mask, in float64; see :func:`pipespec_kernels.ops.verify_attention`. Returns float64.
+
+    Vaswani et al., "Attention Is All You Need" (2017), equation (1); groups of query heads that share keys and values:
+    Ainslie et al., "GQA" (2023), section 2.2.
+    """
+    batch, heads, width, dim = q.shape
+    group = heads // k_cache.shape[1]
+    scale = dim**-0.5 if scale is None else scale
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for row in range(batch):
+        length = int(lengths[row])
+        fed = width if n_fed is None else int(n_fed[row])
+        keys = k_cache[row, :, : length + fed].double().repeat_interleave(group, 0)  # [Hq, keys, D]
+        values = v_cache[row, :, : length + fed].double().repeat_interleave(group, 0)
+        scores = q[row, :, :fed].double() @ keys.transpose(1, 2) * scale
+        at, column = torch.arange(length + fed, device=q.device), torch.arange(fed, device=q.device)
+        visible = at <= length + column[:, None]
+        out[row, :, :fed] = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1) @ values
+    return out

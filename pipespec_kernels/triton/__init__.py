@@ -1,7 +1,8 @@
 """Verification kernels in Triton, one file per family: for tensors on a GPU.
 
-``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``verify_ratio`` (Leviathan's and Chen's test), ``cutoff`` (top-k, top-p and min-p as one
-logit per row). Nothing here waits for the device, allocates what a graph could not replay, or depends on what a caller
+``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``verify_ratio`` (Leviathan's and Chen's test), ``cutoff``
+(top-k, top-p and min-p as one logit per row), and over keys and values with lengths on the device ``kv_append`` and its like, and
+``verify_attention``. Nothing here waits for the device, allocates what a graph could not replay, or depends on what a caller
 did before: all can be captured in a CUDA graph.
 
 With ``TRITON_INTERPRET=1`` in the environment before the first import of triton, the same kernels run in triton's
@@ -9,9 +10,25 @@ interpreter on CPU tensors, one program after the other in numpy: for tests, tho
 """
 
 from pipespec_kernels.noise import Streams
+from pipespec_kernels.triton.attention import verify_attention
 from pipespec_kernels.triton.cutoff import cutoff
+from pipespec_kernels.triton.kv import kv_append, kv_compact, kv_gather, kv_truncate
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
 from pipespec_kernels.triton.verify import select, verify
 from pipespec_kernels.triton.verify_ratio import verify_ratio
 
-__all__ = ["Config", "RowState", "Streams", "Workspace", "cutoff", "select", "verify", "verify_ratio"]
+__all__ = [
+    "Config",
+    "RowState",
+    "Streams",
+    "Workspace",
+    "cutoff",
+    "kv_append",
+    "kv_compact",
+    "kv_gather",
+    "kv_truncate",
+    "select",
+    "verify",
+    "verify_attention",
+    "verify_ratio",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pipespec.attention import register_attention, register_when_imported
 from pipespec_kernels import __version__
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from pipespec.observe import Report, StageReport
     from pipespec.pipeline import Pipeline
 
-__all__ = ["Pipeline", "Report", "StageReport", "__version__", "attach", "attached", "detach"]
+__all__ = ["Pipeline", "Report", "StageReport", "__version__", "attach", "attached", "detach", "register_attention"]
 
 _HOMES = {
     "Pipeline": "pipespec.pipeline",
@@ -21,6 +22,9 @@ _HOMES = {
     "attached": "pipespec.attachment",
     "detach": "pipespec.attachment",
 }
+
+
+register_when_imported()
 
 
 def __getattr__(name: str) -> Any:

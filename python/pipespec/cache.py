@@ -11,7 +11,9 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from pipespec.attention import ATTENTION, attach_lengths, lengths_only
 from pipespec.compat import MaskKind, cropped_length, mask_kind, query_length, text_config
+from pipespec_kernels import ops
 
 # Widest feed whose masks are cut out of the precomputed band; wider ones (prefill in chunks) are made on the spot.
 _BAND_WIDTH = 64
@@ -92,6 +94,13 @@ class RowCache(Cache):
     mask and the positions that HuggingFace derives from the cache would be silently wrong, so it refuses to derive
     them: use ``forward(model, tokens, cache, keep=...)``, or pass both ``mask(q)`` and ``positions(q)`` to the model.
 
+    **Lengths on the device.** With ``model.set_attn_implementation("pipespec")`` on a GPU, and with ``fixed=True``
+    anywhere, the lengths are kept in ``device_lengths`` as well, where the attention reads them: no mask is made, and
+    ``mask(q)`` only says so. With ``fixed`` the model is handed the whole storage, always at the same addresses, so that its
+    forward can be captured in a CUDA graph: ``sync()`` before the capture, and inside of it nothing waits for the device or
+    looks at the host's lengths. After a replay the device's lengths are what its kernels made of them, and
+    ``read_lengths()`` tells the host. Such a cache does not grow, and takes no other attention.
+
     ``text``: the tokens held, int32 per row, as far as they are known: those that a call of ``Pipeline.generate`` left; else None.
 
     Capacity: a feed of ``q`` columns needs ``max(lengths) + q <= capacity``, padding columns included, so allocate the
@@ -104,7 +113,14 @@ class RowCache(Cache):
     """
 
     def __init__(
-        self, config: Any, rows: int, capacity: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: Any,
+        rows: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fixed: bool = False,
     ) -> None:
         """``config``: of a model with full attention in every layer; ValueError on any other, and on sizes below 1."""
         if rows < 1 or capacity < 1:
@@ -120,6 +136,12 @@ class RowCache(Cache):
         self._rows, self._depth = rows, config.num_hidden_layers
         self._heads, self._head_dim = _head_shape(config)
         self.text: Sequence[np.ndarray] | None = None
+        self._fixed = fixed
+        self._stale = True
+        self._device = torch.empty(0, device=device).device
+        with torch.inference_mode(False), torch.no_grad():
+            self._device_lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._check_attention()
         whole = self._allocate(capacity, dtype, device)
         self._set([0] * rows)
         depth = self._depth
@@ -144,9 +166,14 @@ class RowCache(Cache):
         return whole
 
     def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` tokens per row, if there is less: new storage, to which what is held is copied."""
+        """Make room for ``capacity`` tokens per row, if there is less: new storage, to which what is held is copied.
+
+        ValueError for a fixed cache that would have to grow.
+        """
         if capacity <= self._capacity:
             return
+        if self._fixed:
+            raise ValueError(f"a fixed RowCache keeps its capacity of {self._capacity}: make one for {capacity} tokens")
         old, top = self._store, self._top
         whole = self._allocate(capacity, self.dtype, self.device)
         with torch.inference_mode(False), torch.no_grad():
@@ -163,14 +190,14 @@ class RowCache(Cache):
         return int(2 * config.num_hidden_layers * rows * heads * capacity * head_dim * dtype.itemsize)
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel, rows: int, capacity: int) -> RowCache:
+    def for_model(cls, model: PreTrainedModel, rows: int, capacity: int, *, fixed: bool = False) -> RowCache:
         """A cache for ``model``, in its dtype and on its device. ValueError where its parts lie on several devices."""
         devices = {p.device for p in model.parameters()}
         if len(devices) > 1:
             raise ValueError(
                 f"the model's parts lie on {', '.join(sorted(map(str, devices)))}; RowCache needs one device"
             )
-        return cls(model.config, rows, capacity, dtype=model.dtype, device=model.device)
+        return cls(model.config, rows, capacity, dtype=model.dtype, device=model.device, fixed=fixed)
 
     # ---- what it is
 
@@ -199,6 +226,44 @@ class RowCache(Cache):
     def lengths(self) -> tuple[int, ...]:
         """Tokens held per row, on the host."""
         return tuple(self._lengths)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether attention reads ``device_lengths`` instead of a mask."""
+        return self._fixed or (self._device.type == "cuda" and self._config._attn_implementation == ATTENTION)
+
+    @property
+    def device_lengths(self) -> torch.Tensor:
+        """Tokens held per row, int32 ``[rows]`` on the device, for ever the same tensor; see ``sync()``."""
+        return self._device_lengths
+
+    def sync(self) -> None:
+        """Bring the device's lengths to the host's, if these have changed since. A forward does so by itself."""
+        if self._stale:
+            self._device_lengths.copy_(torch.tensor(self._lengths, dtype=torch.int32), non_blocking=True)
+            self._stale = False
+
+    def read_lengths(self) -> None:
+        """Bring the host's lengths to the device's, after something there has written them. Waits for the device.
+
+        RuntimeError, and no change, where they are none.
+        """
+        lengths: list[int] = self._device_lengths.tolist()
+        if not all(0 <= n <= self._capacity for n in lengths):
+            raise RuntimeError(f"the lengths on the device are {lengths}: each must be 0 .. {self._capacity}")
+        self.text = None  # known to those who wrote it
+        self._set(lengths)
+        self._stale = False
+
+    def _check_attention(self) -> None:
+        if self._fixed and self._config._attn_implementation != ATTENTION:
+            raise ValueError(
+                f"a fixed RowCache works with attention by lengths only, and this model has "
+                f"{self._config._attn_implementation}: call model.set_attn_implementation({ATTENTION!r}) first"
+            )
+
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
     def ragged(self) -> bool:
@@ -247,7 +312,9 @@ class RowCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCache:
         """A copy with storage of its own: HuggingFace's recipe for reusing the cache of a common prefix."""
-        copy = RowCache(self._config, self._rows, self._capacity, dtype=self.dtype, device=self.device)
+        copy = RowCache(
+            self._config, self._rows, self._capacity, dtype=self.dtype, device=self.device, fixed=self._fixed
+        )
         copy._store.copy_(self._store)
         copy._set(list(self._lengths))
         copy.text = None if self.text is None else [tokens.copy() for tokens in self.text]
@@ -259,6 +326,7 @@ class RowCache(Cache):
     def _set(self, lengths: list[int]) -> None:
         first = lengths[0]
         self._lengths = lengths
+        self._stale = True  # the device has not heard of it
         if self.text is not None:  # what is taken back is no longer held, whatever comes in its place
             self.text = [tokens[:n] for tokens, n in zip(self.text, lengths, strict=True)]
         self._even = len(lengths) == 1 or all(n == first for n in lengths)
@@ -313,6 +381,10 @@ class RowCache(Cache):
     def positions(self, q: int) -> torch.Tensor:
         """Of the next ``q`` columns: int64 ``[rows, q]``, ``lengths[r] + i``. ValueError beyond the capacity."""
         self._need(q)
+        if self.by_rows:
+            self._update_device()
+            self._ragged = (q, self._device_lengths.to(torch.int64)[:, None] + self._arange[:q])
+            return self._ragged[1]
         if self._even:
             return self._arange.narrow(0, self._top, q).expand(self._rows, q)
         if self._ragged is None or self._ragged[0] != q:
@@ -328,10 +400,15 @@ class RowCache(Cache):
         visible and -inf otherwise, which both understand. The default is the cache's own dtype (sdpa would convert a
         bool mask in each layer).
 
+        Where attention goes by ``device_lengths``, and no dtype is asked for: a tensor that says no more than that.
+
         None where the model needs none: equal lengths, and one column or (with sdpa) an empty cache. ValueError beyond
         the capacity; NotImplementedError where the lengths differ and the model's attention takes no such mask.
         """
         top = self._need(q)
+        if self.by_rows and dtype is None:
+            self._masked_q = q
+            return lengths_only(self._rows, q, self.device)
         if self._even:
             if q == 1:
                 return None
@@ -378,8 +455,15 @@ class RowCache(Cache):
         ``columns_first``; it is empty where the lengths differ, for then ``scatter()`` must write them. ``used`` is
         what to attend over, ``[rows, kv_heads, max(lengths) + q, head_dim]``. ValueError where the capacity does not
         suffice.
+
+        Where attention goes by ``device_lengths``, ``new`` is empty: ``update()`` writes.
         """
         top = self._need(q)
+        if self.by_rows:
+            self._check_attention()
+            self._update_device()
+            self._open_q = q
+            return (), (self._store if self._fixed else self._store.narrow(3, 0, top)).unbind(0)
         used = self._store.narrow(3, 0, top).unbind(0)
         new: Sequence[torch.Tensor] = ()
         if not self._even:
@@ -402,7 +486,10 @@ class RowCache(Cache):
         self._flat[self._depth + layer].index_copy_(0, self._index, values.reshape(-1, self._head_dim))
 
     def close(self) -> None:
-        """End a forward: every length grows by the columns it fed."""
+        """End a forward: every length grows by the columns it fed. Not while a graph is captured: nothing has been fed."""
+        if self._capturing():
+            self._open_q = 0
+            return
         q = self._open_q
         self._set([n + q for n in self._lengths])
 
@@ -421,7 +508,12 @@ class RowCache(Cache):
         elif self._open_q != key_states.shape[2]:
             raise RuntimeError(f"RowCache: layer {layer_idx} is updated, but its forward did not begin with layer 0")
         used, depth = self._used, self._depth
-        if self._even:
+        if self.by_rows:
+            layer = self.layers[layer_idx]
+            values = value_states.to(self._store.dtype)
+            ops.kv_append(key_states, values, layer.keys, layer.values, self._device_lengths)
+            attach_lengths(used[layer_idx], self._device_lengths)
+        elif self._even:
             new = self._new
             new[layer_idx].copy_(key_states)
             new[depth + layer_idx].copy_(value_states)
@@ -433,6 +525,11 @@ class RowCache(Cache):
             self.close()
             self._new = self._used = ()
         return keys, values
+
+    def _update_device(self) -> None:
+        if self._stale and self._capturing():
+            raise RuntimeError("the lengths on the device are old: call the RowCache's sync() before the capture")
+        self.sync()
 
     def _check(self, states: torch.Tensor) -> None:
         rows, heads, q, head_dim = states.shape

@@ -12,6 +12,8 @@ import torch
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
+from pipespec.attention import ATTENTION
+
 
 def text_config(config: Any) -> Any:
     """The part of a model's config that describes its decoder."""
@@ -21,6 +23,17 @@ def text_config(config: Any) -> Any:
 def query_length(query: int | torch.Tensor) -> int:
     """Columns of a forward as ``Cache.get_mask_sizes`` is told: an int, or (in 5.0) the 1-D ``cache_position``."""
     return query if isinstance(query, int) else query.shape[0]
+
+
+def mask_columns(kwargs: dict[str, Any]) -> tuple[int, int | None]:
+    """Of what a mask function is given: columns of the forward, and how many tokens are before them, where that is on the host.
+
+    5.0 passes both as ``cache_position``, a tensor that may be on a device.
+    """
+    if "q_length" not in kwargs:
+        return query_length(kwargs["cache_position"]), None
+    offset = kwargs.get("q_offset", 0)
+    return kwargs["q_length"], offset if isinstance(offset, int) else None
 
 
 def cropped_length(length: int, n: int) -> int:
@@ -71,6 +84,6 @@ class MaskKind(enum.Enum):
 def mask_kind(config: Any) -> MaskKind:
     """The kind of the attention that a model with this config uses at the moment."""
     name = config._attn_implementation
-    if name == "sdpa":
+    if name in ("sdpa", ATTENTION):
         return MaskKind.SDPA
     return MaskKind.EAGER if name == "eager" else MaskKind.NONE

@@ -40,7 +40,8 @@ def forward(model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, *, ke
     if rows != cache.rows:
         raise ValueError(f"{rows} rows of tokens for a RowCache of {cache.rows} rows")
     call: _Ordinary | _Walk | _Flat | None = _callers.get(model)
-    if torch.is_autocast_enabled(tokens.device.type):  # which changes what the modules do, for as long as it lasts
+    # Autocast changes what the modules do, for as long as it lasts; lengths on the device are not for the walks.
+    if torch.is_autocast_enabled(tokens.device.type) or cache.by_rows:
         call = _Ordinary(model, None)
     # A look at all the weights takes a fraction of a millisecond for 12 layers: once per sequence, when it begins.
     elif call is None or (cache.get_seq_length() == 0 and call.signature != _signature(model)):

@@ -27,11 +27,17 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     print(ran.stdout)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     reports = json.loads((tmp_path / "gate.json").read_text())["reports"]
-    for kernel in ("verify, greedy", "verify, coupled", "verify_ratio, test", "verify_ratio, choose", "cutoff"):
+    selection = ("verify, greedy", "verify, coupled", "verify_ratio, test", "verify_ratio, choose", "cutoff")
+    storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
+    for kernel in selection + storage:
         assert {r["arch"] for r in reports if r["name"] == kernel} == {80, 90, 100}
     for r in reports:
         assert r["spilled"] == 0
         assert 0 < r["registers"] <= 255
+        assert r["shared"] <= (163 << 10 if r["arch"] == 80 else 227 << 10)
+        if r["loop_per_logit"] is None:
+            assert r["name"].startswith(("attention", "kv_"))
+            continue
         # The counting sees whole loops: one load of 16 bytes or several, and not more instructions than there are.
         assert 4 < r["loop_per_logit"] < r["all_per_logit"] < r["instructions"]
 

@@ -1,0 +1,352 @@
+"""Keys and values in storage of fixed size with a length per row on the device, and attention over them.
+
+Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and what lies behind them is never
+read. Tensors on a GPU go to the Triton kernels: nothing there waits for the device, all can be captured in a CUDA graph, and
+a replay acts on the lengths and counts as they then are. Tensors elsewhere, float64 and heads of more than 256 dimensions go
+to torch.
+
+Lengths and counts live on the device, where the host does not look unless ``check_counts`` says so. A row whose numbers would
+lead out of the tensors is left as it is by what writes the storage, and gets NaN from :func:`verify_attention`. On the
+CPU, and wherever torch does the work, they are looked at always, and such a row is a ValueError before anything is written.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipespec_kernels import reference
+
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST_DIM = 256  # of the kernels
+MOST_GATHERED = 1024
+
+
+def kv_append(
+    keys: Tensor,
+    values: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_new: Tensor | None = None,
+    *,
+    check_counts: bool = False,
+) -> None:
+    """Write the first ``n_new[r]`` new columns of each row behind the ``lengths[r]`` tokens that it holds.
+
+    ``k_cache[r, :, lengths[r] + j] = keys[r, :, j]`` for ``j < n_new[r]``, and the values likewise. Columns from
+    ``n_new[r]`` on are padding and write nothing. The lengths do not change: layers share them.
+
+    Args:
+        keys, values: ``[B, Hkv, Q, D]``, the dtype of the storage.
+        k_cache, v_cache: ``[B, Hkv, S, D]``; float32, bfloat16, float16 or float64. Any
+            strides but in the last dimension, which must be contiguous; no two elements in one place.
+        lengths: ``[B]``, int32 or int64, contiguous, on the device of the storage.
+        n_new: ``[B]``, likewise, ``0 <= n_new <= Q`` and ``lengths + n_new <= S``. None: all columns.
+        check_counts: look at these numbers first, which waits for the device. On the CPU always done.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: shapes, strides, devices, or numbers that were looked at, that do not fit. Nothing has been written then.
+    """
+    batch, heads, capacity, dim = _storage(k_cache, v_cache)
+    width = keys.shape[2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0
+    for name, tensor in (("keys", keys), ("values", values)):
+        _check(tensor, name, (k_cache.dtype,), (batch, heads, width, dim), k_cache.device)
+        _dense(tensor, name)
+    _rows(lengths, "lengths", batch, k_cache.device)
+    if n_new is not None:
+        _rows(n_new, "n_new", batch, k_cache.device)
+    if check_counts or not _has_kernels(k_cache):
+        _fits(lengths, n_new, width, capacity, "n_new")
+    _backend(k_cache).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
+
+
+def kv_truncate(lengths: Tensor, to: Tensor) -> None:
+    """``lengths[r] = min(lengths[r], max(to[r], 0))``, in place: a rollback, which never makes a row longer.
+
+    Args:
+        lengths: ``[B]``, int32 or int64, contiguous.
+        to: ``[B]``, int32 or int64, contiguous, on the same device.
+
+    Raises:
+        TypeError, ValueError: as for :func:`kv_append`.
+    """
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1:
+        raise ValueError(f"lengths must be a tensor [B], got {_shape(lengths)}")
+    _rows(lengths, "lengths", len(lengths), lengths.device)
+    _rows(to, "to", len(lengths), lengths.device)
+    if lengths.is_cuda:
+        from pipespec_kernels import triton
+
+        triton.kv_truncate(lengths, to)
+    else:
+        reference.kv_truncate(lengths, to)
+
+
+def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *, check_counts: bool = False) -> None:
+    """Row ``r`` becomes what row ``rows[r]`` was, in place: a batch in another order, or without its finished rows.
+
+    ``rows`` may name a row several times, and name fewer rows than there are: the rows behind keep what they hold. Only
+    the ``lengths[rows[r]]`` tokens that count are moved. The lengths themselves do not change (layers share them): after
+    the last layer do ``lengths[:len(rows)] = lengths[rows]``.
+
+    Args:
+        k_cache, v_cache, lengths: as for :func:`kv_append`.
+        rows: ``[N]``, int32 or int64, contiguous, on the device of the storage; ``N <= min(B, 1024)``.
+        check_counts: likewise.
+
+    Raises:
+        TypeError, ValueError: as for :func:`kv_append`.
+    """
+    batch, _, capacity, _ = _storage(k_cache, v_cache)
+    _rows(lengths, "lengths", batch, k_cache.device)
+    if not isinstance(rows, Tensor) or rows.dim() != 1 or len(rows) > min(batch, MOST_GATHERED):
+        raise ValueError(f"rows must be a tensor [N] with N <= {min(batch, MOST_GATHERED)}, got {_shape(rows)}")
+    _rows(rows, "rows", len(rows), k_cache.device)
+    if check_counts or not _has_kernels(k_cache):
+        _fits(lengths, None, 0, capacity, "")
+        for row, source in enumerate(rows.tolist()):
+            if not 0 <= source < batch:
+                raise ValueError(f"rows[{row}] is {source}, but the storage has {batch} rows")
+    _backend(k_cache).kv_gather(k_cache, v_cache, lengths, rows)
+
+
+def kv_compact(
+    k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, *, check_counts: bool = False
+) -> None:
+    """Move the tokens at ``positions[r, :n_keep[r]]`` to ``begin[r] ..``, in place: what is left of a block of hints.
+
+    Token ``begin[r] + j`` becomes what token ``positions[r, j]`` was. Defined where tokens move down or stay,
+    ``positions[r, j] >= begin[r] + j``; they may be in any order and repeat. Lengths are not read: lower them to
+    ``begin + n_keep`` with :func:`kv_truncate` after the last layer.
+
+    Args:
+        k_cache, v_cache: as for :func:`kv_append`.
+        positions: ``[B, P]``, int32 or int64, any strides, on the device of the storage; below ``S``.
+        begin, n_keep: ``[B]``, like ``lengths`` there; ``0 <= n_keep <= P``, ``0 <= begin``, ``begin + n_keep <= S``.
+        check_counts: likewise.
+
+    Raises:
+        TypeError, ValueError: as for :func:`kv_append`.
+    """
+    batch, _, capacity, _ = _storage(k_cache, v_cache)
+    width = positions.shape[1] if isinstance(positions, Tensor) and positions.dim() == 2 else 0
+    _check(positions, "positions", _INTEGERS, (batch, width), k_cache.device)
+    _rows(begin, "begin", batch, k_cache.device)
+    _rows(n_keep, "n_keep", batch, k_cache.device)
+    if check_counts or not _has_kernels(k_cache):
+        _fits(begin, n_keep, width, capacity, "n_keep", "begin")
+        for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
+            for j, source in enumerate(positions[row, :count].tolist()):
+                if not first + j <= source < capacity:
+                    raise ValueError(
+                        f"row {row}: positions[{j}] is {source}, but must be at least begin + {j} = {first + j} "
+                        f"and below the capacity {capacity}"
+                    )
+    _backend(k_cache).kv_compact(k_cache, v_cache, positions, begin, n_keep)
+
+
+def verify_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_fed: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    invariant: bool = False,
+    out: Tensor | None = None,
+    check_counts: bool = False,
+) -> Tensor:
+    """Attention of ``Q`` new columns per row over storage that holds their own keys and values already.
+
+    Column ``j`` of row ``r`` sees the keys ``0 .. lengths[r] + j``; ``lengths[r]`` is the row's length *before* the block.
+    Query heads ``g * Hq / Hkv ..`` share head ``g`` of the keys, as in HuggingFace models. No mask, no repeated keys or
+    values, and nothing behind ``lengths[r] + n_fed[r]`` is read. Columns from ``n_fed[r]`` on give zeros.
+
+    Made for the few columns of a decoding step or a verification. Any ``Q`` works: on a GPU wide blocks take several
+    tiles, each of which reads the keys again, as a prefill does; ``invariant`` goes through them in parts of 32 columns.
+
+    Args:
+        q: ``[B, Hq, Q, D]``, the dtype of the storage; ``Hq`` a multiple of ``Hkv``. Any strides but in the last dimension,
+            which must be contiguous.
+        k_cache, v_cache, lengths: as for :func:`kv_append`.
+        n_fed: ``[B]``, like ``lengths``: ``0 <= n_fed <= Q``, ``lengths + n_fed <= S``. None: all columns.
+        scale: of the scores; default ``D ** -0.5``.
+        invariant: take sums in an order that depends on nothing but the number of keys that a column sees. Its result is
+            then the same to the last bit whatever ``Q`` and ``B`` are, so a verification says what decoding token by
+            token says. Costs a part of the speed.
+        out: ``[B, Hq, Q, D]`` to write to, strides as for ``q``; must overlap no other argument.
+        check_counts: look at lengths and counts first, which waits for the device. On the CPU always done.
+
+    Returns:
+        ``[B, Hq, Q, D]`` in the dtype of ``q``; without ``out`` a view of ``[B, Q, Hq, D]``, which is contiguous.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: shapes, strides, devices, or numbers that were looked at, that do not fit. Nothing has been written then.
+        RuntimeError: autograd would record: there is no backward pass.
+
+    Example::
+
+        >>> k = v = torch.eye(4).expand(1, 1, 4, 4)
+        >>> verify_attention(torch.zeros(1, 1, 2, 4), k, v, torch.tensor([1]))
+        tensor([[[[0.5000, 0.5000, 0.0000, 0.0000],
+                  [0.3333, 0.3333, 0.3333, 0.0000]]]])
+    """
+    batch, heads, capacity, dim = _storage(k_cache, v_cache, written=False)
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        raise (TypeError if not isinstance(q, Tensor) else ValueError)(
+            f"q must be a tensor [B, Hq, Q, D], got {_shape(q)}"
+        )
+    heads_q, width = q.shape[1], q.shape[2]
+    _check(q, "q", (k_cache.dtype,), (batch, heads_q, width, dim), k_cache.device)
+    _dense(q, "q")
+    if heads == 0 or heads_q % heads:
+        raise ValueError(f"{heads_q} query heads cannot share {heads} heads of keys evenly")
+    _rows(lengths, "lengths", batch, q.device)
+    if n_fed is not None:
+        _rows(n_fed, "n_fed", batch, q.device)
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, is {scale}")
+    if out is not None:
+        _check(out, "out", (q.dtype,), tuple(q.shape), q.device)
+        _dense(out, "out")
+        _distinct(out, "out")
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        raise RuntimeError("verify_attention has no backward pass: call it under torch.no_grad() or inference_mode()")
+    if check_counts or not _has_kernels(q):
+        _fits(lengths, n_fed, width, capacity, "n_fed")
+    if _has_kernels(q):
+        from pipespec_kernels import triton
+
+        return triton.verify_attention(q, k_cache, v_cache, lengths, n_fed, scale=scale, invariant=invariant, out=out)
+    if out is None:
+        out = q.new_empty((batch, width, heads_q, dim)).transpose(1, 2)
+    return _attention(q, k_cache, v_cache, lengths.tolist(), n_fed, scale, invariant, out)
+
+
+def _attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: list[int],
+    n_fed: Tensor | None,
+    scale: float | None,
+    invariant: bool,
+    out: Tensor,
+) -> Tensor:
+    """By torch's own attention. ``invariant``: every column by itself, which is what a step of one column is."""
+    batch, width = q.shape[0], q.shape[2]
+    fed = [width] * batch if n_fed is None else n_fed.tolist()
+    if len({*zip(lengths, fed, strict=True)}) == 1 and not invariant:
+        parts = [(slice(0, batch), 0, fed[0], lengths[0])]
+    elif invariant:
+        parts = [(slice(r, r + 1), j, j + 1, lengths[r] + j) for r in range(batch) for j in range(fed[r])]
+    else:
+        parts = [(slice(r, r + 1), 0, fed[r], lengths[r]) for r in range(batch)]
+    if min(fed, default=width) < width:
+        out.zero_()
+    grouped = q.shape[1] != k_cache.shape[1]
+    for rows, begin, end, before in parts:
+        columns = end - begin
+        if columns == 0:
+            continue
+        top = before + columns
+        keys, values = k_cache[rows, :, :top], v_cache[rows, :, :top]
+        mask = None if columns == 1 else _lower_right(columns, top, q.device)
+        result = F.scaled_dot_product_attention(
+            q[rows, :, begin:end], keys, values, mask, scale=scale, enable_gqa=grouped
+        )
+        out[rows, :, begin:end] = result
+    return out
+
+
+def _lower_right(columns: int, keys: int, device: torch.device) -> Tensor:
+    """Causal where the last column sees the last key."""
+    at = torch.arange(keys, device=device)
+    return at <= torch.arange(keys - columns, keys, device=device)[:, None]
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    """Of storage, or of queries: whether there is a kernel for it."""
+    return tensor.is_cuda and tensor.dtype is not torch.float64 and tensor.shape[-1] <= MOST_DIM
+
+
+def _backend(tensor: Tensor) -> Any:
+    if not _has_kernels(tensor):
+        return reference
+    from pipespec_kernels import triton  # not imported before there is something to launch
+
+    return triton
+
+
+def _shape(tensor: Any) -> str:
+    return f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+
+
+def _check(
+    tensor: Any, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
+) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name} must be {names}, got {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the storage, is on {tensor.device}")
+
+
+def _dense(tensor: Tensor, name: str) -> None:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
+
+
+def _distinct(tensor: Tensor, name: str) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(f"{name} is written to and must not be expanded, got strides {tensor.stride()}")
+
+
+def _rows(tensor: Any, name: str, count: int, device: torch.device) -> None:
+    _check(tensor, name, _INTEGERS, (count,), device)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def _storage(k_cache: Any, v_cache: Any, written: bool = True) -> tuple[int, int, int, int]:
+    if not isinstance(k_cache, Tensor):
+        raise TypeError(f"k_cache must be a tensor, got {type(k_cache).__name__}")
+    if k_cache.dim() != 4:
+        raise ValueError(f"k_cache must be [B, Hkv, S, D], got {_shape(k_cache)}")
+    _check(k_cache, "k_cache", _FLOATS, tuple(k_cache.shape), k_cache.device)
+    _check(v_cache, "v_cache", (k_cache.dtype,), tuple(k_cache.shape), k_cache.device)
+    batch, heads, capacity, dim = k_cache.shape
+    if dim == 0:
+        raise ValueError(f"heads must have a dimension, got {_shape(k_cache)}")
+    if capacity >= 2**31:
+        raise ValueError(f"a capacity must be below 2**31, got {_shape(k_cache)}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _dense(cache, name)
+        if written:
+            _distinct(cache, name)
+    return batch, heads, capacity, dim
+
+
+def _fits(lengths: Tensor, counts: Tensor | None, width: int, capacity: int, name: str, first: str = "lengths") -> None:
+    """ValueError for a row that would lead out of the tensors; waits for the device."""
+    all_counts = [width] * len(lengths) if counts is None else counts.tolist()
+    for row, (length, count) in enumerate(zip(lengths.tolist(), all_counts, strict=True)):
+        if not 0 <= count <= width:
+            raise ValueError(f"row {row}: need 0 <= {name} <= {width}, is {count}")
+        if length < 0 or length + count > capacity:
+            raise ValueError(
+                f"row {row}: {first} is {length}, and {count} more tokens must lie within the capacity {capacity}"
+            )

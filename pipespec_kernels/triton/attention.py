@@ -1,0 +1,423 @@
+"""``verify_attention``: the attention of a few new columns per row over a cache of keys and values, without a mask.
+
+Row ``r`` has ``lengths[r]`` keys from before and one more for each column that is fed; column ``j`` sees the keys
+``0 .. lengths[r] + j``. The lengths are on the device, so a captured graph replays at any length.
+
+A block of threads takes one head of keys and values, a tile of the (column, query head) pairs that share it, and a part
+of the keys: the heads of a group lie beside the columns in the rows of one matrix product, so that keys and values are
+read once for all of them. Softmax runs along the keys with a running maximum (Milakov, Gimelshein, "Online normalizer
+calculation for softmax", 2018; Dao, Fu, Ermon, Rudra, Re, "FlashAttention", 2022, algorithm 1), in float32. Where the
+keys are shared among several blocks, which a long context and few rows need to fill a device (Dao, Haziza, Massa, Sizov,
+"Flash-Decoding for long-context inference", 2023), each writes its sums, and a second launch combines them in the order
+of the keys.
+
+``invariant``: the tile of the pairs, the block of keys and the span of keys that is summed before it meets the others are
+constants, and what a column does not see adds exact zeros. The result of a column then depends on its own query and on
+the keys and values it sees, and on nothing else: neither on how many columns are fed with it nor on the other rows. Products and
+sums are not fused there, which a compiler might do in the kernel for one kind of strides and not in that for another.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipespec_kernels.triton import launch
+from pipespec_kernels.triton.launch import MOST_ROWS, on
+from pipespec_kernels.triton.philox import INTERPRETED as _INTERPRETED
+
+INVARIANT_SPAN = 256  # keys: partial sums cost an eighth of the bytes that the keys and values do (4 heads, 8 bit more)
+INVARIANT_WIDTH = 32  # columns of one launch: bounds the memory for partial sums, which are there for every span
+COMBINED = 16  # spans that the second launch takes at a time
+
+# The interpreter multiplies bfloat16 as if its bits were integers, and ``range`` takes no numbers of its kind. Compiled, only a
+# loop over a range overlaps its loads with its products.
+INTERPRETED = tl.constexpr(_INTERPRETED)
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def extent(lengths, n_fed, row, width, capacity, HAS_FED: tl.constexpr):
+    """Of a row: keys from before, columns that are fed, and whether these numbers lead out of the tensors (both 0 then)."""
+    n = tl.load(lengths + row).to(tl.int64)
+    if HAS_FED:
+        fed = tl.load(n_fed + row).to(tl.int64)
+    else:
+        fed = tl.full([], 0, tl.int64) + width
+    good = (n >= 0) & (n <= capacity) & (fed >= 0) & (fed <= width) & (n + fed <= capacity)
+    return tl.where(good, n, 0).to(tl.int32), tl.where(good, fed, 0).to(tl.int32), good
+
+
+@triton.jit
+def span_of(total, splits, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys per block of threads: a constant, or the row's keys dealt out evenly in whole blocks of keys."""
+    if SPAN > 0:
+        return SPAN
+    else:
+        return tl.maximum(tl.cdiv(tl.cdiv(total, BLOCK_N), splits), 1) * BLOCK_N
+
+
+@triton.jit
+def take_block(
+    q,
+    top,
+    weight,
+    acc,
+    start,
+    end,
+    sees,
+    key_base,
+    keys_stride_s,
+    value_base,
+    values_stride_s,
+    whole,
+    scale_log2,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The keys ``start .. start + BLOCK_N - 1``: the running maximum, the sum of weights, and that of weighted values."""
+    d = tl.arange(0, BLOCK_D)
+    at = start + tl.arange(0, BLOCK_N)
+    there = (at < end)[:, None] & whole
+    offset = at.to(tl.int64)[:, None]
+    k = tl.load(key_base + offset * keys_stride_s + d[None, :], mask=there, other=0.0)
+    if INTERPRETED:
+        k = k.to(tl.float32)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    score = tl.where(at[None, :] <= sees[:, None], score, float("-inf"))
+    highest = tl.maximum(top, tl.max(score, 1))
+    # A row that has seen nothing yet: any finite number will do.
+    anchor = tl.where(highest == float("-inf"), 0.0, highest)
+    p = tl.exp2(score - anchor[:, None])
+    shrink = tl.exp2(top - anchor)
+    weight = weight * shrink + tl.sum(p, 1)
+    v = tl.load(value_base + offset * values_stride_s + d[None, :], mask=there, other=0.0)
+    p = p.to(v.dtype)
+    if INTERPRETED:
+        p = p.to(tl.float32)
+        v = v.to(tl.float32)
+    acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
+    return highest, weight, acc
+
+
+# Not specialised: each value of 1 or multiple of 16 would be a kernel of its own, for nothing.
+@triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits"])
+def attention_kernel(
+    queries,
+    queries_stride_b,
+    queries_stride_h,
+    queries_stride_q,
+    keys,
+    keys_stride_b,
+    keys_stride_h,
+    keys_stride_s,
+    values,
+    values_stride_b,
+    values_stride_h,
+    values_stride_s,
+    lengths,
+    n_fed,
+    output,
+    output_stride_b,
+    output_stride_h,
+    output_stride_q,
+    sums,
+    maxima,
+    weights,
+    first,
+    columns,
+    width,
+    capacity,
+    splits,
+    scale_log2,
+    HAS_FED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    DIRECT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    split = tl.program_id(0)
+    head = tl.program_id(1) % HEADS  # of the keys
+    tile = tl.program_id(1) // HEADS
+    row = tl.program_id(2).to(tl.int64)
+    before, fed, good = extent(lengths, n_fed, row, width, capacity, HAS_FED)
+    total = before + fed
+    span = span_of(total, splits, SPAN, BLOCK_N)
+
+    # A tile's row m is column m // GROUP of this launch, in query head head * GROUP + m % GROUP.
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = first + m // GROUP
+    live = (m < columns * GROUP) & (column < fed)
+    d = tl.arange(0, BLOCK_D)
+    # The tile's last fed column sees the most; nothing behind that is loaded, whatever lies there.
+    last = tl.minimum(first + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, first + columns - 1)
+    end = tl.where(first + tile * BLOCK_M // GROUP < fed, before + tl.minimum(last + 1, fed), 0)
+    begin = split * span
+    stop = tl.minimum(begin + span, end)
+
+    if DIRECT | (begin < end):
+        heads = head * GROUP + m % GROUP
+        # Columns from the start of the block of columns, and of this launch's part of the tensors.
+        local = (m // GROUP).to(tl.int64)
+        whole = (d < DIM)[None, :]
+        q = tl.load(
+            queries
+            + row * queries_stride_b
+            + heads.to(tl.int64)[:, None] * queries_stride_h
+            + local[:, None] * queries_stride_q
+            + d[None, :],
+            mask=live[:, None] & whole,
+            other=0.0,
+        )
+        if INTERPRETED:
+            q = q.to(tl.float32)
+        key_base = keys + row * keys_stride_b + head.to(tl.int64) * keys_stride_h
+        value_base = values + row * values_stride_b + head.to(tl.int64) * values_stride_h
+        sees = tl.where(live, before + column, -1)  # the last key that it sees
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        weight = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if INTERPRETED:
+            start = begin
+            while start < stop:
+                top, weight, acc = take_block(
+                    q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole,
+                    scale_log2, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                start += BLOCK_N
+        else:
+            for start in range(begin, stop, BLOCK_N):
+                top, weight, acc = take_block(
+                    q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole,
+                    scale_log2, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+
+        real = m < columns * GROUP
+        if DIRECT:
+            result = acc / tl.where(weight == 0, 1.0, weight)[:, None]
+            result = tl.where(good, result, float("nan"))
+            tl.store(
+                output
+                + row * output_stride_b
+                + heads.to(tl.int64)[:, None] * output_stride_h
+                + local[:, None] * output_stride_q
+                + d[None, :],
+                result.to(output.dtype.element_ty),
+                mask=real[:, None] & whole,
+            )
+        else:
+            place = ((row * HEADS + head) * (columns * GROUP) + m) * splits + split
+            tl.store(sums + place[:, None] * DIM + d[None, :], acc, mask=real[:, None] & whole)
+            tl.store(maxima + place, top, mask=real)
+            tl.store(weights + place, weight, mask=real)
+
+
+@triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits"])
+def combine_kernel(
+    lengths,
+    n_fed,
+    output,
+    output_stride_b,
+    output_stride_h,
+    output_stride_q,
+    sums,
+    maxima,
+    weights,
+    first,
+    columns,
+    width,
+    capacity,
+    splits,
+    HAS_FED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    m = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    before, fed, good = extent(lengths, n_fed, row, width, capacity, HAS_FED)
+    column = first + m // GROUP
+    sees = tl.where(column < fed, before + column + 1, 0)
+    written = tl.cdiv(sees, span_of(before + fed, splits, SPAN, BLOCK_N))  # spans that it sees something of
+
+    d = tl.arange(0, BLOCK_D)
+    base = ((row * HEADS + head) * (columns * GROUP) + m) * splits
+    top = tl.full([1], float("-inf"), tl.float32)
+    weight = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    start = 0
+    while start < written:
+        i = start + tl.arange(0, BLOCK_S)
+        there = i < written
+        highest = tl.load(maxima + base + i, mask=there, other=float("-inf"))
+        partial = tl.load(weights + base + i, mask=there, other=0.0)
+        part = tl.load(
+            sums + (base + i)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0
+        )
+        anchor = tl.maximum(top, tl.max(highest, 0))
+        shrink = tl.exp2(top - anchor)  # the first span has something visible: the anchor is a number
+        factor = tl.exp2(highest - anchor)
+        weight = weight * shrink + tl.sum(factor * partial, 0)
+        acc = acc * shrink + tl.sum(factor[:, None] * part, 0)
+        top = anchor
+        start += BLOCK_S
+    result = tl.where(good, acc / tl.where(weight == 0, 1.0, weight), float("nan"))
+    tl.store(
+        output
+        + row * output_stride_b
+        + (head * GROUP + m % GROUP).to(tl.int64) * output_stride_h
+        + (m // GROUP).to(tl.int64) * output_stride_q
+        + d,
+        result.to(output.dtype.element_ty),
+        mask=d < DIM,
+    )
+
+
+class Tiling(NamedTuple):
+    """How the work is cut. Without ``invariant``, results differ between tilings in their last bits.
+
+    Attributes:
+        block_m: (column, query head) pairs of a tile, a power of two, at least 16.
+        block_n: keys of a block, likewise.
+        warps: per block of threads.
+        stages: blocks of keys and values that are on their way at a time.
+        span: keys that are summed by one block of threads; 0: the row's keys, dealt out evenly.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    span: int
+
+
+def tiling(pairs: int, dim: int, itemsize: int, invariant: bool) -> Tiling:
+    """For that many (column, query head) pairs per head of keys.
+
+    As many pairs as registers hold, for each tile reads all the keys; blocks of keys as shared memory holds in a number
+    of stages. Held to both by the compile gate, not tuned on a device.
+    """
+    wide = max(16, triton.next_power_of_2(dim))
+    if itemsize == 4:  # no tensor cores at this precision, and twice the bytes
+        return Tiling(16, 16, 8, 2, INVARIANT_SPAN if invariant else 0)
+    stages = 3 if wide <= 128 else 2
+    if invariant:
+        return Tiling(16, 64, 4, stages, INVARIANT_SPAN)
+    block_m = max(16, min(triton.next_power_of_2(pairs), 128 if wide <= 128 else 32))
+    return Tiling(block_m, 64, 8 if block_m * wide > 2048 else 4, stages, 0)
+
+
+def verify_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_fed: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    invariant: bool = False,
+    out: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """See :func:`pipespec_kernels.ops.verify_attention`, which checks the arguments; here they are taken as good.
+
+    ``splits``: blocks of threads that share a row's keys; default: as many as fill the device.
+    """
+    batch, heads_q, width, dim = q.shape
+    heads, capacity = k_cache.shape[1], k_cache.shape[2]
+    if out is None:
+        out = torch.empty((batch, width, heads_q, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+    if out.numel() == 0:
+        return out
+    if capacity == 0:
+        raise ValueError("the cache has no room: its capacity is 0")
+    launch.check_device(q.device, "q")
+    group = heads_q // heads
+    step = min(width, INVARIANT_WIDTH) if invariant else width
+    cut = tiling(step * group, dim, q.element_size(), invariant)
+    tiles = triton.cdiv(step * group, cut.block_m)
+    if batch > MOST_ROWS or heads * tiles > MOST_ROWS:
+        raise ValueError(
+            f"at most {MOST_ROWS} rows, and {MOST_ROWS} tiles of columns and heads, in a launch: q is {tuple(q.shape)}"
+        )
+    if cut.span:
+        splits = triton.cdiv(capacity, cut.span)
+    elif splits is None:
+        wanted = 2 * launch.multiprocessors(q.device) if q.is_cuda else 1
+        splits = max(1, wanted // (batch * heads * tiles))
+    splits = max(1, min(splits, triton.cdiv(capacity, cut.block_n)))
+    block_d = max(16, triton.next_power_of_2(dim))
+    direct = splits == 1
+    shape = (batch, heads, step * group, splits)
+    # Not read where they are not written: no need to clear them.
+    sums = out if direct else torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
+    maxima = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
+    weights = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
+    constants = {"HAS_FED": n_fed is not None, "GROUP": group, "HEADS": heads, "DIM": dim, "SPAN": cut.span}
+    constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d}
+    counts = lengths if n_fed is None else n_fed  # not read without n_fed
+    scale_log2 = (dim**-0.5 if scale is None else scale) * _LOG2E
+    with on(q.device):
+        for first in range(0, width, step):
+            columns = min(step, width - first)
+            queries, output = q[:, :, first:], out[:, :, first:]
+            attention_kernel[(splits, heads * triton.cdiv(columns * group, cut.block_m), batch)](
+                queries,
+                *queries.stride()[:3],
+                k_cache,
+                *k_cache.stride()[:3],
+                v_cache,
+                *v_cache.stride()[:3],
+                lengths,
+                counts,
+                output,
+                *output.stride()[:3],
+                sums,
+                maxima,
+                weights,
+                first,
+                columns,
+                width,
+                capacity,
+                splits,
+                scale_log2,
+                **constants,
+                DIRECT=direct,
+                BLOCK_M=cut.block_m,
+                num_warps=cut.warps,
+                num_stages=cut.stages,
+                enable_fp_fusion=not invariant,
+            )
+            if not direct:
+                combine_kernel[(columns * group, heads, batch)](
+                    lengths,
+                    counts,
+                    output,
+                    *output.stride()[:3],
+                    sums,
+                    maxima,
+                    weights,
+                    first,
+                    columns,
+                    width,
+                    capacity,
+                    splits,
+                    **constants,
+                    BLOCK_S=COMBINED,
+                    num_warps=4,
+                    enable_fp_fusion=not invariant,
+                )
+    return out

@@ -1,0 +1,220 @@
+"""The operations on keys and values as the package offers them, on the CPU: results, and arguments that are refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipespec_kernels import ops, reference
+
+from .storage import CACHE_LAYOUTS, appended, compacted, gathered, make_storage, on_device
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+
+
+@EXAMPLES
+@given(st.integers(1, 4), st.integers(1, 12), st.sampled_from(DTYPES), st.sampled_from(CACHE_LAYOUTS), st.data())
+def test_moves(batch, capacity, dtype, layout, data) -> None:
+    width = data.draw(st.integers(0, capacity))
+    lengths = [data.draw(st.integers(0, capacity)) for _ in range(batch)]
+    counts = [data.draw(st.integers(0, min(width, capacity - n))) for n in lengths]
+    positions = [
+        [data.draw(st.integers(n + j, capacity - 1)) for j in range(count)]
+        for n, count in zip(lengths, counts, strict=True)
+    ]
+    rows = data.draw(st.lists(st.integers(0, batch - 1), max_size=batch))
+    caches = make_storage(batch, 2, capacity, 5, dtype, layout, CPU)
+    new = torch.randn(2, batch, 2, width, 5).to(dtype)
+    n, count = on_device(lengths, CPU, torch.int64), on_device(counts, CPU)
+
+    expected = [appended(c, x, lengths, counts) for c, x in zip(caches, new, strict=True)]
+    ops.kv_append(new[0], new[1], *caches, n, count)
+    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
+
+    table = torch.full((batch, width), -5)
+    for row, kept in enumerate(positions):
+        table[row, : len(kept)] = torch.tensor(kept, dtype=table.dtype)
+    expected = [compacted(c, positions, lengths) for c in caches]
+    ops.kv_compact(*caches, table, n, count)
+    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
+
+    expected = [gathered(c, lengths, rows) for c in caches]
+    ops.kv_gather(*caches, n, on_device(rows, CPU))
+    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
+    assert n.tolist() == lengths
+
+    to = [data.draw(st.integers(-3, capacity + 3)) for _ in range(batch)]
+    ops.kv_truncate(n, on_device(to, CPU))
+    assert n.tolist() == [max(0, min(a, b)) for a, b in zip(lengths, to, strict=True)]
+
+
+@EXAMPLES
+@given(
+    st.integers(1, 3),
+    st.integers(1, 8),
+    st.integers(0, 6),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
+def test_attention(batch, group, width, dtype, invariant, level, data) -> None:
+    capacity = data.draw(st.integers(width, 40))
+    n_fed = [data.draw(st.integers(0, width)) for _ in range(batch)]
+    lengths = [data.draw(st.integers(0, capacity - width)) for _ in range(batch)]
+    if level:
+        n_fed, lengths = n_fed[:1] * batch, lengths[:1] * batch
+    k_cache, v_cache = make_storage(batch, 2, capacity, 16, dtype, "columns first", CPU)
+    for row, (n, fed) in enumerate(zip(lengths, n_fed, strict=True)):
+        v_cache[row, :, n + fed :] = math.nan
+    q = torch.randn(batch, width, 2 * group, 16).to(dtype).transpose(1, 2)
+    n, fed = on_device(lengths, CPU), on_device(n_fed, CPU)
+    got = ops.verify_attention(q, k_cache, v_cache, n, fed, invariant=invariant)
+    assert got.dtype == dtype
+    assert got.transpose(1, 2).is_contiguous()
+    expected = reference.verify_attention(q, k_cache, v_cache, n, fed)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+    if invariant:
+        for row in range(batch):
+            for j in range(n_fed[row]):
+                one = slice(row, row + 1)
+                alone = ops.verify_attention(
+                    q[one, :, j : j + 1], k_cache[one], v_cache[one], n[one] + j, invariant=True
+                )
+                assert torch.equal(alone[0, :, 0], got[row, :, j])
+
+
+def test_the_oracle_is_attention_with_a_causal_mask() -> None:
+    """Against torch's, which shares nothing with it, where the two mean the same: a whole prompt, and one column."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 16, generator=generator, dtype=torch.float64) for h in (6, 2, 2))
+    zeros = torch.zeros(2, dtype=torch.int32)
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(reference.verify_attention(q, k, v, zeros), whole)
+    last = reference.verify_attention(q[:, :, 8:], k, v, zeros + 8)
+    torch.testing.assert_close(last, whole[:, :, 8:])
+    halved = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.125)
+    torch.testing.assert_close(reference.verify_attention(q, k, v, zeros, scale=0.125), halved)
+
+
+STORAGE = torch.zeros(2, 2, 8, 16)
+COUNTS = torch.tensor([3, 3], dtype=torch.int32)
+NEW = torch.ones(2, 2, 4, 16)
+TABLE = torch.full((2, 4), 7)
+BAD_STORAGE = [
+    (TypeError, "k_cache must be a tensor, got list", {"k_cache": [1]}),
+    (TypeError, "k_cache must be float32", {"k_cache": STORAGE.int()}),
+    (TypeError, "v_cache must be float32", {"v_cache": STORAGE.half()}),
+    (ValueError, r"k_cache must be \[B, Hkv, S, D\]", {"k_cache": STORAGE[0]}),
+    (ValueError, "v_cache must have shape", {"v_cache": STORAGE[:, :1]}),
+    (ValueError, "v_cache must be on cpu", {"v_cache": STORAGE.to("meta")}),
+    (ValueError, "contiguous in its last", {"k_cache": torch.zeros(2, 2, 16, 8).transpose(2, 3)}),
+]
+EXPANDED = (ValueError, "must not be expanded", {"v_cache": torch.zeros(1, 2, 8, 16).expand(2, 2, 8, 16)})
+BAD = {
+    "kv_append": [
+        *BAD_STORAGE,
+        EXPANDED,
+        (TypeError, "keys must be float32", {"keys": NEW.half()}),
+        (TypeError, "keys must be a tensor", {"keys": None}),
+        (ValueError, "values must have shape", {"values": NEW[:, :, :3]}),
+        (ValueError, "keys must be contiguous", {"keys": torch.ones(2, 2, 16, 4).transpose(2, 3)}),
+        (TypeError, "lengths must be int32 or int64", {"lengths": COUNTS.float()}),
+        (ValueError, r"lengths must have shape \(2,\)", {"lengths": COUNTS[:1]}),
+        (ValueError, "lengths must be contiguous", {"lengths": torch.zeros(4, dtype=torch.int32)[::2]}),
+        (ValueError, "n_new must be on cpu", {"n_new": COUNTS.to("meta")}),
+        (ValueError, "row 1: need 0 <= n_new <= 4, is 5", {"n_new": COUNTS + torch.tensor([0, 2])}),
+        (ValueError, "row 0: need 0 <= n_new <= 4, is -1", {"n_new": COUNTS - 4}),
+        (ValueError, "row 1: lengths is 6, and 3 more", {"lengths": COUNTS + torch.tensor([0, 3])}),
+        (ValueError, "row 0: lengths is -1", {"lengths": COUNTS - 4}),
+        (ValueError, "row 0: lengths is 5, and 4 more", {"lengths": COUNTS + 2, "n_new": None}),
+    ],
+    "kv_gather": [
+        *BAD_STORAGE,
+        EXPANDED,
+        (ValueError, r"rows must be a tensor \[N\] with N <= 2", {"rows": torch.tensor([0, 1, 0])}),
+        (TypeError, "rows must be int32", {"rows": torch.tensor([0.0])}),
+        (ValueError, r"rows\[1\] is 2, but the storage has 2 rows", {"rows": torch.tensor([0, 2])}),
+        (ValueError, r"rows\[0\] is -1", {"rows": torch.tensor([-1])}),
+        (ValueError, "row 0: lengths is 9", {"lengths": COUNTS + 6}),
+    ],
+    "kv_compact": [
+        *BAD_STORAGE,
+        EXPANDED,
+        (TypeError, "positions must be int32", {"positions": TABLE.float()}),
+        (ValueError, "positions must have shape", {"positions": TABLE[:1]}),
+        (
+            ValueError,
+            r"positions\[2\] is 2, but must be at least begin \+ 2 = 5",
+            {"positions": TABLE - torch.tensor([0, 0, 5, 0])},
+        ),
+        (ValueError, r"positions\[0\] is 8, .* below the capacity 8", {"positions": TABLE + 1}),
+        (ValueError, "row 0: need 0 <= n_keep <= 4, is 5", {"n_keep": COUNTS + 2}),
+        (ValueError, "row 0: begin is 6, and 3 more", {"begin": COUNTS + 3}),
+    ],
+    "verify_attention": [
+        *BAD_STORAGE,
+        (TypeError, "q must be a tensor", {"q": 1}),
+        (TypeError, "q must be float32", {"q": NEW.half()}),
+        (ValueError, r"q must be a tensor \[B, Hq, Q, D\]", {"q": NEW[0]}),
+        (ValueError, "q must have shape", {"q": NEW[..., :8]}),
+        (ValueError, "3 query heads cannot share 2", {"q": torch.ones(2, 3, 4, 16)}),
+        (ValueError, "scale must be finite", {"scale": math.nan}),
+        (ValueError, "out must have shape", {"out": NEW[:1]}),
+        (ValueError, "out is written to", {"out": torch.zeros(1, 2, 4, 16).expand(2, 2, 4, 16)}),
+        (ValueError, "row 0: need 0 <= n_fed <= 4, is 5", {"n_fed": COUNTS + 2}),
+        (ValueError, "row 0: lengths is 6, and 3 more", {"lengths": COUNTS + 3}),
+    ],
+}
+GOOD = {
+    "kv_append": {"keys": NEW, "values": NEW, "lengths": COUNTS, "n_new": COUNTS},
+    "kv_gather": {"lengths": COUNTS, "rows": torch.tensor([1, 0])},
+    "kv_compact": {"positions": TABLE, "begin": COUNTS, "n_keep": COUNTS},
+    "verify_attention": {"q": NEW, "lengths": COUNTS, "n_fed": COUNTS},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_touch_nothing(name: str) -> None:
+    for error, message, changed in BAD[name]:
+        k_cache, v_cache = torch.arange(1024.0).view(2, 2, 4, 64)[..., :32].reshape(2, 2, 8, 16), STORAGE.clone()
+        before = k_cache.clone(), v_cache.clone()
+        out = torch.full((2, 2, 4, 16), -9.0)
+        arguments = {"k_cache": k_cache, "v_cache": v_cache, **GOOD[name]}
+        if name == "verify_attention":
+            arguments["out"] = out
+        with pytest.raises(error, match=message):
+            getattr(ops, name)(**(arguments | changed))
+        assert torch.equal(k_cache, before[0])
+        assert torch.equal(v_cache, before[1])
+        assert (out == -9).all()
+    getattr(ops, name)(**{"k_cache": k_cache, "v_cache": v_cache, **GOOD[name]})
+
+
+def test_truncate_refuses() -> None:
+    lengths = torch.tensor([4, 4])
+    for error, message, arguments in (
+        (ValueError, r"lengths must be a tensor \[B\]", (3, lengths)),
+        (TypeError, "lengths must be int32", (lengths.float(), lengths)),
+        (TypeError, "to must be a tensor", (lengths, 3)),
+        (ValueError, "to must have shape", (lengths, lengths[:1])),
+    ):
+        with pytest.raises(error, match=message):
+            ops.kv_truncate(*arguments)
+    assert lengths.tolist() == [4, 4]
+
+
+def test_attention_has_no_backward_pass() -> None:
+    q = NEW.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="no backward pass"):
+        ops.verify_attention(q, STORAGE, STORAGE, COUNTS)
+    with torch.no_grad():
+        ops.verify_attention(q, STORAGE, STORAGE, COUNTS)

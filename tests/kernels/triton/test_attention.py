@@ -1,0 +1,204 @@
+"""Attention without a mask against the oracle, which has one; and the bits of the invariant form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipespec_kernels import ops, reference
+from pipespec_kernels import triton as kernels
+
+from ..storage import CACHE_LAYOUTS, make_storage, on_device
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of outputs of the size of one. The weights are rounded to 16 bits before they meet the values, and so is the result.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def make_queries(batch: int, heads: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As a model has them: ``[B, Q, Hq, D]`` seen from the heads."""
+    generator = torch.Generator().manual_seed(batch + 10 * width)
+    return torch.randn(batch, width, heads, dim, generator=generator).to(dtype).to(device).transpose(1, 2)
+
+
+def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@settings(
+    max_examples=16,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 2),
+    group=st.integers(1, 8),
+    width=st.integers(1, 9),
+    dim=st.sampled_from([1, 7, 16, 64, 80, 96, 128]),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(CACHE_LAYOUTS),
+    invariant=st.booleans(),
+    data=st.data(),
+)
+def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layout, invariant, data) -> None:
+    capacity = data.draw(st.integers(width, 150))
+    n_fed = [data.draw(st.integers(0, width)) for _ in range(batch)]
+    lengths = [data.draw(st.integers(0, capacity - fed)) for fed in n_fed]
+    k_cache, v_cache = make_storage(batch, heads, capacity, dim, dtype, layout, device)
+    for row, (n, fed) in enumerate(zip(lengths, n_fed, strict=True)):  # what does not count must not be read
+        k_cache[row, :, n + fed :] = math.nan
+        v_cache[row, :, n + fed :] = math.inf
+    q = make_queries(batch, heads * group, width, dim, dtype, device)
+    scale = data.draw(st.sampled_from([None, 0.3]))
+    n, fed = on_device(lengths, device, torch.int64), on_device(n_fed, device)
+    splits = data.draw(st.sampled_from([None, 2, 3]))
+    out = torch.full((batch, heads * group, width, dim + 3), -9.0, dtype=dtype, device=device)[..., :dim]
+    got = kernels.verify_attention(
+        q, k_cache, v_cache, n, fed, scale=scale, invariant=invariant, splits=splits, out=out
+    )
+    assert got is out
+    check(got, reference.verify_attention(q, k_cache, v_cache, n, fed, scale), dtype)
+    for row, count in enumerate(n_fed):
+        assert (got[row, :, count:] == 0).all()
+
+
+def test_a_mask_that_is_off_by_one_is_caught(device: torch.device) -> None:
+    """The tolerance is tight enough to see one key more or less among many."""
+    k_cache, v_cache = make_storage(1, 1, 140, 64, torch.bfloat16, "plain", device)
+    q = make_queries(1, 2, 3, 64, torch.bfloat16, device)
+    got = kernels.verify_attention(q, k_cache, v_cache, on_device([130], device))
+    check(got, reference.verify_attention(q, k_cache, v_cache, torch.tensor([130])), torch.bfloat16)
+    for wrong in (129, 131):
+        with pytest.raises(AssertionError, match="not close"):
+            check(got, reference.verify_attention(q, k_cache, v_cache, torch.tensor([wrong])), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 256), (torch.float32, 80)])
+def test_wide_blocks_and_heads(dtype: torch.dtype, dim: int, device: torch.device) -> None:
+    """Several tiles of columns, of which some end in the middle of a column's heads."""
+    k_cache, v_cache = make_storage(2, 1, 75, dim, dtype, "plain", device)
+    q = make_queries(2, 3, 35, dim, dtype, device)
+    n, fed = on_device([40, 0], device), on_device([35, 3], device)
+    expected = reference.verify_attention(q, k_cache, v_cache, n, fed)
+    for options in ({}, {"splits": 4}, {"invariant": True}):
+        check(kernels.verify_attention(q, k_cache, v_cache, n, fed, **options), expected, dtype)
+
+
+def steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, n: Tensor, **options: object) -> Tensor:
+    """Column by column and row by row, each in a launch of its own."""
+    rows = []
+    for r in range(q.shape[0]):
+        one = slice(r, r + 1)
+        columns = [
+            kernels.verify_attention(q[one, :, j : j + 1], k_cache[one], v_cache[one], n[one] + j, **options)
+            for j in range(q.shape[2])
+        ]
+        rows.append(torch.cat(columns, 2))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device) -> None:
+    """A block of columns in a batch: the bits of each column alone. Over ends of blocks, spans and tiles."""
+    q = make_queries(2, 4, 5, 80, dtype, device)
+    k_cache, v_cache = make_storage(2, 1, 290, 80, dtype, "plain", device)
+    n = on_device([253, 61], device)
+    block = kernels.verify_attention(q, k_cache, v_cache, n, invariant=True)
+    assert torch.equal(block, steps(q, k_cache, v_cache, n, invariant=True))
+    assert torch.equal(block[:, :, :3], kernels.verify_attention(q[:, :, :3], k_cache, v_cache, n, invariant=True))
+    # Nor does the storage's size matter, which decides how many spans there may be.
+    roomy = [torch.cat([c, c], 2).flip(0) for c in (k_cache, v_cache)]
+    assert torch.equal(block, kernels.verify_attention(q.flip(0), *roomy, n.flip(0), invariant=True).flip(0))
+
+
+def test_the_other_form_is_not_invariant(device: torch.device) -> None:
+    """So the test above can fail: dealt out evenly, the same keys are summed in another order."""
+    q = make_queries(1, 2, 3, 64, torch.float32, device)
+    k_cache, v_cache = make_storage(1, 1, 300, 64, torch.float32, "plain", device)
+    n = on_device([250], device)
+    block = kernels.verify_attention(q, k_cache, v_cache, n, splits=3)
+    assert not torch.equal(block, steps(q, k_cache, v_cache, n, splits=2))
+
+
+def test_rows_that_lead_out_are_nan(device: torch.device) -> None:
+    k_cache, v_cache = make_storage(5, 1, 40, 16, torch.float32, "plain", device)
+    q = make_queries(5, 2, 4, 16, torch.float32, device)
+    n = on_device([-1, 37, 2**62, 3, 10], device, torch.int64)
+    fed = on_device([1, 4, 1, 5, 4], device)
+    for options in ({}, {"splits": 2}, {"invariant": True}):
+        got = kernels.verify_attention(q, k_cache, v_cache, n, fed, **options)
+        assert got[:4].isnan().all()
+        check(got[4:], reference.verify_attention(q[4:], k_cache[4:], v_cache[4:], n[4:]), torch.float32)
+
+
+def test_nothing_to_do(device: torch.device) -> None:
+    k_cache, v_cache = make_storage(2, 1, 8, 16, torch.float32, "plain", device)
+    for batch, width in ((0, 3), (2, 0)):
+        q = torch.zeros(batch, 2, width, 16, device=device)
+        n = on_device([0] * batch, device)
+        assert kernels.verify_attention(q, k_cache[:batch], v_cache[:batch], n).shape == (batch, 2, width, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group"),
+    [
+        (torch.bfloat16, 128, 4),
+        (torch.bfloat16, 64, 1),
+        (torch.bfloat16, 80, 8),
+        (torch.float16, 96, 2),
+        (torch.bfloat16, 256, 3),
+        (torch.float32, 128, 2),
+    ],
+)
+def test_long_context(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> None:
+    """8k keys in the sizes that models have, all tiles of columns, over the ends of spans."""
+    n = on_device([8000, 0, 4096, 511], device)
+    k_cache, v_cache = make_storage(4, 2, 8192, dim, dtype, "plain", device)
+    for width in (1, 5, 40):
+        q = make_queries(4, 2 * group, width, dim, dtype, device)
+        fed = on_device([width, width // 2, width, 0], device)
+        expected = reference.verify_attention(q, k_cache, v_cache, n, fed)
+        for options in ({}, {"invariant": True}):
+            check(ops.verify_attention(q, k_cache, v_cache, n, fed, **options), expected, dtype)
+        check(kernels.verify_attention(q, k_cache, v_cache, n, fed, splits=1), expected, dtype)
+
+
+@pytest.mark.gpu
+def test_invariant_at_8k_keys(device: torch.device) -> None:
+    """The interpreter multiplies matrices in its own way; so does a GPU."""
+    q = make_queries(4, 32, 9, 128, torch.bfloat16, device)
+    k_cache, v_cache = make_storage(4, 8, 8200, 128, torch.bfloat16, "plain", device)
+    n = on_device([8187, 0, 4090, 253], device)
+    block = kernels.verify_attention(q, k_cache, v_cache, n, invariant=True)
+    assert torch.equal(block, steps(q, k_cache, v_cache, n, invariant=True))
+
+
+@pytest.mark.gpu
+def test_replay(device: torch.device) -> None:
+    """A captured graph acts on the lengths of the replay; storage of more than 2**31 elements is addressed."""
+    k_cache = torch.randn(4, 8, 1 << 19, 128, dtype=torch.bfloat16, device=device)
+    v_cache = k_cache.flip(-1)
+    q = torch.randn(4, 8, 5, 128, dtype=torch.bfloat16, device=device)
+    n, fed = on_device([0] * 4, device), on_device([0] * 4, device)
+    out = torch.empty_like(q)
+    for invariant in (False, True):
+        kernels.verify_attention(q, k_cache, v_cache, n, fed, invariant=invariant, out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernels.verify_attention(q, k_cache, v_cache, n, fed, invariant=invariant, out=out)
+        for lengths, counts in (([8000, 0, 33, 1], [5, 1, 0, 3]), ([1, 7, 700, (1 << 19) - 5], [5, 5, 4, 5])):
+            n.copy_(torch.tensor(lengths))
+            fed.copy_(torch.tensor(counts))
+            q.normal_()
+            graph.replay()
+            check(out, reference.verify_attention(q, k_cache, v_cache, n, fed), torch.bfloat16)
