@@ -38,7 +38,11 @@ from tests.spd.replay import Machine
         (uniform_stages(32, 4), (0, 8, 16, 24, 31), (0, 1, 2, 3, 4)),
         (uniform_stages(12, 4), (0, 3, 6, 9, 11), (0, 1, 2, 3, 4)),
         (uniform_stages(28, 2), (0, 14, 27), (0, 1, 2)),
-        (((0, 1), (1, 7), (7, 8)), (0, 1, 7), (0, 1, 2, 2)),  # the last stage has one layer: its input is the last anchor
+        (
+            ((0, 1), (1, 7), (7, 8)),
+            (0, 1, 7),
+            (0, 1, 2, 2),
+        ),  # the last stage has one layer: its input is the last anchor
         (uniform_stages(4, 4), (0, 1, 2, 3), (0, 1, 2, 3, 3)),
         (uniform_stages(16, 1), (0, 15), (0, 1)),
         (uniform_stages(2, 1), (0, 1), (0, 1)),
@@ -284,7 +288,9 @@ def test_round_trip(big: LlamaForCausalLM, saved: Path) -> None:
     module = DraftModule.load(saved, target=big, stages=uniform_stages(4, 2))
     again = filled(DraftModule.of_target(big, module.config), 0)
     assert module.state_dict().keys() == again.state_dict().keys()
-    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True)
+    )
     assert torch.equal(module.norm.weight, big.model.norm.weight)
     assert {f.name for f in saved.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
 
@@ -374,7 +380,7 @@ def test_contradictory_configs(big: LlamaForCausalLM) -> None:
         ({"anchors": (0, 5), "types": (0, 0, 0)}, "anchor 5 does not exist"),
         ({"types": (0, 1)}, "2 types for the 3 depths"),
         ({"types": (1, 1, 2)}, "type 1 at depth 0"),
-        ({"layers": 0}, "at least one layer"),
+        ({"layers": 0}, "of 0 layers"),
         ({"vocabulary": (3, 3)}, "ascending"),
         ({"vocabulary": (3, 320)}, "id 320 .* outside of the target's 320"),
         ({"version": 2}, "format 2"),

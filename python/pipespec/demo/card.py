@@ -219,7 +219,15 @@ def write_module(record: dict[str, Any], config: Any, held_out: tuple[str, ...])
     )
     parts.append(
         _table(
-            ["stages", "drafts verified", "accepted", "acceptance", "first / last 64 tokens", "tokens per cycle", "equivalent accepted length"],
+            [
+                "stages",
+                "drafts verified",
+                "accepted",
+                "acceptance",
+                "first / last 64 tokens",
+                "tokens per cycle",
+                "equivalent accepted length",
+            ],
             [
                 [
                     str(config.n),
@@ -233,9 +241,10 @@ def write_module(record: dict[str, Any], config: Any, held_out: tuple[str, ...])
             ],
         )
     )
-    parts.append(f"## How to make it again\n\n```sh\n{record['command']}\n```\n\n")
+    commands = "\n".join([*record["own_text"]["commands"], record["command"]])
+    parts.append(f"## How to make it again\n\n```sh\n{commands}\n```\n\n")
     parts.append(
-        "The work folder must hold the target, the tokenizer and the text that the phases before leave. Licence and limits: as the\n"
-        "family's (`../README.md`).\n"
+        "The work folder must hold `target/` and `tokenizer/` (here: copies of the bundled ones), as the phases before leave them. Licence\n"
+        "and limits: as the family's (`../README.md`).\n"
     )
     return "".join(parts)

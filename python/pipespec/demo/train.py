@@ -938,7 +938,8 @@ class Run:
         known = torch.zeros(len(own), dtype=torch.bool)
         k, hidden = len(module.config.anchors), module.config.hidden
         kept = training.Taught(
-            torch.empty(*own.shape, k, hidden, dtype=torch.bfloat16), torch.empty(*own.shape, hidden, dtype=torch.bfloat16)
+            torch.empty(*own.shape, k, hidden, dtype=torch.bfloat16),
+            torch.empty(*own.shape, hidden, dtype=torch.bfloat16),
         )
 
         def taught(rows: Any) -> training.Taught:
@@ -980,18 +981,24 @@ class Run:
             batch,
             settings,
             work,
-            held_out=[training.Batch(ids[:, :length], torch.ones(len(ids), length, dtype=torch.bool)) for ids in [held[0], held[1]]],
+            held_out=[
+                training.Batch(ids[:, :length], torch.ones(len(ids), length, dtype=torch.bool))
+                for ids in [held[0], held[1]]
+            ],
             extra=lambda net: {
                 "acceptance": training.acceptance_along(target, net, probe, [begin] * len(probe), ends).rate
             },
             resume=self.args.resume and (work / training.CHECKPOINT).exists(),
         )
-        record["own_text"] = {"sequences": len(own), "tokens": int((own != tok.pad_token_id).sum())}
+        text = self._text_record()
+        record["own_text"] = {"tokens": int((own != tok.pad_token_id).sum()), **text}
         module.save(self.out / name, torch.bfloat16)
         record |= self._acceptance(tok, target, DraftModule.load(self.out / name, target=target, stages=stages))
         shutil.copyfile(work / training.PICTURE, self.out / name / training.PICTURE)
         self.record(name, record)
-        (self.out / name / "README.md").write_text(card.write_module(self.records()[name], module.config, corpus.HELD_OUT))
+        (self.out / name / "README.md").write_text(
+            card.write_module(self.records()[name], module.config, corpus.HELD_OUT)
+        )
 
     def _acceptance(self, tok: PreTrainedTokenizerFast, target: LlamaForCausalLM, module: Any) -> dict[str, Any]:
         """What the module in the package does along the target's greedy text after the prompts that the family's figures use."""

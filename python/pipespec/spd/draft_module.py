@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -101,19 +102,23 @@ class DraftModuleConfig:
         if self.anchors[-1] > depth:
             raise ValueError(f"anchor {self.anchors[-1]} does not exist: the target has {depth} layers")
         if len(self.types) != len(self.stages) + 1:
-            raise ValueError(f"{len(self.types)} types for the {len(self.stages) + 1} depths of {len(self.stages)} stages")
+            raise ValueError(
+                f"{len(self.types)} types for the {len(self.stages) + 1} depths of {len(self.stages)} stages"
+            )
         for at, (kind, most) in enumerate(zip(self.types, types_for(self.stages, self.anchors), strict=True)):
             if not 0 <= kind <= most:
                 raise ValueError(f"type {kind} at depth {at} needs anchors that only later stages compute")
-        if self.layers < 1:
-            raise ValueError(f"a draft module needs at least one layer, not {self.layers}")
+        if not 1 <= self.layers <= depth:
+            raise ValueError(f"a draft module of {self.layers} layers: at least 1, at most the target's {depth}")
         ids = self.vocabulary
         if ids is not None:
-            if not ids or any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+            if not ids or any(b <= a for a, b in itertools.pairwise(ids)):
                 raise ValueError("the draft vocabulary must be ascending token ids, at least one")
             if ids[0] < 0 or ids[-1] >= vocabulary:
                 bad = ids[0] if ids[0] < 0 else ids[-1]
-                raise ValueError(f"token id {bad} of the draft vocabulary is outside of the target's {vocabulary} tokens")
+                raise ValueError(
+                    f"token id {bad} of the draft vocabulary is outside of the target's {vocabulary} tokens"
+                )
 
     @classmethod
     def for_target(
@@ -133,7 +138,7 @@ class DraftModuleConfig:
             types=types_for(stages, anchors),
             layers=layers,
             vocabulary=None if vocabulary is None else tuple(sorted(set(vocabulary))),
-            target=json.loads(json.dumps(text_config(target.config).to_dict(), default=str)),
+            target=json.loads(json.dumps(_described(target.config), default=str)),
             digest=target_digest(target),
         )
 
@@ -208,6 +213,13 @@ class DraftModuleConfig:
                 "the draft module was trained for another target: sizes fit, but config or weights differ (their digests do); "
                 "use the model it was trained for, or train a module for this one (pipespec spd train)"
             )
+
+
+def _described(config: Any) -> dict[str, Any]:
+    """A decoder's config without what says where it came from and how it was loaded."""
+    record = text_config(config).to_dict()
+    apart = ("_name_or_path", "transformers_version", "architectures", "dtype", "id2label", "label2id")
+    return {name: value for name, value in record.items() if name not in apart}
 
 
 def _ranges(stages: Iterable[Sequence[int]]) -> str:
@@ -290,8 +302,8 @@ class DraftModule(nn.Module):
     """Projections, blocks, the target's final norm and a head: rows of anchors in, logits over the draft vocabulary out.
 
     ``projections[i]`` maps the concatenation of anchors 0 .. i, ``[(i + 1) H]``, to ``[H]``. The blocks are the target's decoder layers by class
-    and config, with its rotary embedding; positions are the tokens' own. ``norm`` is the target's and frozen. Made with random
-    weights; ``of_target`` starts from the target's, ``load`` reads files.
+    and config, with its rotary embedding; positions are the tokens' own. ``norm`` is the target's and frozen. Random
+    weights when made; ``of_target`` starts from the target's, ``load`` reads files.
     """
 
     def __init__(self, config: DraftModuleConfig) -> None:
@@ -306,27 +318,27 @@ class DraftModule(nn.Module):
             nn.Linear((i + 1) * hidden, hidden, bias=False) for i in range(len(config.anchors))
         )
         self.head = nn.Linear(hidden, config.logits, bias=False)
-        for projection in self.projections:
-            nn.init.normal_(projection.weight, std=0.02)
 
     @classmethod
     def of_target(cls, target: PreTrainedModel, config: DraftModuleConfig) -> DraftModule:
         """A new module in float32: the target's norm, its head's rows, its last layers for blocks.
 
-        A projection begins as its deepest anchor, the others at the noise of their initialisation: the last layers' own input, roughly.
+        A projection begins as its deepest anchor, which in the end is the last layer's own input, and a little noise.
         """
         module = cls(config)
         base = target.base_model
         with torch.no_grad():
             module.norm.load_state_dict(base.norm.state_dict())
-            for own, theirs in zip(module.layers, list(base.layers)[-config.layers :], strict=False):
+            for own, theirs in zip(module.layers, list(base.layers)[-config.layers :], strict=True):
                 own.load_state_dict(theirs.state_dict())
             rows = target.get_output_embeddings().weight
             ids = config.vocabulary
             module.head.weight.copy_(rows if ids is None else rows[torch.tensor(ids, device=rows.device)])
+            generator = torch.Generator().manual_seed(0)
             for projection in module.projections:
-                projection.weight.mul_(0.1)
-                projection.weight[:, -config.hidden :] += torch.eye(config.hidden)
+                weight = next(projection.parameters())
+                weight.normal_(std=0.002, generator=generator)
+                weight[:, -config.hidden :] += torch.eye(config.hidden)
         return module
 
     def fuse(self, anchors: torch.Tensor, kind: int) -> torch.Tensor:
@@ -391,7 +403,9 @@ class DraftModule(nn.Module):
                 wrong = sorted(set(shapes).symmetric_difference(expected))
                 wrong = wrong or [name for name in shapes if shapes[name] != list(expected[name].shape)]
                 if wrong:
-                    raise ValueError(f"{file} does not fit its {CONFIG_FILE}: {', '.join(wrong[:3])} ({len(wrong)} in all)")
+                    raise ValueError(
+                        f"{file} does not fit its {CONFIG_FILE}: {', '.join(wrong[:3])} ({len(wrong)} in all)"
+                    )
                 module.load_state_dict({name: tensors.get_tensor(name) for name in shapes})
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged: {error}") from error

@@ -100,7 +100,7 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int) -> torch.Ten
     depths 1, 2, ..., the older ones complete.
     """
     config = module.config
-    batch, length = anchors.shape[:2]
+    length = anchors.shape[1]
     kinds = depths(fill, config.n)
     fused = {kind: module.fuse(anchors, kind) for kind in {config.types[d] for d in kinds}}
     rows = torch.cat([fused[config.types[d]] for d in kinds], dim=1)
@@ -126,7 +126,7 @@ def _newest_only(
 ) -> torch.Tensor:
     """The last ``count`` rows of what a LLaMA layer makes of ``rows``: of the others only keys and values matter in the last block."""
     attention = layer.self_attn
-    batch, total = rows.shape[:2]
+    batch = rows.shape[0]
     normed = layer.input_layernorm(rows)
 
     def split(x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,11 @@ def _newest_only(
 
 
 def loss_of(
-    student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor, temperature: float = 1.0, argmax_weight: float = 0.0
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    valid: torch.Tensor,
+    temperature: float = 1.0,
+    argmax_weight: float = 0.0,
 ) -> torch.Tensor:
     """KL(teacher || student) in nats per valid token, times ``temperature`` squared; 0 where none is valid.
 
@@ -316,18 +320,19 @@ def train(
     inside = torch.zeros(target.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=device)
     inside[columns] = True
     step = tokens = 0
-    before = 0.0
+    before, mean = 0.0, math.nan
     history: list[dict[str, Any]] = []
     checkpoint = folder / CHECKPOINT
     if resume:
         if not checkpoint.is_file():
             raise FileNotFoundError(f"nothing to resume: {checkpoint} does not exist")
         state = torch.load(checkpoint, weights_only=True, map_location=device)
-        if state["config"] != json.dumps(module.config.to_json()):
+        if json.loads(state["config"]) | {"target": None} != json.loads(_identity(module)) | {"target": None}:
             raise ValueError(f"{checkpoint} belongs to another module (target, stages, layers or vocabulary differ)")
         module.load_state_dict(state["module"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        mean = state["mean"]
         step, tokens, before, history = state["step"], state["tokens"], state["seconds"], json.loads(state["history"])
         say(f"resumed at step {step} after {before / 60:.1f} min")
     begun = time.monotonic()
@@ -367,12 +372,13 @@ def train(
             return
         folder.mkdir(parents=True, exist_ok=True)
         state = {
-            "config": json.dumps(module.config.to_json()),
+            "config": _identity(module),
             "module": module.state_dict(),
             "optimizers": [o.state_dict() for o in optimizers],
             "step": step,
             "tokens": tokens,
             "seconds": elapsed(),
+            "mean": mean,
             "history": json.dumps(history),
         }
         partial = checkpoint.with_suffix(".partial")
@@ -397,7 +403,7 @@ def train(
             say(f"step {step}, {tokens / 1e6:.2f}M tokens, {elapsed() / 60:.1f} min: {shown}")
 
     module.train()
-    mean, empty = math.nan, 0
+    empty = 0
     while (done := fraction()) < 1:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -447,6 +453,11 @@ def train(
     return record()
 
 
+def _identity(module: DraftModule) -> str:
+    """What a checkpoint must belong to: all of the module's config, in which the digest stands for the target."""
+    return json.dumps(module.config.to_json() | {"target": None})
+
+
 def _autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()
 
@@ -463,7 +474,7 @@ def _optimizers(module: DraftModule, settings: Settings) -> list[torch.optim.Opt
     rest = [p for p in [*module.projections.parameters(), *module.layers.parameters()] if p.requires_grad]
     matrices, gains = [p for p in rest if p.dim() == 2], [p for p in rest if p.dim() != 2]
     muon = settings.optimizer == "muon"
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": head if muon else head + matrices, "weight_decay": settings.decay},
         {"params": gains, "weight_decay": 0.0},
     ]
@@ -471,9 +482,7 @@ def _optimizers(module: DraftModule, settings: Settings) -> list[torch.optim.Opt
     found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=settings.rate, betas=betas)]
     if muon:
         found.append(
-            torch.optim.Muon(
-                matrices, lr=settings.rate, weight_decay=settings.decay, adjust_lr_fn="match_rms_adamw"
-            )
+            torch.optim.Muon(matrices, lr=settings.rate, weight_decay=settings.decay, adjust_lr_fn="match_rms_adamw")
         )
     return found
 
@@ -497,4 +506,3 @@ def _held_out(module: DraftModule, lessons: Any, settings: Settings) -> dict[str
         raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
     figures = {"held_out_loss": loss / count, "agreement": same[-1] / count}
     return figures | {f"agreement_{fill}": same[fill - 1] / count for fill in range(1, n)}
-
