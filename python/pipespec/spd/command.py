@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from pipespec.compat import text_config
 from pipespec.loading import load_model
 from pipespec.progress import quiet_transformers, say, working
 from pipespec.spd import data
@@ -68,25 +69,31 @@ def run_train(
             torch.cuda.set_device(device)
     first = not dist.is_initialized() or dist.get_rank() == 0
     with quiet_transformers():
-        with working("loading the target"):
-            model = load_model(target, dtype=dtype, device=device)
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(target)
-            except (OSError, ValueError) as error:
-                raise FileNotFoundError(f"{target} holds no tokenizer that can be loaded: {error}") from error
-        ranges = stages_of(model.config.num_hidden_layers, stages)
+        # What can be wrong without the target's weights is found before they are loaded.
+        try:
+            described = text_config(AutoConfig.from_pretrained(target))
+            tokenizer = AutoTokenizer.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(f"{target} holds no model with a tokenizer that can be loaded: {error}") from error
+        depth, size = described.num_hidden_layers, described.vocab_size
+        ranges = stages_of(depth, stages)
         if layers is None:  # so that drafting takes no longer than a stage (SPD section 3.4)
             layers = max(1, min(end - begin for begin, end in ranges) - 1)
+        if vocabulary is not None and not 1 <= vocabulary <= size:
+            raise ValueError(f"a draft vocabulary of {vocabulary} tokens: between 1 and the target's {size}")
         with working("reading the data"):
             examples, lost = data.load_examples(paths, tokenizer, length, truncate=truncate)
             if held_out:
                 held, _ = data.load_examples(held_out, tokenizer, length, truncate=truncate)
             else:
                 examples, held = data.split(examples, validation, settings.seed)
-    size = model.get_output_embeddings().weight.shape[0]
-    highest = max(int(e.ids.max()) for e in (*examples, *held))
-    if highest >= size:
-        raise ValueError(f"the tokenizer gives id {highest}, the target has {size} tokens: they do not belong together")
+        highest = max(int(e.ids.max()) for e in (*examples, *held))
+        if highest >= size:
+            raise ValueError(
+                f"the tokenizer gives id {highest}, the target has {size} tokens: they do not belong together"
+            )
+        with working("loading the target"):
+            model = load_model(target, dtype=dtype, device=device)
     if resume:
         config = DraftModuleConfig.load(folder)
         config.require(model, ranges)
@@ -95,8 +102,6 @@ def run_train(
     else:
         ids = None
         if vocabulary is not None:
-            if not 1 <= vocabulary <= size:
-                raise ValueError(f"a draft vocabulary of {vocabulary} tokens: between 1 and the target's {size}")
             ids = data.frequent_tokens(examples, vocabulary, _ends(model))
         config = DraftModuleConfig.for_target(model, ranges, layers=layers, vocabulary=ids, types=types)
     module = DraftModule.of_target(model, config).to(model.device)

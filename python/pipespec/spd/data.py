@@ -319,7 +319,7 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 
 
 def frequent_tokens(examples: Iterable[Example], size: int, always: Iterable[int] = ()) -> list[int]:
-    """The ``size`` tokens that are to be learnt most often (of equals the lowest ids), ``always`` among them, ascending."""
+    """The ``size`` tokens that are to be learnt most often (of equals the lowest ids; fewer where no more occur), with ``always``, ascending."""
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(example.ids[1:][example.wanted[:-1]].tolist())
