@@ -157,7 +157,8 @@ def differences(
         assert drafter.draft(requests) == [7] * len(requests)
         for i, request in enumerate(requests):
             anchors = rows[request.row].features[: len(request.tokens)]
-            expected = simulate(module, anchors[None], request.fill)[0, -1]
+            with torch.no_grad():
+                expected = simulate(module, anchors[None], request.fill)[0, -1]
             got = given[-1][i] if config.vocabulary is None else given[-1][i, list(config.vocabulary)]
             found.append(float((got - expected).abs().max()))
             if fills is not None:
@@ -212,8 +213,7 @@ def test_the_comparison_notices_a_wrong_depth() -> None:
 def test_one_row_and_a_subset_vocabulary() -> None:
     ids = range(3, VOCABULARY, 7)
     module = make(6, uniform_stages(6, 3), 1, 1, vocabulary=ids)
-    with torch.inference_mode():
-        found, _ = differences(module, [4], 30, seed=0)
+    found, _ = differences(module, [30], 30, seed=0)  # not in inference mode: a caller need not be
     assert max(found) < 1e-4
 
 

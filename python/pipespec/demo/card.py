@@ -10,7 +10,8 @@ _HEAD = """\
 Three language models of the LLaMA architecture and one tokenizer, small enough to live in the
 repository, so that every example, test and benchmark of this project runs offline on real weights.
 They are made for one purpose: a target that is slow because it is deep, and drafts that often agree
-with it. They are **not** useful as models of Python.
+with it. They are **not** useful as models of Python. `module/` is a draft module for speculative pipeline
+decoding of the target; it has a card of its own.
 
 """
 

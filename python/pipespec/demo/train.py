@@ -44,10 +44,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 if __package__:
-    from . import card, corpus
+    from . import MODULE_STAGES, card, corpus
 else:  # Run as a file: the sibling modules are on the path then.
     import card  # type: ignore[import-not-found,no-redef]
     import corpus  # type: ignore[import-not-found,no-redef]
+
+    from pipespec.demo import MODULE_STAGES
 
 VOCAB = 2048
 POSITIONS = 512
@@ -385,8 +387,6 @@ def train_loop(
 TEXT_LENGTH = 288
 #: Sequences of that length in a step of the drafts.
 DRAFT_BATCH = 20
-#: Stages of the target that the bundled draft module is for.
-MODULE_STAGES = 4
 #: Greedy tokens that evaluation looks at after every prompt.
 NEW_TOKENS = 128
 #: kind -> (temperature, number of tokens sampled at it before greedy choice takes over)

@@ -471,7 +471,8 @@ class ModuleDrafter(Drafter):
         """Anchors of the positions that are not cached: position p of a row lies in slot p % span."""
         k, hidden = len(self.features), self.module.config.hidden
         self._span = span
-        self._held = torch.zeros((rows, span, k, hidden), dtype=self._dtype, device=self._device)
+        with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
+            self._held = torch.zeros((rows, span, k, hidden), dtype=self._dtype, device=self._device)
         self._of = np.full((rows, span, k), -1, dtype=np.int64)  # whose anchor a slot holds
 
     @property
@@ -487,6 +488,7 @@ class ModuleDrafter(Drafter):
         self._of[row, positions % span, column] = positions
         self._held[row, positions % span, column] = held[row, slot, column]
 
+    @torch.no_grad()
     def observe(self, index: int, rows: list[int], positions: list[int], values: torch.Tensor) -> None:
         column = self._column.get(index)
         if column is None:
