@@ -1008,12 +1008,12 @@ class Run:
         counts = training.Acceptance(0, 0, 0, 0)
         halves = [counts, counts]
         for prompt in prompts:
-            text, begin = greedy(target, prompt, NEW_TOKENS), prompt.shape[1]
-            end = text.shape[1]
-            counts += training.acceptance_along(target, module, text, [begin], [end])
-            middle = min(end, begin + NEW_TOKENS // 2)
-            halves[0] += training.acceptance_along(target, module, text[:, :middle], [begin], [middle])
-            halves[1] += training.acceptance_along(target, module, text, [middle], [end])
+            begin = prompt.shape[1]
+            right = training.drafts_right(target, module, greedy(target, prompt, NEW_TOKENS))[0]
+            middle = begin + NEW_TOKENS // 2
+            counts += training.replay(right, begin)
+            halves[0] += training.replay(right[:, : middle - 1], begin)
+            halves[1] += training.replay(right, middle)
         found = {
             "prompts": len(prompts),
             **counts._asdict(),

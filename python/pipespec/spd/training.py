@@ -213,10 +213,8 @@ def replay(right: np.ndarray, first: int) -> Acceptance:
 
 
 @torch.no_grad()
-def acceptance_along(
-    target: PreTrainedModel, module: DraftModule, texts: torch.Tensor, first: Sequence[int], ends: Sequence[int]
-) -> Acceptance:
-    """The counts of decoding ``texts [B, S]``: row r up to ``ends[r]``, greedily written by ``target`` from position ``first[r]`` on.
+def drafts_right(target: PreTrainedModel, module: DraftModule, texts: torch.Tensor) -> np.ndarray:
+    """Bool ``[B, n, S - 1]`` for ``texts [B, S]``: is the draft for the token after a position, with 1 .. n tokens in flight, the one that follows?
 
     All drafts of all fills come from the features of one forward: what each of them sees is known (``simulate``).
     """
@@ -227,7 +225,14 @@ def acceptance_along(
         (full[simulate(module, anchors, fill).argmax(-1).cpu()] == following).numpy()
         for fill in range(1, module.config.n + 1)
     ]
-    table = np.stack(right, axis=1)  # [B, n, S - 1]
+    return np.stack(right, axis=1)
+
+
+def acceptance_along(
+    target: PreTrainedModel, module: DraftModule, texts: torch.Tensor, first: Sequence[int], ends: Sequence[int]
+) -> Acceptance:
+    """The counts of decoding ``texts [B, S]``: row r up to ``ends[r]``, greedily written by ``target`` from position ``first[r]`` on."""
+    table = drafts_right(target, module, texts)
     counts = Acceptance(0, 0, 0, 0)
     for row, (begin, end) in enumerate(zip(first, ends, strict=True)):
         counts += replay(table[row, :, : end - 1], begin)
