@@ -88,7 +88,7 @@ def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) ->
 # ---- student
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=2)  # long texts in many stages make it large
 def _mask(length: int, fill: int, n: int, device: torch.device) -> torch.Tensor:
     return visible(length, fill, n, device)[None, None]
 
