@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -105,10 +106,13 @@ def test_stages() -> None:
 SETTINGS = training.Settings(steps=3, rate=2e-3, validate_every=3, seed=1)
 
 
-def share(rank: int, world: int, folder: str) -> None:
-    """One of several processes."""
+def share(index: int, rank: int, folder: str) -> None:
+    """One of two processes."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    meet = f"file://{folder}/meet"
+    torch.distributed.init_process_group(
+        "gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(minutes=2)
+    )
     target = random_llama(0, layers=4, hidden=32)
     module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, uniform_stages(4, 2)))
     training.train(target, module, lines, SETTINGS, Path(folder) / "shared")
@@ -117,7 +121,9 @@ def share(rank: int, world: int, folder: str) -> None:
 
 
 def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
-    mp.spawn(share, args=(2, str(tmp_path)), nprocs=2)
+    other = mp.spawn(share, args=(1, str(tmp_path)), nprocs=1, join=False)
+    share(0, 0, str(tmp_path))
+    assert other.join(60)
     target = random_llama(0, layers=4, hidden=32)
     module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, uniform_stages(4, 2)))
     alone = training.train(

@@ -172,7 +172,7 @@ cycle: speculative pipeline decoding (SPD, arXiv 2605.30852). Written by `DraftM
 
 def write_module(record: dict[str, Any], config: Any, held_out: tuple[str, ...]) -> str:
     """The draft module's card as Markdown. ``record``: the figures of the phase ``module``; ``config``: the module's."""
-    settings, last = record["settings"], record["history"][-1]
+    settings, last, found = record["settings"], record["history"][-1], record["measured"]
     parts = [
         _MODULE_HEAD.format(n=config.n, stages=" / ".join(f"{begin}-{end - 1}" for begin, end in config.stages)),
         "## Shape\n\n",
@@ -181,8 +181,8 @@ def write_module(record: dict[str, Any], config: Any, held_out: tuple[str, ...])
         f"{config.logits} of {config.target['vocab_size']} tokens. {record['parameters']:,} trained parameters, stored in bf16.\n\n",
         "## Training\n\n",
         f"{record['steps']:,} steps, {record['tokens'] / 1e6:.2f} M tokens, {_minutes(record['seconds'])}: three steps of four on\n"
-        f"{record['own_text']['tokens']:,} tokens in {record['own_text']['sequences']:,} sequences that the target wrote itself after prompts of "
-        "the training modules\n(phase `text`), the fourth on the corpus. Half of the steps with all stages filled, the others with 1 .. "
+        f"{record['own_text']['sequences']:,} sequences in which the target continues prompts of the training modules "
+        f"({sum(record['own_text']['by_kind'].values()):,} tokens\nof its own; phase `text`), the fourth on the corpus. Half of the steps with all stages filled, the others with 1 .. "
         f"{config.n - 1} tokens in flight.\nKL divergence to the target's distribution plus {settings['argmax_weight']:g} times the cross "
         f"entropy with its first choice;\nMuon for the matrices, AdamW for head and gains, rate {settings['rate']:g}.\n",
         "The blocks began as the target's last layers, the head as its head. `training.svg` shows the curves.\n\n",
@@ -214,7 +214,7 @@ def write_module(record: dict[str, Any], config: Any, held_out: tuple[str, ...])
     )
     parts.append("## Measured on the held-out modules\n\n")
     parts.append(
-        f"The bf16 files as they are here, in fp32; {record['prompts']} held-out function heads, up to 128 tokens written greedily by the "
+        f"The bf16 files as they are here, in fp32; {found['prompts']} held-out function heads, up to 128 tokens written greedily by the "
         "target\nafter each, as for the family's card. Every draft that decoding would verify is counted, fill phases after a\nwrong draft "
         "included.\n\n"
     )
@@ -232,12 +232,12 @@ def write_module(record: dict[str, Any], config: Any, held_out: tuple[str, ...])
             [
                 [
                     str(config.n),
-                    f"{record['verified']:,}",
-                    f"{record['accepted']:,}",
-                    f"{record['acceptance']:.3f}",
-                    f"{record['first_half']:.3f} / {record['second_half']:.3f}",
-                    f"{record['accepted_length'] / config.n:.3f}",
-                    f"{record['accepted_length']:.2f}",
+                    f"{found['verified']:,}",
+                    f"{found['accepted']:,}",
+                    f"{found['acceptance']:.3f}",
+                    f"{found['first_half']:.3f} / {found['second_half']:.3f}",
+                    f"{found['accepted_length'] / config.n:.3f}",
+                    f"{found['accepted_length']:.2f}",
                 ]
             ],
         )

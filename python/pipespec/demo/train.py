@@ -993,7 +993,9 @@ class Run:
         text = self._text_record()
         record["own_text"] = {"tokens": int((own != tok.pad_token_id).sum()), **text}
         module.save(self.out / name, torch.bfloat16)
-        record |= self._acceptance(tok, target, DraftModule.load(self.out / name, target=target, stages=stages))
+        record["measured"] = self._acceptance(
+            tok, target, DraftModule.load(self.out / name, target=target, stages=stages)
+        )
         shutil.copyfile(work / training.PICTURE, self.out / name / training.PICTURE)
         self.record(name, record)
         (self.out / name / "README.md").write_text(
