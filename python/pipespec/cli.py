@@ -1,4 +1,4 @@
-"""The command line: ``pipespec generate``, ``demo``, ``plan`` and ``doctor``.
+"""The command line: ``pipespec generate``, ``demo``, ``plan``, ``spd train`` and ``doctor``.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0; 1 where the answer is "no" (texts differ, this installation
 cannot work); 2 for an error; 130 after Ctrl-C. torch is imported only by what needs it.
@@ -132,13 +132,123 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="the same figures, for programs")
 
+    spd = commands.add_parser("spd", help="speculative pipeline decoding: train a draft module")
+    inner = spd.add_subparsers(required=True, metavar="command")
+    _add_spd_train(inner.add_parser("train", help="train a draft module for a target", description=_spd_train.__doc__))
+
     doctor = commands.add_parser("doctor", help="what is installed, what is wrong", description=_doctor.__doc__)
     doctor.set_defaults(command=_doctor)
     doctor.add_argument("--json", action="store_true", help="everything, for programs")
 
-    for command in commands.choices.values():
+    for command in (*commands.choices.values(), *inner.choices.values()):
+        if command is spd:
+            continue
         command.add_argument("--debug", action="store_true", help="show where an error comes from")
     return parser
+
+
+def _add_spd_train(train: argparse.ArgumentParser) -> None:
+    train.set_defaults(command=_spd_train)
+    train.add_argument("--target", metavar="PATH", required=True, help="the model that the module drafts for")
+    train.add_argument(
+        "--data",
+        metavar="PATH",
+        nargs="+",
+        required=True,
+        help="text, .jsonl, .json or .parquet files, or folders of them",
+    )
+    train.add_argument(
+        "--out", metavar="FOLDER", type=Path, required=True, help="module, checkpoint, record and curves"
+    )
+    train.add_argument(
+        "--stages",
+        metavar="N",
+        type=int,
+        nargs="+",
+        required=True,
+        help="of the target: how many, or the layers of each",
+    )
+    train.add_argument(
+        "--layers", metavar="N", type=int, help="decoder blocks of the module; default: one less than a stage has"
+    )
+    train.add_argument(
+        "--types", metavar="N", type=int, help="at most that many anchors (default: one per stage, plus one)"
+    )
+    train.add_argument(
+        "--vocabulary", metavar="N", type=int, help="draft only the N most frequent tokens (default: all)"
+    )
+    data = train.add_argument_group("data")
+    data.add_argument("--length", metavar="N", type=int, default=512, help="most tokens of an example (%(default)s)")
+    data.add_argument("--truncate", action="store_true", help="cut longer conversations instead of leaving them out")
+    data.add_argument("--held-out", metavar="PATH", nargs="+", default=[], help="validate on these files")
+    data.add_argument(
+        "--validation", metavar="P", type=float, default=0.02, help="otherwise on this share of the data (%(default)s)"
+    )
+    run = train.add_argument_group("the run")
+    run.add_argument("--steps", metavar="N", type=int, help="optimizer steps")
+    run.add_argument("--minutes", metavar="M", type=float, help="instead: of wall clock")
+    run.add_argument("--batch", metavar="N", type=int, default=4, help="examples in a forward (%(default)s)")
+    run.add_argument("--accumulate", metavar="N", type=int, default=1, help="forwards in a step (%(default)s)")
+    run.add_argument("--rate", metavar="R", type=float, default=1e-4, help="peak learning rate (%(default)s)")
+    run.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="default: %(default)s")
+    run.add_argument("--decay", metavar="W", type=float, default=0.0, help="weight decay (%(default)s)")
+    run.add_argument("--temperature", metavar="T", type=float, default=1.0, help="of both distributions (%(default)s)")
+    run.add_argument(
+        "--argmax-weight",
+        metavar="W",
+        type=float,
+        default=0.0,
+        help="cross entropy with the target's choice, added (%(default)s)",
+    )
+    run.add_argument("--amp", action="store_true", help="bf16 products; weights and optimizer stay float32")
+    run.add_argument("--validate-every", metavar="N", type=int, default=100, help="steps (%(default)s)")
+    run.add_argument("--save-every", metavar="N", type=int, default=500, help="steps (%(default)s)")
+    run.add_argument("--seed", metavar="N", type=int, default=42, help="default: %(default)s")
+    run.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    train.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the target (%(default)s)")
+    train.add_argument("--device", metavar="D", help="cpu or cuda; default: cpu, with several processes a GPU each")
+
+
+def _spd_train(args: argparse.Namespace) -> int:
+    """Train a draft module for a target cut into stages (speculative pipeline decoding): the target is the teacher and stays as it is. Of
+    conversations, what the assistant says is learnt; of text, everything. On several GPUs: torchrun or accelerate launch, `-m pipespec.cli spd train`."""
+    if (args.steps is None) == (args.minutes is None):
+        raise ValueError("give either --steps or --minutes")
+    with working("importing torch and transformers"):
+        from pipespec.spd.command import run_train
+        from pipespec.spd.training import Settings
+    settings = Settings(
+        steps=args.steps,
+        minutes=args.minutes,
+        rate=args.rate,
+        accumulate=args.accumulate,
+        temperature=args.temperature,
+        argmax_weight=args.argmax_weight,
+        decay=args.decay,
+        optimizer=args.optimizer,
+        amp=args.amp,
+        seed=args.seed,
+        validate_every=args.validate_every,
+        save_every=args.save_every,
+    )
+    return run_train(
+        args.target,
+        args.data,
+        args.out,
+        stages=args.stages,
+        layers=args.layers,
+        settings=settings,
+        types=args.types,
+        vocabulary=args.vocabulary,
+        length=args.length,
+        batch=args.batch,
+        truncate=args.truncate,
+        held_out=args.held_out,
+        validation=args.validation,
+        resume=args.resume,
+        dtype=args.dtype,
+        device=args.device,
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:

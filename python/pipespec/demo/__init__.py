@@ -10,7 +10,10 @@ from pathlib import Path
 #: The family's models, from the slowest to the fastest.
 FAMILY = ("target", "medium", "small")
 
-__all__ = ["FAMILY", "family_path", "prompts"]
+#: Stages of the target that the bundled draft module is for.
+MODULE_STAGES = 4
+
+__all__ = ["FAMILY", "MODULE_STAGES", "draft_module_path", "family_path", "prompts"]
 
 
 def family_path(name: str) -> Path:
@@ -23,6 +26,17 @@ def family_path(name: str) -> Path:
     folder = Path(__file__).resolve().parent / "family" / name
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors: this installation came without the demo's weights")
+    return folder
+
+
+def draft_module_path() -> Path:
+    """The folder of the target's draft module for ``MODULE_STAGES`` stages, for ``pipespec.spd.draft_module.DraftModule.load``.
+
+    Raises ``FileNotFoundError`` where the weights are not installed.
+    """
+    folder = Path(__file__).resolve().parent / "family" / "module"
+    if not (folder / "draft_module.safetensors").is_file():
+        raise FileNotFoundError(f"{folder} has no draft module: this installation came without the demo's weights")
     return folder
 
 

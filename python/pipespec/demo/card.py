@@ -10,7 +10,8 @@ _HEAD = """\
 Three language models of the LLaMA architecture and one tokenizer, small enough to live in the
 repository, so that every example, test and benchmark of this project runs offline on real weights.
 They are made for one purpose: a target that is slow because it is deep, and drafts that often agree
-with it. They are **not** useful as models of Python.
+with it. They are **not** useful as models of Python. `module/` is a draft module for speculative pipeline
+decoding of the target; it has a card of its own.
 
 """
 
@@ -156,4 +157,95 @@ def write(records: dict[str, Any], shapes: dict[str, tuple[int, int, int, int]],
         "another load, gives other weights; on the same interpreter the data and its order are the same.\n\n"
     )
     parts.append(_TAIL)
+    return "".join(parts)
+
+
+_MODULE_HEAD = """\
+# The draft module of the demo's target
+
+Predicts the next token of `../target`, cut into {n} stages (layers {stages}), from what the stages have computed before a
+cycle: speculative pipeline decoding (SPD, arXiv 2605.30852). Written by `DraftModule.save`, read by `DraftModule.load` of
+`pipespec.spd.draft_module`, which refuses any other target or split.
+
+"""
+
+
+def write_module(record: dict[str, Any], config: Any, held_out: tuple[str, ...]) -> str:
+    """The draft module's card as Markdown. ``record``: the figures of the phase ``module``; ``config``: the module's."""
+    settings, last, found = record["settings"], record["history"][-1], record["measured"]
+    parts = [
+        _MODULE_HEAD.format(n=config.n, stages=" / ".join(f"{begin}-{end - 1}" for begin, end in config.stages)),
+        "## Shape\n\n",
+        f"Anchors (residual streams read): {', '.join(map(str, config.anchors))}; type of the depths 0 .. {config.n}: "
+        f"{', '.join(map(str, config.types))}.\nBlocks: {config.layers}, of the target's shape. Draft vocabulary: "
+        f"{config.logits} of {config.target['vocab_size']} tokens. {record['parameters']:,} trained parameters, stored in bf16.\n\n",
+        "## Training\n\n",
+        f"{record['steps']:,} steps, {record['tokens'] / 1e6:.2f} M tokens, {_minutes(record['seconds'])}: three steps of four on\n"
+        f"{record['own_text']['sequences']:,} sequences in which the target continues prompts of the training modules "
+        f"({sum(record['own_text']['by_kind'].values()):,} tokens\nof its own; phase `text`), the fourth on the corpus. Half of the steps with all stages filled, the others with 1 .. "
+        f"{config.n - 1} tokens in flight.\nKL divergence to the target's distribution plus {settings['argmax_weight']:g} times the cross "
+        f"entropy with its first choice;\nMuon for the matrices, AdamW for head and gains, rate {settings['rate']:g}.\n",
+        "The blocks began as the target's last layers, the head as its head. `training.svg` shows the curves.\n\n",
+    ]
+    parts += [note + "\n\n" for note in record.get("notes", [])]
+    curve = record["history"]
+    shown = [curve[i] for i in sorted({round(i * (len(curve) - 1) / 7) for i in range(8)})]
+    parts.append(
+        _table(
+            ["step", "minutes", "loss", "held-out KL", "agreement on held-out text", "acceptance on its own text"],
+            [
+                [
+                    f"{f['step']:,}",
+                    f"{f['seconds'] / 60:.1f}",
+                    f"{f['loss']:.3f}",
+                    f"{f['held_out_loss']:.3f}",
+                    f"{f['agreement']:.3f}",
+                    f"{f['acceptance']:.3f}",
+                ]
+                for f in shown
+            ],
+        )
+    )
+    fills = ", ".join(f"{last[f'agreement_{fill}']:.3f}" for fill in range(1, config.n))
+    parts.append(
+        "Held-out text: source of the held-out modules ("
+        + ", ".join(f"`{name}`" for name in held_out)
+        + f").\nAt the end, with 1 .. {config.n - 1} tokens in flight: {fills}.\n\n"
+    )
+    parts.append("## Measured on the held-out modules\n\n")
+    parts.append(
+        f"The bf16 files as they are here, in fp32; {found['prompts']} held-out function heads, up to 128 tokens written greedily by the "
+        "target\nafter each, as for the family's card. Every draft that decoding would verify is counted, fill phases after a\nwrong draft "
+        "included.\n\n"
+    )
+    parts.append(
+        _table(
+            [
+                "stages",
+                "drafts verified",
+                "accepted",
+                "acceptance",
+                "first / last 64 tokens",
+                "tokens per cycle",
+                "equivalent accepted length",
+            ],
+            [
+                [
+                    str(config.n),
+                    f"{found['verified']:,}",
+                    f"{found['accepted']:,}",
+                    f"{found['acceptance']:.3f}",
+                    f"{found['first_half']:.3f} / {found['second_half']:.3f}",
+                    f"{found['accepted_length'] / config.n:.3f}",
+                    f"{found['accepted_length']:.2f}",
+                ]
+            ],
+        )
+    )
+    commands = "\n".join([*record["own_text"]["commands"], record["command"]])
+    parts.append(f"## How to make it again\n\n```sh\n{commands}\n```\n\n")
+    parts.append(
+        "The work folder must hold `target/` and `tokenizer/` (here: copies of the bundled ones), as the phases before leave them. Licence\n"
+        "and limits: as the family's (`../README.md`).\n"
+    )
     return "".join(parts)

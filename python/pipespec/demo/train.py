@@ -10,6 +10,7 @@ Phases, each of which is skipped where its output exists in the work folder:
 ``text``       text that the target writes itself, from heads and random places of the training modules
 ``drafts``     both drafts, distilled from the target on its own text and on the corpus
 ``evaluate``   losses and agreement of the exported weights on held-out prompts, and the model card
+``module``     the draft module for the target in 4 stages (speculative pipeline decoding), its figures and card
 
 Budgets are minutes of wall clock, because a machine's share is what one has; the learning rate is
 a function of the fraction of the budget that has passed, so a slower machine trains for fewer steps
@@ -43,15 +44,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 if __package__:
-    from . import card, corpus
+    from . import MODULE_STAGES, card, corpus
 else:  # Run as a file: the sibling modules are on the path then.
     import card  # type: ignore[import-not-found,no-redef]
     import corpus  # type: ignore[import-not-found,no-redef]
 
+    from pipespec.demo import MODULE_STAGES
+
 VOCAB = 2048
 POSITIONS = 512
 BOS, EOS, PAD = "<|begin|>", "<|endoftext|>", "<|pad|>"
-PHASES = ("tokenizer", "target", "pretrain", "text", "drafts", "evaluate")
+PHASES = ("tokenizer", "target", "pretrain", "text", "drafts", "evaluate", "module")
 
 #: name -> (hidden, layers, heads, intermediate). The target is deep and narrow on purpose: at batch 1
 #: on a CPU a step's time is the number of layers times the cost of dispatching one.
@@ -909,6 +912,121 @@ class Run:
         self.record("text", self._text_record())
         (self.out / "README.md").write_text(card.write(self.records(), SHAPES, corpus.HELD_OUT))
 
+    def module(self) -> None:
+        """Phase ``module``: a draft module for the target in ``--stages`` stages, on the target's own text and the corpus.
+
+        It starts from the target's last layers and head. Every fourth step is the corpus, the others are the target's own text; drafts
+        are judged on the latter.
+        """
+        from pipespec.spd import training
+        from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, uniform_stages
+
+        n: int = self.args.stages
+        name = "module" if n == MODULE_STAGES else f"module-{n}"
+        work = self.work / name
+        tok, target = self.tokenizer(), load(self.work / "target")
+        stages = uniform_stages(target.config.num_hidden_layers, n)
+        module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, stages, layers=self.args.blocks))
+        files = sorted((self.work / "text").glob("part*.npy"))
+        if not files:
+            raise FileNotFoundError(f"{self.work / 'text'} holds no text: the phase text comes first")
+        own = torch.from_numpy(np.concatenate([np.load(file) for file in files]).astype(np.int64))
+        count = self.args.module_batch
+        data = self.windows(tok, count, TEXT_LENGTH)
+        whole = len(own) // count
+        # The target's own forward is half of a step: what it says of its own text is kept from the first pass on.
+        known = torch.zeros(len(own), dtype=torch.bool)
+        k, hidden = len(module.config.anchors), module.config.hidden
+        kept = training.Taught(
+            torch.empty(*own.shape, k, hidden, dtype=torch.bfloat16),
+            torch.empty(*own.shape, hidden, dtype=torch.bfloat16),
+        )
+
+        def taught(rows: Any) -> training.Taught:
+            if not known[rows].all():
+                with autocast(self.amp):
+                    fresh = training.teach(target, own[rows], module.config.anchors)
+                for store, values in zip(kept, fresh, strict=True):
+                    store[rows] = values.bfloat16()
+                known[rows] = True
+            return training.Taught(*(store[rows] for store in kept))
+
+        def batch(number: int) -> training.Batch:
+            cycle, place = divmod(number, 4)
+            if place == 3:
+                ids = data[cycle]
+                return training.Batch(ids, ids != tok.pad_token_id)
+            turn, index = divmod(3 * cycle + place, whole)
+            order = np.random.default_rng([self.args.seed, 3, turn]).permutation(len(own))
+            rows = torch.from_numpy(order[index * count : (index + 1) * count])
+            return training.Batch(own[rows], own[rows] != tok.pad_token_id, taught(rows))
+
+        probe, begin = self._probe(tok)
+        ends = [int((row != tok.pad_token_id).sum()) for row in probe]
+        held = self.held_out(tok)
+        length = TEXT_LENGTH
+        settings = training.Settings(
+            minutes=self.args.module_minutes,
+            rate=self.args.module_rate,
+            argmax_weight=self.args.argmax_weight,
+            optimizer="muon",
+            amp=self.amp,
+            seed=self.args.seed,
+            validate_every=100,
+            save_every=100,
+        )
+        record = training.train(
+            target,
+            module,
+            batch,
+            settings,
+            work,
+            held_out=[
+                training.Batch(ids[:, :length], torch.ones(len(ids), length, dtype=torch.bool))
+                for ids in [held[0], held[1]]
+            ],
+            extra=lambda net: {
+                "acceptance": training.acceptance_along(target, net, probe, [begin] * len(probe), ends).rate
+            },
+            resume=self.args.resume and (work / training.CHECKPOINT).exists(),
+        )
+        text = self._text_record()
+        record["own_text"] = {"tokens": int((own != tok.pad_token_id).sum()), **text}
+        module.save(self.out / name, torch.bfloat16)
+        record["measured"] = self._acceptance(
+            tok, target, DraftModule.load(self.out / name, target=target, stages=stages)
+        )
+        shutil.copyfile(work / training.PICTURE, self.out / name / training.PICTURE)
+        self.record(name, record)
+        (self.out / name / "README.md").write_text(
+            card.write_module(self.records()[name], module.config, corpus.HELD_OUT)
+        )
+
+    def _acceptance(self, tok: PreTrainedTokenizerFast, target: LlamaForCausalLM, module: Any) -> dict[str, Any]:
+        """What the module in the package does along the target's greedy text after the prompts that the family's figures use."""
+        from pipespec.spd import training
+
+        prompts = [tok(h.text, return_tensors="pt")["input_ids"] for h in corpus.function_heads(self.args.prompts)]
+        counts = training.Acceptance(0, 0, 0, 0)
+        halves = [counts, counts]
+        for prompt in prompts:
+            begin = prompt.shape[1]
+            right = training.drafts_right(target, module, greedy(target, prompt, NEW_TOKENS))[0]
+            middle = begin + NEW_TOKENS // 2
+            counts += training.replay(right, begin)
+            halves[0] += training.replay(right[:, : middle - 1], begin)
+            halves[1] += training.replay(right, middle)
+        found = {
+            "prompts": len(prompts),
+            **counts._asdict(),
+            "acceptance": counts.rate,
+            "accepted_length": counts.length(module.config.n),
+            "first_half": halves[0].rate,
+            "second_half": halves[1].rate,
+        }
+        say(f"module: {found}")
+        return found
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -925,6 +1043,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--medium-rate", type=float, default=5e-3)
     parser.add_argument("--small-rate", type=float, default=6e-3)
     parser.add_argument("--argmax-weight", type=float, default=1.0, help="weight of the target's first choice")
+    parser.add_argument("--stages", type=int, default=MODULE_STAGES, help="of the target, for the draft module")
+    parser.add_argument("--blocks", type=int, default=1, help="decoder blocks of the draft module")
+    parser.add_argument("--module-minutes", type=float, default=30.0)
+    parser.add_argument("--module-rate", type=float, default=4e-3)
+    parser.add_argument("--module-batch", type=int, default=8, help="sequences in a step of the draft module")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts that the drafts are measured on")
     parser.add_argument("--batch", type=int, default=8, help="windows of 512 tokens in a step of the target")
     parser.add_argument("--threads", type=int, default=2)

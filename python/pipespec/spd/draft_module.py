@@ -1,0 +1,582 @@
+"""The draft module: a few decoder blocks over what the target's stages have computed so far, its files, and the drafter made of it.
+
+SPD (arXiv 2605.30852). A token that has passed d stages brings the residual streams that those stages crossed ("anchors"); one
+projection per type fuses them into a row, blocks built from the target's own config attend over the rows, and the newest row gives
+the next token. Anchors are HF indices: 0 the embedding output, k >= 1 the residual stream after decoder layer k - 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from pipespec.cache import RowCache
+from pipespec.compat import text_config
+from pipespec.spd.drafting import Drafter, Request, Select
+
+VERSION = 1
+CONFIG_FILE, WEIGHTS_FILE = "draft_module.json", "draft_module.safetensors"
+
+Stages = tuple[tuple[int, int], ...]
+"""Layer ranges [begin, end) of the stages, in order."""
+
+
+def uniform_stages(layers: int, n: int) -> Stages:
+    """``n`` ranges of ``layers``, the first ones a layer longer where it does not divide. ValueError unless 1 <= n <= layers."""
+    if not 1 <= n <= layers:
+        raise ValueError(f"{layers} layers cannot be cut into {n} stages: between 1 and {layers} are possible")
+    ends = [(s + 1) * (layers // n) + min(s + 1, layers % n) for s in range(n)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def anchors_for(stages: Stages, types: int | None = None) -> tuple[int, ...]:
+    """The HF indices that a module for this split reads: 0, what each stage but the last hands on, and the last but one layer's output.
+
+    Index L serves verification only; it is read only where L = 1 leaves nothing else. ``types``: at most that many, evenly chosen
+    among them, the first and the last always kept (default: all, at most one per depth). ValueError for fewer than 2 of them.
+    """
+    layers = stages[-1][1]
+    found = sorted({0, *(end for _, end in stages[:-1]), max(1, layers - 1)})
+    if types is None or types >= len(found):
+        return tuple(found)
+    if types < 2:
+        raise ValueError(f"a draft module needs at least 2 anchors, not {types}")
+    chosen = np.linspace(0, len(found) - 1, types).round().astype(int)
+    return tuple(found[i] for i in chosen)
+
+
+def types_for(stages: Stages, anchors: Sequence[int]) -> tuple[int, ...]:
+    """Per depth 0 .. n the type of a token that has passed that many stages: type i reads ``anchors[0 .. i]``, all of them exist then."""
+    reached = [0, *(end for _, end in stages)]
+    return tuple(max(i for i, anchor in enumerate(anchors) if anchor <= index) for index in reached)
+
+
+@dataclass(frozen=True)
+class DraftModuleConfig:
+    """What a draft module is, and what it is for.
+
+    ``stages``: layer ranges of the target's split. ``anchors``: HF indices read, ascending, the first 0. ``types``: type of each depth
+    0 .. n. ``layers``: number of blocks. ``vocabulary``: the draft vocabulary's ids in the target's, ascending; None: all.
+    ``target``: the target's decoder config, of which the blocks are built. ``digest``: ``target_digest`` of the target it was trained
+    for. ``version``: of this format. ValueError where these contradict each other.
+    """
+
+    stages: Stages
+    anchors: tuple[int, ...]
+    types: tuple[int, ...]
+    layers: int
+    vocabulary: tuple[int, ...] | None
+    target: dict[str, Any]
+    digest: str
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(f"a draft module of format {self.version}; this pipespec reads format {VERSION}")
+        depth, vocabulary = self.target["num_hidden_layers"], self.target["vocab_size"]
+        ends = [end for _, end in self.stages]
+        if (
+            not self.stages
+            or [begin for begin, _ in self.stages] != [0, *ends[:-1]]
+            or any(end <= begin for begin, end in self.stages)
+            or ends[-1] != depth
+        ):
+            raise ValueError(
+                f"the stages {_ranges(self.stages)} are not consecutive layers that cover all {depth} of the target"
+            )
+        if len(self.anchors) < 2 or self.anchors[0] != 0 or list(self.anchors) != sorted(set(self.anchors)):
+            raise ValueError(f"anchors must ascend from 0, at least two of them, not {list(self.anchors)}")
+        if self.anchors[-1] > depth:
+            raise ValueError(f"anchor {self.anchors[-1]} does not exist: the target has {depth} layers")
+        if len(self.types) != len(self.stages) + 1:
+            raise ValueError(
+                f"{len(self.types)} types for the {len(self.stages) + 1} depths of {len(self.stages)} stages"
+            )
+        for at, (kind, most) in enumerate(zip(self.types, types_for(self.stages, self.anchors), strict=True)):
+            if not 0 <= kind <= most:
+                raise ValueError(f"type {kind} at depth {at} needs anchors that only later stages compute")
+        if not 1 <= self.layers <= depth:
+            raise ValueError(f"a draft module of {self.layers} layers: at least 1, at most the target's {depth}")
+        ids = self.vocabulary
+        if ids is not None:
+            if not ids or any(b <= a for a, b in itertools.pairwise(ids)):
+                raise ValueError("the draft vocabulary must be ascending token ids, at least one")
+            if ids[0] < 0 or ids[-1] >= vocabulary:
+                bad = ids[0] if ids[0] < 0 else ids[-1]
+                raise ValueError(
+                    f"token id {bad} of the draft vocabulary is outside of the target's {vocabulary} tokens"
+                )
+
+    @classmethod
+    def for_target(
+        cls,
+        target: PreTrainedModel,
+        stages: Stages,
+        *,
+        layers: int = 1,
+        vocabulary: Iterable[int] | None = None,
+        types: int | None = None,
+    ) -> DraftModuleConfig:
+        """The module's config for this target and split, by the rules of ``anchors_for`` and ``types_for``."""
+        anchors = anchors_for(stages, types)
+        return cls(
+            stages=stages,
+            anchors=anchors,
+            types=types_for(stages, anchors),
+            layers=layers,
+            vocabulary=None if vocabulary is None else tuple(sorted(set(vocabulary))),
+            target=json.loads(json.dumps(_described(target.config), default=str)),
+            digest=target_digest(target),
+        )
+
+    @property
+    def n(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def hidden(self) -> int:
+        return int(self.target["hidden_size"])
+
+    @property
+    def logits(self) -> int:
+        """Size of the draft vocabulary."""
+        return len(self.vocabulary) if self.vocabulary is not None else int(self.target["vocab_size"])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Any, where: str = "the draft module's config") -> DraftModuleConfig:
+        """The inverse of ``to_json``. ValueError where something is missing, unknown or contradictory."""
+        names = {f.name for f in fields(cls)}
+        if not isinstance(record, dict) or set(record) != names:
+            wrong = sorted(names.symmetric_difference(record)) if isinstance(record, dict) else ["not an object"]
+            raise ValueError(f"{where} is no draft module's config: {', '.join(wrong)} missing or unknown")
+        try:
+            vocabulary = record["vocabulary"]
+            return cls(
+                stages=tuple((int(a), int(b)) for a, b in record["stages"]),
+                anchors=tuple(map(int, record["anchors"])),
+                types=tuple(map(int, record["types"])),
+                layers=int(record["layers"]),
+                vocabulary=None if vocabulary is None else tuple(map(int, vocabulary)),
+                target=dict(record["target"]),
+                digest=str(record["digest"]),
+                version=int(record["version"]),
+            )
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{where} is no draft module's config: {error}") from error
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DraftModuleConfig:
+        """The config in a module's folder, without its weights. FileNotFoundError or ValueError where there is none that can be read."""
+        file = Path(folder) / CONFIG_FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} holds no draft module: there is no {CONFIG_FILE} in it")
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
+        return cls.from_json(record, str(file))
+
+    def require(self, target: PreTrainedModel | str | Path | None = None, stages: Stages | None = None) -> None:
+        """Refuses, with a ValueError that says why, another target (a model or its folder) or another split than it was trained for."""
+        if stages is not None and tuple(tuple(s) for s in stages) != self.stages:
+            raise ValueError(
+                f"the draft module was trained for the stages {_ranges(self.stages)}, not for {_ranges(stages)}: "
+                "use that split, or train a module for this one (pipespec spd train)"
+            )
+        if target is None:
+            return
+        config = text_config(target.config if isinstance(target, PreTrainedModel) else _config_of(target))
+        for name, what in (("vocab_size", "tokens"), ("hidden_size", "hidden units"), ("num_hidden_layers", "layers")):
+            if getattr(config, name) != self.target[name]:
+                raise ValueError(
+                    f"the draft module is for a target with {self.target[name]} {what}; this one has {getattr(config, name)}"
+                )
+        if target_digest(target) != self.digest:
+            raise ValueError(
+                "the draft module was trained for another target: sizes fit, but config or weights differ (their digests do); "
+                "use the model it was trained for, or train a module for this one (pipespec spd train)"
+            )
+
+
+def _described(config: Any) -> dict[str, Any]:
+    """A decoder's config without what says where it came from and how it was loaded."""
+    record = text_config(config).to_dict()
+    apart = ("_name_or_path", "transformers_version", "architectures", "dtype", "id2label", "label2id")
+    return {name: value for name, value in record.items() if name not in apart}
+
+
+def _ranges(stages: Iterable[Sequence[int]]) -> str:
+    return " ".join(f"{begin}-{end - 1}" for begin, end in stages)
+
+
+# ---- which target is it?
+
+# What decides a decoder's arithmetic. Not: dtype, cache settings, names, versions.
+_DIGESTED = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings", "rope_parameters",
+)  # fmt: skip
+_DIGEST_ROWS, _DIGEST_COLUMNS = 4, 16
+
+
+def target_digest(target: PreTrainedModel | str | Path) -> str:
+    """SHA-256, hex, of what a target is: of a model, or of the folder it is stored in, without loading it.
+
+    Taken over the config's entries that decide the arithmetic and, for each parameter by name, its shape and a grid of samples: 4 evenly
+    spaced rows (of a matrix), 16 evenly spaced elements of each, rounded to bfloat16, so that the precision in which a model is
+    stored or loaded does not matter (float16 values below its normal range excepted). Kilobytes are read of any model. A tied output matrix
+    counts once.
+    """
+    folder = None if isinstance(target, PreTrainedModel) else Path(target)
+    config = text_config(target.config if isinstance(target, PreTrainedModel) else _config_of(target))
+    tied = bool(config.tie_word_embeddings)
+    record = {name: getattr(config, name, None) for name in _DIGESTED}
+    state = hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode())
+    found = _parameters_of_files(folder) if folder is not None else _parameters_of(target)
+    samples = {name: (shape, values) for name, shape, values in found if not (tied and name == "lm_head.weight")}
+    for name in sorted(samples):
+        shape, values = samples[name]
+        state.update(f"{name}{shape}".encode())
+        state.update(values.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return state.hexdigest()
+
+
+def _grid(size: int, points: int) -> list[int]:
+    return np.linspace(0, size - 1, min(size, points)).round().astype(int).tolist()
+
+
+def _parameters_of(model: Any) -> Iterator[tuple[str, list[int], torch.Tensor]]:
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise ValueError(f"the target's {name} is not loaded: a digest needs its values")
+        rows = [p[i] for i in _grid(p.shape[0], _DIGEST_ROWS)] if p.dim() > 1 else [p]
+        yield name, list(p.shape), torch.stack([row.reshape(-1)[_grid(row.numel(), _DIGEST_COLUMNS)] for row in rows])
+
+
+def _parameters_of_files(folder: Path) -> Iterator[tuple[str, list[int], torch.Tensor]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no safetensors weights")
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  it is not a mapping
+                    if not name.endswith((".weight", ".bias")):
+                        continue  # buffers of old checkpoints
+                    part = tensors.get_slice(name)
+                    shape = part.get_shape()
+                    rows = [part[i : i + 1] for i in _grid(shape[0], _DIGEST_ROWS)] if len(shape) > 1 else [part[:]]
+                    picked = [row.reshape(-1)[_grid(row.numel(), _DIGEST_COLUMNS)] for row in rows]
+                    yield name, shape, torch.stack(picked)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def _config_of(target: str | Path) -> Any:
+    if not (Path(target) / "config.json").is_file():
+        raise FileNotFoundError(f"{target} holds no model: there is no config.json in it")
+    return AutoConfig.from_pretrained(target)
+
+
+# ---- the module
+
+
+class DraftModule(nn.Module):
+    """Projections, blocks, the target's final norm and a head: rows of anchors in, logits over the draft vocabulary out.
+
+    ``projections[i]`` maps the concatenation of anchors 0 .. i, ``[(i + 1) H]``, to ``[H]``. The blocks are the target's decoder layers by class
+    and config, with its rotary embedding; positions are the tokens' own. ``norm`` is the target's and frozen. Random
+    weights when made; ``of_target`` starts from the target's, ``load`` reads files.
+    """
+
+    def __init__(self, config: DraftModuleConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.block_config = _block_config(config)
+        base = AutoModel.from_config(self.block_config, dtype=torch.float32)
+        self.layers, self.norm, self.rotary_emb = base.layers, base.norm, base.rotary_emb
+        self.norm.requires_grad_(False)
+        hidden = config.hidden
+        self.projections = nn.ModuleList(
+            nn.Linear((i + 1) * hidden, hidden, bias=False) for i in range(len(config.anchors))
+        )
+        self.head = nn.Linear(hidden, config.logits, bias=False)
+
+    @classmethod
+    def of_target(cls, target: PreTrainedModel, config: DraftModuleConfig) -> DraftModule:
+        """A new module in float32: the target's norm, its head's rows, its last layers for blocks.
+
+        A projection begins as its deepest anchor, which in the end is the last layer's own input, and a little noise.
+        """
+        module = cls(config)
+        base = target.base_model
+        with torch.no_grad():
+            module.norm.load_state_dict(base.norm.state_dict())
+            for own, theirs in zip(module.layers, list(base.layers)[-config.layers :], strict=True):
+                own.load_state_dict(theirs.state_dict())
+            rows = target.get_output_embeddings().weight
+            ids = config.vocabulary
+            module.head.weight.copy_(rows if ids is None else rows[torch.tensor(ids, device=rows.device)])
+            generator = torch.Generator().manual_seed(0)
+            for projection in module.projections:
+                weight = next(projection.parameters())
+                weight.normal_(std=0.002, generator=generator)
+                weight[:, -config.hidden :] += torch.eye(config.hidden)
+        return module
+
+    def fuse(self, anchors: torch.Tensor, kind: int) -> torch.Tensor:
+        """Rows ``[..., H]`` of one type from ``anchors [..., k, H]``, of which the first ``kind + 1`` are read."""
+        rows: torch.Tensor = self.projections[kind](anchors[..., : kind + 1, :].flatten(-2))
+        return rows
+
+    def blocks(
+        self, rows: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: RowCache | None = None
+    ) -> torch.Tensor:
+        """``rows [B, R, H]`` at ``positions [B or 1, R]`` through the blocks; ``mask`` as sdpa takes it (None: causal)."""
+        angles = self.rotary_emb(rows, position_ids=positions)
+        for layer in self.layers:
+            rows = layer(
+                rows,
+                attention_mask=mask,
+                position_embeddings=angles,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        return rows
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[..., Vd]``, over the draft vocabulary."""
+        out: torch.Tensor = self.head(self.norm(rows))
+        return out
+
+    def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Writes config and weights to ``folder``; ``dtype``: of the stored weights, default: as they are."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.detach().to("cpu", dtype or value.dtype) for name, value in self.state_dict().items()}
+        save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS_FILE)
+        record = self.config.to_json()
+        (folder / CONFIG_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        target: PreTrainedModel | str | Path | None = None,
+        stages: Stages | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> DraftModule:
+        """The module in ``folder``, in eval mode. With ``target`` and ``stages``, refused before its weights are read if it is for others.
+
+        FileNotFoundError where there is none, ValueError where it is for another target or split, damaged or incomplete.
+        """
+        config = DraftModuleConfig.load(folder)
+        config.require(target, stages)
+        file = Path(folder) / WEIGHTS_FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} holds no draft module's weights: there is no {WEIGHTS_FILE} in it")
+        module = cls(config)
+        expected = module.state_dict()
+        try:
+            with safe_open(file, "pt") as tensors:
+                shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+                wrong = sorted(set(shapes).symmetric_difference(expected))
+                wrong = wrong or [name for name in shapes if shapes[name] != list(expected[name].shape)]
+                if wrong:
+                    raise ValueError(
+                        f"{file} does not fit its {CONFIG_FILE}: {', '.join(wrong[:3])} ({len(wrong)} in all)"
+                    )
+                module.load_state_dict({name: tensors.get_tensor(name) for name in shapes})
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
+        return module.to(device=device, dtype=dtype).eval()
+
+
+def _block_config(config: DraftModuleConfig) -> Any:
+    """The target's config with the module's number of layers, all of them full attention, and next to no vocabulary."""
+    record = copy.deepcopy(config.target)
+    kind = record.pop("model_type")
+    for name in ("layer_types", "sliding_window", "max_window_layers"):
+        record.pop(name, None)
+    record |= {"num_hidden_layers": config.layers, "vocab_size": 1}
+    record |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    built = AutoConfig.for_model(kind, **record)
+    if hasattr(built, "use_sliding_window"):
+        built.use_sliding_window = False
+    built._attn_implementation = "sdpa"
+    return built
+
+
+# ---- the drafter
+
+_CHUNK = 64
+"""Widest feed of the prompt's rows."""
+
+
+class ModuleDrafter(Drafter):
+    """Drafts with a ``DraftModule``, rows of a batch together, each at its own length.
+
+    A call feeds per row its completed positions that are not cached yet (after the prompt at most one), which stay in the cache, and
+    those in flight, which are taken back at once: the cache holds deepest rows only, and a flush costs nothing. A position's anchors
+    are kept until its deepest row is cached, so beside the cache memory is bounded by the stages, not by the text.
+
+    ``embedding``: the target's, ``[...]`` ids to ``[..., H]``. A token that has just entered has passed no stage, so index 0 is
+    computed here, and not observed.
+    """
+
+    def __init__(self, module: DraftModule, embedding: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.module, self.embedding = module.eval(), embedding
+        config = module.config
+        self.features = config.anchors[1:]
+        weight = module.head.weight
+        self._device, self._dtype = weight.device, weight.dtype
+        self._column = {index: i for i, index in enumerate(self.features)}
+        ids = config.vocabulary
+        self._ids = None if ids is None else torch.tensor(ids, device=self._device)
+        self._cache: RowCache | None = None
+        self._select: Select | None = None
+
+    def start(self, prompts: list[list[int]], capacity: int, select: Select) -> None:
+        rows, n = len(prompts), self.module.config.n
+        room = capacity + max(_CHUNK, n + 1)
+        if self._cache is not None and self._cache.fits(rows, room):
+            self._cache.reset()
+        else:
+            self._cache = RowCache(self.module.block_config, rows, room, dtype=self._dtype, device=self._device)
+        self._select = select
+        self._small = 2 * (n + 1)
+        self._allocate(rows, self._small)
+
+    def _allocate(self, rows: int, span: int) -> None:
+        """Anchors of the positions that are not cached: position p of a row lies in slot p % span."""
+        k, hidden = len(self.features), self.module.config.hidden
+        self._span = span
+        with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
+            self._held = torch.zeros((rows, span, k, hidden), dtype=self._dtype, device=self._device)
+        self._of = np.full((rows, span, k), -1, dtype=np.int64)  # whose anchor a slot holds
+
+    @property
+    def span(self) -> int:
+        """Positions per row for which anchors can be held at present."""
+        return self._span
+
+    def _resize(self, span: int) -> None:
+        held, of = self._held, self._of
+        self._allocate(len(of), span)
+        row, slot, column = np.nonzero(of >= 0)
+        positions = of[row, slot, column]
+        self._of[row, positions % span, column] = positions
+        self._held[row, positions % span, column] = held[row, slot, column]
+
+    @torch.no_grad()
+    def observe(self, index: int, rows: list[int], positions: list[int], values: torch.Tensor) -> None:
+        column = self._column.get(index)
+        if column is None:
+            return
+        cache = self._running()
+        lengths = cache.lengths
+        keep = [i for i, (row, at) in enumerate(zip(rows, positions, strict=True)) if at >= lengths[row]]
+        if not keep:
+            return
+        need = max(positions[i] - lengths[rows[i]] for i in keep) + 1
+        if need > self._span:
+            self._resize(1 << (need - 1).bit_length())
+        row, at = np.asarray(rows)[keep], np.asarray(positions)[keep]
+        self._of[row, at % self._span, column] = at
+        given = values if len(keep) == len(rows) else values[torch.tensor(keep, device=values.device)]
+        slot = torch.from_numpy(at % self._span).to(self._device)
+        self._held[torch.from_numpy(row).to(self._device), slot, column] = given.to(self._device, self._dtype)
+
+    @torch.inference_mode()
+    def draft(self, requests: list[Request]) -> list[int]:
+        """RuntimeError where the anchors of a position that must be known were never observed."""
+        if not requests:
+            return []
+        cache, n = self._running(), self.module.config.n
+        begin, done, newest = list(cache.lengths), list(cache.lengths), list(cache.lengths)
+        for request in requests:
+            if not 1 <= request.fill <= n:
+                raise ValueError(f"row {request.row}: {request.fill} tokens in flight in {n} stages")
+            newest[request.row] = len(request.tokens)
+            done[request.row] = len(request.tokens) - request.fill
+        tokens = {request.row: request.tokens for request in requests}
+        while max(d - b for b, d in zip(begin, done, strict=True)) > _CHUNK:  # prompts
+            until = [min(d, b + _CHUNK) for b, d in zip(begin, done, strict=True)]
+            self._feed(tokens, begin, until, until)
+            begin = until
+        rows = self._feed(tokens, begin, done, newest)
+        last = [newest[request.row] - 1 - begin[request.row] for request in requests]
+        picked = rows[[request.row for request in requests], last]
+        logits = self.module.logits(picked)
+        if self._ids is not None:
+            full = logits.new_full((len(requests), int(self.module.config.target["vocab_size"])), -torch.inf)
+            logits = full.index_copy_(1, self._ids, logits)
+        if self._span > self._small and all(len(r.tokens) - cache.lengths[r.row] <= n + 1 for r in requests):
+            self._resize(self._small)
+        assert self._select is not None
+        return self._select(
+            logits.float(), [request.row for request in requests], [len(request.tokens) for request in requests]
+        )
+
+    def _feed(
+        self, tokens: dict[int, Sequence[int]], begin: list[int], done: list[int], end: list[int]
+    ) -> torch.Tensor:
+        """Positions ``begin .. end - 1`` of each row through the blocks, ``[rows, q, H]``; the cache keeps those below ``done``."""
+        cache, module, config = self._running(), self.module, self.module.config
+        width = max(e - b for b, e in zip(begin, end, strict=True))
+        places: dict[int, list[tuple[int, int, int]]] = {}
+        for row, (b, d, e) in enumerate(zip(begin, done, end, strict=True)):
+            for at in range(b, e):
+                kind = config.types[config.n if at < d else e - 1 - at]
+                places.setdefault(kind, []).append((row, at - b, at))
+        fused = self._held.new_zeros((len(begin), width, config.hidden))
+        for kind, found in places.items():
+            row, column, at = np.asarray(found).T
+            have = self._of[row, at % self._span, :kind] == at[:, None]
+            if not have.all():
+                i, j = np.argwhere(~have)[0]
+                raise RuntimeError(f"anchor {self.features[j]} of row {row[i]}, position {at[i]} was not observed")
+            ids = torch.tensor([tokens[r][p] for r, p in zip(row.tolist(), at.tolist(), strict=True)])
+            entered = self.embedding(ids.to(self._device)).to(self._dtype)
+            where, slots, columns = (torch.from_numpy(x).to(self._device) for x in (row, at % self._span, column))
+            anchors = torch.cat([entered[:, None], self._held[where, slots, :kind]], dim=1)
+            fused[where, columns] = module.fuse(anchors, kind)
+        out = module.blocks(fused, cache.positions(width), cache.mask(width), cache)
+        cache.truncate(done)
+        return out
+
+    def truncate(self, row: int, length: int) -> None:
+        cache = self._running()
+        if cache.lengths[row] > length:
+            cache.truncate([length if i == row else held for i, held in enumerate(cache.lengths)])
+        self._of[row][self._of[row] >= length] = -1
+
+    def finish(self) -> None:
+        """Anchors go; the cache stays for the next call, if that has no more rows and positions."""
+        self._select = None
+        self._allocate(0, self._small)
+
+    def _running(self) -> RowCache:
+        if self._cache is None or self._select is None:
+            raise RuntimeError("no call is under way: start() comes first")
+        return self._cache

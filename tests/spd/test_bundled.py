@@ -1,0 +1,51 @@
+"""The draft module in the package: it is the bundled target's, and it is worth something."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from pipespec import demo
+from pipespec.spd.draft_module import DraftModule, uniform_stages
+from pipespec.spd.training import Acceptance, acceptance_along
+from tests.spd.test_training import speculative
+
+# Measured figures are in family/module/README.md; a floor has to tell a trained module from broken files, on few prompts.
+FLOOR = 0.6
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(demo.family_path("target"), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def module() -> DraftModule:
+    return DraftModule.load(
+        demo.draft_module_path(), target=demo.family_path("target"), stages=uniform_stages(12, demo.MODULE_STAGES)
+    )
+
+
+def test_it_is_for_no_other_model_or_split() -> None:
+    folder = demo.draft_module_path()
+    with pytest.raises(ValueError, match="hidden units"):
+        DraftModule.load(folder, target=demo.family_path("medium"))
+    with pytest.raises(ValueError, match="trained for the stages"):
+        DraftModule.load(folder, stages=uniform_stages(12, 3))
+
+
+def test_drafts_are_accepted(target: LlamaForCausalLM, module: DraftModule) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.family_path("target"))
+    counts = Acceptance(0, 0, 0, 0)
+    for i, prompt in enumerate(demo.prompts(4)):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        begin, end = ids.shape[1], text.shape[1]
+        counts += acceptance_along(target, module, text, [begin], [end])
+        if i == 0:  # the same by a real run with the drafter
+            said, real = speculative(target, module, ids[0].tolist(), 15)
+            assert said == text[0, : begin + 16].tolist()
+            along = acceptance_along(target, module, text, [begin], [begin + 16])
+            assert abs(real.accepted - along.accepted) <= 1  # a near-tie may fall either way
+    assert counts.rate > FLOOR, f"{counts.accepted} of {counts.verified} drafts"

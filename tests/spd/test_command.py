@@ -1,0 +1,136 @@
+"""``pipespec spd train``: from files to a module that loads; refusals; several processes."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from transformers import AutoTokenizer
+
+from pipespec.cli import main
+from pipespec.demo import family_path
+from pipespec.spd import training
+from pipespec.spd.command import stages_of
+from pipespec.spd.draft_module import CONFIG_FILE, WEIGHTS_FILE, DraftModule, DraftModuleConfig, uniform_stages
+from tests.conftest import random_llama
+from tests.spd.test_data import LLAMA, TALK
+from tests.spd.test_training import lines
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    """A tiny target with the bundled tokenizer and a chat template without markers."""
+    folder = tmp_path_factory.mktemp("target")
+    tokenizer = AutoTokenizer.from_pretrained(family_path("target"))
+    tokenizer.chat_template = LLAMA
+    model = random_llama(0, layers=4, hidden=32, vocabulary=2048)
+    with torch.no_grad():  # it likes the words of the conversation, so a small draft vocabulary has what it says
+        model.lm_head.weight[tokenizer.apply_chat_template(TALK, return_dict=True)["input_ids"]] *= 4
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    file = tmp_path / "talks.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": TALK[i % 2 :]}) for i in range(12)))
+    return file
+
+
+def spd_train(target: Path, data: Path, out: Path, *more: str) -> int:
+    common = ["--steps", "4", "--batch", "2", "--validation", "0.2", "--validate-every", "2"]
+    return main(["spd", "train", "--target", str(target), "--data", str(data), "--out", str(out), *common, *more])
+
+
+def test_from_conversations_to_a_module(target: Path, talks: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "module"
+    assert spd_train(target, talks, out, "--stages", "1", "3", "--vocabulary", "4", "--rate", "1e-3") == 0
+    said = capsys.readouterr()
+    assert "4 steps, held-out KL" in said.out
+    assert "(none left out); 2 held out" in said.err
+    expected = {CONFIG_FILE, WEIGHTS_FILE, training.CHECKPOINT, training.RECORD, training.PICTURE}
+    assert {f.name for f in out.iterdir()} == expected
+    module = DraftModule.load(out, target=target, stages=((0, 1), (1, 4)))
+    assert module.config.logits == 4
+    assert module.config.layers == 1
+    assert str(tmp_path) not in (out / CONFIG_FILE).read_text()  # nothing of this machine is in it
+    assert spd_train(target, talks, out, "--stages", "1", "3") == 2
+    assert "holds a draft module already" in capsys.readouterr().err
+    assert spd_train(target, talks, out, "--stages", "1", "3", "--steps", "6", "--resume") == 0
+    said = capsys.readouterr()
+    assert "resumed at step 4" in said.err
+    assert "6 steps" in said.out
+    assert spd_train(target, talks, out, "--stages", "2", "--resume") == 2
+    assert "trained for the stages 0-0 1-3, not for 0-1 2-3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--stages", "5"], "4 layers cannot be cut into 5 stages"),
+        (["--stages", "2", "3"], "the stages 2 3 have 5 layers together, the target has 4"),
+        (["--stages", "4", "0"], "at least one, for each stage"),
+        (["--stages", "2", "--vocabulary", "5000"], "between 1 and the target's 2048"),
+        (["--stages", "2", "--minutes", "1"], "either --steps or --minutes"),
+        (["--stages", "2", "--length", "3"], "at least 10"),
+        (["--stages", "2", "--validation", "1"], "between 0 and 1"),
+        (["--stages", "2", "--resume"], "nothing to resume"),
+        (["--stages", "2", "--batch", "0"], "at least one example"),
+        (["--stages", "2", "--held-out", "nowhere"], "no file or folder nowhere"),
+    ],
+)
+def test_refused_before_the_weights_are_loaded(
+    target: Path, talks: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, more: list[str], message: str
+) -> None:
+    monkeypatch.setattr("pipespec.spd.command.load_model", None)
+    assert spd_train(target, talks, tmp_path / "out", *more) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_model(talks: Path, tmp_path: Path, capsys) -> None:
+    assert spd_train(tmp_path, talks, tmp_path / "out", "--stages", "2") == 2
+    assert "holds no model with a tokenizer" in capsys.readouterr().err
+
+
+def test_stages() -> None:
+    assert stages_of(12, [4]) == uniform_stages(12, 4)
+    assert stages_of(5, [1, 3, 1]) == ((0, 1), (1, 4), (4, 5))
+
+
+SETTINGS = training.Settings(steps=3, rate=2e-3, validate_every=3, seed=1)
+
+
+def share(index: int, rank: int, folder: str) -> None:
+    """One of two processes."""
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet"
+    torch.distributed.init_process_group(
+        "gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(minutes=2)
+    )
+    target = random_llama(0, layers=4, hidden=32)
+    module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, uniform_stages(4, 2)))
+    training.train(target, module, lines, SETTINGS, Path(folder) / "shared")
+    torch.save([p.detach() for p in module.parameters()], Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
+    other = mp.spawn(share, args=(1, str(tmp_path)), nprocs=1, join=False)
+    share(0, 0, str(tmp_path))
+    assert other.join(60)
+    target = random_llama(0, layers=4, hidden=32)
+    module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, uniform_stages(4, 2)))
+    alone = training.train(
+        target, module, lines, training.Settings(**{**vars(SETTINGS), "accumulate": 2}), tmp_path / "alone"
+    )
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(first, module.parameters(), strict=True))
+    together = json.loads((tmp_path / "shared" / training.RECORD).read_text())
+    assert (together["steps"], together["processes"], together["tokens"]) == (3, 2, alone["tokens"])

@@ -1,0 +1,389 @@
+"""The draft module: anchors and types, files and refusals, and that drafting and training compute the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from pipespec.spd.draft_module import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    DraftModule,
+    DraftModuleConfig,
+    ModuleDrafter,
+    Stages,
+    anchors_for,
+    target_digest,
+    types_for,
+    uniform_stages,
+)
+from pipespec.spd.drafting import Request
+from pipespec.spd.training import simulate
+from tests.conftest import VOCABULARY, random_llama
+from tests.spd.replay import Machine
+
+# ---- anchors, types
+
+
+@pytest.mark.parametrize(
+    ("stages", "anchors", "types"),
+    [
+        (uniform_stages(32, 4), (0, 8, 16, 24, 31), (0, 1, 2, 3, 4)),
+        (uniform_stages(12, 4), (0, 3, 6, 9, 11), (0, 1, 2, 3, 4)),
+        (uniform_stages(28, 2), (0, 14, 27), (0, 1, 2)),
+        (
+            ((0, 1), (1, 7), (7, 8)),
+            (0, 1, 7),
+            (0, 1, 2, 2),
+        ),  # the last stage has one layer: its input is the last anchor
+        (uniform_stages(4, 4), (0, 1, 2, 3), (0, 1, 2, 3, 3)),
+        (uniform_stages(16, 1), (0, 15), (0, 1)),
+        (uniform_stages(2, 1), (0, 1), (0, 1)),
+        (uniform_stages(1, 1), (0, 1), (0, 1)),  # nothing below L but the embedding
+    ],
+)
+def test_anchors_come_from_the_real_ranges(stages: Stages, anchors: tuple[int, ...], types: tuple[int, ...]) -> None:
+    assert anchors_for(stages) == anchors
+    assert types_for(stages, anchors) == types
+
+
+def test_every_split_has_anchors_that_exist_when_they_are_read() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        layers = draw.randint(1, 40)
+        n = draw.randint(1, layers)
+        ends = [*sorted(draw.sample(range(1, layers), n - 1)), layers]
+        stages = tuple(zip([0, *ends[:-1]], ends, strict=True))
+        for most in (None, 2, 3, 5):
+            anchors = anchors_for(stages, most)
+            assert anchors[0] == 0
+            assert anchors[-1] == max(1, layers - 1)
+            assert len(anchors) <= (n + 1 if most is None else most)
+            for depth, kind in enumerate(types_for(stages, anchors)):
+                assert anchors[kind] <= (stages[depth - 1][1] if depth else 0)
+                assert kind == len(anchors) - 1 or anchors[kind + 1] > (stages[depth - 1][1] if depth else 0)
+
+
+def test_fewer_types_than_depths() -> None:
+    stages = uniform_stages(32, 8)
+    assert anchors_for(stages, 5) == (0, 8, 16, 24, 31)
+    assert types_for(stages, (0, 8, 16, 24, 31)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)
+    with pytest.raises(ValueError, match="at least 2 anchors"):
+        anchors_for(stages, 1)
+
+
+def test_uneven_uniform_split() -> None:
+    assert uniform_stages(12, 8) == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 9), (9, 10), (10, 11), (11, 12))
+    for n in (0, 13):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            uniform_stages(12, n)
+
+
+# ---- drafting computes what training trained
+
+
+def filled(module: DraftModule, seed: int) -> DraftModule:
+    """Weights at which every part matters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.15)
+    return module.eval()
+
+
+def make(layers: int, stages: Stages, blocks: int, seed: int, **how) -> DraftModule:
+    target = random_llama(seed, layers=layers, kv_heads=1 + seed % 2)
+    return filled(DraftModule(DraftModuleConfig.for_target(target, stages, layers=blocks, **how)), seed)
+
+
+class Row:
+    """One row's machine, its tokens and their features: drawn anew for every token that replaces a flushed one."""
+
+    def __init__(self, n: int, prompt: int, anchors: int, table: torch.Tensor, generator: torch.Generator) -> None:
+        self.machine, self.table, self.generator = Machine(n, prompt), table, generator
+        self.tokens = [0] * 160
+        self.features = torch.zeros(160, anchors, table.shape[1])
+        self.redraw(0)
+
+    def redraw(self, start: int) -> None:
+        self.tokens[start:] = torch.randint(len(self.table), (160 - start,), generator=self.generator).tolist()
+        self.features[start:] = torch.randn(self.features[start:].shape, generator=self.generator)
+        self.features[start:, 0] = self.table[self.tokens[start:]]
+
+
+def differences(
+    module: DraftModule, prompts: list[int], cycles: int, seed: int, fills: set[int] | None = None
+) -> tuple[list[float], int]:
+    """Decodes on random features with random flushes; the largest difference of each draft's logits to ``simulate``, and the widest span.
+
+    Ragged rows; some rows rest in some cycles.
+    """
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    config = module.config
+    table = torch.randn(VOCABULARY, config.hidden, generator=generator)
+    drafter = ModuleDrafter(module, table.__getitem__)
+    assert drafter.features == config.anchors[1:]
+    rows = [Row(config.n, p, len(config.anchors), table, generator) for p in prompts]
+    stage_of = {k: next((s for s, (b, e) in enumerate(config.stages) if b < k <= e), 0) for k in config.anchors}
+    given: list[torch.Tensor] = []
+
+    def select(logits: torch.Tensor, which: list[int], positions: list[int]) -> list[int]:
+        given.append(logits)
+        assert positions == [len(r.tokens) for r in requests]
+        return [7] * len(which)
+
+    drafter.start([row.tokens[:p] for row, p in zip(rows, prompts, strict=True)], 160, select)
+    for column, index in enumerate(config.anchors):
+        for r, row in enumerate(rows):
+            at = list(range(prompts[r]))
+            drafter.observe(index, [r] * len(at), at, row.features[at, column])
+    found, span = [], 0
+    for _ in range(cycles):
+        active = [r for r in range(len(rows)) if draw.random() < 0.8] or [0]
+        requests, flights = [], {}
+        for r in active:
+            machine = rows[r].machine
+            flights[r] = dict(machine.depth)
+            newest = max(machine.depth)
+            requests.append(Request(r, rows[r].tokens[: newest + 1], len(machine.depth)))
+        assert drafter.draft(requests) == [7] * len(requests)
+        for i, request in enumerate(requests):
+            anchors = rows[request.row].features[: len(request.tokens)]
+            with torch.no_grad():
+                expected = simulate(module, anchors[None], request.fill)[0, -1]
+            got = given[-1][i] if config.vocabulary is None else given[-1][i, list(config.vocabulary)]
+            found.append(float((got - expected).abs().max()))
+            if fills is not None:
+                fills.add(request.fill)
+        for column, index in enumerate(config.anchors):
+            crossed = [(r, p) for r in active for p, depth in flights[r].items() if depth == stage_of[index]]
+            if crossed:
+                values = torch.stack([rows[r].features[p, column] for r, p in crossed])
+                drafter.observe(index, [r for r, _ in crossed], [p for _, p in crossed], values)
+        for r in active:
+            oldest, full = min(flights[r]), len(flights[r]) == config.n
+            right = draw.random() < 0.75
+            rows[r].machine.cycle(right)
+            if full and not right:
+                drafter.truncate(r, oldest + 1)
+                rows[r].redraw(oldest + 1)
+        span = max(span, drafter.span)
+    drafter.finish()
+    return found, span
+
+
+CASES = [
+    (4, uniform_stages(4, 1), 1, None),
+    (6, uniform_stages(6, 2), 2, None),
+    (5, uniform_stages(5, 3), 1, None),
+    (8, uniform_stages(8, 4), 2, None),
+    (6, ((0, 1), (1, 4), (4, 5), (5, 6)), 1, None),
+    (3, uniform_stages(3, 3), 1, None),
+    (8, uniform_stages(8, 8), 2, 4),  # fewer types than depths: two depths share a projection
+]
+
+
+@pytest.mark.parametrize(("layers", "stages", "blocks", "types"), CASES)
+def test_drafting_computes_what_training_computes(layers: int, stages: Stages, blocks: int, types: int | None) -> None:
+    module = make(layers, stages, blocks, len(stages), types=types)
+    fills: set[int] = set()
+    with torch.inference_mode():
+        found, _ = differences(module, [3, 1, 9], 12 * len(stages), seed=layers, fills=fills)
+    assert fills == set(range(1, len(stages) + 1))
+    assert max(found) < 1e-4
+
+
+def test_the_comparison_notices_a_wrong_depth() -> None:
+    """With another fill simulated than decoded the logits differ: the test above can fail."""
+    module = make(8, uniform_stages(8, 4), 1, 3)
+    anchors = torch.randn(1, 10, len(module.config.anchors), module.config.hidden)
+    with torch.inference_mode():
+        by_fill = [simulate(module, anchors, fill)[0, -1] for fill in (1, 2, 3, 4)]
+    assert all(float((a - b).abs().max()) > 1e-2 for i, a in enumerate(by_fill) for b in by_fill[:i])
+
+
+def test_one_row_and_a_subset_vocabulary() -> None:
+    ids = range(3, VOCABULARY, 7)
+    module = make(6, uniform_stages(6, 3), 1, 1, vocabulary=ids)
+    found, _ = differences(module, [30], 30, seed=0)  # not in inference mode: a caller need not be
+    assert max(found) < 1e-4
+
+
+def test_tokens_outside_of_the_draft_vocabulary_are_impossible() -> None:
+    ids = [5, 9, 300]
+    module = make(4, uniform_stages(4, 2), 1, 0, vocabulary=ids)
+    seen = []
+
+    def select(logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+        seen.append(logits)
+        return logits.argmax(-1).tolist()
+
+    drafter = ModuleDrafter(module, torch.randn(VOCABULARY, 64).__getitem__)
+    drafter.start([[1, 2]], 20, select)
+    for index in drafter.features:
+        drafter.observe(index, [0, 0], [0, 1], torch.randn(2, 64))
+    with pytest.raises(RuntimeError, match=r"anchor 2 of row 0, position 2 was not observed"):
+        drafter.draft([Request(0, [1, 2, 3, 4], 1)])
+    (token,) = drafter.draft([Request(0, [1, 2, 3], 1)])
+    assert seen[0].shape == (1, VOCABULARY)
+    assert torch.isfinite(seen[0]).nonzero()[:, 1].tolist() == ids
+    assert token in ids
+
+
+def test_memory_does_not_grow_with_the_text() -> None:
+    """Anchors of a long prompt are let go with the first draft; later there are never more than the stages need."""
+    module = make(4, uniform_stages(4, 4), 1, 2)
+    with torch.inference_mode():
+        found, span = differences(module, [90, 2], 40, seed=5)
+    assert max(found) < 1e-4
+    assert span == 2 * (module.config.n + 1)
+
+
+def test_narrow_last_block_equals_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipespec.spd import training
+
+    module = make(6, uniform_stages(6, 3), 2, 1)  # grouped heads
+    anchors = torch.randn(2, 11, len(module.config.anchors), module.config.hidden)
+    with torch.no_grad():
+        narrow = simulate(module, anchors, 3)
+        monkeypatch.setattr(training, "LlamaDecoderLayer", type(None))
+        assert torch.allclose(simulate(module, anchors, 3), narrow, atol=1e-5)
+
+
+def test_calls_out_of_order() -> None:
+    drafter = ModuleDrafter(make(4, uniform_stages(4, 2), 1, 0), torch.randn(VOCABULARY, 64).__getitem__)
+    with pytest.raises(RuntimeError, match=r"start\(\) comes first"):
+        drafter.draft([Request(0, [1], 1)])
+    drafter.start([[1]], 8, lambda logits, rows, positions: [0])
+    assert drafter.draft([]) == []
+    for fill in (0, 3):
+        with pytest.raises(ValueError, match="in flight in 2 stages"):
+            drafter.draft([Request(0, [1, 2, 3], fill)])
+
+
+# ---- files
+
+
+@pytest.fixture(scope="module")
+def big() -> LlamaForCausalLM:
+    return random_llama(4, layers=4)
+
+
+@pytest.fixture
+def saved(big: LlamaForCausalLM, tmp_path: Path) -> Path:
+    stages = uniform_stages(4, 2)
+    filled(DraftModule.of_target(big, DraftModuleConfig.for_target(big, stages)), 0).save(tmp_path)
+    return tmp_path
+
+
+def test_round_trip(big: LlamaForCausalLM, saved: Path) -> None:
+    module = DraftModule.load(saved, target=big, stages=uniform_stages(4, 2))
+    again = filled(DraftModule.of_target(big, module.config), 0)
+    assert module.state_dict().keys() == again.state_dict().keys()
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True)
+    )
+    assert torch.equal(module.norm.weight, big.model.norm.weight)
+    assert {f.name for f in saved.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+
+
+def test_begins_with_the_targets_weights(big: LlamaForCausalLM) -> None:
+    config = DraftModuleConfig.for_target(big, uniform_stages(4, 2), layers=2, vocabulary=[7, 3, 11])
+    module = DraftModule.of_target(big, config)
+    assert config.vocabulary == (3, 7, 11)
+    assert torch.equal(module.head.weight, big.lm_head.weight[[3, 7, 11]])
+    for own, theirs in zip(module.layers, big.model.layers[2:], strict=True):
+        assert torch.equal(own.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
+
+
+def test_digest_of_files_is_the_models(big: LlamaForCausalLM, tmp_path: Path) -> None:
+    digest = target_digest(big)
+    big.save_pretrained(tmp_path / "one")
+    big.save_pretrained(tmp_path / "many", max_shard_size="200KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    assert target_digest(tmp_path / "one") == target_digest(tmp_path / "many") == digest
+    tied = random_llama(4, layers=2)
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    tied.save_pretrained(tmp_path / "tied")
+    assert target_digest(tmp_path / "tied") == target_digest(tied)
+    half = random_llama(4, layers=4).to(torch.bfloat16)
+    assert target_digest(half) == digest
+
+
+def test_digest_sees_every_parameter(big: LlamaForCausalLM) -> None:
+    digests = {target_digest(big)}
+    names = [name for name, _ in big.named_parameters()]
+    for name in names:
+        other = random_llama(4, layers=4)
+        with torch.no_grad():
+            other.get_parameter(name).mul_(1.5)
+        digests.add(target_digest(other))
+    assert len(digests) == len(names) + 1
+
+
+def test_another_target_or_split_is_refused_before_weights_are_read(big: LlamaForCausalLM, saved: Path) -> None:
+    (saved / WEIGHTS_FILE).unlink()
+    for target, message in [
+        (random_llama(5, layers=4), "trained for another target"),
+        (random_llama(4, layers=3), "target with 4 layers; this one has 3"),
+        (random_llama(4, layers=4, hidden=32), "target with 64 hidden units"),
+        (random_llama(4, layers=4, vocabulary=400), "target with 320 tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            DraftModule.load(saved, target=target)
+    with pytest.raises(ValueError, match=r"trained for the stages 0-1 2-3, not for 0-0 1-3"):
+        DraftModule.load(saved, target=big, stages=((0, 1), (1, 4)))
+    with pytest.raises(FileNotFoundError, match="no draft module's weights"):
+        DraftModule.load(saved, target=big)
+
+
+def test_damaged_files(saved: Path) -> None:
+    file = saved / WEIGHTS_FILE
+    weights = load_file(file)
+    save_file({k: v for k, v in weights.items() if k != "head.weight"}, file)
+    with pytest.raises(ValueError, match=r"does not fit.*head\.weight"):
+        DraftModule.load(saved)
+    save_file(weights | {"head.weight": torch.zeros(3, 3)}, file)
+    with pytest.raises(ValueError, match=r"does not fit.*head\.weight"):
+        DraftModule.load(saved)
+    file.write_bytes(b"x" * 40)
+    with pytest.raises(ValueError, match="damaged"):
+        DraftModule.load(saved)
+    (saved / CONFIG_FILE).write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        DraftModule.load(saved)
+    (saved / CONFIG_FILE).write_text(json.dumps({"stages": []}))
+    with pytest.raises(ValueError, match="missing or unknown"):
+        DraftModule.load(saved)
+    (saved / CONFIG_FILE).unlink()
+    with pytest.raises(FileNotFoundError, match="no draft module"):
+        DraftModule.load(saved)
+
+
+def test_contradictory_configs(big: LlamaForCausalLM) -> None:
+    good = DraftModuleConfig.for_target(big, uniform_stages(4, 2))
+    assert DraftModuleConfig.from_json(json.loads(json.dumps(good.to_json()))) == good
+    for wrong, message in [
+        ({"stages": ((0, 2), (2, 3))}, "cover all 4"),
+        ({"stages": ((0, 2), (3, 4))}, "consecutive"),
+        ({"stages": ()}, "consecutive"),
+        ({"anchors": (1, 2)}, "ascend from 0"),
+        ({"anchors": (0, 5), "types": (0, 0, 0)}, "anchor 5 does not exist"),
+        ({"types": (0, 1)}, "2 types for the 3 depths"),
+        ({"types": (1, 1, 2)}, "type 1 at depth 0"),
+        ({"layers": 0}, "of 0 layers"),
+        ({"vocabulary": (3, 3)}, "ascending"),
+        ({"vocabulary": (3, 320)}, "id 320 .* outside of the target's 320"),
+        ({"version": 2}, "format 2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            replace(good, **wrong)

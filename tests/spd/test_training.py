@@ -1,0 +1,317 @@
+"""Training: the loss, the figures, the loop and its errors."""
+
+from __future__ import annotations
+
+import json
+import random
+import xml.etree.ElementTree
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from pipespec.spd import training
+from pipespec.spd.curves import picture
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, ModuleDrafter, uniform_stages
+from pipespec.spd.drafting import Request
+from pipespec.spd.training import Acceptance, Batch, Settings, loss_of, replay, teach
+from tests.conftest import VOCABULARY, random_llama
+from tests.spd.replay import Machine
+
+
+def fresh(target: LlamaForCausalLM, n: int = 3, **how) -> DraftModule:
+    stages = uniform_stages(target.config.num_hidden_layers, n)
+    return DraftModule.of_target(target, DraftModuleConfig.for_target(target, stages, **how))
+
+
+@pytest.fixture(scope="module")
+def six() -> LlamaForCausalLM:
+    return random_llama(2, layers=6)
+
+
+# ---- teacher, loss
+
+
+def test_features_are_the_residual_streams(six: LlamaForCausalLM) -> None:
+    ids = torch.randint(2, VOCABULARY, (2, 9))
+    teach(six, ids, (0, 2, 6))
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in six.model.layers)
+    with torch.no_grad():
+        expected = six(ids, output_hidden_states=True)
+        taught = teach(six, ids, (0, 2, 5))
+        for column, index in enumerate((0, 2, 5)):
+            assert torch.equal(taught.anchors[:, :, column], expected.hidden_states[index])
+        assert torch.allclose(six.lm_head(taught.last), expected.logits)
+        # HuggingFace's last hidden state is normed; the residual stream at L is not.
+        raw = teach(six, ids, (6,)).anchors[:, :, 0]
+        assert torch.allclose(six.model.norm(raw), expected.hidden_states[6])
+
+
+def test_loss_is_the_mean_divergence_of_valid_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 2, 5, 7, generator=generator)
+    valid = torch.tensor([[True, False, True, True, False], [False] * 5])
+    for temperature, weight in ((1.0, 0.0), (2.0, 0.0), (1.0, 0.5)):
+        total = 0.0
+        for row, at in valid.nonzero().tolist():
+            p = np.exp(teacher[row, at].double().numpy() / temperature)
+            q = np.exp(student[row, at].double().numpy() / temperature)
+            p, q = p / p.sum(), q / q.sum()
+            total += float((p * np.log(p / q)).sum()) * temperature**2 - weight * float(np.log(q[p.argmax()]))
+        assert loss_of(student, teacher, valid, temperature, weight).item() == pytest.approx(total / 3, rel=1e-5)
+    assert loss_of(student, teacher, valid & False).item() == 0.0
+    assert loss_of(teacher, teacher, valid).item() == pytest.approx(0.0, abs=1e-6)
+
+
+# ---- acceptance
+
+
+def decoded(right: np.ndarray, first: int) -> Acceptance:
+    """The same counts from the machine, cycle by cycle, until the text's last token is verified."""
+    n, length = right.shape
+    machine, drafted = Machine(n, first), {first: True}
+    verified, accepted, cycles, settled = 0, 0, 0, first
+    while settled < length:
+        newest, fill = max(machine.depth), len(machine.depth)
+        # A draft behind a wrong one, or past the text, is anything: it is never looked at.
+        drafted[newest + 1] = bool(newest < length and right[fill - 1, newest])
+        oldest = min(machine.depth)
+        cycles += 1
+        good = drafted.get(oldest + 1, False)
+        machine.cycle(good)
+        if fill == n:
+            verified, accepted, settled = verified + 1, accepted + good, oldest + 1
+            drafted[oldest + 1] = True
+    return Acceptance(verified, accepted, cycles, settled - first)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_counts_are_those_of_decoding(n: int) -> None:
+    draw = np.random.default_rng(n)
+    for length in (1, 2, n, 40):
+        for often in (0.0, 0.4, 0.8, 1.0):
+            right = draw.random((n, length)) < often
+            for first in (0, length // 2):
+                assert replay(right, first) == decoded(right, first)
+
+
+def test_law_of_acceptance() -> None:
+    """Equivalent accepted length n / (n - (n - 1) a), up to the cycles of the last, unfinished run."""
+    n, often = 4, 0.7
+    counts = replay(np.random.default_rng(0).random((n, 40_000)) < often, 0)
+    assert counts.rate == pytest.approx(often, abs=0.01)
+    assert counts.length(n) == pytest.approx(n / (n - (n - 1) * counts.rate), rel=1e-3)
+    always = replay(np.ones((n, 400), dtype=bool), 0)
+    assert (always.cycles, always.tokens, always.rate) == (400 + n - 1, 400, 1.0)
+    assert Acceptance(0, 0, 0, 0).rate == 0.0
+
+
+@torch.inference_mode()
+def speculative(
+    target: LlamaForCausalLM, module: DraftModule, prompt: list[int], new: int
+) -> tuple[list[int], Acceptance]:
+    """Greedy decoding with the drafter, the machine's rules written out; features by whole forwards over what is in flight, wrong drafts included."""
+    config = module.config
+    drafter = ModuleDrafter(module, target.get_input_embeddings())
+    drafter.start(
+        [prompt], len(prompt) + new + config.n + 1, lambda logits, rows, positions: logits.argmax(-1).tolist()
+    )
+    owner = {k: next(s for s, (b, e) in enumerate(config.stages) if b < k <= e) for k in drafter.features}
+    taught = teach(target, torch.tensor([prompt]), drafter.features)
+    for column, index in enumerate(drafter.features):
+        at = list(range(len(prompt)))
+        drafter.observe(index, [0] * len(at), at, taught.anchors[0, :, column])
+    tokens = [*prompt, int(target.lm_head(taught.last)[0, -1].argmax())]
+    machine = Machine(config.n, len(prompt))
+    settled, verified, accepted, cycles = len(prompt), 0, 0, 0
+    while settled < len(prompt) + new:
+        flight = dict(machine.depth)
+        (draft,) = drafter.draft([Request(0, tokens, len(flight))])
+        taught = teach(target, torch.tensor([tokens]), drafter.features)
+        for column, index in enumerate(drafter.features):
+            for p in [p for p, depth in flight.items() if depth == owner[index]]:
+                drafter.observe(index, [0], [p], taught.anchors[0, p : p + 1, column])
+        cycles += 1
+        oldest = min(flight)
+        if len(flight) < config.n:
+            machine.cycle(True)
+            tokens.append(draft)
+            continue
+        wanted = int(target.lm_head(taught.last)[0, oldest].argmax())
+        tokens.append(draft)  # with one stage, the token that has just been drafted is the one that is checked
+        right = tokens[oldest + 1] == wanted
+        verified, accepted, settled = verified + 1, accepted + right, oldest + 1
+        machine.cycle(right)
+        if not right:
+            tokens[oldest + 1 :] = [wanted]
+            drafter.truncate(0, oldest + 1)
+    return tokens[: len(prompt) + new + 1], Acceptance(verified, accepted, cycles, new)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_acceptance_along_a_text_is_that_of_decoding_it(n: int, tmp_path: Path) -> None:
+    """One forward over the finished text gives the counts of a real speculative run with its wrong drafts, flushes and fills."""
+    target = random_llama(n, layers=4)
+    prompt = [5, 9, 33, 7]
+    ids = target.generate(torch.tensor([prompt]), max_new_tokens=41, do_sample=False)
+    module = fresh(target, n)
+    learnt = Batch(ids, torch.ones_like(ids, dtype=torch.bool))  # just so much of it that some drafts are right
+    training.train(target, module, lambda number: learnt, Settings(steps=20, rate=3e-3), tmp_path)
+    text, counts = speculative(target, module, prompt, 40)
+    assert text == ids[0].tolist()
+    along = training.acceptance_along(target, module, torch.tensor([text]), [len(prompt)], [len(text)])
+    assert along == counts
+    assert 0 < counts.accepted < counts.verified
+
+
+# ---- the loop
+
+
+def lines(number: int, rows: int = 4, length: int = 24) -> Batch:
+    """Short cycles of tokens: easy to learn."""
+    generator = torch.Generator().manual_seed(number)
+    start = torch.randint(2, 40, (rows, 1), generator=generator)
+    ids = 2 + (start + 3 * torch.arange(length)) % 50
+    return Batch(ids, torch.ones(rows, length, dtype=torch.bool))
+
+
+QUICK = Settings(steps=24, rate=2e-3, validate_every=12, save_every=12, seed=3)
+
+
+def test_training_lowers_the_loss_and_leaves_the_target_alone(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    before = {name: p.clone() for name, p in six.state_dict().items()}
+    for optimizer in ("adamw", "muon"):
+        module, folder = fresh(six), tmp_path / optimizer
+        norm = module.norm.weight.clone()
+        held = [lines(1000)]
+        settings = replace(QUICK, optimizer=optimizer)
+        record = training.train(six, module, lines, settings, folder, held_out=held)
+        first, last = record["history"][0], record["history"][-1]
+        assert (record["steps"], len(record["history"])) == (24, 2)
+        assert last["held_out_loss"] < 0.95 * first["held_out_loss"]
+        assert last["agreement"] > first["agreement"]
+        assert {"agreement_1", "agreement_2"} <= set(last)
+        assert torch.equal(module.norm.weight, norm)
+        loaded = DraftModule.load(folder, target=six)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+        assert json.loads((folder / training.RECORD).read_text())["history"] == record["history"]
+        xml.etree.ElementTree.parse(folder / training.PICTURE)
+    assert all(torch.equal(before[name], p) for name, p in six.state_dict().items())
+
+
+def test_resume_goes_on_as_if_nothing_had_happened(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    whole = fresh(six)
+    expected = training.train(six, whole, lines, QUICK, tmp_path / "whole", held_out=[lines(1000)])
+
+    class Killed(Exception):
+        pass
+
+    def killed_at_15(number: int) -> Batch:
+        if number == 15:
+            raise Killed
+        return lines(number)
+
+    with pytest.raises(Killed):
+        training.train(six, fresh(six), killed_at_15, QUICK, tmp_path / "cut", held_out=[lines(1000)])
+    again = fresh(six)
+    record = training.train(six, again, lines, QUICK, tmp_path / "cut", held_out=[lines(1000)], resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    apart = ("seconds",)
+    for a, b in zip(record["history"], expected["history"], strict=True):
+        assert {k: v for k, v in a.items() if k not in apart} == {k: v for k, v in b.items() if k not in apart}
+
+
+def test_what_cannot_be_resumed(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+        training.train(six, fresh(six), lines, QUICK, tmp_path, resume=True)
+    training.train(six, fresh(six), lines, replace(QUICK, steps=1), tmp_path)
+    with pytest.raises(ValueError, match="belongs to another module"):
+        training.train(six, fresh(six, 2), lines, QUICK, tmp_path, resume=True)
+
+
+def test_nothing_to_learn_is_an_error(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    with torch.no_grad():
+        said = set(six(lines(0).ids).logits.argmax(-1).flatten().tolist())
+    never = [t for t in range(VOCABULARY) if t not in said][:5]
+
+    def same(number: int) -> Batch:
+        return lines(0)
+
+    many = replace(QUICK, steps=60)
+    with pytest.raises(ValueError, match="nothing to learn in 50 steps"):
+        training.train(six, fresh(six, vocabulary=never), same, many, tmp_path)
+    silent = Batch(lines(0).ids, torch.zeros(4, 24, dtype=torch.bool))
+    with pytest.raises(ValueError, match="nothing to learn in 50 steps"):
+        training.train(six, fresh(six), lambda number: silent, many, tmp_path)
+    with pytest.raises(ValueError, match="nothing to validate on"):
+        training.train(six, fresh(six), lines, QUICK, tmp_path, held_out=[silent])
+
+
+def test_only_wanted_tokens_are_learnt(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    """What is not wanted has no influence: with other tokens behind the last wanted one the result is the same."""
+
+    def half(number: int, tail: int) -> Batch:
+        ids = lines(number).ids.clone()
+        ids[:, 12:] = tail
+        wanted = torch.zeros_like(ids, dtype=torch.bool)
+        wanted[:, 4:11] = True
+        return Batch(ids, wanted)
+
+    modules = [fresh(six), fresh(six)]
+    for module, tail in zip(modules, (5, 99), strict=True):
+        training.train(six, module, lambda number, tail=tail: half(number, tail), replace(QUICK, steps=3), tmp_path)
+    for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    module = fresh(six)
+    with torch.no_grad():
+        module.head.weight[3] = torch.nan
+    with pytest.raises(RuntimeError, match="the loss is nan at step 0"):
+        training.train(six, module, lines, QUICK, tmp_path)
+
+
+def test_fills_are_drawn_by_step() -> None:
+    settings = replace(QUICK, full=0.5)
+    fills = [training.fill_of(step, 4, settings) for step in range(2000)]
+    assert fills[700:710] == [training.fill_of(step, 4, settings) for step in range(700, 710)]
+    counts = Counter(fills)
+    assert set(counts) == {1, 2, 3, 4}
+    assert counts[4] == pytest.approx(1000, abs=120)
+    assert all(counts[f] == pytest.approx(333, abs=80) for f in (1, 2, 3))
+    assert {training.fill_of(step, 1, settings) for step in range(20)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"minutes": 1.0}, "either steps or minutes"),
+        ({"steps": None}, "either steps or minutes"),
+        ({"steps": 0}, "at least one step"),
+        ({"rate": 0.0}, "rate must be above 0"),
+        ({"full": 1.5}, "full is a share"),
+        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"optimizer": "sgd"}, "no optimizer 'sgd'"),
+    ],
+)
+def test_wrong_settings(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(QUICK, **wrong)
+
+
+def test_curves() -> None:
+    draw = random.Random(0)
+    history = [
+        {"step": 10 * i, "tokens": i, "seconds": i, "loss": 3 / i, "agreement": draw.random()} for i in range(1, 6)
+    ]
+    svg = xml.etree.ElementTree.fromstring(picture(history))
+    drawn = svg.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.get("points").split()) for line in drawn] == [5, 5]
+    assert "agreement" in picture(history)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        picture([])
