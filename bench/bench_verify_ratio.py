@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from bench.harness import Case, normal
-from bench.kernels import Benchmark, main, rivals
+from bench.harness import Case, Shape, normal
+from bench.kernels import Benchmark, logits_bytes, logits_shapes, main, rivals
 from pipespec_kernels import ops
 from pipespec_kernels.noise import DRAFT, Noise
 
@@ -99,8 +99,16 @@ def make(device: str, quick: bool):
     return case
 
 
-# The CPU's form is not native: larger shapes say nothing new, and take minutes.
-BENCHMARKS = [Benchmark("verify_ratio", make, rows_read=2, most_logits=6_000_000)]
+def shapes(device: str, quick: bool) -> list[Shape]:
+    """The CPU's form is not native: larger shapes say nothing new there, and take minutes."""
+    return [s for s in logits_shapes(device, quick) if device == "cuda" or torch.Size(s).numel() <= 6_000_000]
+
+
+def input_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    return 2 * logits_bytes(shape, dtype)
+
+
+BENCHMARKS = [Benchmark("verify_ratio", make, shapes=shapes, input_bytes=input_bytes)]
 
 if __name__ == "__main__":
     main(BENCHMARKS, "Speed of verify_ratio against torch.")

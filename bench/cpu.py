@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import Case, last_level_cache_bytes, median_us, seconds
+from bench.harness import Maker, Shape, last_level_cache_bytes, median_us, seconds
 from pipespec_kernels import _native
 
 SECONDS_PER_CASE = 1.0
@@ -26,19 +26,19 @@ def cold_bytes() -> int:
 
 
 def measure(
-    shapes: Iterable[tuple[int, int, int]],
+    shapes: Iterable[Shape],
     dtype: torch.dtype,
-    bytes_per_logit: int,
-    make: Callable[[tuple[int, int, int], torch.dtype, int], Case],
+    input_bytes: Callable[[Shape, torch.dtype], int],
+    make: Maker,
     threads: int,
     cold: int,
+    axes: tuple[str, str, str] = ("B", "Q", "V"),
 ) -> list[dict[str, Any]]:
-    """Times a case for each shape and prints the table as it grows; ``make`` gets shape, dtype and number of copies."""
+    """Times a case for each shape, of inputs of so many bytes, and prints the table as it grows."""
     results: list[dict[str, Any]] = []
-    print(f"{'B':>4}{'Q':>4}{'V':>8}  {'dtype':10}{'us':>11}{'GB/s':>8}{'of read':>9}   times ours")
+    print(f"{axes[0]:>4}{axes[1]:>4}{axes[2]:>8}  {'dtype':10}{'us':>11}{'GB/s':>8}{'of read':>9}   times ours")
     for shape in shapes:
-        nbytes = torch.Size(shape).numel() * bytes_per_logit
-        copies = max(2, min(64, -(-cold // nbytes)))
+        copies = max(2, min(64, -(-cold // input_bytes(shape, dtype))))
         case = make(shape, dtype, copies)
         buffer = torch.zeros(max(cold, case.bytes_moved), dtype=torch.uint8)
         pieces = buffer.numel() // case.bytes_moved

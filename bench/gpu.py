@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import Call, Case, machine
+from bench.harness import Call, Maker, Shape, machine
 
 MOST_BYTES = 8 << 30  # for the copies of one case
 
@@ -100,64 +100,70 @@ def copy_gb_per_s(repeats: int = 20) -> float:
 
 
 def measure(
-    shapes: Iterable[tuple[int, int, int]],
+    shapes: Iterable[Shape],
     dtype: torch.dtype,
-    bytes_per_logit: int,
-    make: Callable[[tuple[int, int, int], torch.dtype, int], Case],
+    input_bytes: Callable[[Shape, torch.dtype], int],
+    make: Maker,
     repeats: int,
     copy: float,
+    axes: tuple[str, str, str] = ("B", "Q", "V"),
 ) -> list[dict[str, Any]]:
-    """Times a case for each shape and prints the table as it grows; ``make`` gets shape, dtype and number of copies.
+    """Times a case for each shape, of inputs of so many bytes, and prints the table as it grows.
 
-    What fails is an ``error`` in the results; the next one is tried all the same.
+    A shape is left out where two copies would take more than ``MOST_BYTES`` and a quarter of the memory. What fails is an
+    ``error`` in the results; the next one is tried all the same.
     """
     results: list[dict[str, Any]] = []
-    l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     print(
-        f"{'B':>4}{'Q':>4}{'V':>8}  {'dtype':10}{'':6}{'us':>9}{'GB/s':>9}{'of copy':>9}   times ours (* not in a graph)"
+        f"{axes[0]:>4}{axes[1]:>4}{axes[2]:>8}  {'dtype':10}{'':6}{'us':>9}{'GB/s':>9}{'of copy':>9}   "
+        "times ours (* not in a graph)"
     )
     for shape in shapes:
-        nbytes = torch.Size(shape).numel() * bytes_per_logit
-        if 2 * nbytes > MOST_BYTES:
+        nbytes = input_bytes(shape, dtype)
+        if 2 * nbytes > max(MOST_BYTES, properties.total_memory // 4):
             continue
         copies = copies_for(nbytes)
-        result: dict[str, Any] = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "copies": copies}
+        result = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "copies": copies}
+        result |= measure_one(make, shape, dtype, copies, repeats)
         results.append(result)
+        torch.cuda.empty_cache()  # now that nothing holds the inputs any more
         line = f"{shape[0]:4}{shape[1]:4}{shape[2]:8}  {result['dtype']:10}"
-        try:
-            case = make(shape, dtype, copies)
-            us, captured = time_call(case.ours, copies, repeats)
-        except Exception as error:  # of any kind: out of memory, a compiler's, a launch's
-            result["error"] = f"{type(error).__name__}: {error}"
+        if "error" in result:
             print(f"{line}FAILED: {result['error'].splitlines()[0][:120]}", flush=True)
             continue
-        result |= {
-            "cold": copies * nbytes >= 2 * l2,
-            "us": us,
-            "captured": captured,
-            "bytes": case.bytes_moved,
-            "gb_per_s": case.bytes_moved / us / 1e3,
-            "fraction_of_copy": case.bytes_moved / us / 1e3 / copy,
-            "rivals": {},
-        }
+        result["cold"] = copies * nbytes >= 2 * properties.L2_cache_size
+        result["fraction_of_copy"] = result["gb_per_s"] / copy
         others = ""
-        for name, rival in case.rivals.items():
-            try:
-                rival_us, rival_captured = time_call(rival, copies, max(5, repeats // 4))
-            except Exception as error:
-                result["rivals"][name] = {"error": f"{type(error).__name__}: {error}"}
-                others += f"  {name} failed"
-                continue
-            result["rivals"][name] = {"us": rival_us, "captured": rival_captured, "times_ours": rival_us / us}
-            others += f"  {name} {rival_us / us:.1f}{'' if rival_captured else '*'}"
+        for name, rival in result["rivals"].items():
+            ratio = "failed" if "error" in rival else f"{rival['times_ours']:.1f}{'' if rival['captured'] else '*'}"
+            others += f"  {name} {ratio}"
         print(
-            f"{line}{'cold' if result['cold'] else 'warm':6}{us:9.2f}{'' if captured else '*'}{result['gb_per_s']:9.0f}"
-            f"{result['fraction_of_copy']:9.2f} {others}",
+            f"{line}{'cold' if result['cold'] else 'warm':6}{result['us']:9.2f}{'' if result['captured'] else '*'}"
+            f"{result['gb_per_s']:9.0f}{result['fraction_of_copy']:9.2f} {others}",
             flush=True,
         )
-        del case
-        torch.cuda.empty_cache()
     return results
+
+
+def measure_one(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repeats: int) -> dict[str, Any]:
+    """The times of a case and its rivals, or an error of any kind: out of memory, a compiler's, a launch's."""
+    try:
+        case = make(shape, dtype, copies)
+        us, captured = time_call(case.ours, copies, repeats)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    rivals: dict[str, dict[str, Any]] = {}
+    for name, rival in case.rivals.items():
+        try:
+            rival_us, rival_captured = time_call(rival, copies, max(5, repeats // 4))
+        except Exception as error:
+            rivals[name] = {"error": f"{type(error).__name__}: {error}"}
+            torch.cuda.empty_cache()
+            continue
+        rivals[name] = {"us": rival_us, "captured": rival_captured, "times_ours": rival_us / us}
+    moved = case.bytes_moved
+    return {"us": us, "captured": captured, "bytes": moved, "gb_per_s": moved / us / 1e3, "rivals": rivals}
 
 
 def compiled(function: Callable[..., object]) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""What the micro-benchmarks share: timing, cold data, and a description of the machine."""
+"""What the micro-benchmarks share: cases, timing, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 from pipespec_kernels import __version__, _native
 
 Call = Callable[[int], object]  # with the number of the copy of the inputs to work on
+Shape = tuple[int, int, int]  # rows, columns, and what they are of: logits or tokens
 
 
 @dataclass
@@ -30,8 +31,11 @@ class Case:
     rivals: dict[str, Call] = field(default_factory=dict)
 
 
+Maker = Callable[[Shape, torch.dtype, int], Case]  # of a shape, a dtype and a number of copies
+
+
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Random logits. On the CPU, where drawing them would take longer than measuring, some millions again and again."""
+    """Random numbers. On the CPU, where drawing them would take longer than measuring, some millions again and again."""
     out = torch.empty(shape, dtype=dtype, device=device)
     if device != "cpu":
         return out.normal_()
@@ -94,34 +98,3 @@ def write(path: Path | None, info: dict[str, Any], results: list[dict[str, Any]]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
         print(f"written to {path}")
-
-
-class ColdMemory:
-    """A buffer larger than the caches, handed out piece by piece.
-
-    A piece is cold when it comes: either it was never touched since the last :meth:`flush`, or the whole buffer has
-    gone by in between. On a shared or virtual machine the last-level cache may be larger than what it says; the size
-    of the buffer belongs in the result.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8)
-        self.next = 0
-
-    def fill(self, tile: torch.Tensor) -> None:
-        """Repeats the tile over the buffer."""
-        tile = tile.view(torch.uint8).flatten()
-        for begin in range(0, self.bytes.numel(), tile.numel()):
-            piece = self.bytes[begin : begin + tile.numel()]
-            piece.copy_(tile[: piece.numel()])
-
-    def flush(self) -> None:
-        _native.read_bandwidth_probe(self.bytes.data_ptr(), self.bytes.numel(), 1)
-
-    def piece(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if self.next + nbytes > self.bytes.numel():
-            self.next = 0
-        piece = self.bytes[self.next : self.next + nbytes].view(dtype).view(shape)
-        self.next += (nbytes + 4095) // 4096 * 4096
-        return piece

@@ -10,8 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import bench_cutoff, bench_select, bench_verify, bench_verify_ratio, cpu, gpu, gpu_check, kernels
+from bench import (
+    bench_attention,
+    bench_cutoff,
+    bench_kv,
+    bench_select,
+    bench_verify,
+    bench_verify_ratio,
+    cpu,
+    gpu,
+    gpu_check,
+    kernels,
+)
 from bench.harness import Case
+from pipespec_kernels import ops
 
 SHAPE = (2, 3, 200)
 
@@ -33,10 +45,45 @@ def test_cases_run_and_rivals_do_the_same(module: types.ModuleType) -> None:
                 assert torch.equal(a, b.to(a.dtype))
 
 
+def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    (benchmark,) = bench_attention.BENCHMARKS
+    make = benchmark.make("cpu", True)
+    for width, others in ((1, {"sdpa", "gqa", "invariant", "unmasked"}), (3, {"sdpa", "gqa", "invariant"})):
+        case = make((2, width, 40), torch.float32, 2)
+        assert set(case.rivals) == others
+        keys_and_values, queries_and_results = 2 * 2 * 8 * 40 * 128 * 4, 2 * 2 * 32 * width * 128 * 4
+        assert case.bytes_moved == keys_and_values + queries_and_results
+        expected = case.ours(1).clone()  # type: ignore[attr-defined]
+        for rival in case.rivals.values():
+            torch.testing.assert_close(rival(1), expected, rtol=1e-4, atol=1e-5)
+    honest = ops.verify_attention
+    monkeypatch.setattr(ops, "verify_attention", lambda q, k, v, n, **options: honest(q, k, v, n - 1, **options))
+    with pytest.raises(AssertionError):
+        make((2, 3, 40), torch.float32, 2)
+
+
+@pytest.mark.parametrize("benchmark", bench_kv.BENCHMARKS, ids=lambda b: b.name)
+def test_moves_of_keys_are_checked_before_they_are_timed(
+    benchmark: kernels.Benchmark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = benchmark.make("cpu", True)
+    for shape in benchmark.shapes("cpu", True):
+        tokens = sum(bench_kv.lengths_of(shape)) if benchmark.name == "kv_gather" else shape[0] * shape[1]
+        case = make(shape, torch.float32, 2)  # compares the results of both
+        assert case.bytes_moved == benchmark.input_bytes(shape, torch.float32) == tokens * 2 * 2 * 8 * 128 * 4
+        case.ours(1)
+        case.rivals["eager"](1)
+    monkeypatch.setattr(ops, benchmark.name, lambda *_: None)
+    with pytest.raises(AssertionError):
+        make(shape, torch.float32, 2)
+
+
 def test_a_table_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kernels, "QUICK", [SHAPE, (1, 1, 50)])
+    monkeypatch.setattr(bench_attention, "CPU_SHAPES", [(2, 3, 40)])
     monkeypatch.setattr(cpu, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(cpu, "SECONDS_PER_CASE", 0.0)
     monkeypatch.setattr(sys, "argv", ["x", "--quick", "--threads", "1", "--json", str(tmp_path / "out.json")])
@@ -47,7 +94,9 @@ def test_a_table_on_the_cpu(
     assert written["machine"]["threads"] == 1
     assert {"cpu", "torch", "simd", "load_average", "load_average_after"} <= set(written["machine"])
     names = ["argmax", "sample", "verify greedy", "verify coupled", "verify_ratio", "cutoff"]
-    assert [r["benchmark"] for r in written["results"]] == [name for name in names for _ in range(2)]
+    measured = [name for name in names for _ in range(2)] + ["attention"]
+    measured += ["kv_append", "kv_append", "kv_gather", "kv_compact", "kv_compact"]
+    assert [r["benchmark"] for r in written["results"]] == measured
     for r in written["results"]:
         assert r["us"] > 0
         assert r["repeats"] == 3
@@ -59,11 +108,14 @@ def test_a_table_on_the_cpu(
     assert end.value.code == 2
 
 
+DEVICE = types.SimpleNamespace(L2_cache_size=50 << 20, total_memory=40 << 30)
+
+
 def test_a_table_on_a_gpu_survives_what_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a GPU: what touches one is replaced."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=50 << 20))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: DEVICE)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(gpu, "time_call", lambda call, copies, repeats: (call(0), True))
@@ -77,7 +129,9 @@ def test_a_table_on_a_gpu_survives_what_fails(
 
         return Case(1000, lambda i: 2.0, {"eager": lambda i: 8.0, "other": broken})
 
-    results = gpu.measure([(1, 1, 100), (2, 1, 100), (3, 1, 100)], torch.bfloat16, 2, make, 5, copy=1.0)
+    shapes = [(1, 1, 100), (2, 1, 100), (3, 1, 100), (4, 1, 100)]
+    too_large = {4: 6 << 30}
+    results = gpu.measure(shapes, torch.bfloat16, lambda s, _: too_large.get(s[0], 200), make, 5, 1.0, ("B", "Q", "S"))
     assert [r["shape"][0] for r in results] == [1, 2, 3]
     assert results[1]["error"].startswith("OutOfMemoryError: no memory")
     for r in (results[0], results[2]):
@@ -86,6 +140,7 @@ def test_a_table_on_a_gpu_survives_what_fails(
         assert "does not run" in r["rivals"]["other"]["error"]
     out = capsys.readouterr().out
     assert "FAILED: OutOfMemoryError: no memory" in out
+    assert "   B   Q       S " in out
     assert "eager 4.0" in out
     assert "other failed" in out
 
@@ -131,6 +186,9 @@ def test_gpu_check_survives_what_fails(
 
 def test_gpu_check_ends_in_time() -> None:
     """All its limits together, with some seconds for each process to come down: under eight minutes."""
-    steps = 1 + len(gpu_check.MODULES)
-    limit = gpu_check.TEST_SECONDS + len(gpu_check.MODULES) * gpu_check.BENCH_SECONDS + steps * gpu_check.GRACE_SECONDS
-    assert limit <= 8 * 60 - 10
+    past = gpu_check.TEST_SECONDS + gpu_check.GRACE_SECONDS
+    for steps in range(len(gpu_check.MODULES), 0, -1):
+        limit = gpu_check.share(past, steps)
+        assert limit >= 25
+        past += limit + gpu_check.GRACE_SECONDS
+    assert past <= 8 * 60 - 10
