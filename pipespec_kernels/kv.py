@@ -3,7 +3,7 @@
 Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and what lies behind them is never
 read. Tensors on a GPU go to the Triton kernels: nothing there waits for the device, all can be captured in a CUDA graph, and
 a replay acts on the lengths and counts as they then are. Tensors elsewhere, float64 and heads of more than 256 dimensions go
-to torch.
+to torch; ``PIPESPEC_OPS`` is as for :mod:`pipespec_kernels.ops`, where these functions are found, too.
 
 Lengths and counts live on the device, where the host does not look unless ``check_counts`` says so. A row whose numbers would
 lead out of the tensors is left as it is by what writes the storage, and gets NaN from :func:`verify_attention`. On the
@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipespec_kernels import reference
+from pipespec_kernels import dispatch, reference
+from pipespec_kernels.library import register, traced
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -53,8 +54,28 @@ def kv_append(
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.
         ValueError: shapes, strides, devices, or numbers that were looked at, that do not fit. Nothing has been written then.
+        RuntimeError: autograd would record: there is no backward pass.
     """
-    batch, heads, capacity, dim = _storage(k_cache, v_cache)
+    _refuse_gradients("kv_append", keys, values, k_cache, v_cache)
+    if traced(k_cache):
+        torch.ops.pipespec.kv_append(keys, values, k_cache, v_cache, lengths, n_new, check_counts)
+    else:
+        _kv_append(keys, values, k_cache, v_cache, lengths, n_new, check_counts)
+
+
+# A tensor without data gets the checks of its metadata, and there is nothing else to do.
+
+
+def _check_append(
+    keys: Tensor,
+    values: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_new: Tensor | None = None,
+    check_counts: bool = False,
+) -> None:
+    batch, heads, _, dim = _storage(k_cache, v_cache)
     width = keys.shape[2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0
     for name, tensor in (("keys", keys), ("values", values)):
         _check(tensor, name, (k_cache.dtype,), (batch, heads, width, dim), k_cache.device)
@@ -62,9 +83,28 @@ def kv_append(
     _rows(lengths, "lengths", batch, k_cache.device)
     if n_new is not None:
         _rows(n_new, "n_new", batch, k_cache.device)
-    if check_counts or not _has_kernels(k_cache):
-        _fits(lengths, n_new, width, capacity, "n_new")
-    _backend(k_cache).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
+
+
+@register(
+    "(Tensor keys, Tensor values, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? n_new=None, "
+    "bool check_counts=False) -> ()",
+    _check_append,
+    mutates=("k_cache", "v_cache"),
+)
+def _kv_append(
+    keys: Tensor,
+    values: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_new: Tensor | None = None,
+    check_counts: bool = False,
+) -> None:
+    _check_append(keys, values, k_cache, v_cache, lengths, n_new)
+    kernels = _kernels(k_cache)
+    if check_counts or kernels is None:
+        _fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
+    (kernels or reference).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
 
 
 def kv_truncate(lengths: Tensor, to: Tensor) -> None:
@@ -77,16 +117,23 @@ def kv_truncate(lengths: Tensor, to: Tensor) -> None:
     Raises:
         TypeError, ValueError: as for :func:`kv_append`.
     """
+    if traced(lengths):
+        torch.ops.pipespec.kv_truncate(lengths, to)
+    else:
+        _kv_truncate(lengths, to)
+
+
+def _check_truncate(lengths: Tensor, to: Tensor) -> None:
     if not isinstance(lengths, Tensor) or lengths.dim() != 1:
         raise ValueError(f"lengths must be a tensor [B], got {_shape(lengths)}")
-    _rows(lengths, "lengths", len(lengths), lengths.device)
-    _rows(to, "to", len(lengths), lengths.device)
-    if lengths.is_cuda:
-        from pipespec_kernels import triton
+    _rows(lengths, "lengths", lengths.shape[0], lengths.device)
+    _rows(to, "to", lengths.shape[0], lengths.device)
 
-        triton.kv_truncate(lengths, to)
-    else:
-        reference.kv_truncate(lengths, to)
+
+@register("(Tensor(a!) lengths, Tensor to) -> ()", _check_truncate, mutates=("lengths",))
+def _kv_truncate(lengths: Tensor, to: Tensor) -> None:
+    _check_truncate(lengths, to)
+    (dispatch.kernels(lengths) or reference).kv_truncate(lengths, to)
 
 
 def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *, check_counts: bool = False) -> None:
@@ -102,19 +149,37 @@ def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *
         check_counts: likewise.
 
     Raises:
-        TypeError, ValueError: as for :func:`kv_append`.
+        TypeError, ValueError, RuntimeError: as for :func:`kv_append`.
     """
-    batch, _, capacity, _ = _storage(k_cache, v_cache)
+    _refuse_gradients("kv_gather", k_cache, v_cache)
+    if traced(k_cache):
+        torch.ops.pipespec.kv_gather(k_cache, v_cache, lengths, rows, check_counts)
+    else:
+        _kv_gather(k_cache, v_cache, lengths, rows, check_counts)
+
+
+def _check_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, check_counts: bool = False) -> None:
+    batch, _, _, _ = _storage(k_cache, v_cache)
     _rows(lengths, "lengths", batch, k_cache.device)
-    if not isinstance(rows, Tensor) or rows.dim() != 1 or len(rows) > min(batch, MOST_GATHERED):
+    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.shape[0] > min(batch, MOST_GATHERED):
         raise ValueError(f"rows must be a tensor [N] with N <= {min(batch, MOST_GATHERED)}, got {_shape(rows)}")
-    _rows(rows, "rows", len(rows), k_cache.device)
-    if check_counts or not _has_kernels(k_cache):
-        _fits(lengths, None, 0, capacity, "")
+    _rows(rows, "rows", rows.shape[0], k_cache.device)
+
+
+@register(
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor rows, bool check_counts=False) -> ()",
+    _check_gather,
+    mutates=("k_cache", "v_cache"),
+)
+def _kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, check_counts: bool = False) -> None:
+    _check_gather(k_cache, v_cache, lengths, rows)
+    kernels = _kernels(k_cache)
+    if check_counts or kernels is None:
+        _fits(lengths, None, 0, k_cache.shape[2], "")
         for row, source in enumerate(rows.tolist()):
-            if not 0 <= source < batch:
-                raise ValueError(f"rows[{row}] is {source}, but the storage has {batch} rows")
-    _backend(k_cache).kv_gather(k_cache, v_cache, lengths, rows)
+            if not 0 <= source < len(k_cache):
+                raise ValueError(f"rows[{row}] is {source}, but the storage has {len(k_cache)} rows")
+    (kernels or reference).kv_gather(k_cache, v_cache, lengths, rows)
 
 
 def kv_compact(
@@ -133,15 +198,38 @@ def kv_compact(
         check_counts: likewise.
 
     Raises:
-        TypeError, ValueError: as for :func:`kv_append`.
+        TypeError, ValueError, RuntimeError: as for :func:`kv_append`.
     """
-    batch, _, capacity, _ = _storage(k_cache, v_cache)
+    _refuse_gradients("kv_compact", k_cache, v_cache)
+    if traced(k_cache):
+        torch.ops.pipespec.kv_compact(k_cache, v_cache, positions, begin, n_keep, check_counts)
+    else:
+        _kv_compact(k_cache, v_cache, positions, begin, n_keep, check_counts)
+
+
+def _check_compact(
+    k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, check_counts: bool = False
+) -> None:
+    batch, _, _, _ = _storage(k_cache, v_cache)
     width = positions.shape[1] if isinstance(positions, Tensor) and positions.dim() == 2 else 0
     _check(positions, "positions", _INTEGERS, (batch, width), k_cache.device)
     _rows(begin, "begin", batch, k_cache.device)
     _rows(n_keep, "n_keep", batch, k_cache.device)
-    if check_counts or not _has_kernels(k_cache):
-        _fits(begin, n_keep, width, capacity, "n_keep", "begin")
+
+
+@register(
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, Tensor begin, Tensor n_keep, bool check_counts=False) -> ()",
+    _check_compact,
+    mutates=("k_cache", "v_cache"),
+)
+def _kv_compact(
+    k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, check_counts: bool = False
+) -> None:
+    _check_compact(k_cache, v_cache, positions, begin, n_keep)
+    kernels = _kernels(k_cache)
+    if check_counts or kernels is None:
+        capacity = k_cache.shape[2]
+        _fits(begin, n_keep, positions.shape[1], capacity, "n_keep", "begin")
         for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
             for j, source in enumerate(positions[row, :count].tolist()):
                 if not first + j <= source < capacity:
@@ -149,7 +237,7 @@ def kv_compact(
                         f"row {row}: positions[{j}] is {source}, but must be at least begin + {j} = {first + j} "
                         f"and below the capacity {capacity}"
                     )
-    _backend(k_cache).kv_compact(k_cache, v_cache, positions, begin, n_keep)
+    (kernels or reference).kv_compact(k_cache, v_cache, positions, begin, n_keep)
 
 
 def verify_attention(
@@ -200,7 +288,71 @@ def verify_attention(
         tensor([[[[0.5000, 0.5000, 0.0000, 0.0000],
                   [0.3333, 0.3333, 0.3333, 0.0000]]]])
     """
-    batch, heads, capacity, dim = _storage(k_cache, v_cache, written=False)
+    _refuse_gradients("verify_attention", q, k_cache, v_cache)
+    if not traced(q):
+        return _verify_attention(q, k_cache, v_cache, lengths, n_fed, scale, invariant, check_counts, out)
+    if out is not None:
+        _check_out(out, q)
+    result = torch.ops.pipespec.verify_attention(q, k_cache, v_cache, lengths, n_fed, scale, invariant, check_counts)
+    return result if out is None else out.copy_(result)
+
+
+def _fake_verify_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_fed: Tensor | None = None,
+    scale: float | None = None,
+    invariant: bool = False,
+    check_counts: bool = False,
+) -> Tensor:
+    _check_attention(q, k_cache, v_cache, lengths, n_fed, scale)
+    batch, heads, width, dim = q.shape
+    return q.new_empty((batch, width, heads, dim)).transpose(1, 2)
+
+
+@register(
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? n_fed=None, float? scale=None, "
+    "bool invariant=False, bool check_counts=False) -> Tensor",
+    _fake_verify_attention,
+)
+def _verify_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_fed: Tensor | None = None,
+    scale: float | None = None,
+    invariant: bool = False,
+    check_counts: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    _check_attention(q, k_cache, v_cache, lengths, n_fed, scale)
+    if out is not None:
+        _check_out(out, q)
+    batch, heads, width, dim = q.shape
+    kernels = _kernels(q)
+    if check_counts or kernels is None:
+        _fits(lengths, n_fed, width, k_cache.shape[2], "n_fed")
+    if out is None:
+        out = q.new_empty((batch, width, heads, dim)).transpose(1, 2)
+    if kernels is not None:
+        return kernels.verify_attention(q, k_cache, v_cache, lengths, n_fed, scale=scale, invariant=invariant, out=out)
+    if dispatch.forced:
+        step = 1 if invariant else max(width, 1)
+        for j in range(0, width, step):
+            part = slice(j, j + step)
+            fed = None if n_fed is None else (n_fed - j).clamp(0, step)
+            out[:, :, part] = reference.verify_attention(q[:, :, part], k_cache, v_cache, lengths + j, fed, scale)
+        return out
+    return _attention(q, k_cache, v_cache, lengths.tolist(), n_fed, scale, invariant, out)
+
+
+def _check_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, n_fed: Tensor | None, scale: float | None
+) -> None:
+    batch, heads, _, dim = _storage(k_cache, v_cache, written=False)
     if not isinstance(q, Tensor) or q.dim() != 4:
         raise (TypeError if not isinstance(q, Tensor) else ValueError)(
             f"q must be a tensor [B, Hq, Q, D], got {_shape(q)}"
@@ -215,21 +367,12 @@ def verify_attention(
         _rows(n_fed, "n_fed", batch, q.device)
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, is {scale}")
-    if out is not None:
-        _check(out, "out", (q.dtype,), tuple(q.shape), q.device)
-        _dense(out, "out")
-        _distinct(out, "out")
-    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
-        raise RuntimeError("verify_attention has no backward pass: call it under torch.no_grad() or inference_mode()")
-    if check_counts or not _has_kernels(q):
-        _fits(lengths, n_fed, width, capacity, "n_fed")
-    if _has_kernels(q):
-        from pipespec_kernels import triton
 
-        return triton.verify_attention(q, k_cache, v_cache, lengths, n_fed, scale=scale, invariant=invariant, out=out)
-    if out is None:
-        out = q.new_empty((batch, width, heads_q, dim)).transpose(1, 2)
-    return _attention(q, k_cache, v_cache, lengths.tolist(), n_fed, scale, invariant, out)
+
+def _check_out(out: Any, q: Tensor) -> None:
+    _check(out, "out", (q.dtype,), tuple(q.shape), q.device)
+    _dense(out, "out")
+    _distinct(out, "out")
 
 
 def _attention(
@@ -274,17 +417,14 @@ def _lower_right(columns: int, keys: int, device: torch.device) -> Tensor:
     return at <= torch.arange(keys - columns, keys, device=device)[:, None]
 
 
-def _has_kernels(tensor: Tensor) -> bool:
-    """Of storage, or of queries: whether there is a kernel for it."""
-    return tensor.is_cuda and tensor.dtype is not torch.float64 and tensor.shape[-1] <= MOST_DIM
+def _refuse_gradients(operation: str, *tensors: Any) -> None:
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
+        raise RuntimeError(f"{operation} has no backward pass: call it under torch.no_grad() or inference_mode()")
 
 
-def _backend(tensor: Tensor) -> Any:
-    if not _has_kernels(tensor):
-        return reference
-    from pipespec_kernels import triton  # not imported before there is something to launch
-
-    return triton
+def _kernels(tensor: Tensor) -> Any:
+    """The kernels for storage, or queries, if there are some; else None."""
+    return dispatch.kernels(tensor) if tensor.shape[-1] <= MOST_DIM else None
 
 
 def _shape(tensor: Any) -> str:

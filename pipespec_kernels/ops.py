@@ -1,13 +1,15 @@
-"""Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either; :func:`verify_ratio`
-for drafts that gave their distribution; :func:`cutoff` says which tokens a sample may be.
+"""The operations of speculative decoding. Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and
+:func:`verify` with either; :func:`verify_ratio` for drafts that gave their distribution; :func:`cutoff` says which tokens a
+sample may be. Keys and values in storage ``[B, Hkv, S, D]`` with a length per row: :func:`kv_append`, :func:`kv_truncate`,
+:func:`kv_gather`, :func:`kv_compact`, and :func:`verify_attention` over them.
 
 Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, with the host's noise to the last bit; tensors on the
 CPU to the native code (one pass over the logits, vectorised, several threads for large work; ``verify_ratio``:
-:mod:`pipespec_kernels.ratio`); float64 logits and other devices to :mod:`pipespec_kernels.reference`, plain torch. Of equal logits the lowest id wins,
-and a NaN counts as larger than everything: what ``torch.argmax`` does. ``PIPESPEC_OPS=reference`` (or ``triton``) in the
-environment sends everything there; ``triton`` on the CPU needs its interpreter.
+:mod:`pipespec_kernels.ratio`; attention: torch's own); float64 and other devices to :mod:`pipespec_kernels.reference`, plain
+torch. Of equal logits the lowest id wins, and a NaN counts as larger than everything: what ``torch.argmax`` does.
+``PIPESPEC_OPS=reference`` (or ``triton``) in the environment sends everything there; ``triton`` on the CPU needs its interpreter.
 
-Arguments with one entry per row may be on the CPU (numpy arrays will do) or where the logits are. What is on the CPU is
+In row selection arguments with one entry per row may be on the CPU (numpy arrays will do) or where the logits are. What is on the CPU is
 checked before anything is written; what is on a GPU is not read by the host, so nothing waits. The checks are written for a
 call per draft step: they look at metadata only and cost about two microseconds.
 
@@ -16,9 +18,7 @@ All of them are registered with ``torch.library`` as ``torch.ops.pipespec.<name>
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipespec_kernels import reference
+from pipespec_kernels import dispatch, reference
 from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
 from pipespec_kernels.library import register, traced
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
@@ -50,9 +50,6 @@ _INT32, _INT64, _FLOAT32, _FLOAT64 = torch.int32, torch.int64, torch.float32, to
 _CPU = torch.device("cpu")
 _TOKEN_BYTES = {_INT32: 4, _INT64: 8}
 
-_forced = os.environ.get("PIPESPEC_OPS", "")
-if _forced not in ("", "reference", "triton"):
-    raise ValueError(f"PIPESPEC_OPS is {_forced!r}: leave it unset, or use 'reference' or 'triton'")
 try:
     from pipespec_kernels import _native, ratio
 except ImportError as error:
@@ -60,7 +57,7 @@ except ImportError as error:
     _native = None
 # The native code's names of the dtypes; None: not for it.
 _CODES = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16, _FLOAT64))
-if _native is not None and not _forced:
+if _native is not None and not dispatch.forced:
     _CODES |= {
         torch.float32: _native.FLOAT32,
         torch.bfloat16: _native.BFLOAT16,
@@ -109,7 +106,7 @@ def _argmax(logits: Tensor, threads: int | None = None, out: Tensor | None = Non
     if native is not None:
         _native.argmax(*native, out.data_ptr(), _threads(threads))
         return out
-    kernels = _kernels(logits)
+    kernels = dispatch.kernels(logits)
     if kernels is not None:
         return kernels.select(logits, out=out)
     return out.copy_(reference.argmax(logits))
@@ -189,7 +186,7 @@ def _sample(
         return out
     if width > 0:
         _check_noise(noise, range(batch), width)
-    kernels = _kernels(logits)
+    kernels = dispatch.kernels(logits)
     if kernels is not None:
         return kernels.select(logits, noise=_moved(noise, logits.device), out=out, exact=True)
     return out.copy_(reference.sample(logits, Noise(*noise)))
@@ -321,7 +318,7 @@ def _cutoff(
     if n_fed is not None:
         _check_counts(n_fed, n_hint, width)
     _check_filters(scales, ks, ps, min_ps)
-    kernels = _kernels(logits)
+    kernels = dispatch.kernels(logits)
     if kernels is None:
         return out.copy_(reference.cutoff(logits, scales, ks, ps, min_ps, n_fed, n_hint))
     return kernels.cutoff(
@@ -478,7 +475,7 @@ def _verify_elsewhere(
     _check_counts(n_fed, n_hint, width)
     if noise is not None:
         _check_noise(noise, _busy(n_fed), width)
-    kernels = _kernels(logits)
+    kernels = dispatch.kernels(logits)
     if kernels is None:
         results = reference.verify(logits, tokens, n_fed, n_hint, None if noise is None else Noise(*noise))
     else:
@@ -663,7 +660,7 @@ def _verify_ratio(
     if scale is not None:
         _check_noise((noise[0], noise[1], scale, None, 0), _busy(n_fed), width, "draft_inv_temperature")
     both = logits if draft_logits is None or draft_logits.dtype is not _FLOAT64 else draft_logits
-    kernels = _kernels(both)
+    kernels = dispatch.kernels(both)
     if kernels is None:
         on_host = reference.verify_ratio if native is None else ratio.verify_ratio
         results = on_host(
@@ -918,20 +915,3 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
     if out is None:
         return result
     return _result(out, tuple(result.shape), "out", result.device, result.dtype).copy_(result)
-
-
-def _kernels(logits: Tensor) -> Any:
-    """The Triton kernels, if these logits are for them; else None."""
-    if logits.dtype is _FLOAT64 or not (logits.is_cuda if _forced == "" else _forced == "triton"):
-        return None
-    try:
-        return importlib.import_module("pipespec_kernels.triton")
-    except ImportError as error:
-        if _forced == "triton":
-            raise
-        warnings.warn(
-            f"Triton does not import ({error}): tensors on a GPU go to the slow reference. pip install triton",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        return None

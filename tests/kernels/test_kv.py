@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec_kernels import ops, reference
+from pipespec_kernels import dispatch, ops, reference
 
 from .storage import CACHE_LAYOUTS, appended, compacted, gathered, make_storage, on_device
 
@@ -103,6 +104,29 @@ def test_the_oracle_is_attention_with_a_causal_mask() -> None:
     torch.testing.assert_close(last, whole[:, :, 8:])
     halved = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.125)
     torch.testing.assert_close(reference.verify_attention(q, k, v, zeros, scale=0.125), halved)
+
+
+def test_the_reference_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 16, generator=generator) for h in (6, 2, 2))
+    q, lengths, fed = q[:, :, :4], on_device([3, 5], CPU), on_device([4, 3], CPU)
+    expected = reference.verify_attention(q, k, v, lengths, fed, 0.3).float()
+    calls = []
+
+    def counted(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        calls.append(q.shape[2])
+        return original(q, *arguments)
+
+    original = reference.verify_attention
+    monkeypatch.setattr(reference, "verify_attention", counted)
+    ops.verify_attention(q, k, v, lengths, fed)
+    assert calls == []
+    monkeypatch.setattr(dispatch, "forced", "reference")
+    assert torch.equal(ops.verify_attention(q, k, v, lengths, fed, scale=0.3), expected)
+    assert calls == [4]
+    # Invariant: a column at a time, whatever is fed with it.
+    torch.testing.assert_close(ops.verify_attention(q, k, v, lengths, fed, scale=0.3, invariant=True), expected)
+    assert calls == [4, 1, 1, 1, 1]
 
 
 STORAGE = torch.zeros(2, 2, 8, 16)
@@ -212,9 +236,12 @@ def test_truncate_refuses() -> None:
     assert lengths.tolist() == [4, 4]
 
 
-def test_attention_has_no_backward_pass() -> None:
-    q = NEW.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="no backward pass"):
-        ops.verify_attention(q, STORAGE, STORAGE, COUNTS)
-    with torch.no_grad():
-        ops.verify_attention(q, STORAGE, STORAGE, COUNTS)
+@pytest.mark.parametrize("name", GOOD)
+def test_there_is_no_backward_pass(name: str) -> None:
+    for changed in ("k_cache", "q" if name == "verify_attention" else "v_cache"):
+        arguments = {"k_cache": torch.zeros(2, 2, 8, 16), "v_cache": torch.zeros(2, 2, 8, 16), **GOOD[name]}
+        arguments[changed] = arguments[changed].clone().requires_grad_()
+        with pytest.raises(RuntimeError, match=f"{name} has no backward pass"):
+            getattr(ops, name)(**arguments)
+        with torch.no_grad():
+            getattr(ops, name)(**arguments)

@@ -67,6 +67,81 @@ def schema_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
+def storage_case(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Storage of 4 rows, 2 heads, 9 tokens; 2 new columns, 4 heads of queries."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "keys": normal(4, 2, 2, 16),
+        "values": normal(4, 2, 2, 16),
+        "k_cache": normal(4, 2, 9, 16),
+        "v_cache": normal(4, 9, 2, 16).transpose(1, 2),
+        "lengths": int32(3, 0, 7, 2),
+        "n_new": int32(2, 0, 1, 2),
+        "q": normal(4, 2, 4, 16).transpose(1, 2),
+        "positions": torch.tensor([[4, 6], [8, 8], [7, 0], [5, 3]]),
+        "n_keep": int32(2, 0, 1, 2),
+        "rows": int32(1, 0),
+        "to": torch.tensor([2, 5, -1, 3]),
+    }
+
+
+APPEND = ("keys", "values", "k_cache", "v_cache", "lengths", "n_new")
+STORAGE = ("k_cache", "v_cache")
+ATTENTION = ("q", "k_cache", "v_cache", "lengths", "n_new")
+
+
+def storage_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
+    c = storage_case(dtype)
+    storage = [c[name] for name in STORAGE]
+    seen = [c[name] for name in ATTENTION]
+    namespace = torch.ops.pipespec
+    return [
+        (namespace.kv_append.default, tuple(c[name] for name in APPEND)),
+        (
+            namespace.kv_append.default,
+            (*(c[name] for name in APPEND[:4]), c["lengths"].long().clamp(max=6), None, True),
+        ),
+        (namespace.kv_truncate.default, (c["lengths"], c["to"])),
+        (namespace.kv_gather.default, (*storage, c["lengths"], c["rows"])),
+        (namespace.kv_gather.default, (*storage, c["lengths"], c["rows"].long(), True)),
+        (namespace.kv_compact.default, (*storage, c["positions"], c["lengths"], c["n_keep"])),
+        (namespace.kv_compact.default, (*storage, c["positions"].int(), c["lengths"], c["n_keep"], True)),
+        (namespace.verify_attention.default, tuple(seen)),
+        (namespace.verify_attention.default, (*seen[:3], c["lengths"].long().clamp(max=6), None, 0.3, True, True)),
+    ]
+
+
+@pytest.mark.parametrize("which", range(9))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_opcheck_of_storage(which: int, dtype: torch.dtype) -> None:
+    operation, arguments = storage_calls(dtype)[which]
+    written = {"kv_append": [2, 3], "kv_truncate": [0], "verify_attention": []}.get(operation._opname, [0, 1])
+    schema = operation._schema.arguments
+    assert [i for i, a in enumerate(schema) if a.alias_info is not None and a.alias_info.is_write] == written
+    assert set(torch.library.opcheck(operation, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("which", range(9))
+def test_opcheck_of_storage_on_a_gpu(which: int) -> None:
+    def there(arguments: tuple[Any, ...]) -> list[Any]:
+        return [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+
+    operation, arguments = storage_calls(torch.bfloat16)[which]
+    assert set(torch.library.opcheck(operation, tuple(there(arguments))).values()) == {"SUCCESS"}
+    on_gpu = there(arguments)
+    got, expected = [operation(*on_gpu), *on_gpu], [operation(*arguments), *arguments]
+    for ours, theirs in zip(got, expected, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            tolerance = 2e-2 if ours is got[0] else 0
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("which", range(10))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_opcheck(which: int, dtype: torch.dtype) -> None:
@@ -128,6 +203,93 @@ def check_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
+
+
+def storage_step(c: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Every operation on keys and values, in the storage and lengths that came in; what attention says on the way."""
+    storage = [c[name] for name in STORAGE]
+    ops.kv_append(*(c[name] for name in APPEND))
+    out = torch.zeros_like(c["q"])
+    said = [ops.verify_attention(*(c[name] for name in ATTENTION), out=out), out]
+    ops.kv_compact(*storage, c["positions"], c["lengths"], c["n_keep"])
+    ops.kv_gather(*storage, c["lengths"], c["rows"], check_counts=True)
+    ops.kv_truncate(c["lengths"], c["to"])
+    said.append(ops.verify_attention(c["q"][:, :, :1], *storage, c["lengths"], scale=0.3, invariant=True))
+    return said
+
+
+def check_storage_step(step: Callable[[dict[str, torch.Tensor]], list[torch.Tensor]], rows: int, seed: int = 0) -> None:
+    """Says the same, and does the same to its arguments, as the functions do eagerly."""
+    ours, theirs = ({name: value[:rows].clone() for name, value in storage_case(seed=seed).items()} for _ in range(2))
+    before = {name: value.clone() for name, value in ours.items()}
+    check_same(step(ours), storage_step(theirs))
+    check_same(list(ours.values()), list(theirs.values()))
+    assert {name for name in ours if not torch.equal(ours[name], before[name])} == {"k_cache", "v_cache", "lengths"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_storage_compiles_without_a_graph_break(backend: str) -> None:
+    torch.compiler.reset()
+    seen = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "pipespec" in str(node.target))
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(storage_step, fullgraph=True, backend=count)
+    check_storage_step(compiled, 4)
+    assert len(seen) == 6
+    check_storage_step(compiled, 4, seed=1)
+    with pytest.raises(Exception, match="no backward pass"):
+        compiled(storage_case() | {"q": storage_case()["q"].requires_grad_()})
+
+
+def test_storage_compiles_for_any_batch() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(storage_step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (4, 3, 2):
+        check_storage_step(compiled, rows)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_storage_exports(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, c: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+            return storage_step(c)
+
+    program = torch.export.export(Model(), (storage_case(),), strict=strict)
+    assert sum("pipespec" in str(node.target) for node in program.graph.nodes) == 6
+    check_storage_step(program.module(), 4, seed=2)
+
+
+def test_storage_without_data_and_under_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = storage_step(storage_case())
+    with FakeTensorMode() as mode:
+        c = {name: mode.from_tensor(value) for name, value in storage_case().items()}
+        for got, real in zip(storage_step(c), expected, strict=True):
+            assert (got.shape, got.stride(), got.dtype) == (real.shape, real.stride(), real.dtype)
+        for error, message, change in (
+            (ValueError, "values must have shape", {"values": c["values"][:1]}),
+            (ValueError, "lengths must have shape", {"lengths": c["lengths"][:1]}),
+            (TypeError, "q must be bfloat16", {"q": c["q"].float()}),
+            (TypeError, "positions must be int32", {"positions": c["positions"].float()}),
+            (ValueError, r"rows must be a tensor \[N\] with N <= 4", {"rows": c["positions"]}),
+            (ValueError, "to must have shape", {"to": c["to"][:1]}),
+        ):
+            with pytest.raises(error, match=message):
+                storage_step(c | change)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        check_same(storage_step(storage_case()), expected)
+    assert sum(name.startswith("pipespec.") for name in seen) == 6
+    monkeypatch.setattr(torch.ops, "pipespec", None)  # plain calls do not go through the dispatcher
+    check_same(storage_step(storage_case()), expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

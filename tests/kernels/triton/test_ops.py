@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipespec_kernels import ops, reference
+from pipespec_kernels import dispatch, kv, ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 from pipespec_kernels.triton import select
 
@@ -22,7 +22,7 @@ from ..selection import DTYPES, KINDS, LAYOUTS, any_strides, hinted_tokens, make
 def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """All calls go to the kernels."""
     if device.type == "cpu":
-        monkeypatch.setattr(ops, "_forced", "triton")
+        monkeypatch.setattr(dispatch, "forced", "triton")
         monkeypatch.setattr(ops, "_CODES", dict.fromkeys(ops._CODES))
 
 
@@ -69,7 +69,7 @@ def placed(
     logits: torch.Tensor, layout: str | tuple[int, int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits as the oracle gets them and the same values, in this layout, on the device."""
-    assert ops._kernels(logits.to(device)) is not None
+    assert dispatch.kernels(logits.to(device)) is not None
     if isinstance(layout, tuple):
         view = any_strides(logits, layout)
         return view, any_strides(logits.to(device), layout)
@@ -215,6 +215,33 @@ def test_bad_arguments_touch_nothing(device: torch.device) -> None:
         assert bars.eq(-7).all()
     ops.verify(**good, out=out)
     assert out[1].tolist() != [-7, -7]
+
+
+def test_storage_and_attention(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    k_cache, v_cache, new = (torch.randn((3, 2, n, 16), generator=generator) for n in (11, 11, 4))
+    q = torch.randn((3, 4, 4, 16), generator=generator)
+    lengths, counts = torch.tensor([5, 0, 7]), torch.tensor([4, 2, 0])
+    positions, rows, to = torch.tensor([[6, 8], [1, 1], [9, 8]]), torch.tensor([2, 0]), torch.tensor([8, 1, 2])
+    two = torch.full((3,), 2)
+    arguments = (q, new, k_cache, v_cache, lengths, counts, positions, two, rows, to)
+
+    def steps(where: Any, arguments: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        q, new, k_cache, v_cache, lengths, counts, positions, two, rows, to = arguments
+        where.kv_append(new, new.flip(2), k_cache, v_cache, lengths, counts)
+        said = where.verify_attention(q, k_cache, v_cache, lengths, counts)
+        where.kv_compact(k_cache, v_cache, positions, lengths, two)
+        where.kv_gather(k_cache, v_cache, lengths, rows)
+        where.kv_truncate(lengths, to)
+        return [k_cache, v_cache, lengths, said]
+
+    expected = steps(reference, tuple(a.clone() for a in arguments))
+    for name in ("kv_append", "kv_compact", "kv_gather", "kv_truncate", "verify_attention"):
+        monkeypatch.setattr(reference, name, None)
+    monkeypatch.setattr(kv, "_attention", None)
+    got = steps(ops, tuple(a.to(device, copy=True) for a in arguments))
+    same(got[:3], expected[:3])
+    torch.testing.assert_close(got[3].cpu().double(), expected[3], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
