@@ -2,7 +2,8 @@
 
 Runs the tests that need a GPU, then the kernels' benchmarks on a few shapes, prints a short table, and writes
 ``DIR/gpu_check.json`` with all results (and each step's output beside it, as it was printed). Every step has a time
-limit; together they stay under eight minutes: the benchmarks share what the tests leave them. Exit status: 0, all well; 1, a step failed; 2, there is no GPU.
+limit; together they stay under eight minutes: the benchmarks share what the tests leave them. Exit status: 0, all well;
+1, a step failed; 2, there is no GPU.
 """
 
 from __future__ import annotations
