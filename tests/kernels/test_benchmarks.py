@@ -63,6 +63,16 @@ def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPa
         make((2, 3, 40), torch.float32, 2)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_ours_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "compiled", lambda function: function)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 32, 5, 128), torch.randn(2, 8, 150, 128), torch.randn(2, 8, 150, 128)
+    lengths = torch.tensor([140, 60], dtype=torch.int32)
+    got = bench_attention.flexible(lengths, 5, 150)(q, k, v)
+    torch.testing.assert_close(got, ops.verify_attention(q, k, v, lengths), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("benchmark", bench_kv.BENCHMARKS, ids=lambda b: b.name)
 def test_moves_of_keys_are_checked_before_they_are_timed(
     benchmark: kernels.Benchmark, monkeypatch: pytest.MonkeyPatch
