@@ -124,6 +124,7 @@ def hinted_tokens(logits: Tensor, agreement: float, generator: torch.Generator, 
 def ragged_counts(batch: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     n_fed = torch.randint(0, width + 1, (batch,), generator=generator)
     n_hint = (torch.rand(batch, generator=generator) * n_fed).long()
+    n_hint[n_fed == 0] = -1  # n_fed - 1: a row that idles may say anything
     return n_fed.to(torch.int32), n_hint.to(torch.int32)
 
 
