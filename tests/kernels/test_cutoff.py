@@ -134,9 +134,18 @@ def test_by_hand() -> None:
     assert 0 <= 0.3 - ops.cutoff(torch.tensor([[[0.3, 0.1]]], dtype=torch.float64), top_k=1).item() < 1e-7
 
 
+@pytest.mark.parametrize("scalar", [np.float32, np.float64, torch.tensor])
+def test_scalars_of_numpy_and_torch_are_numbers(scalar) -> None:
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(6))
+    expected = ops.cutoff(logits, inv_temperature=0.5, top_k=7, top_p=0.75, min_p=0.25)
+    filters = {"inv_temperature": scalar(0.5), "top_p": scalar(0.75), "min_p": scalar(0.25)}
+    assert torch.equal(ops.cutoff(logits, top_k=np.int64(7), **filters), expected)
+    assert torch.equal(ops.cutoff(logits, top_k=torch.tensor(7), **filters), expected)
+
+
 def test_only_columns_that_verification_may_read() -> None:
     logits = torch.tensor([0.0, 1.0]).expand(3, 4, 2)
-    n_fed, n_hint = np.array([4, 2, 0], np.int32), np.array([1, 0, 0], np.int32)
+    n_fed, n_hint = np.array([4, 2, 0], np.int32), np.array([1, 0, -1], np.int32)
     got = ops.cutoff(logits, top_k=1, n_fed=n_fed, n_hint=n_hint)  # type: ignore[arg-type]
     o = -math.inf
     assert got.tolist() == [[o, o, 1, 1], [o, 1, o, o], [o, o, o, o]]
