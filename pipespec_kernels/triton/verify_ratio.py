@@ -36,7 +36,16 @@ from pipespec_kernels.triton.launch import (
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
-from pipespec_kernels.triton.selection import NOTHING, advance, as_words, better, invalid, no_scale, pack_best, unpack_id
+from pipespec_kernels.triton.selection import (
+    NOTHING,
+    advance,
+    as_words,
+    better,
+    invalid,
+    no_scale,
+    pack_best,
+    unpack_id,
+)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)

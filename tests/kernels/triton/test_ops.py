@@ -15,7 +15,17 @@ from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 from pipespec_kernels.triton import select
 
-from ..selection import DTYPES, KINDS, LAYOUTS, any_strides, far_apart, hinted_tokens, make_logits, ragged_counts, strided
+from ..selection import (
+    DTYPES,
+    KINDS,
+    LAYOUTS,
+    any_strides,
+    far_apart,
+    hinted_tokens,
+    make_logits,
+    ragged_counts,
+    strided,
+)
 
 
 @pytest.fixture(autouse=True)
