@@ -134,6 +134,21 @@ def test_by_hand() -> None:
     assert 0 <= 0.3 - ops.cutoff(torch.tensor([[[0.3, 0.1]]], dtype=torch.float64), top_k=1).item() < 1e-7
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [5, 600])
+def test_infinite_logits(vocab: int, dtype: torch.dtype) -> None:
+    """All of the probability is theirs, however many they are."""
+    logits = torch.randn(4, 1, vocab, generator=torch.Generator().manual_seed(7)).to(dtype)
+    logits[1:3, 0, 2] = math.inf
+    logits[2, 0, 4] = math.inf
+    logits[3] = math.inf
+    one = torch.ones(4, dtype=torch.float64)
+    for k, p, least in ((0, 0.9, 0.0), (1, 1.0, 0.0), (2, 1.0, 0.0), (2, 0.5, 0.1), (0, 1.0, 0.01), (3, 0.999, 1.0)):
+        expected = reference.cutoff(logits, one.float(), one.long() * k, one * p, one * least)
+        assert torch.equal(ops.cutoff(logits, top_k=k, top_p=p, min_p=least), expected)
+        assert expected[3].item() == math.inf
+
+
 @pytest.mark.parametrize("scalar", [np.float32, np.float64, torch.tensor])
 def test_scalars_of_numpy_and_torch_are_numbers(scalar) -> None:
     logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(6))
