@@ -361,6 +361,8 @@ def verify_ratio(
     Args:
         logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.
         tokens, n_fed, n_hint: as for :func:`verify`.
+            In powers of two (times ``inv_temperature`` and lg2 e) what is far below -1e30 counts as -inf: a row with nothing
+            above has no distribution.
         draft_logits: ``[B, Q, V]``, of any of these dtypes; column ``q`` belongs to the token in column ``q + 1``, and
             columns without a hint are not read. None: hints are not drawn from a distribution but certain (n-grams,
             greedy drafts): ``q`` is 1 at the hint.
