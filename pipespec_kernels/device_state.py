@@ -26,8 +26,8 @@ _HEADER_BYTES: int = _native.Block.bytes(0, 0, 1)
 
 
 class DevicePort:
-    """Plan and commit of one stage for all rows of a block, as launches on a stream. Nothing here waits or allocates once it
-    is made, so the launches can be captured in a CUDA graph.
+    """Plan and commit of one stage for all rows of a block, as launches on a stream. ``plan`` and ``commit`` neither wait nor
+    allocate, so they can be captured in a CUDA graph.
 
     Stages that run at the same time must be ordered by stream or event. Waking who sleeps on the host
     (``StagePort.park``) is not done.
@@ -72,9 +72,9 @@ class DevicePort:
 
         self._cuda: Any = _cuda
         self.block, self.stage, self.width, self.rows = block, stage, width, sizes.rows
-        self.device = block.device if block.is_cuda else torch.device(device or f"cuda:{torch.cuda.current_device()}")
         # Policy of csrc/protocol/plan.hpp: the kernel reads it when it runs.
-        self._policy = torch.zeros(4, dtype=torch.int32, device=self.device)
+        self._policy = torch.zeros(4, dtype=torch.int32, device=block.device if block.is_cuda else device or "cuda")
+        self.device = self._policy.device  # with its number: those of tensors are compared with it
         self.tokens = torch.zeros((self.rows, width), dtype=torch.int32, device=self.device)
         one_per_row = torch.zeros((5, self.rows), dtype=torch.int32, device=self.device)
         self.kv, self.n_fed, self.n_hint, self.n_select, self.action = one_per_row.unbind(0)

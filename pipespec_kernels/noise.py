@@ -58,3 +58,19 @@ class Streams(NamedTuple):
 
 
 INDEPENDENT = Streams()
+
+
+def check_stream(stream: Any) -> None:
+    """TypeError, ValueError: not what ``Noise.stream`` can be."""
+    if not isinstance(stream, int) and not hasattr(stream, "__index__"):
+        raise TypeError(f"noise.stream must be an integer, got {stream!r}")
+    if not 0 <= stream < 2**32:
+        raise ValueError(f"noise.stream must be a number of 32 bits, got {stream}")
+
+
+def check_streams(streams: Any) -> None:
+    """TypeError, ValueError: not what the ratio test can take."""
+    if not isinstance(streams, tuple) or len(streams) != 3 or not all(hasattr(s, "__index__") for s in streams):
+        raise TypeError(f"streams must be Streams of three integers, got {streams!r}")
+    if len(set(streams)) != 3 or not all(0 <= stream < 2**32 for stream in streams):
+        raise ValueError(f"the streams must be three different numbers of 32 bits, got {streams}")

@@ -29,7 +29,7 @@ from torch import Tensor
 from pipespec_kernels import dispatch, reference
 from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
 from pipespec_kernels.library import register, traced
-from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_stream, check_streams
 
 __all__ = [
     "Noise",
@@ -122,7 +122,8 @@ def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Ten
     ``logits[b, q, v] * noise.inv_temperature[b] + G(noise.seeds[b], noise.positions[b] + q, v)``, computed in float32
     (float64 logits: in float64, with the same float32 noise). It depends on these values alone: neither on the batch
     around them nor on threads, instructions or device. Logits below the cutoff are left out; -inf is never chosen, a
-    NaN always (the first of them); where nothing can be chosen, id 0.
+    NaN always (the first of them); where nothing can be chosen, id 0. A row whose inverse temperature lies on a GPU,
+    unread, and is not finite and positive, gets -1.
 
     Args:
         logits: ``[B, Q, V]``, as for :func:`argmax`.
@@ -359,7 +360,8 @@ def verify(
         logits: ``[B, Q, V]``, as for :func:`argmax`.
         tokens: ``[B, Q]``, int64 or int32, any strides, on the device of ``logits``.
         n_fed: ``[B]``, int32: tokens fed per row, ``0 <= n_fed <= Q``. A row with 0 idles: all -1, nothing accepted, its
-            ``n_hint`` is ignored. Invalid counts that lie on a GPU, unread, give ``accepted == -1`` in their rows.
+            ``n_hint`` is ignored. Invalid counts and temperatures that lie on a GPU, unread, give
+            ``accepted == -1`` in their rows.
         n_hint: ``[B]``, likewise: how many of them are hints, ``0 <= n_hint < n_fed``.
         noise: see :class:`Noise`; None: greedy. An idle row's numbers are ignored.
         threads: as for :func:`argmax`.
@@ -549,6 +551,7 @@ def verify_ratio(
         >>> verify_ratio(certain, torch.tensor([[5, 1]]), two, two - 1, None, noise)
         (tensor([[1, 0]], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
+    check_streams(streams)
     seeds, positions, scale, cutoff, _ = _flat(noise)
     if traced(logits):
         given = _tensors(
@@ -598,8 +601,7 @@ def _ratio_arguments(
                 f"draft_logits are {tuple(draft_logits.shape)} on {draft_logits.device}, "
                 f"logits {tuple(logits.shape)} on {device}"
             )
-    if len(set(streams)) != 3 or not all(0 <= stream < 2**32 for stream in streams):
-        raise ValueError(f"the streams must be three different numbers of 32 bits, got {streams}")
+    check_streams(streams)
     scale, bars = draft_inv_temperature, draft_cutoff
     return (
         _counts(n_fed, batch, "n_fed", device),
@@ -785,6 +787,8 @@ def _filter(values: Any, batch: int, dtype: torch.dtype, name: str, device: torc
         raise TypeError(f"{name} must be integers, got {values.dtype}")
     if not values.is_cpu and values.device != device:
         raise ValueError(_misplaced(name, values, device))
+    if values.dim() == 0:  # a numpy scalar, say
+        values = values.expand(batch)
     if values.shape != (batch,):
         raise ValueError(f"{name} must be a number or [{batch}], got shape {tuple(values.shape)}")
     return values.to(dtype).contiguous()
@@ -799,8 +803,7 @@ def _flat(noise: Noise) -> tuple[Any, Any, Any, Any, int]:
 def _noise(noise: tuple[Any, Any, Any, Any, int], batch: int, width: int, device: torch.device) -> _FlatNoise:
     """The fields of a checked Noise, contiguous: they must outlive the call that gets their addresses."""
     seeds, positions, inv_temperature, cutoff, stream = noise
-    if not 0 <= stream < 2**32:
-        raise ValueError(f"noise.stream must be a number of 32 bits, got {stream}")
+    check_stream(stream)
     rows = (batch,)
     return (
         _per_row(seeds, rows, _INT64, "noise.seeds", device=device),
@@ -833,8 +836,12 @@ def _tensors(values: Iterable[Any]) -> list[Any]:
     return [torch.from_numpy(v) if hasattr(v, "__array_interface__") else v for v in values]
 
 
-def _threads(threads: int | None) -> int:
-    return torch.get_num_threads() if threads is None else threads
+def _threads(threads: Any) -> int:
+    if threads is None:
+        return torch.get_num_threads()
+    if not isinstance(threads, int):
+        raise TypeError(f"threads must be an integer, got {threads!r}")
+    return threads  # how many is checked by the native code
 
 
 # What the native code checks by itself, for the others. Only what lies on the CPU: reading the rest would wait for a device.

@@ -64,6 +64,6 @@ def verify_ratio(
 
 def _scores(x: Tensor, row: int, column: int, scale: Tensor, cutoff: Tensor | None) -> Tensor:
     """Float64, as in the reference."""
-    x = x[row, column]
+    x = x[row, column].detach()
     y = x.double() * float(scale[row])
     return y if cutoff is None else y.masked_fill_(x.float() < cutoff[row, column], -torch.inf)

@@ -27,8 +27,8 @@ template <class LaneT, int kInfinity>
 struct Keys {
   using Lane = LaneT;
   static constexpr int kBits = 8 * int(sizeof(Lane));
-  static constexpr Lane kInf = Lane(kInfinity);
-  static constexpr Lane kMinusInf = Lane(~kInf);
+  static constexpr Lane kInfKey = Lane(kInfinity);
+  static constexpr Lane kMinusInfKey = Lane(~kInfKey);
   static Lane key(Lane bits) {
     return Lane(bits ^ (Lane(bits >> (kBits - 1)) & std::numeric_limits<Lane>::max()));
   }
@@ -91,7 +91,7 @@ class Row {
     const bool p_on = limits_.top_p < 1;
     if (!k_on && !p_on && limits_.min_p <= 0) return -kInf;
     if (!look()) return -kInf;
-    Lane bar = Format::kMinusInf;
+    Lane bar = Format::kMinusInfKey;
     if (k_on && limits_.top_k <= n_ / kBlock / 4) {
       bar = by_list(p_on);
     } else if (k_on || p_on) {
@@ -133,7 +133,7 @@ class Row {
     }
     top_ = Lane(*std::max_element(block_max.begin(), block_max.end()));
     top_scaled_ = scaled(top_);
-    return top_ <= Format::kInf && low >= Format::kMinusInf && top_ > Format::kMinusInf;
+    return top_ <= Format::kInfKey && low >= Format::kMinusInfKey && top_ > Format::kMinusInfKey;
   }
 
   // Keys from `bar` on.
@@ -184,7 +184,7 @@ class Row {
     for (int64_t i = 0; i < n_; ++i) ++count[size_t(Format::bin(key(i)))];
     const int top = Format::bin(top_);
 
-    Lane bar = Format::kMinusInf;
+    Lane bar = Format::kMinusInfKey;
     int last = Format::bin(bar);  // the bin of bar; everything above it is kept
     if (k_on) {
       int64_t left = limits_.top_k;
@@ -247,7 +247,7 @@ class Row {
 
   // The least number of the dtype that passes min-p: weight() never falls where the key rises.
   Lane bar_of_min_p() const {
-    int64_t fails = Format::kMinusInf, passes = top_;
+    int64_t fails = Format::kMinusInfKey, passes = top_;
     while (passes - fails > 1) {
       const int64_t middle = fails + (passes - fails) / 2;
       (weight(Lane(middle)) >= limits_.min_p ? passes : fails) = middle;

@@ -344,12 +344,13 @@ void check(const Logits& logits, int threads) {
 
 void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint) {
   for (int64_t r = 0; r < logits.batch; ++r) {
+    if (n_fed[r] == 0) continue;  // idle: whatever n_hint says, n_fed - 1 maybe
     const char* wrong = nullptr;
     if (n_fed[r] < 0 || n_hint[r] < 0) {
       wrong = "counts are negative";
     } else if (n_fed[r] > logits.width) {
       wrong = "n_fed exceeds the columns of logits";
-    } else if (n_fed[r] > 0 && n_hint[r] >= n_fed[r]) {
+    } else if (n_hint[r] >= n_fed[r]) {
       wrong = "n_hint must be smaller than n_fed (the last token before the hints is needed)";
     }
     if (wrong != nullptr) {

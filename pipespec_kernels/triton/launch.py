@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipespec_kernels.noise import Noise
+from pipespec_kernels.noise import Noise, check_stream
 from pipespec_kernels.triton.philox import INTERPRETED
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -175,8 +175,7 @@ def check_noise(
         return None, None, None, None
     if not isinstance(noise, Noise):
         raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
-    if not 0 <= noise.stream < 1 << 32:
-        raise ValueError(f"noise.stream must be a number of 32 bits, got {noise.stream}")
+    check_stream(noise.stream)
     rows = (batch,)
     cutoff = noise.cutoff
     return (

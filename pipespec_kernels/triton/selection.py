@@ -47,6 +47,12 @@ def invalid(fed, hints, width):
 
 
 @triton.jit
+def no_scale(scale):
+    """Whether an inverse temperature is none: with 0 or a NaN, what is loaded behind the vocabulary would become a NaN and win."""
+    return ~((scale > 0.0) & (scale < float("inf")))
+
+
+@triton.jit
 def advance(next_token, length, epoch, row, choice, agreed, hints):
     """A row's state (``launch.RowState``) behind a verification that selected ``choice`` after ``agreed`` of its hints."""
     tl.store(next_token + row, choice)

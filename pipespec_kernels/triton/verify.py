@@ -35,7 +35,7 @@ from pipespec_kernels.triton.launch import (
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
-from pipespec_kernels.triton.selection import advance, as_words, better, invalid, pack_best, unpack_id
+from pipespec_kernels.triton.selection import advance, as_words, better, invalid, no_scale, pack_best, unpack_id
 
 
 # Not specialised: each value of 1 or multiple of 16 would be a kernel of its own, for nothing.
@@ -85,13 +85,17 @@ def verify_kernel(
         hints = tl.load(n_hint + row)
     idle = fed == 0
     bad = invalid(fed, hints, width)
+    if COUPLED:
+        scale = tl.load(inv_temperature + row)
+        bad = bad | (no_scale(scale) & (fed != 0))
     first = fed - 1 - hints  # the column whose logits decide about the first hint
 
     if idle | bad:
         if (column == 0) & (split == 0):
             columns = tl.arange(0, WIDTH_BLOCK)
             tl.store(selected + row.to(tl.int64) * width + columns, -1, mask=columns < width)
-            tl.store(accepted + row, tl.where(bad, -1, 0))
+            if WALK:
+                tl.store(accepted + row, tl.where(bad, -1, 0))
     elif column <= hints:
         source = logits + row.to(tl.int64) * logits_stride_b + (first + column).to(tl.int64) * logits_stride_q
         lanes = tl.arange(0, BLOCK)
@@ -99,7 +103,6 @@ def verify_kernel(
         if COUPLED:
             seed = tl.load(seeds + row)
             position = tl.load(positions + row) + first + column
-            scale = tl.load(inv_temperature + row)
             if HAS_CUTOFF:
                 lowest = tl.load(
                     cutoff + row.to(tl.int64) * cutoff_stride_b + (first + column).to(tl.int64) * cutoff_stride_q
@@ -182,8 +185,9 @@ def verify(
         tokens: ``[B, Q]``, int64 or int32, any strides.
         n_fed, n_hint: int32 ``[B]``, on the device. ``0 <= n_hint < n_fed <= Q``, or ``n_fed == 0``: the row idles, all
             -1, nothing accepted. A row whose counts are neither gets ``accepted == -1``, and nothing else happens to it.
-        noise: a :class:`pipespec_kernels.noise.Noise` of tensors on the device of the logits. Its temperatures and
-            positions are not looked at by the host: they must be valid. None: greedy.
+        noise: a :class:`pipespec_kernels.noise.Noise` of tensors on the device of the logits. The host does not look at
+            them: a row that is fed with an inverse temperature that is not finite and positive gets ``accepted == -1``, too.
+            None: greedy.
         state: written in place by the same launch.
         out: contiguous int32 tensors ``[B, Q]`` and ``[B]``; must overlap no other argument.
         workspace: with it a call is exactly one launch, without it one more clears memory.
@@ -252,7 +256,7 @@ def select(
         out: contiguous int32 ``[B, Q]``; must overlap no other argument.
 
     Returns:
-        int32 ``[B, Q]`` on the device of the logits.
+        int32 ``[B, Q]`` on the device of the logits; -1 in rows whose inverse temperature is not finite and positive.
 
     Raises:
         TypeError, ValueError: as :func:`verify`.

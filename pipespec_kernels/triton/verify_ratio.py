@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels import reference
-from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import (
     INTEGERS,
@@ -36,7 +36,16 @@ from pipespec_kernels.triton.launch import (
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
-from pipespec_kernels.triton.selection import NOTHING, advance, as_words, better, invalid, pack_best, unpack_id
+from pipespec_kernels.triton.selection import (
+    NOTHING,
+    advance,
+    as_words,
+    better,
+    invalid,
+    no_scale,
+    pack_best,
+    unpack_id,
+)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -104,6 +113,11 @@ def ratio_test_kernel(
     fed = tl.load(n_fed + row)
     hints = tl.load(n_hint + row)
     bad = invalid(fed, hints, width)
+    scale = tl.load(inv_temperature + row)
+    bad = bad | (no_scale(scale) & (fed != 0))
+    if HAS_DRAFT:
+        draft_scale = tl.load(draft_inv_temperature + row)
+        bad = bad | (no_scale(draft_scale) & (fed != 0))
     first = fed - 1 - hints
     columns = tl.arange(0, WIDTH_BLOCK)
 
@@ -112,7 +126,7 @@ def ratio_test_kernel(
             tl.store(selected + row64 * width + columns, -1, mask=columns < width)
             tl.store(accepted + row, tl.where(bad, -1, 0))
     elif column < hints:
-        scale = tl.load(inv_temperature + row) * _LOG2E
+        scale = scale * _LOG2E
         source = logits + row64 * logits_stride_b + (first + column).to(tl.int64) * logits_stride_q
         lowest = float("-inf")
         if HAS_CUTOFF:
@@ -120,7 +134,7 @@ def ratio_test_kernel(
         m = tl.full([BLOCK // _GROUP], _FLOOR, tl.float32)
         s = tl.full([BLOCK // _GROUP], 0.0, tl.float32)
         if HAS_DRAFT:
-            draft_scale = tl.load(draft_inv_temperature + row) * _LOG2E
+            draft_scale = draft_scale * _LOG2E
             draft_source = draft_logits + row64 * draft_stride_b + (first + column).to(tl.int64) * draft_stride_q
             draft_lowest = float("-inf")
             if HAS_DRAFT_CUTOFF:
@@ -347,6 +361,8 @@ def verify_ratio(
     Args:
         logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.
         tokens, n_fed, n_hint: as for :func:`verify`.
+            In powers of two (times ``inv_temperature`` and lg2 e) what is far below -1e30 counts as -inf: a row with nothing
+            above has no distribution.
         draft_logits: ``[B, Q, V]``, of any of these dtypes; column ``q`` belongs to the token in column ``q + 1``, and
             columns without a hint are not read. None: hints are not drawn from a distribution but certain (n-grams,
             greedy drafts): ``q`` is 1 at the hint.
@@ -377,8 +393,8 @@ def verify_ratio(
     if not isinstance(noise, Noise):
         raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
     seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
-    if len(set(streams)) != 3 or not all(0 <= stream < 1 << 32 for stream in streams):
-        raise ValueError(f"the streams must be three different numbers of 32 bits, got {streams}")
+    check_streams(streams)
+    streams = Streams(*streams)
     if draft_inv_temperature is None:
         draft_inv_temperature = inv_temperature
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -124,6 +125,7 @@ def hinted_tokens(logits: Tensor, agreement: float, generator: torch.Generator, 
 def ragged_counts(batch: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     n_fed = torch.randint(0, width + 1, (batch,), generator=generator)
     n_hint = (torch.rand(batch, generator=generator) * n_fed).long()
+    n_hint[n_fed == 0] = -1  # n_fed - 1: a row that idles may say anything
     return n_fed.to(torch.int32), n_hint.to(torch.int32)
 
 
@@ -139,3 +141,12 @@ def any_strides(x: Tensor, strides: tuple[int, int], vocabulary: bool = True) ->
     reach = 1 + sum((n - 1) * stride for n, stride in zip(shape, whole, strict=True))
     flat = x.flatten().repeat(-(-reach // x.numel()))[:reach]
     return flat.as_strided(shape, whole)
+
+
+def far_apart(shape: tuple[int, int, int], strides: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Random bfloat16 logits with rows gigabytes apart, in memory that is reserved only where it is touched."""
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(shape, (*strides, 1), strict=True))
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE, which mmap has from Python 3.13 on
+    memory = mmap.mmap(-1, 2 * reach, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    view = torch.frombuffer(memory, dtype=torch.bfloat16).as_strided(shape, (*strides, 1))
+    return view.copy_(torch.randn(shape, generator=generator))

@@ -156,6 +156,8 @@ def test_bad_out(out, error) -> None:
 def test_bad_threads() -> None:
     with pytest.raises(ValueError, match="threads"):
         ops.argmax(torch.zeros(1, 2, 3), threads=0)
+    with pytest.raises(TypeError, match=r"threads must be an integer, got 1\.5"):
+        ops.argmax(torch.zeros(1, 2, 3), threads=1.5)  # type: ignore[arg-type]
 
 
 # --- the variant by environment, and the threads ---------------------------------------------------------------------

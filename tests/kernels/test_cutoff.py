@@ -134,9 +134,33 @@ def test_by_hand() -> None:
     assert 0 <= 0.3 - ops.cutoff(torch.tensor([[[0.3, 0.1]]], dtype=torch.float64), top_k=1).item() < 1e-7
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [5, 600])
+def test_infinite_logits(vocab: int, dtype: torch.dtype) -> None:
+    """All of the probability is theirs, however many they are."""
+    logits = torch.randn(4, 1, vocab, generator=torch.Generator().manual_seed(7)).to(dtype)
+    logits[1:3, 0, 2] = math.inf
+    logits[2, 0, 4] = math.inf
+    logits[3] = math.inf
+    one = torch.ones(4, dtype=torch.float64)
+    for k, p, least in ((0, 0.9, 0.0), (1, 1.0, 0.0), (2, 1.0, 0.0), (2, 0.5, 0.1), (0, 1.0, 0.01), (3, 0.999, 1.0)):
+        expected = reference.cutoff(logits, one.float(), one.long() * k, one * p, one * least)
+        assert torch.equal(ops.cutoff(logits, top_k=k, top_p=p, min_p=least), expected)
+        assert expected[3].item() == math.inf
+
+
+@pytest.mark.parametrize("scalar", [np.float32, np.float64, torch.tensor])
+def test_scalars_of_numpy_and_torch_are_numbers(scalar) -> None:
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(6))
+    expected = ops.cutoff(logits, inv_temperature=0.5, top_k=7, top_p=0.75, min_p=0.25)
+    filters = {"inv_temperature": scalar(0.5), "top_p": scalar(0.75), "min_p": scalar(0.25)}
+    assert torch.equal(ops.cutoff(logits, top_k=np.int64(7), **filters), expected)
+    assert torch.equal(ops.cutoff(logits, top_k=torch.tensor(7), **filters), expected)
+
+
 def test_only_columns_that_verification_may_read() -> None:
     logits = torch.tensor([0.0, 1.0]).expand(3, 4, 2)
-    n_fed, n_hint = np.array([4, 2, 0], np.int32), np.array([1, 0, 0], np.int32)
+    n_fed, n_hint = np.array([4, 2, 0], np.int32), np.array([1, 0, -1], np.int32)
     got = ops.cutoff(logits, top_k=1, n_fed=n_fed, n_hint=n_hint)  # type: ignore[arg-type]
     o = -math.inf
     assert got.tolist() == [[o, o, 1, 1], [o, 1, o, o], [o, o, o, o]]

@@ -465,6 +465,8 @@ def test_verify_ratio_checks_its_arguments() -> None:
         (TypeError, "noise must be a Noise", {"noise": None}),
         (ValueError, "streams must be three different", {"streams": Streams(1, 2, 1)}),
         (ValueError, "streams must be three different", {"streams": Streams(1, 2, 2**32)}),
+        (TypeError, "streams must be Streams of three integers", {"streams": (1, 2)}),
+        (TypeError, "streams must be Streams of three integers", {"streams": (1.5, 2, 3)}),
         (TypeError, "draft_inv_temperature must be float32", {"draft_inv_temperature": torch.ones(4).double()}),
         (ValueError, "row 2: draft_inv_temperature must be finite", {"draft_inv_temperature": nan}),
         (ValueError, "draft_cutoff must be", {"draft_cutoff": flat[:2]}),
@@ -481,5 +483,8 @@ def test_verify_ratio_checks_its_arguments() -> None:
     got = ops.verify_ratio(**good, out=out)
     assert got[0] is out[0]
     check_same(list(got), list(expected))
-    idle = ops.verify_ratio(**(good | {"n_fed": int32(0, 0, 0, 0), "n_hint": int32(9, 0, 0, 0)}))
+    recorded = {name: good[name].clone().float().requires_grad_() for name in ("logits", "draft_logits")}
+    plain = {name: x.detach() for name, x in recorded.items()}
+    check_same(list(ops.verify_ratio(**(good | recorded))), list(ops.verify_ratio(**(good | plain))))
+    idle = ops.verify_ratio(**(good | {"n_fed": int32(0, 0, 0, 0), "n_hint": int32(9, -1, 0, 0)}))
     assert (idle[0].unique().tolist(), idle[1].tolist()) == ([-1], [0] * 4)

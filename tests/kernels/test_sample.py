@@ -329,7 +329,9 @@ GOOD = {"seeds": torch.tensor([1, 2]), "positions": torch.tensor([3, 4]), "inv_t
         ({"inv_temperature": torch.tensor([math.nan, 1.0])}, ValueError, "row 0: inv_temperature"),
         ({"cutoff": torch.zeros(2, 4)}, ValueError, r"noise.cutoff must be \[2, 3\]"),
         ({"cutoff": torch.zeros(2, 3).double()}, TypeError, "noise.cutoff must be float32"),
-        ({"stream": -1}, ValueError, "noise.stream"),
+        ({"stream": -1}, ValueError, "noise.stream must be a number of 32 bits"),
+        ({"stream": 1.5}, TypeError, "noise.stream must be an integer"),
+        ({"stream": None}, TypeError, "noise.stream must be an integer"),
     ],
 )
 def test_errors_touch_nothing(change, error, message) -> None:

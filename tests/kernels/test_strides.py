@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec_kernels import ops
+from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import Noise
 
-from .selection import DTYPES, KINDS, any_strides, make_logits, ragged_counts, simd, simd_variants
+from .selection import DTYPES, KINDS, any_strides, far_apart, make_logits, ragged_counts, simd, simd_variants
 
 PAIR = st.tuples(st.integers(0, 80), st.integers(0, 80))
 
@@ -56,3 +56,24 @@ def test_any_strides(shape, dtype, kind, of_logits, of_draft, of_tokens, of_cuto
     with simd(variant):
         for got, expected in zip(call(False), call(True), strict=True):
             assert torch.equal(got, expected)
+
+
+def test_rows_further_apart_than_32_bits_count() -> None:
+    """The stride itself is a number of 32 bits: what it is multiplied by makes the offset larger."""
+    for strides in ((2**30 + 64, 64), (64, 2**30 + 64)):
+        logits = far_apart((3, 3, 50), strides, torch.Generator().manual_seed(7))
+        tokens, n = torch.full((3, 3), 3), torch.full((3,), 3, dtype=torch.int32)
+        noise = Noise(torch.tensor([1, 2, 3]), torch.tensor([3, 4, 5]), torch.ones(3))
+        for got, expected in zip(
+            (ops.argmax(logits), ops.sample(logits, noise), *ops.verify(logits, tokens, n, n - 1, noise=noise)),
+            (
+                reference.argmax(logits),
+                reference.sample(logits, noise),
+                *reference.verify(logits, tokens, n, n - 1, noise),
+            ),
+            strict=True,
+        ):
+            assert torch.equal(got, expected)
+        one = torch.ones(3)
+        expected = reference.cutoff(logits, one, n.long(), one, one * 0)
+        assert torch.equal(ops.cutoff(logits, top_k=3), expected)

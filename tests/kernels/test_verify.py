@@ -120,7 +120,7 @@ def test_ids_are_compared_whole() -> None:
 
 def test_idle_rows_and_empty_sizes() -> None:
     nan = torch.full((2, 3, 4), math.nan)
-    selected, accepted = ops.verify(nan, torch.zeros(2, 3, dtype=torch.int64), int32(0, 0), int32(0, 9))
+    selected, accepted = ops.verify(nan, torch.zeros(2, 3, dtype=torch.int64), int32(0, 0), int32(-1, 9))
     assert (selected.tolist(), accepted.tolist()) == ([[-1] * 3] * 2, [0, 0])
     selected, accepted = ops.verify(torch.zeros(0, 3, 4), torch.zeros(0, 3, dtype=torch.int64), int32(), int32())
     assert (selected.shape, accepted.shape) == ((0, 3), (0,))

@@ -15,7 +15,17 @@ from pipespec_kernels import dispatch, kv, ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 from pipespec_kernels.triton import select
 
-from ..selection import DTYPES, KINDS, LAYOUTS, any_strides, hinted_tokens, make_logits, ragged_counts, strided
+from ..selection import (
+    DTYPES,
+    KINDS,
+    LAYOUTS,
+    any_strides,
+    far_apart,
+    hinted_tokens,
+    make_logits,
+    ragged_counts,
+    strided,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +172,23 @@ def test_cutoff(shape, dtype, layout, seed, kind, top_k, top_p, min_p, form, rag
     got = ops.cutoff(there, n_fed=counts[0], n_hint=counts[1], **given_)
     assert got.device == device
     same([got], [reference.cutoff(logits, *filters, *counts)])
+
+
+def test_rows_further_apart_than_32_bits_count(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("test_verify.py has such logits on a GPU")
+    n, one = torch.full((3,), 3, dtype=torch.int32), torch.ones(3)
+    for strides in ((2**30 + 64, 64), (64, 2**30 + 64)):
+        logits = far_apart((3, 3, 50), strides, torch.Generator().manual_seed(7))
+        tokens = reference.argmax(logits).long().roll(1, 1)  # right hints: every column is read
+        noise = make_noise(logits, True, torch.Generator().manual_seed(8))
+        same(ops.verify(logits, tokens, n, n - 1), reference.verify(logits, tokens, n, n - 1))
+        same([ops.sample(logits, noise)], [reference.sample(logits, noise)])
+        same([ops.cutoff(logits, top_k=3)], [reference.cutoff(logits, one, n.long(), one, one * 0)])
+        same(
+            ops.verify_ratio(logits, tokens, n, n - 1, logits, noise),
+            reference.verify_ratio(logits, tokens, n, n - 1, logits, noise),
+        )
 
 
 def test_counts_on_the_device_are_not_read_by_the_host(device: torch.device) -> None:

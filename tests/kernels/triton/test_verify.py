@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipespec_kernels import reference
 from pipespec_kernels.noise import DRAFT, Noise
-from pipespec_kernels.triton import Config, RowState, Workspace, verify
+from pipespec_kernels.triton import Config, RowState, Workspace, select, verify
 
 from ..selection import DTYPES, KINDS, LAYOUTS, hinted_tokens, make_logits, ragged_counts, strided
 
@@ -260,6 +260,32 @@ def test_bad_counts_on_the_device_stay_in_their_row(device: torch.device) -> Non
     assert state.length.tolist() == [2] + [0] * 7
     assert state.next_token.tolist() == [4] + [0] * 7
     assert not workspace.words.any()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_bad_temperatures_on_the_device_stay_in_their_row(scale: float, device: torch.device) -> None:
+    """Five ids in a block of eight: the padding times such a number would be chosen."""
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(3, 2, 5, generator=generator)
+    noise = make_noise("coupled", logits, generator)
+    assert noise is not None
+    n_fed = torch.tensor([2, 2, 0], dtype=torch.int32)
+    tokens = hints_for(logits, noise, 1.0, generator)
+    expected, accepted = reference.verify(logits, tokens, n_fed, n_fed - 1, noise)
+    expected[1], accepted[1] = -1, -1
+    noise.inv_temperature[1:] = scale
+    state = RowState(*(torch.full((3,), 5, device=device) for _ in range(3)))
+    workspace = Workspace(3, 2, device)
+    there = on_device(noise, device)
+    arguments = [x.to(device) for x in (logits, tokens, n_fed, n_fed - 1)]
+    got = verify(*arguments, noise=there, state=state, workspace=workspace, exact=True, config=Config(8, 1, 1))
+    assert torch.equal(got[0].cpu(), expected)
+    assert torch.equal(got[1].cpu(), accepted)
+    assert state.length.tolist() == [5 + int(accepted[0]) + 1, 5, 5]
+    assert not workspace.words.any()
+    every = select(arguments[0], noise=there, exact=True, config=Config(8, 1, 1)).cpu()
+    assert torch.equal(every[:1], expected[:1])
+    assert every[1:].eq(-1).all()
 
 
 def test_ids_are_compared_whole(device: torch.device) -> None:

@@ -134,6 +134,27 @@ def test_rows_without_a_distribution(device: torch.device) -> None:
     assert selected[1, 0] == alone[1, 0]
 
 
+@pytest.mark.parametrize("which", ["target", "draft"])
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_bad_temperatures_on_the_device_stay_in_their_row(scale: float, which: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, draft = torch.randn(2, 4, 2, 5, generator=generator)
+    noise = noise_for(4, generator)
+    tokens = drawn(draft, noise, DRAFT)
+    n_fed, n_hint = torch.tensor([2, 2, 1, 0], dtype=torch.int32), torch.tensor([1, 1, 0, -1], dtype=torch.int32)
+    selected, accepted = run(device, logits, tokens, n_fed, n_hint, draft, noise)
+    assert accepted[0] >= 0
+    bad = noise.inv_temperature.clone()
+    bad[1:] = scale
+    options = {"draft_inv_temperature": bad} if which == "draft" else {}
+    if which == "target":
+        noise.inv_temperature, options["draft_inv_temperature"] = bad, noise.inv_temperature
+    got = run(device, logits, tokens, n_fed, n_hint, draft, noise, **options, config=Config(8, 1, 1))
+    assert torch.equal(got[0][0], selected[0])
+    assert got[0][1:].eq(-1).all()
+    assert got[1].tolist() == [accepted[0], -1, -1, 0]
+
+
 def test_equal_distributions_accept_all(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(6, 3, 12, generator=generator)

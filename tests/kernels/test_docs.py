@@ -1,0 +1,30 @@
+"""The examples of docs/kernels.md run as they stand there, one after the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipespec_kernels import ops
+
+TEXT = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def test_examples() -> None:
+    names: dict[str, object] = {}
+    for block in BLOCKS:
+        exec(block, names)
+    assert len(BLOCKS) == 4
+    # They assert something: with a draft that is trusted, the first one fails.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "verify", lambda logits, tokens, n_fed, n_hint: (tokens.roll(-1, 1), n_hint))
+        with pytest.raises(AssertionError):
+            exec(BLOCKS[0], {})
+
+
+def test_all_operations_are_listed() -> None:
+    for name in ops.__all__:
+        assert f"`{name}`" in TEXT or f"`{name}(" in TEXT or f"ops.{name}(" in TEXT, name
