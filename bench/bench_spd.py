@@ -2,7 +2,7 @@
 
 Measure, and put the result where it belongs::
 
-    python -m bench.bench_spd --json bench/results/spd.json
+    python -m bench.bench_spd --json bench/results/spd.json --docs docs/spd.md
 
 The bundled target in stages, on held-out prompts, greedily, in fp32; every drafter there is, in one process with all cores, and on
 ranks (torchrun, gloo) with one thread each. ``--quick`` shows that it runs. Plain decoding is our own (``schedule="plain"``), which is
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.bench_cpu import replace_table
 from pipespec import Pipeline
 from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, prompts
 from pipespec.demo.comparison import Family, machine
@@ -148,6 +149,8 @@ def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iter
     trained = {DraftModuleConfig.load(folder).stages: str(folder) for folder in modules}
     for spans, folder in trained.items():
         yield Setting(f"module, n = {len(spans)}", folder, tuple(end - begin for begin, end in spans))
+    if not quick:
+        yield Setting("one stage, nothing drafted", "ngram", 1)
     for n in (MODULE_STAGES,) if quick else (2, MODULE_STAGES):
         yield Setting(f"n-gram, n = {n}", "ngram", n)
     yield Setting(f"chain of medium, n = {MODULE_STAGES}", [medium], MODULE_STAGES)
@@ -426,6 +429,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--threads", type=int, default=cores, metavar="T", help="of one process (all cores: %(default)s)"
     )
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="rewrite the table between its two comments there")
+    parser.add_argument(
+        "--from", dest="earlier", type=Path, metavar="FILE", help="do not measure: show this measurement"
+    )
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.rank:
@@ -440,10 +447,12 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     args.ranks = ([2] if args.quick else [2, 3, 4]) if args.ranks is None else args.ranks
-    found = record(args)
+    found = json.loads(args.earlier.read_text(encoding="utf-8")) if args.earlier else record(args)
     rows = [Row(**r) for r in found["rows"]]
     print(table(rows))
     print(f"\n{summary(found)}")
+    if args.docs:
+        replace_table(args.docs, f"{table(rows)}\n\n{summary(found)}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

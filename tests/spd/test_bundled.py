@@ -62,4 +62,8 @@ def test_the_bundled_module_in_the_pipeline(target: LlamaForCausalLM) -> None:
     assert torch.equal(pipe.generate(ids, max_new_tokens=40, do_sample=False), text)
     assert pipe.report is not None
     assert pipe.report.drafter == "ModuleDrafter"
+    # Everything goes forward()'s fast way: a probe that fails would cost half of the speed, and no test of texts would notice.
+    parts = [*(stage._section for stage in pipe._driver.stages), pipe._driver.verifier._section]
+    parts += [pipe.drafter._blocks, pipe.drafter._head]
+    assert {type(part._call).__name__ for part in parts} == {"_Flat"}
     assert pipe.report.equivalent_accepted_length > 1.5
