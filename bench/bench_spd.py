@@ -205,7 +205,7 @@ def measure_ranks(setting: Setting, work: dict[str, Any]) -> list[Calls]:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{setting.label}: torchrun ended with {done.returncode}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"{setting.label}: torchrun ended with {done.returncode}:\n{done.stderr}")
         return [Calls(**record) for record in json.loads(result.read_text())]
 
 
@@ -444,6 +444,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, default in sizes.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    for name in (*sizes, "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     args.ranks = ([2] if args.quick else [2, 3, 4]) if args.ranks is None else args.ranks
