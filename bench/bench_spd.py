@@ -412,7 +412,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench_spd", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few prompts, short texts, fewer drafters")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out function heads (4; quick: 1)")
-    parser.add_argument("--new-tokens", type=int, metavar="T", help="per prompt (96; quick: 24)")
+    parser.add_argument("--new-tokens", type=int, metavar="T", help="per prompt (64; quick: 24)")
     parser.add_argument("--repeats", type=int, metavar="R", help="medians are taken over these (2; quick: 1)")
     parser.add_argument(
         "--ranks",
@@ -439,7 +439,7 @@ def main(arguments: list[str] | None = None) -> int:
         rank(args.rank)
         return 0
     sizes = (
-        {"prompts": 1, "new_tokens": 24, "repeats": 1} if args.quick else {"prompts": 4, "new_tokens": 96, "repeats": 2}
+        {"prompts": 1, "new_tokens": 24, "repeats": 1} if args.quick else {"prompts": 4, "new_tokens": 64, "repeats": 2}
     )
     for name, default in sizes.items():
         if getattr(args, name) is None:
