@@ -109,20 +109,22 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def write_table(readme: Path, results: list[Result], below: str, image: Path | None = None) -> None:
-    """Rewrite what stands between the two comments: the table and, if it exists, the picture.
-
-    Raises ``ValueError`` if the comments are not there.
-    """
-    text = readme.read_text(encoding="utf-8")
-    if text.count(_BEGIN) != 1 or text.count(_END) != 1:
-        raise ValueError(f"{readme} must have {_BEGIN} and {_END} once each")
+    """Rewrite what stands between the two comments, as ``replace_table``: the table and, if it exists, the picture."""
     lines = ["| " + " | ".join(row) + " |" for row in (HEADER, *map(cells, results))]
     lines.insert(1, "|---" + "|---:" * (len(HEADER) - 1) + "|")
     if image and image.exists():
         lines += ["", f"![the table as bars]({os.path.relpath(image, readme.parent)})"]
     table = "\n".join([*lines, "", *footnotes(results), below])
+    replace_table(readme, table)
+
+
+def replace_table(document: Path, table: str) -> None:
+    """Put ``table`` between the two comments. ``ValueError`` if they are not there."""
+    text = document.read_text(encoding="utf-8")
+    if text.count(_BEGIN) != 1 or text.count(_END) != 1:
+        raise ValueError(f"{document} must have {_BEGIN} and {_END} once each")
     before, rest = text.split(_BEGIN)
-    readme.write_text(f"{before}{_BEGIN}\n{table}\n{_END}{rest.split(_END)[1]}", encoding="utf-8")
+    document.write_text(f"{before}{_BEGIN}\n{table}\n{_END}{rest.split(_END)[1]}", encoding="utf-8")
 
 
 def picture(results: list[Result], caption: str) -> str:

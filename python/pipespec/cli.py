@@ -99,11 +99,22 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="three bundled models, real prompts, who is how fast", description=_demo.__doc__
     )
     demo.set_defaults(command=_demo)
+    demo.add_argument(
+        "--system",
+        choices=("pipespec", "spd"),
+        default="pipespec",
+        help="a chain of models (default), or one model in stages with its draft module",
+    )
     demo.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
     demo.add_argument("--prompt", metavar="FILE", help="show and measure this text instead; - for standard input")
     demo.add_argument("--prompts", metavar="N", type=int, help="how many prompts to measure")
     demo.add_argument("--new-tokens", metavar="N", type=int, help="most tokens per prompt")
-    demo.add_argument("--family", metavar="FOLDER", type=Path, help="other models: FOLDER/target, /medium and /small")
+    demo.add_argument(
+        "--family",
+        metavar="FOLDER",
+        type=Path,
+        help="other models: FOLDER/target, /medium and /small; spd: /target and /module",
+    )
 
     plan = commands.add_parser("plan", help="predict what a chain of models gives", description=_plan.__doc__)
     plan.set_defaults(command=_plan)
@@ -390,7 +401,8 @@ def _bundled(schedule: str | None) -> tuple[Path, list[Path]]:
 
 def _demo(args: argparse.Namespace) -> int:
     """Stream the text of three bundled models working at once, then measure: plain generate(), HuggingFace's assisted
-    generation, and ours. Exit code 1 if any of them generates another text."""
+    generation, and ours. With --system spd: the target in stages with one token in flight in each, and its draft module. Exit code 1 if
+    any of them generates another text."""
     from dataclasses import replace
 
     text = None
@@ -403,9 +415,11 @@ def _demo(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     with working("importing torch and transformers"):
         from pipespec.demo.run import FULL, QUICK, run_demo
+        from pipespec.demo.run_spd import run_spd_demo
     size = QUICK if args.quick else FULL
     size = replace(size, prompts=args.prompts or size.prompts, new_tokens=args.new_tokens or size.new_tokens)
-    return 0 if run_demo(size, text, args.family) else 1
+    run = run_spd_demo if args.system == "spd" else run_demo
+    return 0 if run(size, text, args.family) else 1
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -459,6 +473,7 @@ def _doctor(args: argparse.Namespace) -> int:
         env = collect_env()
         env["pipeline_error"] = _pipeline_error()
     env["family"] = _family_state()
+    env["draft_module"] = _draft_module_state()
     env["schedules"] = _schedules(env)
     env["default_schedule"] = _default_schedule()
     env["problems"] = problems(env)
@@ -467,6 +482,8 @@ def _doctor(args: argparse.Namespace) -> int:
         env["problems"].append(f"pipespec does not import: {env['pipeline_error']}")
     if isinstance(env["family"], str):
         env["problems"].append(f"The demo's models are missing: {env['family']}")
+    elif isinstance(env["draft_module"], str):
+        env["problems"].append(f"The demo's draft module is missing: {env['draft_module']}")
     if args.json:
         print(json.dumps(env, indent=1))
         return 0 if usable else 1
@@ -501,6 +518,16 @@ def _family_state() -> dict[str, float] | str:
 
     try:
         return {name: round((family_path(name) / "model.safetensors").stat().st_size / 1e6, 1) for name in FAMILY}
+    except OSError as error:
+        return str(error)
+
+
+def _draft_module_state() -> float | str:
+    """Megabytes of the bundled draft module, or what is missing."""
+    from pipespec.demo import draft_module_path
+
+    try:
+        return round((draft_module_path() / "draft_module.safetensors").stat().st_size / 1e6, 1)
     except OSError as error:
         return str(error)
 
@@ -546,6 +573,11 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
     family = env["family"]
     sizes = family if isinstance(family, str) else ", ".join(f"{name} {size} MB" for name, size in family.items())
     yield "bundled family", f"incomplete: {sizes}" if isinstance(family, str) else f"complete: {sizes}"
+    module = env["draft_module"]
+    yield (
+        "draft module",
+        f"missing: {module}" if isinstance(module, str) else f"there: {module} MB (pipespec demo --system spd)",
+    )
 
 
 def _short(value: Any) -> str:

@@ -1,11 +1,12 @@
-"""forward(): the one place where pipespec calls a model, in the cheapest way that gives bit-identical logits."""
+"""The one place where pipespec calls a model (forward) or parts of one (Section): in the cheapest way that gives bit-identical results."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,11 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
+from pipespec.cache import RowCache
 from pipespec.compat import MaskKind, mask_kind
 
-if TYPE_CHECKING:
-    from pipespec.cache import RowCache
+See = Callable[[int, torch.Tensor], None]
+"""Told the residual stream ``[rows, q, H]`` behind each layer, and its HuggingFace index: k + 1 behind layer k."""
 
 
 def forward(model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, *, keep: int) -> torch.Tensor:
@@ -76,17 +78,63 @@ class _Ordinary:
         return logits[:, logits.shape[1] - keep :]
 
 
-class _Llama:
-    """What both walks share: the parts of a ``LlamaForCausalLM``, and the rotary table."""
+class Parts(NamedTuple):
+    """Parts of a LLaMA that are called one after the other; what is None belongs to somebody else.
 
-    def __init__(self, model: PreTrainedModel, signature: tuple[Any, ...]) -> None:
-        self.signature = signature
+    ``config``: the whole model's. ``first``: number of ``layers[0]`` in that model.
+    """
+
+    config: Any
+    layers: Sequence[Any] = ()
+    first: int = 0
+    rotary: Any = None
+    embed: Any = None
+    norm: Any = None
+    head: Any = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Parts:
+        """All of a ``LlamaForCausalLM``."""
         base = model.model
-        self.layers = list(base.layers[: model.config.num_hidden_layers])
-        self.embed, self.norm, self.rotary, self.head = base.embed_tokens, base.norm, base.rotary_emb, model.lm_head
+        layers = list(base.layers[: model.config.num_hidden_layers])
+        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, base.norm, model.lm_head)
+
+    def cache_config(self) -> Any:
+        """The configuration that a ``RowCache`` for these layers alone needs."""
+        config = copy.copy(self.config)
+        config.num_hidden_layers = len(self.layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[self.first : self.first + len(self.layers)]
+        return config
+
+
+class _Llama:
+    """What both walks share: the parts, and the rotary table.
+
+    ``embedded(tokens)``, ``through(hidden, cache, see)`` and ``scored(hidden, keep)`` are embedding, layers, and norm and head.
+    ``tabled``: False asks the rotary embedding anew at each call, as the model does.
+    """
+
+    def __init__(self, parts: Parts, signature: tuple[Any, ...] | None, tabled: bool = True) -> None:
+        self.parts, self.signature, self.rotary = parts, signature, parts.rotary
         # These types compute the angles of a position from that position alone, the others look at the longest one.
-        self.tabled = self.rotary.rope_type in ("default", "linear", "llama3", "yarn")
+        self.tabled = tabled and getattr(parts.rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None  # cosines and sines, [1, positions, head_dim]
+
+    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+        return self.scored(self.through(self.embedded(tokens), cache), keep)
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``tokens [rows, q]``; returns ``[rows, q, H]``."""
+        raise NotImplementedError
+
+    def through(self, hidden: torch.Tensor, cache: RowCache, see: See | None = None) -> torch.Tensor:
+        """``hidden [rows, q, H]``, which stays as it is, through the layers; ``cache`` (of these layers alone) grows by ``q``."""
+        raise NotImplementedError
+
+    def scored(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        """Logits ``[rows, keep, vocabulary]`` of the last columns of ``hidden [rows, q, H]``."""
+        raise NotImplementedError
 
     def angles(self, hidden: torch.Tensor, cache: RowCache, q: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the fed columns, ``[1 or rows, q, head_dim]``, from the model's own rotary embedding."""
@@ -109,6 +157,18 @@ class _Llama:
         return sin
 
 
+class _Own:
+    """A cache of some layers as these see it: they go on counting from the whole model's first."""
+
+    def __init__(self, cache: RowCache, first: int) -> None:
+        self._cache, self._first = cache, first
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.update(keys, values, layer - self._first)
+
+
 class _Walk(_Llama):
     """HuggingFace's own layer modules, called one after the other.
 
@@ -117,23 +177,31 @@ class _Walk(_Llama):
     same positions).
     """
 
-    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        q = tokens.shape[1]
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.parts.embed(tokens)
+        return hidden
+
+    def through(self, hidden: torch.Tensor, cache: RowCache, see: See | None = None) -> torch.Tensor:
+        q, first = hidden.shape[1], self.parts.first
         mask = cache.mask(q)
         positions = cache.positions(q)
-        hidden = self.embed(tokens)
         angles = self.angles(hidden, cache, q)
-        for layer in self.layers:
+        own = _Own(cache, first) if first else cache
+        for i, layer in enumerate(self.parts.layers, first + 1):
             hidden = layer(
                 hidden,
                 attention_mask=mask,
                 position_embeddings=angles,
                 position_ids=positions,
-                past_key_values=cache,
+                past_key_values=own,
                 use_cache=True,
             )
-        hidden = self.norm(hidden)
-        logits: torch.Tensor = self.head(hidden[:, q - keep :])
+            if see is not None:
+                see(i, hidden)
+        return hidden
+
+    def scored(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        logits: torch.Tensor = self.parts.head(self.parts.norm(hidden)[:, hidden.shape[1] - keep :])
         return logits
 
 
@@ -146,30 +214,30 @@ class _Flat(_Llama):
     sdpa.
     """
 
-    def __init__(self, model: PreTrainedModel, signature: tuple[Any, ...]) -> None:
-        super().__init__(model, signature)
-        config = model.config
+    def __init__(self, parts: Parts, signature: tuple[Any, ...] | None) -> None:
+        super().__init__(parts, signature)
+        config = parts.config
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        first = self.layers[0].self_attn
-        self.head_dim, self.scale = first.head_dim, first.scaling
-        self.hidden = config.hidden_size
         self.attend = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
-        self.embedding = self.embed.weight.detach()
-        self.unembedding = self.head.weight.detach().t()
-        # An operation with a 0-d tensor takes half the time of one with a Python number.
-        scalar = functools.partial(torch.tensor, dtype=torch.float32, device=self.embedding.device)
 
         def norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            return module.weight.detach(), scalar(module.variance_epsilon)
+            # An operation with a 0-d tensor takes half the time of one with a Python number.
+            eps = torch.tensor(module.variance_epsilon, dtype=torch.float32, device=module.weight.device)
+            return module.weight.detach(), eps
 
         self.steps = []
-        for layer in self.layers:
+        for layer in parts.layers:
             attn, mlp = layer.self_attn, layer.mlp
+            self.head_dim, self.scale = attn.head_dim, attn.scaling
             linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
             act = functools.partial(F.silu, inplace=True) if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
             norms = (norm(layer.input_layernorm), norm(layer.post_attention_layernorm))
             self.steps.append((attn, act, *norms, *(linear.weight.detach().t() for linear in linears)))
-        self.last_norm = norm(self.norm)
+        if parts.embed is not None:
+            self.embedding = parts.embed.weight.detach()
+        if parts.head is not None:
+            self.last_norm = norm(parts.norm)
+            self.unembedding = parts.head.weight.detach().t()
 
     def signed(self, sin: torch.Tensor) -> torch.Tensor:
         half = sin.shape[-1] // 2
@@ -182,15 +250,18 @@ class _Flat(_Llama):
         wide = wide * (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
         return wide.to(x.dtype).mul_(weight)
 
-    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        rows, q = tokens.shape
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def through(self, hidden: torch.Tensor, cache: RowCache, see: See | None = None) -> torch.Tensor:
+        rows, q, width = hidden.shape
         n, heads, kv_heads, dim = rows * q, self.heads, self.kv_heads, self.head_dim
         depth, half, scale, ragged = len(self.steps), dim // 2, self.scale, cache.ragged
         mm, mul, normed, sdpa = torch.mm, torch.mul, self.normed, F.scaled_dot_product_attention
         mask = cache.mask(q)
         causal = mask is None and q > 1
-        hidden = F.embedding(tokens.reshape(-1), self.embedding)  # [n, d]
         cos, sin = self.angles(hidden, cache, q)
+        hidden = hidden.reshape(n, width)
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [1 or rows, q, 1, head_dim]
         sin_low, sin_high = sin.split(half, -1)
         new, used = cache.open(q, columns_first=True)
@@ -221,14 +292,20 @@ class _Flat(_Llama):
                 out = sdpa(queries, used[i], used[depth + i], mask, 0.0, causal, scale=scale).transpose(1, 2)
             else:  # how the heads are grouped differs by version and device
                 out = self.attend(attn, queries, used[i], used[depth + i], mask, scaling=scale)[0]
-            hidden.add_(mm(out.reshape(n, heads * dim), w_o))
+            hidden = hidden + mm(out.reshape(n, heads * dim), w_o)  # not in place: what came in is somebody's stream
             x = normed(hidden, norm2)
             hidden.add_(mm(act(mm(x, w_gate)).mul_(mm(x, w_up)), w_down))
+            if see is not None:
+                see(self.parts.first + i + 1, hidden.view(rows, q, width))
         cache.close()
-        hidden = normed(hidden, self.last_norm)
+        return hidden.view(rows, q, width)
+
+    def scored(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        rows, q, width = hidden.shape
+        x = self.normed(hidden.reshape(rows * q, width), self.last_norm)
         if keep != q:
-            hidden = hidden.view(rows, q, self.hidden)[:, q - keep :].reshape(rows * keep, self.hidden)
-        return mm(hidden, self.unembedding).view(rows, keep, self.unembedding.shape[1])
+            x = x.view(rows, q, width)[:, q - keep :].reshape(rows * keep, width)
+        return torch.mm(x, self.unembedding).view(rows, keep, self.unembedding.shape[1])
 
 
 # On a CPU, calls cost nothing beside the products of a model with more parameters, and probing one takes long.
@@ -238,24 +315,37 @@ _callers: weakref.WeakKeyDictionary[PreTrainedModel, _Ordinary | _Walk | _Flat] 
 
 
 def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
-    """What a walk relies on, to notice that it has changed; None where the model is not one to walk.
+    """What a walk of the whole model relies on, to notice that it has changed; None where the model is not one to walk.
 
-    Not one to walk: any other class than ``LlamaForCausalLM``, parts that are replaced (adapters, quantised layers,
-    kernels), hooked (offloading, several devices), compiled or in training, and attention other than sdpa and eager.
+    Not one to walk: any other class than ``LlamaForCausalLM``, and what ``_signature_of_parts`` says.
     """
-    if type(model) is not LlamaForCausalLM or mask_kind(model.config) is MaskKind.NONE or model.training:
+    if type(model) is not LlamaForCausalLM or model.training:
         return None
-    base = model.model
-    seen: list[Any] = [model.config._attn_implementation]
-    modules: list[tuple[nn.Module, type]] = [
-        (model, LlamaForCausalLM),
-        (base, modeling_llama.LlamaModel),
-        (base.embed_tokens, nn.Embedding),
-        (base.norm, modeling_llama.LlamaRMSNorm),
-        (base.rotary_emb, modeling_llama.LlamaRotaryEmbedding),
-        (model.lm_head, nn.Linear),
+    wholes: list[tuple[nn.Module, type]] = [(model, LlamaForCausalLM), (model.model, modeling_llama.LlamaModel)]
+    if any(type(module) is not expected or _patched(module) or _hooked(module) for module, expected in wholes):
+        return None
+    return _signature_of_parts(Parts.of(model))
+
+
+def _signature_of_parts(parts: Parts) -> tuple[Any, ...] | None:
+    """What a walk relies on, to notice that it has changed; None where these are not parts to walk.
+
+    Not to walk: parts of another architecture, or that are replaced (adapters, quantised layers, kernels), hooked (offloading,
+    several devices), compiled or in training, and attention other than sdpa and eager.
+    """
+    if mask_kind(parts.config) is MaskKind.NONE:
+        return None
+    seen: list[Any] = [parts.config._attn_implementation]
+    ends: list[tuple[nn.Module | None, type]] = [
+        (parts.embed, nn.Embedding),
+        (parts.norm, modeling_llama.LlamaRMSNorm),
+        (parts.rotary, modeling_llama.LlamaRotaryEmbedding),
+        (parts.head, nn.Linear),
     ]
-    for layer in base.layers:
+    modules: list[tuple[nn.Module, type]] = [(module, expected) for module, expected in ends if module is not None]
+    for layer in parts.layers:
+        if type(layer) is not modeling_llama.LlamaDecoderLayer or layer.training:
+            return None
         attn, mlp = layer.self_attn, layer.mlp
         modules += [
             (layer, modeling_llama.LlamaDecoderLayer),
@@ -274,8 +364,16 @@ def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
                 if type(parameter) is not nn.Parameter:  # quantised or sharded: has a mind of its own
                     return None
                 seen.append((parameter.data_ptr(), parameter.dtype))
-    seen.append(base.rotary_emb.inv_freq.data_ptr())
+    if parts.rotary is not None:
+        seen.append(parts.rotary.inv_freq.data_ptr())
     return tuple(seen)
+
+
+def _plain(parts: Parts) -> bool:
+    """Whether ``_Flat`` knows the arithmetic: sdpa, no biases."""
+    linears = [(layer.self_attn.q_proj, layer.mlp.up_proj) for layer in parts.layers[:1]]
+    biased = any(linear.bias is not None for pair in linears for linear in pair)
+    return mask_kind(parts.config) is MaskKind.SDPA and not biased and getattr(parts.head, "bias", None) is None
 
 
 def _patched(module: nn.Module) -> bool:
@@ -298,10 +396,10 @@ def _choose(model: PreTrainedModel, cache: RowCache) -> _Ordinary | _Walk | _Fla
     ordinary = _Ordinary(model, signature)
     if signature is None or (model.device.type == "cpu" and model.num_parameters() > _WALK_UP_TO):
         return ordinary
-    candidates: list[Callable[[], _Walk | _Flat]] = [lambda: _Walk(model, signature)]
-    attn, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    if mask_kind(model.config) is MaskKind.SDPA and attn.q_proj.bias is None and mlp.up_proj.bias is None:
-        candidates.insert(0, lambda: _Flat(model, signature))
+    parts = Parts.of(model)
+    candidates: list[Callable[[], _Walk | _Flat]] = [lambda: _Walk(parts, signature)]
+    if _plain(parts):
+        candidates.insert(0, lambda: _Flat(parts, signature))
     with torch.inference_mode():
         expected = _probe(ordinary, model, cache)
         for candidate in candidates:
@@ -318,3 +416,74 @@ def _probe(call: _Ordinary | _Walk | _Flat, model: PreTrainedModel, like: RowCac
     logits = [call(ids[:, :6], scratch, 2), call(ids[:, 6:9], scratch, 3), call(ids[:, 9:10], scratch, 1)]
     scratch.truncate([10, 7])
     return [*logits, call(ids[:, 10:13], scratch, 2), call(ids[:, 13:14], scratch, 1)]
+
+
+class Section:
+    """Some parts of a model, called in the cheapest way that gives bit for bit what its own modules give.
+
+    These are any LLaMA-family modules; plain ones go the way that :func:`forward` goes, after the same kind of probe. What they are is looked
+    at in :meth:`open`, when a sequence begins. The results are inference tensors, and what is handed in stays as it is.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._modules = _Walk(parts, None, tabled=False)
+        self._call: _Walk | _Flat | None = None
+
+    def open(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Choose the way, if the modules are others than before; ``dtype``, ``device``: theirs."""
+        signature = _signature_of_parts(self.parts)
+        if self._call is None or self._call.signature != signature:
+            self._call = self._choose(signature, dtype, torch.device(device))
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``tokens [rows, q]`` to ``[rows, q, H]``."""
+        with torch.inference_mode():
+            return self._way(tokens).embedded(tokens)
+
+    def through(self, hidden: torch.Tensor, cache: RowCache, see: See | None = None) -> torch.Tensor:
+        """``hidden [rows, q, H]`` through the layers, as long; ``cache``, of ``parts.cache_config()``, grows by ``q``."""
+        with torch.inference_mode():
+            return self._way(hidden, cache).through(hidden, cache, see)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden [rows, q, H]`` to ``[rows, q, vocabulary]``."""
+        with torch.inference_mode():
+            return self._way(hidden).scored(hidden, hidden.shape[1])
+
+    def _way(self, given: torch.Tensor, cache: RowCache | None = None) -> _Walk | _Flat:
+        # Autocast changes what the modules do, for as long as it lasts; lengths on the device are not for the walks.
+        by_rows = cache is not None and cache.by_rows
+        if self._call is None or by_rows or torch.is_autocast_enabled(given.device.type):
+            return self._modules
+        return self._call
+
+    def _choose(self, signature: tuple[Any, ...] | None, dtype: torch.dtype, device: torch.device) -> _Walk | _Flat:
+        parts, modules = self.parts, _Walk(self.parts, signature, tabled=False)
+        size = sum(p.numel() for layer in parts.layers for p in layer.parameters())
+        if signature is None or not _plain(parts) or (device.type == "cpu" and size > _WALK_UP_TO):
+            return modules
+        with torch.inference_mode():
+            flat = _Flat(parts, signature)
+            expected, got = (_probe_parts(call, dtype, device) for call in (modules, flat))
+        return flat if all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) else modules
+
+
+def _probe_parts(call: _Walk | _Flat, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """What the parts make of a prefill, a block and a single token; level and ragged."""
+    parts, out = call.parts, []
+    width = parts.config.hidden_size
+    values = torch.randn((2, 16, width), generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
+    if parts.embed is not None:
+        ids = (torch.arange(2 * 16, device=device).view(2, 16) * 7919 + 11) % parts.config.vocab_size
+        values = call.embedded(ids)
+        out.append(values)
+    if parts.layers:
+        scratch = RowCache(parts.cache_config(), 2, 16, dtype=dtype, device=device)
+        left = [call.through(values[:, :6], scratch), call.through(values[:, 6:9], scratch)]
+        left.append(call.through(values[:, 9:10], scratch))
+        scratch.truncate([10, 7])
+        out += [*left, call.through(values[:, 10:13], scratch), call.through(values[:, 13:14], scratch)]
+    if parts.head is not None:
+        out += [call.scored(values[:, :6], 2), call.scored(values[:1, :1], 1), call.scored(values[:, :1], 1)]
+    return out

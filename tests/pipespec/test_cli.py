@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from bench import bench_cpu
+from bench import bench_cpu, bench_spd
 from pipespec.cli import main
+from pipespec.demo import family_path
 from pipespec.demo import run as demo_run
 from pipespec.demo.comparison import Comparison, Family, Result, cells
 from pipespec.observe.text import TextStream
 from pipespec.pipeline import Pipeline
+from pipespec.spd import SpeculativePipeline
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, uniform_stages
 from tests.conftest import noisy, random_llama
 
 
@@ -315,6 +319,63 @@ def test_demo(family, capsys):
     assert "three models at once" in out
     assert "workers, small + medium" in out
     assert "Every row generated the same text" in out
+
+
+@pytest.fixture(scope="module")
+def staged(family) -> Path:
+    """The same folder with a draft module for the target in two stages."""
+    target = Family.load(family).target
+    config = DraftModuleConfig.for_target(target, uniform_stages(target.config.num_hidden_layers, 2))
+    DraftModule.of_target(target, config).save(family / "module")
+    return family
+
+
+SPD_DEMO = ["demo", "--system", "spd", "--quick", "--new-tokens", "6", "--family"]
+
+
+def test_demo_of_stages(staged, capsys):
+    assert main([*SPD_DEMO, str(staged)]) == 0
+    out = capsys.readouterr().out
+    assert "one model in 2 stages" in out
+    assert "drafts by ModuleDrafter" in out
+    prompt, tokens, cycles, *_, identical = out[out.index("identical text") :].splitlines()[1].split()
+    assert (prompt, tokens, identical) == ("1", "6", "yes")
+    assert 5 < int(cycles) <= 10  # the prefill gives the first token; a cycle per token, or two
+    assert "Every text was generate()'s" in out
+
+
+def test_demo_of_stages_fails_where_a_text_differs(staged, capsys, monkeypatch):
+    def changed(self, *args, **kwargs):
+        out = right(self, *args, **kwargs)
+        out[0, -1] += 1
+        return out
+
+    right = SpeculativePipeline.generate
+    monkeypatch.setattr(SpeculativePipeline, "generate", changed)
+    assert main([*SPD_DEMO, str(staged)]) == 1
+    assert "NOT every text" in capsys.readouterr().out
+
+
+def test_demo_of_stages_without_a_module(family, tmp_path, capsys):
+    shutil.copytree(family / "target", tmp_path / "target")
+    assert main([*SPD_DEMO, str(tmp_path)]) == 2
+    assert "holds no draft module" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_benchmark_of_stages(tmp_path, capsys):
+    file = tmp_path / "spd.json"
+    arguments = ["--quick", "--new-tokens", "6", "--threads", "1", "--ranks", "2", "--json", str(file)]
+    assert bench_spd.main(arguments) == 0
+    found = json.loads(file.read_text())
+    assert {row["ranks"] for row in found["rows"]} == {0, 2}
+    for row in found["rows"]:
+        assert row["identical"] == row["runs"] == 1
+        assert row["tokens"] == 6
+        assert 5 <= row["cycles"] <= 5 + (row["stages"] - 1) * (1 + row["flushes"])
+        assert row["law_speedup"] > 0
+    assert str(family_path("target").parent) not in json.dumps(found)
+    assert "n-gram, n = 2, 2 ranks" in capsys.readouterr().out
 
 
 def test_demo_fails_where_a_text_differs(family, capsys, monkeypatch):

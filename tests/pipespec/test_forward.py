@@ -1,6 +1,7 @@
 """Calling a model: every way gives bit for bit what the model itself gives; and what is asked of transformers."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 from pipespec import compat
 from pipespec import forward as forward_module
 from pipespec.cache import RowCache
-from pipespec.forward import forward
+from pipespec.forward import Parts, Section, forward
 
 VOCAB = 101
 
@@ -255,6 +256,95 @@ def test_autocast_is_honoured(ids):
         assert torch.equal(forward(model, ids[:2, :9], cache, keep=9)[:1], wanted[:1])
         cache.truncate([9, 4])
         forward(model, ids[:2, 9:11], cache, keep=1)
+
+
+# --- parts of a model ------------------------------------------------------------------------------------------------
+
+
+def sections(model, cuts=(1,)):
+    """Embedding and first layers, the layers behind each of ``cuts``, norm and head."""
+    whole = Parts.of(model)
+    bounds = [0, *cuts, len(whole.layers)]
+    ranges = list(itertools.pairwise(bounds))
+    spans = [
+        Parts(model.config, whole.layers[a:b], a, whole.rotary, whole.embed if a == 0 else None) for a, b in ranges
+    ]
+    out = [Section(parts) for parts in (*spans, Parts(model.config, norm=whole.norm, head=whole.head))]
+    for section in out:
+        section.open(model.dtype, model.device)
+    return out
+
+
+def ways(model_sections):
+    return {type(section._call).__name__ for section in model_sections}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sections_are_bit_identical_to_the_model(name, ids):
+    model = make_model(**MODELS[name][0])
+    *spans, head = sections(model, (1, 2))
+    caches = [RowCache(s.parts.cache_config(), 3, 64, dtype=model.dtype, device=model.device) for s in spans]
+    whole = RowCache.for_model(model, 3, 64)
+    for q, lengths in ((12, [0, 0, 0]), (1, [12, 3, 7]), (4, [13, 4, 8]), (1, [15, 5, 9])):
+        tokens, seen = ids[:, lengths[0] : lengths[0] + q], {}
+        for cache in (*caches, whole):
+            cache.truncate(lengths)
+        with torch.no_grad():
+            options = {"attention_mask": whole.mask(q), "position_ids": whole.positions(q), "past_key_values": whole}
+            wanted = model(tokens, output_hidden_states=True, **options)
+        hidden = entered = spans[0].embedded(tokens)
+        for span, cache in zip(spans, caches, strict=True):
+            before = hidden.clone()
+            after = span.through(hidden, cache, seen.__setitem__)
+            assert torch.equal(hidden, before)
+            hidden = after
+        assert torch.equal(head.logits(hidden), wanted.logits)
+        streams = [entered, *(seen[k] for k in (1, 2, 3))]
+        for ours, theirs in zip(streams[:-1], wanted.hidden_states, strict=False):  # the last of theirs is normed
+            assert torch.equal(ours, theirs)
+        assert streams[-1] is not streams[-2]
+    # The flat walk is for plain parts, and where a layer has what it does not know, the head may still be plain.
+    expected = {"_Flat"} if MODELS[name][1] == "_Flat" else {"_Walk", "_Flat"} if name == "biases" else {"_Walk"}
+    assert ways([*spans, head]) == expected
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changed_parts_are_noticed_when_the_next_sequence_begins(change, ids):
+    model = make_model()
+    *spans, head = sections(model)
+    assert ways([*spans, head]) == {"_Flat"}
+    change(model)
+    for section in (*spans, head):
+        section.open(model.dtype, model.device)
+    hidden = spans[0].embedded(ids[:1, :9])
+    for span in spans:
+        hidden = span.through(
+            hidden, RowCache(span.parts.cache_config(), 1, 16, dtype=model.dtype, device=model.device)
+        )
+    with torch.no_grad():
+        # A hook on the whole is nobody's part: pre_hook above changes nothing.
+        assert torch.equal(head.logits(hidden), model(ids[:1, :9]).logits)
+    unwalkable = change in (use_eager, hook, patch_forward, adapt)
+    assert ("_Walk" in ways([*spans, head])) is unwalkable
+
+
+def test_parts_that_differ_in_one_bit_are_not_used(monkeypatch):
+    def off_by_a_bit(self, x, norm):
+        return torch.nextafter(right(self, x, norm), x.new_tensor(torch.inf))
+
+    right = forward_module._Flat.normed
+    monkeypatch.setattr(forward_module._Flat, "normed", off_by_a_bit)
+    assert ways(sections(make_model())) == {"_Walk"}
+
+
+def test_autocast_is_honoured_by_parts(ids):
+    model = make_model()
+    *spans, head = sections(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = spans[0].embedded(ids[:2, :9])
+        for span in spans:
+            hidden = span.through(hidden, RowCache(span.parts.cache_config(), 2, 16, dtype=model.dtype, device="cpu"))
+        assert head.logits(hidden).dtype == torch.bfloat16
 
 
 def test_query_length():

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipespec import demo
+from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule, uniform_stages
 from pipespec.spd.training import Acceptance, acceptance_along
 from tests.spd.test_training import speculative
@@ -49,3 +50,20 @@ def test_drafts_are_accepted(target: LlamaForCausalLM, module: DraftModule) -> N
             along = acceptance_along(target, module, text, [begin], [begin + 16])
             assert abs(real.accepted - along.accepted) <= 1  # a near-tie may fall either way
     assert counts.rate > FLOOR, f"{counts.accepted} of {counts.verified} drafts"
+
+
+def test_the_bundled_module_in_the_pipeline(target: LlamaForCausalLM) -> None:
+    pipe = SpeculativePipeline(
+        demo.family_path("target"), demo.draft_module_path(), stages=demo.MODULE_STAGES, dtype="float32"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(demo.family_path("target"))
+    ids = tokenizer(demo.prompts(1)[0], return_tensors="pt")["input_ids"]
+    text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+    assert torch.equal(pipe.generate(ids, max_new_tokens=40, do_sample=False), text)
+    assert pipe.report is not None
+    assert pipe.report.drafter == "ModuleDrafter"
+    # Everything goes forward()'s fast way: a probe that fails would cost half of the speed, and no test of texts would notice.
+    parts = [*(stage._section for stage in pipe._driver.stages), pipe._driver.verifier._section]
+    parts += [pipe.drafter._blocks, pipe.drafter._head]
+    assert {type(part._call).__name__ for part in parts} == {"_Flat"}
+    assert pipe.report.equivalent_accepted_length > 1.5

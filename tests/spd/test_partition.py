@@ -141,6 +141,7 @@ def run(stages: list[LayerStage], verifier: Verifier, feeds: list[torch.Tensor],
     rows = feeds[0].shape[0]
     for stage in stages:
         stage.open(rows, 9, 32)
+    verifier.open()
     out = []
     for i, feed in enumerate(feeds):
         seen, hidden = {}, feed

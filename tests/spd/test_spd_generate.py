@@ -17,6 +17,7 @@ from pipespec.planning.closed_form import spd_accepted_length, spd_tokens_per_cy
 from pipespec.spd import Drafter, SpeculativePipeline
 from pipespec.spd import partition as runtime
 from pipespec.spd.chain import ChainDrafter
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.ngram import NgramDrafter
 from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
@@ -753,10 +754,9 @@ def test_refused_before_weights_are_loaded(model, tmp_path, monkeypatch):
 
 def test_a_draft_module_from_its_folder(model, tmp_path):
     """Refused before weights are loaded where it is another's; else it drafts."""
-    modules = pytest.importorskip("pipespec.spd.draft_module")
     pipeline = SpeculativePipeline(model, "ngram", stages=2)
-    config = modules.DraftModuleConfig.for_target(model, pipeline.partition.ranges)
-    modules.DraftModule.of_target(model, config).save(tmp_path / "module")
+    config = DraftModuleConfig.for_target(model, pipeline.partition.ranges)
+    DraftModule.of_target(model, config).save(tmp_path / "module")
     model.save_pretrained(tmp_path / "target")
     for target in (model, tmp_path / "target"):
         pipeline = SpeculativePipeline(target, tmp_path / "module", stages=2)

@@ -410,8 +410,12 @@ def cells(result: Result) -> tuple[str, ...]:
 
 def format_table(results: Sequence[Result]) -> str:
     """The table as plain text."""
-    lines = [HEADER, *map(cells, results)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+    return aligned([HEADER, *map(cells, results)])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells in columns, the first one to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
             cell.rjust(w) if column else cell.ljust(w)

@@ -157,6 +157,7 @@ class SpeculativeDriver(ABC):
         self._drafts = True
         try:
             with self.clock.phase("prefill"), torch.inference_mode():
+                self.verifier.open()
                 self._guarded(self.drafter.start, prompts, max(start.limits), select)
                 self._open(rows, longest, self._most)
                 first = self._prefill(prompts, start.chunk)

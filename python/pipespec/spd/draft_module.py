@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from pipespec.cache import RowCache
 from pipespec.compat import text_config
+from pipespec.forward import Parts, Section
 from pipespec.spd.drafting import Drafter, Request, Select
 
 VERSION = 1
@@ -346,22 +347,6 @@ class DraftModule(nn.Module):
         rows: torch.Tensor = self.projections[kind](anchors[..., : kind + 1, :].flatten(-2))
         return rows
 
-    def blocks(
-        self, rows: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: RowCache | None = None
-    ) -> torch.Tensor:
-        """``rows [B, R, H]`` at ``positions [B or 1, R]`` through the blocks; ``mask`` as sdpa takes it (None: causal)."""
-        angles = self.rotary_emb(rows, position_ids=positions)
-        for layer in self.layers:
-            rows = layer(
-                rows,
-                attention_mask=mask,
-                position_embeddings=angles,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=cache is not None,
-            )
-        return rows
-
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """``[..., Vd]``, over the draft vocabulary."""
         out: torch.Tensor = self.head(self.norm(rows))
@@ -449,6 +434,8 @@ class ModuleDrafter(Drafter):
         config = module.config
         self.features = config.anchors[1:]
         weight = module.head.weight
+        self._blocks = Section(Parts(module.block_config, list(module.layers), rotary=module.rotary_emb))
+        self._head = Section(Parts(module.block_config, norm=module.norm, head=module.head))
         self._device, self._dtype = weight.device, weight.dtype
         self._column = {index: i for i, index in enumerate(self.features)}
         ids = config.vocabulary
@@ -463,6 +450,8 @@ class ModuleDrafter(Drafter):
             self._cache.reset()
         else:
             self._cache = RowCache(self.module.block_config, rows, room, dtype=self._dtype, device=self._device)
+        for section in (self._blocks, self._head):
+            section.open(self._dtype, self._device)
         self._select = select
         self._small = 2 * (n + 1)
         self._allocate(rows, self._small)
@@ -527,7 +516,7 @@ class ModuleDrafter(Drafter):
         rows = self._feed(tokens, begin, done, newest)
         last = [newest[request.row] - 1 - begin[request.row] for request in requests]
         picked = rows[[request.row for request in requests], last]
-        logits = self.module.logits(picked)
+        logits = self._head.logits(picked[:, None])[:, 0]
         if self._ids is not None:
             full = logits.new_full((len(requests), int(self.module.config.target["vocab_size"])), -torch.inf)
             logits = full.index_copy_(1, self._ids, logits)
@@ -561,7 +550,7 @@ class ModuleDrafter(Drafter):
             where, slots, columns = (torch.from_numpy(x).to(self._device) for x in (row, at % self._span, column))
             anchors = torch.cat([entered[:, None], self._held[where, slots, :kind]], dim=1)
             fused[where, columns] = module.fuse(anchors, kind)
-        out = module.blocks(fused, cache.positions(width), cache.mask(width), cache)
+        out = self._blocks.through(fused, cache)
         cache.truncate(done)
         return out
 

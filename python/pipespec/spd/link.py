@@ -58,8 +58,12 @@ class Watchdog:
         self._seen: dict[int, tuple[bytes | None, float]] = dict.fromkeys(self._others, (None, now))
         self._round = now  # when the store last answered
         self.cause: str | None = None
-        for target in (self._beat, self._watch):
-            threading.Thread(target=target, daemon=True, name=f"pipespec-{target.__name__}").start()
+        self._threads = [
+            threading.Thread(target=target, daemon=True, name=f"pipespec-{target.__name__}")
+            for target in (self._beat, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @contextmanager
     def within(self, seconds: float | None, doing: str) -> Iterator[None]:
@@ -80,6 +84,11 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stopped.set()
+
+    def join(self) -> None:
+        """After ``stop``, while the store still answers: a thread that is in the store when the interpreter ends aborts the process."""
+        for thread in self._threads:
+            thread.join(_GRACE_S)
 
     def _beat(self) -> None:
         count = 0
@@ -226,6 +235,7 @@ class Link:
             try:
                 for work, _ in self._sends:
                     work.wait()
+                self._watchdog.join()
                 self._store.set(f"bye/{self.rank}", "+")
                 self._hold_store("bye")
             except RuntimeError:  # somebody is gone, just as we go

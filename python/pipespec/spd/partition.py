@@ -6,7 +6,6 @@ the last stage. A residual stream is named by its HuggingFace index: 0 is the em
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from transformers.utils import cached_file
 
 from pipespec.cache import RowCache
 from pipespec.checks import check_architecture
+from pipespec.forward import Parts, Section
 
 _FIRST_ROOM = 1024
 """New tokens for which a cache has room at first; then its room doubles."""
@@ -167,18 +167,6 @@ def check_target(model: PreTrainedModel) -> None:
 # ---- what a stage computes
 
 
-class _Own:
-    """A stage's cache as its layers see it: they go on counting from the whole model's first."""
-
-    def __init__(self, cache: RowCache, first: int) -> None:
-        self._cache, self._first = cache, first
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.update(keys, values, layer - self._first)
-
-
 class LayerStage:
     """Consecutive layers of a model (its own modules, nothing is copied), with the keys and values of these layers only.
 
@@ -191,7 +179,8 @@ class LayerStage:
     def __init__(
         self, layers: Sequence[nn.Module], first: int, config: Any, rotary: nn.Module, embed: nn.Module | None
     ) -> None:
-        self.layers, self.first, self.config, self.rotary, self.embed = list(layers), first, config, rotary, embed
+        self.layers, self.first, self.config, self.embed = list(layers), first, config, embed
+        self._section = Section(Parts(config, self.layers, first, rotary, embed))
         weight = next(self.layers[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self._cache: RowCache | None = None
@@ -217,12 +206,10 @@ class LayerStage:
         self._most = most
         if self._cache is None or not self._cache.fits(rows, capacity) or not self._matches(self._cache):
             self._cache = None  # before the new one is allocated
-            config = copy.copy(self.config)
-            config.num_hidden_layers = len(self.layers)
-            if getattr(config, "layer_types", None):
-                config.layer_types = config.layer_types[self.first : self.first + len(self.layers)]
+            config = self._section.parts.cache_config()
             self._cache = RowCache(config, rows, capacity, dtype=self.dtype, device=self.device)
         self._cache.reset()
+        self._section.open(self.dtype, self.device)
 
     def _matches(self, cache: RowCache) -> bool:
         weight = next(self.layers[0].parameters())
@@ -246,59 +233,46 @@ class LayerStage:
         need = cache.get_seq_length() + fed.shape[1]
         if need > cache.capacity:
             cache.reserve(max(need, min(2 * cache.capacity, self._most)))
-        hidden: torch.Tensor = fed.to(self.device)
+        hidden = fed.to(self.device)
         if self.embed is not None:
-            hidden = self.embed(hidden)
+            hidden = self._section.embedded(hidden)
             if see is not None:
                 see(0, hidden)
-        return self._forward(hidden, see)
-
-    def _forward(self, hidden: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
-        cache, q = self.cache, hidden.shape[1]
-        mask, positions = cache.mask(q), cache.positions(q)
-        angles = self.rotary(hidden, position_ids=positions)
-        own = _Own(cache, self.first)
-        for i, layer in enumerate(self.layers, self.first + 1):
-            hidden = layer(
-                hidden,
-                attention_mask=mask,
-                position_embeddings=angles,
-                position_ids=positions,
-                past_key_values=own,
-                use_cache=True,
-            )
-            if see is not None:
-                see(i, hidden)
-        return hidden
+        return self._section.through(hidden, cache, see)
 
 
 class Verifier:
     """Final norm and LM head: from what the last stage leaves to logits."""
 
-    def __init__(self, norm: nn.Module, head: nn.Module) -> None:
-        self.norm, self.head = norm, head
+    def __init__(self, norm: nn.Module, head: nn.Module, config: Any) -> None:
+        self.head = head
+        self._section = Section(Parts(config, norm=norm, head=head))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Verifier:
-        return cls(model.model.norm, model.get_output_embeddings())
+        return cls(model.model.norm, model.get_output_embeddings(), model.config)
+
+    def open(self) -> None:
+        """A call begins: look at what norm and head are."""
+        weight = next(self.head.parameters())
+        self._section.open(weight.dtype, weight.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden [..., H]``: residual stream L. Returns ``[..., V]``."""
-        out: torch.Tensor = self.head(self.norm(hidden.to(next(self.head.parameters()).device)))
-        return out
+        """``hidden [rows, q, H]``: residual stream L. Returns ``[rows, q, V]``."""
+        return self._section.logits(hidden.to(next(self.head.parameters()).device))
 
 
 def layer_seconds(model: PreTrainedModel, repeats: int = 7, context: int = 64) -> list[float]:
     """Measured seconds of each layer for one new token of one row behind ``context`` others; medians of ``repeats``."""
-    alone = Partition((1,) * model.config.num_hidden_layers)
+    base = model.model
     hidden = torch.randn(
         (1, context, model.config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu"
     ).to(model.device, model.dtype)
     out = []
     with torch.inference_mode():
-        for s in range(alone.stages):
-            stage = LayerStage.of(model, alone, s)
-            stage.embed = None  # it is fed hidden states like the others
+        for number in range(model.config.num_hidden_layers):
+            # Without the embedding the first one, too, is fed hidden states.
+            stage = LayerStage([base.layers[number]], number, model.config, base.rotary_emb, None)
             stage.open(1, context, context + 1)
             stage.step(hidden, [0])
             took = []

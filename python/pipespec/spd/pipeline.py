@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from pipespec.loading import load_model
 from pipespec.pipeline import BasePipeline
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
+from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.ngram import NgramDrafter
 from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of
@@ -60,8 +60,9 @@ class SpeculativePipeline(BasePipeline):
         if isinstance(target, (str, Path)):  # before any weight is loaded
             layers = load_skeleton(target).config.num_hidden_layers
             found = cut(layers, stages, lambda: [1.0] * layers)
-            if module_config(drafter) is not None and not isinstance(stages, str):
-                module_config(drafter).require(target, found.ranges)
+            config = module_config(drafter)
+            if config is not None and not isinstance(stages, str):
+                config.require(target, found.ranges)
         model = load_model(target, **options)
         check_target(model)
         self.partition = partition_of(model, stages)
@@ -95,15 +96,11 @@ def run(generation: Generation, driver: SpeculativeDriver, schedule: str) -> Spe
     )
 
 
-def module_config(drafter: Any) -> Any:
+def module_config(drafter: Any) -> DraftModuleConfig | None:
     """The configuration of the draft module that lies at the path ``drafter``; None where it is no path of one."""
-    if isinstance(drafter, (str, Path)) and Path(drafter, "draft_module.json").is_file():
-        return _modules().DraftModuleConfig.load(drafter)
+    if isinstance(drafter, (str, Path)) and Path(drafter, CONFIG_FILE).is_file():
+        return DraftModuleConfig.load(drafter)
     return None
-
-
-def _modules() -> Any:
-    return import_module("pipespec.spd.draft_module")  # here, for few need it
 
 
 def resolve_drafter(
@@ -115,11 +112,11 @@ def resolve_drafter(
     """
     if module_config(drafter) is not None:
         whole = given_target if isinstance(given_target, (str, Path)) else target
-        module = _modules().DraftModule.load(
+        module = DraftModule.load(
             drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=target.device
         )
         check_chain([target], [given_target])
-        return _modules().ModuleDrafter(module, target.get_input_embeddings()), []
+        return ModuleDrafter(module, target.get_input_embeddings()), []
     given: list[Any] = []
     if isinstance(drafter, (PreTrainedModel, Path)) or (isinstance(drafter, str) and drafter != "ngram"):
         given = [drafter]

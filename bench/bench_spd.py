@@ -1,0 +1,464 @@
+"""Speculative pipeline decoding on this CPU, against plain decoding: what is drafted and accepted, what it takes, and what the law says.
+
+Measure, and put the result where it belongs::
+
+    python -m bench.bench_spd --json bench/results/spd.json --docs docs/spd.md
+
+The bundled target in stages, on held-out prompts, greedily, in fp32; every drafter there is, in one process with all cores, and on
+ranks (torchrun, gloo) with one thread each. ``--quick`` shows that it runs. Plain decoding is our own (``schedule="plain"``), which is
+faster than ``generate()``; a row of ranks is compared with as many threads as it has ranks, at most one per core.
+
+T is a token's time in plain decoding, c what a cycle takes beyond T/n; both are measured on prompts of their own, and the law's speed-up
+follows from them and the measured acceptance. The simulation gets the measured times of the parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.bench_cpu import replace_table
+from pipespec import Pipeline
+from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, prompts
+from pipespec.demo.comparison import Family, machine
+from pipespec.planning.closed_form import spd_accepted_length, spd_speedup, spd_tokens_per_cycle
+from pipespec.planning.simulator import simulate_spd
+from pipespec.progress import quiet_transformers, say, working
+from pipespec.spd import RanksPipeline, SpeculativePipeline
+from pipespec.spd.draft_module import DraftModuleConfig
+from pipespec.spd.report import PHASES, SpeculativeReport
+
+_CALIBRATION = 2
+_SIMULATIONS = 16
+_TIMEOUT_S = 60.0
+
+
+class Setting(NamedTuple):
+    """``drafter``: as :class:`SpeculativePipeline` takes it, models as paths. ``ranks``: 0 for one process."""
+
+    label: str
+    drafter: Any
+    stages: int | tuple[int, ...]
+    ranks: int = 0
+
+
+@dataclass
+class Calls:
+    """Some calls of one setting, summed. ``outputs``: prompt and text of each, as token ids."""
+
+    outputs: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    parallel_seconds: float = 0.0
+    last_stage_seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    verified: int = 0
+    cycles: int = 0
+    checked: int = 0
+    accepted: int = 0
+    flushes: int = 0
+
+    def add(self, output: torch.Tensor, report: SpeculativeReport) -> None:
+        self.outputs.append(output[0].tolist())
+        for name in ("seconds", "parallel_seconds", "verified", "cycles", "checked", "accepted", "flushes"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+        for name, seconds in report.phases.items():
+            self.phases[name] += seconds
+        self.last_stage_seconds += report.stage_seconds[-1]
+
+    @property
+    def decided(self) -> int:
+        """Tokens that cycles have decided on; the prefill gives the first of each text."""
+        return self.verified - len(self.outputs)
+
+    @property
+    def decoding(self) -> float:
+        """Seconds of all but the prefill."""
+        return self.seconds - self.phases["prefill"]
+
+
+@dataclass
+class Plain:
+    """The same of plain decoding, by prompt. ``step``: seconds per token behind the first, over all of them."""
+
+    threads: int
+    outputs: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    decoding: float = 0.0
+    decided: int = 0
+
+    @property
+    def step(self) -> float:
+        return self.decoding / self.decided
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting, measured; medians over the repeats, counts of the first. ``None``: does not apply.
+
+    ``speedup``, ``law_speedup``: over plain decoding, prefill aside; ``ratio``: with it. ``step_ms``, ``cost_ms``: T and c of the law.
+    ``simulated_seconds``, ``simulated_parallel_seconds``: of decoding, on one device and with everything at once; ``decoding_seconds``,
+    ``parallel_seconds`` are what they predict.
+    """
+
+    label: str
+    stages: int
+    ranks: int
+    threads: int
+    plain_threads: int
+    tokens: int
+    cycles: int
+    drafts: int
+    accepted: int
+    flushes: int
+    acceptance: float
+    tokens_per_cycle: float
+    law_tokens_per_cycle: float
+    accepted_length: float
+    law_accepted_length: float
+    seconds: float
+    decoding_seconds: float
+    tokens_per_second: float
+    ratio: float
+    speedup: float
+    law_speedup: float
+    step_ms: float
+    cost_ms: float
+    phases_ms: dict[str, float]
+    simulated_seconds: float | None
+    parallel_seconds: float | None
+    simulated_parallel_seconds: float | None
+    identical: int
+    runs: int
+
+
+def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iterator[Setting]:
+    """All that is measured."""
+    medium, small = str(family_path("medium")), str(family_path("small"))
+    trained = {DraftModuleConfig.load(folder).stages: str(folder) for folder in modules}
+    for spans, folder in trained.items():
+        yield Setting(f"module, n = {len(spans)}", folder, tuple(end - begin for begin, end in spans))
+    if not quick:
+        yield Setting("one stage, nothing drafted", "ngram", 1)
+    for n in (MODULE_STAGES,) if quick else (2, MODULE_STAGES):
+        yield Setting(f"n-gram, n = {n}", "ngram", n)
+    yield Setting(f"chain of medium, n = {MODULE_STAGES}", [medium], MODULE_STAGES)
+    if not quick:
+        yield Setting(f"chain of small, n = {MODULE_STAGES}", [small], MODULE_STAGES)
+        yield Setting(f"chain of small + medium, n = {MODULE_STAGES}", [small, medium], MODULE_STAGES)
+    for world in ranks:
+        for spans, folder in trained.items():
+            if len(spans) in (world - 1, world):
+                yield Setting(f"module, n = {len(spans)}, {world} ranks", folder, tuple(e - b for b, e in spans), world)
+        if world <= 3:
+            yield Setting(f"n-gram, n = 2, {world} ranks", "ngram", 2, world)
+            if not quick:
+                yield Setting(f"chain of small, n = 2, {world} ranks", [small], 2, world)
+
+
+# ---- measuring
+
+
+def measure_plain(family: Family, ids: list[torch.Tensor], new_tokens: int, threads: int) -> Plain:
+    torch.set_num_threads(threads)
+    out = Plain(threads)
+    pipe = Pipeline(family.target, schedule="plain")
+    for prompt in ids:
+        output = pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
+        report = pipe.report
+        assert report is not None
+        out.outputs.append(output[0].tolist())
+        out.seconds += report.seconds
+        out.decoding += report.seconds - report.seconds_to_first_token
+        out.decided += report.tokens - 1
+    return out
+
+
+def measure(pipe: SpeculativePipeline | RanksPipeline, ids: list[torch.Tensor], new_tokens: int) -> Calls:
+    calls = Calls()
+    for prompt in ids:
+        output = pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
+        assert pipe.report is not None
+        calls.add(output, pipe.report)
+    return calls
+
+
+def measure_ranks(setting: Setting, work: dict[str, Any]) -> list[Calls]:
+    """The same calls by torchrun: the warm-up and calibration, and each repeat."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder, "job.json"), Path(folder, "result.json")
+        stages = list(setting.stages) if isinstance(setting.stages, tuple) else setting.stages
+        job.write_text(json.dumps(work | {"drafter": setting.drafter, "stages": stages, "result": str(result)}))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(setting.ranks), "-m", "bench.bench_spd", "--rank", str(job)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{setting.label}: torchrun ended with {done.returncode}:\n{done.stderr}")
+        return [Calls(**record) for record in json.loads(result.read_text())]
+
+
+def rank(job: Path) -> None:
+    """What each rank runs."""
+    torch.set_num_threads(1)
+    work = json.loads(job.read_text())
+    options = {"stages": work["stages"], "timeout_s": _TIMEOUT_S, "dtype": torch.float32}
+    with quiet_transformers(), RanksPipeline(work["target"], work["drafter"], **options) as pipe:
+        if not pipe.is_controller:
+            pipe.serve()
+            return
+        calibration, prompts_ = ([torch.tensor([p]) for p in work[name]] for name in ("calibration", "prompts"))
+        new_tokens = work["new_tokens"]
+        measure(pipe, calibration[:1], min(8, new_tokens))
+        found = [measure(pipe, calibration, new_tokens)]
+        found += [measure(pipe, prompts_, new_tokens) for _ in range(work["repeats"])]
+        Path(work["result"]).write_text(json.dumps([asdict(calls) for calls in found]))
+
+
+def row(
+    setting: Setting,
+    calibrated: Calls,
+    repeats: list[Calls],
+    fitted: dict[int, Plain],
+    plain: dict[int, list[Plain]],
+    threads: int,
+    plain_threads: int,
+) -> Row:
+    """``fitted``, ``calibrated``: on the prompts of the calibration; ``fitted``, ``plain``: by threads.
+
+    ``threads``: of each process, on which T is that of a plain token, and whose text it must be; ``plain_threads``: of what it is compared with.
+    """
+    n = setting.stages if isinstance(setting.stages, int) else len(setting.stages)
+    first = repeats[0]
+    a = first.accepted / first.checked if first.checked else 0.0
+    step, rivals = fitted[threads].step, plain[plain_threads]
+    cost = max(0.0, calibrated.decoding / calibrated.cycles - step / n)
+    simulated = together = parallel = None
+    if not setting.ranks:
+        # Equal stages: the last one runs in no other cycles than those that decide on a token.
+        stage = median(c.last_stage_seconds / c.decided for c in repeats)
+        draft = median(c.phases["draft"] / c.cycles for c in repeats)
+        fixed = median((c.phases["verify"] + c.phases["other"]) / c.cycles for c in repeats)
+
+        def simulation(shared: bool) -> float:
+            parts: dict[str, Any] = {"draft_s": draft, "cycle_s": fixed, "shared": shared}
+            runs = [simulate_spd([stage] * n, a, first.decided, seed=seed, **parts) for seed in range(_SIMULATIONS)]
+            return fmean(run.seconds for run in runs)
+
+        simulated, together = simulation(True), simulation(False)
+        parallel = median(c.parallel_seconds - c.phases["prefill"] for c in repeats)
+    seconds, decoding = median(c.seconds for c in repeats), median(c.decoding for c in repeats)
+    return Row(
+        label=setting.label,
+        stages=n,
+        ranks=setting.ranks,
+        threads=threads,
+        plain_threads=plain_threads,
+        tokens=first.verified,
+        cycles=first.cycles,
+        drafts=first.checked,
+        accepted=first.accepted,
+        flushes=first.flushes,
+        acceptance=a,
+        tokens_per_cycle=first.decided / first.cycles,
+        law_tokens_per_cycle=spd_tokens_per_cycle(a, n),
+        accepted_length=n * first.decided / first.cycles,
+        law_accepted_length=spd_accepted_length(a, n),
+        seconds=seconds,
+        decoding_seconds=decoding,
+        tokens_per_second=first.verified / seconds,
+        ratio=median(p.seconds / c.seconds for p, c in zip(rivals, repeats, strict=True)),
+        speedup=median(p.decoding / c.decoding for p, c in zip(rivals, repeats, strict=True)),
+        law_speedup=spd_speedup(a, n, step, cost) * fitted[plain_threads].step / step,
+        step_ms=step * 1e3,
+        cost_ms=cost * 1e3,
+        phases_ms={
+            name: 1e3 * median(c.phases[name] / (len(c.outputs) if name == "prefill" else c.cycles) for c in repeats)
+            for name in PHASES
+        },
+        simulated_seconds=simulated,
+        parallel_seconds=parallel,
+        simulated_parallel_seconds=together,
+        identical=sum(o == r for c in repeats for o, r in zip(c.outputs, plain[threads][0].outputs, strict=True)),
+        runs=sum(len(c.outputs) for c in repeats),
+    )
+
+
+def record(args: argparse.Namespace) -> dict[str, Any]:
+    """A new measurement."""
+    all_threads = args.threads
+    texts = prompts(args.prompts + _CALIBRATION)
+    with quiet_transformers():
+        with working("loading the models"):
+            family = Family.load()
+        ids = [family.encode(text) for text in texts]
+        calibration, measured = ids[args.prompts :], ids[: args.prompts]
+        every = list(settings([draft_module_path(), *args.module], args.quick, args.ranks))
+        local = [s for s in every if not s.ranks]
+        threads = sorted({all_threads, 1, *(min(all_threads, s.ranks) for s in every if s.ranks)}, reverse=True)
+        torch.set_num_threads(all_threads)
+        pipes = [SpeculativePipeline(family.target, s.drafter, stages=s.stages, dtype=torch.float32) for s in local]
+        say("warming up and calibrating")
+        fitted, plain = {}, {t: [] for t in threads}
+        for t in threads:
+            measure_plain(family, calibration[:1], 8, t)
+            fitted[t] = measure_plain(family, calibration, args.new_tokens, t)
+        torch.set_num_threads(all_threads)
+        for pipe in pipes:
+            measure(pipe, calibration[:1], 8)
+        calibrated = [measure(pipe, calibration, args.new_tokens) for pipe in pipes]
+        found: list[list[Calls]] = [[] for _ in pipes]
+        for repeat in range(args.repeats):
+            say(f"one process: repeat {repeat + 1} of {args.repeats}")
+            for t in threads:
+                plain[t].append(measure_plain(family, measured, args.new_tokens, t))
+            torch.set_num_threads(all_threads)
+            for pipe, calls in zip(pipes, found, strict=True):
+                calls.append(measure(pipe, measured, args.new_tokens))
+        rows = [
+            row(s, known, calls, fitted, plain, all_threads, all_threads)
+            for s, known, calls in zip(local, calibrated, found, strict=True)
+        ]
+        work = {
+            "target": str(family_path("target")),
+            "calibration": [p[0].tolist() for p in calibration],
+            "prompts": [p[0].tolist() for p in measured],
+            "new_tokens": args.new_tokens,
+            "repeats": args.repeats,
+        }
+        for s in (s for s in every if s.ranks):
+            say(s.label)
+            known, *calls = measure_ranks(s, work)
+            rows.append(row(s, known, calls, fitted, plain, 1, min(all_threads, s.ranks)))
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine() | {"load_average": [round(x, 2) for x in os.getloadavg()]},
+        "threads": all_threads,
+        "dtype": "float32",
+        "prompts": args.prompts,
+        "new_tokens": args.new_tokens,
+        "repeats": args.repeats,
+        "plain": [
+            {
+                "threads": t,
+                "tokens_per_second": median((p.decided + len(p.outputs)) / p.seconds for p in plain[t]),
+                "step_ms": median(p.step for p in plain[t]) * 1e3,
+            }
+            for t in threads
+        ],
+        "rows": [asdict(r) for r in rows],
+    }
+
+
+# ---- showing
+
+HEADER = (
+    "", "a", "tokens/cycle (law)", "accepted length (law)", "tokens/s", "vs plain", "decoding (law)",
+    "c ms", "draft / stages / verify / other ms per cycle", "simulated s (measured)", "at once s (measured)", "identical",
+)  # fmt: skip
+
+
+def cells(r: Row) -> tuple[str, ...]:
+    """A row under :data:`HEADER`; in brackets what is compared."""
+
+    def both(one: float | None, other: float | None) -> str:
+        return "-" if one is None or other is None else f"{one:.2f} ({other:.2f})"
+
+    return (
+        r.label,
+        f"{r.acceptance:.3f}",
+        both(r.tokens_per_cycle, r.law_tokens_per_cycle),
+        both(r.accepted_length, r.law_accepted_length),
+        f"{r.tokens_per_second:.1f}",
+        f"{r.ratio:.2f}x",
+        f"{r.speedup:.2f}x ({r.law_speedup:.2f}x)",
+        f"{r.cost_ms:.2f}",
+        " / ".join(f"{r.phases_ms[name]:.2f}" for name in PHASES if name != "prefill"),
+        both(r.simulated_seconds, r.decoding_seconds if r.simulated_seconds else None),
+        both(r.simulated_parallel_seconds, r.parallel_seconds),
+        f"{r.identical}/{r.runs}",
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As Markdown."""
+    lines = ["| " + " | ".join(line) + " |" for line in (HEADER, *map(cells, rows))]
+    lines.insert(1, "|---" + "|---:" * (len(HEADER) - 1) + "|")
+    return "\n".join(lines)
+
+
+def summary(found: dict[str, Any]) -> str:
+    m = found["machine"]
+    plain = ", ".join(f"{p['tokens_per_second']:.1f} tokens/s with {p['threads']} threads" for p in found["plain"])
+    return (
+        f"Plain decoding: {plain}. Medians of {found['repeats']} repeats over {found['prompts']} held-out prompts, {found['new_tokens']} tokens "
+        f"each, greedy, fp32. {m['cpu']}, {m['cores']} cores; one process: {found['threads']} threads, ranks: one each. torch {m['torch']}, "
+        f"transformers {m['transformers']}, Python {m['python']}. Load average {m['load_average'][0]}. Measured {found['when'][:10]}."
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("bench_spd", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few prompts, short texts, fewer drafters")
+    parser.add_argument("--prompts", type=int, metavar="N", help="held-out function heads (4; quick: 1)")
+    parser.add_argument("--new-tokens", type=int, metavar="T", help="per prompt (64; quick: 24)")
+    parser.add_argument("--repeats", type=int, metavar="R", help="medians are taken over these (2; quick: 1)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="*",
+        metavar="W",
+        help="torchrun's processes (2 3 4, quick: 2; none: one process only)",
+    )
+    parser.add_argument(
+        "--module", type=Path, nargs="+", default=[], metavar="FOLDER", help="more draft modules of the bundled target"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurement there")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--threads", type=int, default=cores, metavar="T", help="of one process (all cores: %(default)s)"
+    )
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="rewrite the table between its two comments there")
+    parser.add_argument(
+        "--from", dest="earlier", type=Path, metavar="FILE", help="do not measure: show this measurement"
+    )
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.rank:
+        rank(args.rank)
+        return 0
+    sizes = (
+        {"prompts": 1, "new_tokens": 24, "repeats": 1} if args.quick else {"prompts": 4, "new_tokens": 64, "repeats": 2}
+    )
+    for name, default in sizes.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    for name in (*sizes, "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    args.ranks = ([2] if args.quick else [2, 3, 4]) if args.ranks is None else args.ranks
+    found = json.loads(args.earlier.read_text(encoding="utf-8")) if args.earlier else record(args)
+    rows = [Row(**r) for r in found["rows"]]
+    print(table(rows))
+    print(f"\n{summary(found)}")
+    if args.docs:
+        replace_table(args.docs, f"{table(rows)}\n\n{summary(found)}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(r.identical == r.runs for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

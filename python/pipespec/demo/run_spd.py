@@ -1,0 +1,136 @@
+"""``pipespec demo --system spd``: one model in stages and its draft module; the text as it comes, then what the cycles gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from pipespec.demo import draft_module_path, family_path, prompts
+from pipespec.demo.comparison import Family, aligned, describe, machine
+from pipespec.demo.run import Size
+from pipespec.loading import load_model
+from pipespec.observe.text import TextStream
+from pipespec.pipeline import Pipeline
+from pipespec.progress import quiet_transformers, say, working
+from pipespec.spd import SpeculativePipeline
+from pipespec.spd.draft_module import DraftModuleConfig
+from pipespec.spd.report import SpeculativeReport
+
+HEADER = (
+    "prompt", "tokens", "cycles", "accepted drafts", "flushes", "equivalent accepted length", "stages at once", "one after the other",
+    "identical text",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """One prompt. ``reports``, ``plain``: of each repeat, the latter in seconds; ``identical``: to ``generate()``'s text, each time."""
+
+    reports: Sequence[SpeculativeReport]
+    plain: Sequence[float]
+    identical: bool
+
+
+def cells(name: str, lines: Sequence[Line]) -> tuple[str, ...]:
+    """``lines`` together, under :data:`HEADER`. Speeds: medians over the repeats, each of the plain call next to it."""
+    first = [line.reports[0] for line in lines]
+    cycles = sum(r.cycles for r in first)
+    length = len(first[0].partition) * sum(r.verified for r in first) / cycles if cycles else float("nan")
+    repeats = range(len(lines[0].plain))
+    plain = [sum(line.plain[i] for line in lines) for i in repeats]
+    wall = [sum(line.reports[i].seconds for line in lines) for i in repeats]
+    parallel = [sum(line.reports[i].parallel_seconds for line in lines) for i in repeats]
+    return (
+        name,
+        str(sum(r.tokens for r in first)),
+        str(cycles),
+        f"{sum(r.accepted for r in first)} of {sum(r.checked for r in first)}",
+        str(sum(r.flushes for r in first)),
+        f"{length:.2f}",
+        *(f"{median(p / s for p, s in zip(plain, seconds, strict=True)):.2f}x" for seconds in (parallel, wall)),
+        "yes" if all(line.identical for line in lines) else "NO",
+    )
+
+
+def run_spd_demo(size: Size, prompt: str | None = None, folder: Path | None = None) -> bool:
+    """Show the demo on stdout, its progress on stderr; True if every text was identical to ``generate()``'s.
+
+    ``prompt``: show this text, not function heads of the standard library. ``folder``: another ``target/``, and its ``module/``.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    with quiet_transformers():
+        with working("loading the model"):
+            path = folder / "target" if folder else family_path("target")
+            module = folder / "module" if folder else draft_module_path()
+            config = DraftModuleConfig.load(module)
+            family = Family("", load_model(path, dtype=torch.float32), {}, AutoTokenizer.from_pretrained(path))
+            pipe = SpeculativePipeline(family.target, module, stages=[end - begin for begin, end in config.stages])
+        plain = Pipeline(family.target, schedule="plain")
+        with working("reading the standard library's held-out modules"):
+            texts = [prompt] if prompt else prompts(size.prompts)
+        new_tokens = min(size.new_tokens, family.room(texts))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a stage is to be compared with a core
+        try:
+            _stream(console, family, pipe, config, texts[0], min(2 * new_tokens, family.room(texts[:1])))
+            lines = []
+            for i, text in enumerate(texts):
+                say(f"measuring: prompt {i + 1} of {len(texts)}")
+                lines.append(_measure(family, pipe, plain, family.encode(text), new_tokens, size.repeats))
+        finally:
+            torch.set_num_threads(threads)
+    rows = [cells(str(i + 1), [line]) for i, line in enumerate(lines)]
+    console.print(aligned([HEADER, *rows, cells("all", lines)]), markup=False)
+    console.print(
+        f"Speeds as multiples of our own plain decoding, medians over repeats: {size.repeats}. At once: the measured times of drafter and stages "
+        "put together as if each ran on a core of its own, transfers not counted. One after the other: what it took here, where they take turns and each "
+        f"cycle reads all weights, which cannot be faster. {describe(machine() | {'threads': 1})}.",
+        markup=False,
+    )
+    if not all(line.identical for line in lines):
+        console.print("NOT every text was generate()'s: this is a bug, please report it.", style="bold red")
+        return False
+    console.print("Every text was generate()'s, token for token.", markup=False)
+    return True
+
+
+def _stream(
+    console: Console, family: Family, pipe: SpeculativePipeline, config: DraftModuleConfig, prompt: str, new_tokens: int
+) -> None:
+    """Generate for one prompt, showing the text as it is verified."""
+    decode = family.tokenizer.decode
+    stream = TextStream(
+        lambda tokens: decode(tokens, skip_special_tokens=True),
+        lambda text, _: console.print(text, end="", markup=False),
+    )
+    ids = family.encode(prompt)
+    pipe.generate(ids, max_new_tokens=1, do_sample=False)  # the first call is slow; do not show that one
+    console.rule(f"one model in {config.n} stages, a token in flight in each, a draft module beside them")
+    console.print(prompt, style="dim", end="", markup=False)
+    pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=stream)
+    console.print("\n")
+    console.print(str(pipe.report), markup=False)
+    console.rule()
+
+
+def _measure(
+    family: Family, pipe: SpeculativePipeline, plain: Pipeline, ids: torch.Tensor, new_tokens: int, repeats: int
+) -> Line:
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    text = family.target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    reports, seconds, identical = [], [], True
+    for _ in range(repeats):
+        plain.generate(ids, **options)
+        identical &= torch.equal(pipe.generate(ids, **options), text)
+        assert plain.report is not None
+        assert pipe.report is not None
+        seconds.append(plain.report.seconds)
+        reports.append(pipe.report)
+    return Line(reports, seconds, identical)
