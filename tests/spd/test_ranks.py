@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd import ranks as module
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-from pipespec.spd.ranks import RanksPipeline, ranks_of
+from pipespec.spd.ranks import RanksPipeline, own_device, ranks_of
 from tests.conftest import noisy, random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
@@ -260,6 +260,7 @@ class TooDeep(Blind):
         (3, {"stages": [1, 1]}, ValueError, "2 layers together, the model has 3"),
         (3, {"stages": "balanced:2"}, ValueError, "no rank has all layers to measure"),
         (3, {"stages": 2, "drafter": TooDeep(320)}, ValueError, "no residual stream 4"),
+        (3, {"stages": 2, "device": "meta"}, ValueError, "ranks compute on 'cpu' or 'cuda'"),
     ],
 )
 def test_what_does_not_fit(folder, no_work, monkeypatch, rank, world, options, error, match):
@@ -267,6 +268,34 @@ def test_what_does_not_fit(folder, no_work, monkeypatch, rank, world, options, e
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(error, match=match):
         RanksPipeline(folder, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_draft_module_for_another_split(folder, drafting, no_work, monkeypatch, tmp_path, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="was trained for the stages"):
+        RanksPipeline(folder, drafting, stages=[1, 2])
+    random_llama(4, layers=LAYERS).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="another target"):
+        RanksPipeline(tmp_path, drafting, stages=2)
+
+
+def test_devices(folder, no_work, monkeypatch):
+    """The rank's own GPU, or the one that is named; refused in words where it is not there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="torch finds no GPU on this machine; use device='cpu'"):
+        RanksPipeline(folder, stages=2, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert own_device("cpu", 7) == torch.device("cpu")
+    assert own_device("cuda", 1) == torch.device("cuda", 1)
+    assert own_device("cuda:0", 5) == torch.device("cuda", 0)
+    for device, local in (("cuda", 2), ("cuda:2", 0)):
+        with pytest.raises(ValueError, match="GPU 2 is wanted and this machine has 2"):
+            own_device(device, local)
 
 
 def test_no_torchrun(folder, no_work, monkeypatch):

@@ -20,6 +20,7 @@ from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ngram import NgramDrafter
 from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.pipespec.test_conformance import word_tokenizer
 from tests.spd.drafters import Blind, Failing, Known
 
 LAYERS = 5
@@ -245,6 +246,22 @@ def test_criteria_are_asked_token_by_token(model, good, n):
     assert mine.seen == theirs.seen
     assert pipeline.report.tokens == 14
     adds_up(pipeline.report)
+
+
+@pytest.mark.parametrize("n", [1, 3, LAYERS])
+def test_stop_strings(model, n):
+    """One that spans two tokens, at every place: the text ends with it, although more was in flight."""
+    tokenizer = word_tokenizer()
+    text, known = new_tokens(model, NEW), Known(VOCABULARY)
+    known.learn(list(PROMPT), greedy(model))
+    pipeline = SpeculativePipeline(model, known, stages=n)
+    for place in range(1, NEW):
+        pair = text[place - 1 : place + 1]
+        stop = "".join(tokenizer.convert_ids_to_tokens(pair))
+        first = next(i for i in range(1, NEW) if text[i - 1 : i + 1] == pair)
+        got = greedy(pipeline, stop_strings=[stop, "none"], tokenizer=tokenizer)
+        assert got[0, PROMPT.shape[1] :].tolist() == text[: first + 1]
+        assert pipeline.report.tokens == first + 1
 
 
 def test_max_time(model, good):
@@ -768,6 +785,25 @@ def test_a_draft_module_from_its_folder(model, tmp_path):
             SpeculativePipeline(target, tmp_path / "module", stages=[2, 3])
     with pytest.raises(ValueError, match="another target"):
         SpeculativePipeline(random_llama(4, layers=LAYERS), tmp_path / "module", stages=2)
+
+
+@pytest.mark.parametrize("setting", ["greedy", *SETTINGS])
+def test_a_draft_vocabulary_that_is_a_part(model, tmp_path, setting):
+    """Half of the tokens can never be drafted; the text has them all the same, greedy and sampled."""
+    modules = pytest.importorskip("pipespec.spd.draft_module")
+    ranges = SpeculativePipeline(model, "ngram", stages=3).partition.ranges
+    config = modules.DraftModuleConfig.for_target(model, ranges, vocabulary=range(0, VOCABULARY, 2))
+    modules.DraftModule.of_target(model, config).save(tmp_path / "module")
+    pipeline = SpeculativePipeline(model, tmp_path / "module", stages=3)
+    ids, mask = left_pad(random_prompts(4, seed=31, longest=7))
+    sampling = {"do_sample": False} if setting == "greedy" else {"do_sample": True, "seed": 8, **SETTINGS[setting]}
+    options = {"attention_mask": mask, "max_new_tokens": 2 * NEW, **sampling}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StageFailure)
+        got = pipeline.generate(ids, **options)
+    assert torch.equal(got, Pipeline(model).generate(ids, **options))
+    assert (got[:, ids.shape[1] :] % 2 == 1).any()
+    assert pipeline.report.checked > 0
 
 
 def test_always_right_model(model):

@@ -254,7 +254,7 @@ class Link:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Send it, sooner or later; it must not be changed afterwards."""
-        raw = tensor.detach().contiguous().view(torch.uint8)
+        raw = tensor.detach().cpu().contiguous().view(torch.uint8)
         with self._errors(to, "sending to"):
             self._sends.append((dist.isend(raw, to, tag=tag), raw))
             while len(self._sends) > _OUTSTANDING:

@@ -283,7 +283,7 @@ class RanksDriver(SpeculativeDriver):
         return hidden, streams
 
     def _embedded(self, tokens: torch.Tensor) -> list[Streams]:
-        return [Streams(0, self._embed(tokens))] if 0 in self.features else []
+        return [Streams(0, self._embed(tokens.to(self._embed.weight.device)))] if 0 in self.features else []
 
     @uninterrupted()
     def _feed(
@@ -351,6 +351,25 @@ def ranks_of(stages: int, world: int) -> list[int]:
     return [s + world - stages for s in range(stages)]
 
 
+def own_device(device: torch.device | str, local_rank: int) -> torch.device:
+    """The device of the ``local_rank``-th rank of a machine. ``ValueError`` for one that is not there."""
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r}: ranks compute on 'cpu' or 'cuda'")
+    if found.type == "cpu":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ValueError(f"device={str(device)!r}: torch finds no GPU on this machine; use device='cpu'")
+    index = local_rank if found.index is None else found.index
+    if index >= count:
+        raise ValueError(
+            f"device={str(device)!r}: GPU {index} is wanted and this machine has {count}: start fewer ranks here, or let them share one "
+            "with device='cuda:0'"
+        )
+    return torch.device("cuda", index)
+
+
 class RanksPipeline(BasePipeline):
     """A partitioned target over the ranks that torchrun has started; ``generate()`` on rank 0, ``serve()`` on the others.
 
@@ -366,6 +385,8 @@ class RanksPipeline(BasePipeline):
         longer, dies or stops ends the call, everywhere, with :class:`RankError` or, where a wait cannot be left, the process.
     start_s: longest time until all ranks are there, and again until all have loaded their weights.
     dtype: None keeps the model's.
+    device: where each rank computes: ``"cpu"``; ``"cuda"``, the GPU with the rank's number on its machine (LOCAL_RANK); or one that all share, such
+        as ``"cuda:0"``. What ranks send goes through host memory (gloo) in any case; NCCL is not used.
 
     Raises as ``SpeculativePipeline``, before any weight is read and on all ranks; ``RankError`` on all ranks where one cannot load its part,
     where one does not come, and where they were started with different stages, features or dtypes.
@@ -382,6 +403,7 @@ class RanksPipeline(BasePipeline):
         timeout_s: float = TIMEOUT_S,
         start_s: float = START_S,
         dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise ValueError(
@@ -394,6 +416,7 @@ class RanksPipeline(BasePipeline):
         if not isinstance(target, (str, Path)):
             raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device = own_device(device, int(os.environ.get("LOCAL_RANK", rank)))
         self.partition = cut(load_skeleton(target).config.num_hidden_layers, stages, list)
         rank_of = ranks_of(self.partition.stages, world)
         config = module_config(drafter)
@@ -411,11 +434,13 @@ class RanksPipeline(BasePipeline):
         try:
             if rank in rank_of:
                 number = rank_of.index(rank)
-                stage = load_stage(target, self.partition, number, dtype=dtype)
+                stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
                 self._server = _Server(stage, number, rank_of, features, self._link)
             if self.is_controller:
-                ends = load_ends(target, dtype=dtype)
-                found, drafts = resolve_drafter(drafter, ends, target, self.partition, dtype=dtype or "auto")
+                ends = load_ends(target, dtype=dtype, device=device)
+                found, drafts = resolve_drafter(
+                    drafter, ends, target, self.partition, dtype=dtype or "auto", device=device
+                )
                 models = [*drafts, ends]
                 self._driver = RanksDriver(ends, self.partition, found, self._link, self._server)
         except Exception as failure:
@@ -474,7 +499,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """One text, printed by rank 0 as token ids."""
     parser = argparse.ArgumentParser(prog="torchrun ... -m pipespec.spd.ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True, help="folder of the model")
-    parser.add_argument("--drafter", default="ngram", help="ngram, or the folder of a draft model")
+    parser.add_argument("--drafter", default="ngram", help="ngram, or the folder of a draft module or model")
     parser.add_argument("--stages", required=True, help="n, or layers per stage: 4,4,4")
     parser.add_argument("--prompt-ids", required=True, help="token ids: 5,6,7")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -482,10 +507,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT_S, help="seconds that a rank may take for its part of a cycle"
     )
+    parser.add_argument("--device", default="cpu", help="cpu; cuda, a GPU per rank; or cuda:0, one for all")
     args = parser.parse_args(arguments)
     counts = [int(c) for c in args.stages.split(",")]
     stages = counts if len(counts) > 1 else counts[0]
-    with RanksPipeline(args.target, args.drafter, stages=stages, timeout_s=args.timeout) as pipe:
+    with RanksPipeline(args.target, args.drafter, stages=stages, timeout_s=args.timeout, device=args.device) as pipe:
         if not pipe.is_controller:
             pipe.serve()
             return
