@@ -193,6 +193,26 @@ def test_the_seed_decides(model, good):
     assert one == again != other
 
 
+@pytest.mark.parametrize("setting", ["stepwise", "minimum"])
+def test_a_chain_that_runs_past_an_end(model, setting):
+    """Drafts of drafts are ahead of the pipe: what follows an end that was only drafted must be a token, too."""
+    options = {
+        "do_sample": True,
+        "max_new_tokens": 33,
+        "eos_token_id": list(range(2, VOCABULARY, 12)),
+        "pad_token_id": 0,
+    }
+    options |= SETTINGS["stepwise"] if setting == "stepwise" else {"min_new_tokens": 6, "top_k": 5}
+    pipeline = SpeculativePipeline(model, [noisy(model, 0.05), noisy(model, 0.02)], stages=LAYERS)
+    alone = Pipeline(model)
+    for seed in range(12):
+        ids = random_prompts(1, seed=50 + seed, shortest=2, longest=2)[0][None].repeat(2, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = pipeline.generate(ids, seed=seed, **options)
+        assert torch.equal(got, alone.generate(ids, seed=seed, **options))
+
+
 def test_num_return_sequences(model, good):
     options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW, "seed": 9}
     wanted = Pipeline(model).generate(PROMPT, **options)
