@@ -31,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=8,
         help="prompts for each setting of the coupled-sampling test (100 for the full claim; takes five minutes)",
     )
+    parser.addoption(
+        "--rank-kills",
+        type=int,
+        default=5,
+        help="ranks killed or stopped at random cycles (50 for the full claim; takes three minutes)",
+    )
 
 
 def random_llama(

@@ -2,7 +2,10 @@
 
 ``FOLDER texts WORLD:STAGES:DRAFTER ...``: calls of several kinds; rank 0 prints what came out. ``FOLDER kill TIMES [SEED]``: three ranks, one of
 them killed (every fifth time stopped) at a random cycle; prints how the others ended, and when. ``FOLDER fail``: three ranks, of
-which some cannot load; prints what each says. ``FOLDER late``: the same for one that hangs.
+which some cannot load; prints what each says. ``FOLDER late``: the same for one that hangs. ``FOLDER phases PHASE:HOW:VICTIM ...``: the same
+for one that is killed, raises or is interrupted at a given place. ``FOLDER slow``: a long prompt on slow stages. ``FOLDER twice``: one pipeline
+after another in the same processes. ``FOLDER differ``: ranks that were started with different arguments. ``FOLDER behind``: a rank that comes
+late, and one that does not come. ``FOLDER interrupted``: Ctrl-C at every message.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from pipespec.spd import link, ranks
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
@@ -125,6 +129,8 @@ def calls():
 def made(kind: str, rank: int = 0):
     if kind == "reader":
         return Reader(320)
+    if os.sep in kind:  # a draft module's folder
+        return kind
     return ChainDrafter([noisy(random_llama(3, layers=LAYERS), 0.02)]) if kind == "model" and rank == 0 else "ngram"
 
 
@@ -235,6 +241,184 @@ def late(folder: str) -> None:
         print(json.dumps([[ended.get(rank, (None,))[0], last_words(logs, rank)] for rank in range(3)]))
 
 
+class Nothing:
+    """A place of the program where a rank ends."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, *args, **kwargs):
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyboardInterrupt if self.how == "interrupt" else ArithmeticError("made to fail")
+
+
+def before(owner, name: str, what: Callable, when: Callable[..., bool] = lambda *a: True) -> None:
+    """``owner.name`` does ``what`` first, whenever its arguments are ``when``."""
+    real = getattr(owner, name)
+
+    def first(*args, **kwargs):
+        if when(*args):
+            what()
+        return real(*args, **kwargs)
+
+    setattr(owner, name, first)
+
+
+def lay_trap(phase: str, how: str) -> None:
+    """This process ends in ``phase``, whatever its rank."""
+    trap, opened = Nothing(how), []
+    if phase == "connect":
+        before(link.dist, "init_process_group", trap)
+    elif phase == "load":
+        before(ranks, "load_stage", trap)
+        before(ranks, "load_ends", trap)
+    elif phase == "prefill":
+        before(ranks._Server, "handle", trap, lambda _, control, *rest: control.q > 1)
+        before(ranks.RanksDriver, "_feed", trap)
+    elif phase == "cycle":
+        before(ranks._Server, "handle", trap, lambda server, control, *rest: min(control.held) == 9)
+        before(ranks.RanksDriver, "_collect", trap, lambda driver, work: driver.rounds == 9)
+    elif phase == "end":
+        before(ranks._Server, "handle", trap, lambda _, control, *rest: control.word == ranks._END)
+        before(ranks.RanksDriver, "_end", trap)
+    else:
+        assert phase == "second"
+        for kind, name in ((ranks._Server, "open"), (ranks.RanksDriver, "_open")):
+            before(kind, name, trap, lambda *_: opened.append(0) or len(opened) == 2)
+
+
+def phases(folder: str, cases: Sequence[str]) -> None:
+    """One line of JSON per case: how each rank ended, and its words."""
+    for case in cases:
+        phase, how, victim = case.split(":")
+
+        def work(rank: int, phase=phase, how=how, victim=int(victim)) -> None:
+            if rank == victim:
+                lay_trap(phase, how)
+            with RanksPipeline(folder, "ngram", stages=2) as pipe:
+                if not pipe.is_controller:
+                    pipe.serve()
+                    return
+                for _ in range(2):
+                    pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=30, do_sample=False)
+
+        with tempfile.TemporaryDirectory() as logs:
+            ended = wait_all(fork_ranks(3, work, logs), 60)
+            print(json.dumps([[ended.get(rank, (None,))[0], last_words(logs, rank)] for rank in range(3)]), flush=True)
+
+
+def everywhere(work: Callable[[int], object], world: int = 3) -> None:
+    """One line of JSON: per rank its exit status, and what ``work`` returned or the last words."""
+    with tempfile.TemporaryDirectory() as logs:
+
+        def run(rank: int) -> None:
+            Path(logs, f"{rank}.json").write_text(json.dumps(work(rank)))
+
+        ended = wait_all(fork_ranks(world, run, logs), 60)
+        out = []
+        for rank in range(world):
+            said = Path(logs, f"{rank}.json")
+            words = json.loads(said.read_text()) if said.is_file() else last_words(logs, rank)
+            out.append([ended.get(rank, (None,))[0], words])
+        print(json.dumps(out), flush=True)
+
+
+def slow(folder: str) -> None:
+    """Every chunk of the prompt takes a stage a good part of the time that it may take."""
+
+    def work(rank: int) -> object:
+        with RanksPipeline(folder, "ngram", stages=2, timeout_s=1) as pipe:
+            if pipe.is_controller:
+                ids = torch.tensor([list(range(2, 22))])
+                return pipe.generate(ids, max_new_tokens=4, do_sample=False, prefill_chunk_size=2)[0].tolist()
+            before(pipe._server, "handle", lambda: time.sleep(0.3), lambda control, *rest: control.q > 1)
+            return pipe.serve()
+
+    everywhere(work)
+
+
+def twice(folder: str) -> None:
+    def work(rank: int) -> object:
+        out = []
+        for stages in (2, [2, 1]):
+            with RanksPipeline(folder, "ngram", stages=stages) as pipe:
+                if not pipe.is_controller:
+                    pipe.serve()
+                else:
+                    out.append(pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)[0].tolist())
+        return out
+
+    everywhere(work)
+
+
+def interrupted(folder: str) -> None:
+    """Ctrl-C at every sending and receiving of rank 0's, one call each; and between them the text is whole."""
+
+    def work(rank: int) -> object:
+        with RanksPipeline(folder, Reader(320), stages=2) as pipe:
+            if not pipe.is_controller:
+                return pipe.serve()
+            options = {"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": 2}
+            ids, count, at = torch.tensor([[5, 6, 7, 8, 9]]), [0], [0]
+
+            def here() -> None:
+                count[0] += 1
+                if count[0] == at[0]:
+                    signal.raise_signal(signal.SIGINT)
+
+            real_send, real_receive = link.Link.send, link.Link.receive
+
+            def send(*args, **kwargs):
+                real_send(*args, **kwargs)
+                here()
+
+            def receive(*args, **kwargs):
+                message = real_receive(*args, **kwargs)
+                here()
+                return message
+
+            link.Link.send, link.Link.receive = send, receive
+            wanted, calls, stopped = pipe.generate(ids, **options).tolist(), count[0], 0
+            for at[0] in range(1, calls + 1):
+                count[0] = 0
+                try:
+                    pipe.generate(ids.flip(1), **options)
+                except KeyboardInterrupt:
+                    stopped += 1
+                count[0] = 10**6
+                assert pipe.generate(ids, **options).tolist() == wanted, at
+            return [wanted[0], calls, stopped]
+
+    everywhere(work)
+
+
+def behind(folder: str) -> None:
+    """A rank that comes after the others have waited for longer than a silent rank may live; and one that never comes."""
+
+    def work(rank: int) -> object:
+        link._SILENCE_S = 1.0
+        time.sleep(2.5 if rank == 2 else 0)
+        with RanksPipeline(folder, "ngram", stages=2) as pipe:
+            if not pipe.is_controller:
+                return pipe.serve()
+            return pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)[0].tolist()
+
+    everywhere(work)
+
+    def missing(rank: int) -> object:
+        return rank == 2 or RanksPipeline(folder, "ngram", stages=2, start_s=1)
+
+    everywhere(missing)
+
+
+def differ(folder: str) -> None:
+    def work(rank: int) -> object:
+        return RanksPipeline(folder, "ngram", stages=[2, 1] if rank == 2 else [1, 2])
+
+    everywhere(work)
+
+
 def fail(folder: str) -> None:
     def work(rank: int) -> None:
         with RanksPipeline(folder, "ngram", stages=2) as pipe:
@@ -255,8 +439,18 @@ def main() -> None:
                 texts(folder, int(world), int(stages), kind)
         elif command == "kill":
             kill(folder, int(rest[0]), int(rest[1]) if rest[1:] else 0)
+        elif command == "phases":
+            phases(folder, rest)
         else:
-            {"late": late, "fail": fail}[command](folder)
+            {
+                "late": late,
+                "fail": fail,
+                "slow": slow,
+                "twice": twice,
+                "interrupted": interrupted,
+                "behind": behind,
+                "differ": differ,
+            }[command](folder)
 
 
 if __name__ == "__main__":

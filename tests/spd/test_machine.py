@@ -142,7 +142,7 @@ def test_a_mismatch_at_each_fill_level(n):
         assert trace.run().text() == text_of(prompt_of(5), 60)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 20])
 def test_the_oracle_follows_the_law_exactly(n):
     """One token per cycle after the filling: n - 1 cycles that verify nothing; the prefill's token takes no cycle."""
     for new in (1, 2, 3, n, n + 1, 50):

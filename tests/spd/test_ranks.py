@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd import ranks as module
-from pipespec.spd.ranks import RanksPipeline, ranks_of
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec.spd.ranks import RanksPipeline, own_device, ranks_of
 from tests.conftest import noisy, random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
@@ -38,8 +40,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-CASES = ["3:2:model", "2:2:ngram", "3:3:reader", "1:1:reader"]
-KILLS = 5
+CASES = ["3:2:model", "2:2:ngram", "3:3:reader", "1:1:reader", "3:2:{module}", "2:2:{module}"]
+PHASES = ["connect:kill:1", "load:kill:0", "load:interrupt:1", "prefill:kill:2", "prefill:raise:1", "cycle:raise:2"]
+PHASES += ["cycle:interrupt:1", "end:kill:1", "end:raise:0", "second:kill:0"]
 MISSING = "model.layers.2.mlp.up_proj.weight"
 
 
@@ -54,21 +57,51 @@ def incomplete(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(folder, incomplete):
-    """What the harness prints, line by line. One run of it for all tests: importing is what takes long."""
-    commands = [[folder, "texts", *CASES], [folder, "kill", KILLS, 3], [incomplete, "fail"], [folder, "late"]]
-    arguments = " -- ".join(" ".join(map(str, command)) for command in commands).split()
+def drafting(folder, tmp_path_factory):
+    """A draft module for two stages, untrained: it begins with the target's own weights, and noise in the rest."""
+    path = tmp_path_factory.mktemp("module")
+    target = LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    DraftModule.of_target(target, DraftModuleConfig.for_target(target, ((0, 2), (2, 3)))).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cases(drafting):
+    return [case.format(module=drafting) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def found(folder, incomplete, cases, request):
+    """By command what the harness prints, line by line. One run of it for all tests: importing is what takes long."""
+    kills = request.config.getoption("--rank-kills")
+    commands = {
+        "texts": (len(cases), [folder, "texts", *cases]),
+        "kill": (kills, [folder, "kill", kills, 3]),
+        "fail": (1, [incomplete, "fail"]),
+        "late": (1, [folder, "late"]),
+        "phases": (len(PHASES), [folder, "phases", *PHASES]),
+        "slow": (1, [folder, "slow"]),
+        "twice": (1, [folder, "twice"]),
+        "differ": (1, [folder, "differ"]),
+        "behind": (2, [folder, "behind"]),
+        "interrupted": (1, [folder, "interrupted"]),
+    }
+    arguments = " -- ".join(" ".join(map(str, command)) for _, command in commands.values()).split()
     command = [sys.executable, "-m", "tests.spd.ranks_harness", *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300 + 40 * kills, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
+    lines = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{"))])
+    out = {name: [next(lines) for _ in range(count)] for name, (count, _) in commands.items()}
+    assert next(lines, None) is None
+    return out
 
 
-def test_the_text_of_one_process(folder, found):
+def test_the_text_of_one_process(folder, cases, found):
     """n + 1 ranks, n ranks, one rank; several calls on the same ranks; streams that come from all of them."""
-    for case, texts in zip(CASES, found, strict=False):
+    for case, texts in zip(cases, found["texts"], strict=True):
         _, stages, kind = case.split(":")
         pipeline = SpeculativePipeline(folder, made(kind), stages=int(stages))
         for (ids, options), (text, cycles, accepted, sums, busy) in zip(calls(), texts, strict=True):
@@ -82,6 +115,9 @@ def test_the_text_of_one_process(folder, found):
                 assert [value for _, value in sums] == pytest.approx([value for _, value in seen], abs=1e-5)
             else:
                 assert sums == []
+            if os.sep in kind:
+                assert pipeline.report.drafter == "ModuleDrafter"
+                assert pipeline.report.checked > 0 or cycles == 0
         if kind == "model":
             assert accepted > 0 or cycles == 0
 
@@ -101,9 +137,9 @@ def test_torchrun(folder, tmp_path):
 
 
 def test_a_rank_that_is_lost(found):
-    """Killed or stopped at some cycle: the others end soon, not with status 0, and say why. (``python -m tests.spd.ranks_harness`` does it often.)"""
-    trials = found[len(CASES) : len(CASES) + KILLS]
-    assert {trial["how"] for trial in trials} == {"SIGKILL", "SIGSTOP"}
+    """Killed or stopped at some cycle: the others end soon, not with status 0, and say why. (``--rank-kills 50`` does it often.)"""
+    trials = found["kill"]
+    assert "SIGKILL" in {trial["how"] for trial in trials}
     for trial in trials:
         assert len(trial["others"]) == 2
         for status, seconds, words in trial["others"].values():
@@ -115,7 +151,7 @@ def test_a_rank_that_is_lost(found):
 
 def test_a_rank_that_cannot_load(found, incomplete):
     """All ranks say which one, and why."""
-    ranks = found[len(CASES) + KILLS]
+    (ranks,) = found["fail"]
     assert len(ranks) == 3
     for status, words in ranks:
         assert status == 1
@@ -124,10 +160,73 @@ def test_a_rank_that_cannot_load(found, incomplete):
 
 def test_a_rank_that_hangs(found):
     """Its process gives signs of life, and its messages do not come: all three end, that one, too."""
-    ranks = found[len(CASES) + KILLS + 1]
+    (ranks,) = found["late"]
     assert [status for status, _ in ranks] == [1, 1, 1]
     assert any("rank 2" in words and "took too long" in words for _, words in ranks)
     assert all(words for _, words in ranks)
+
+
+def test_a_rank_that_ends_at_any_place(found):
+    """Killed, interrupted or failed while the ranks connect, load, are in the prompt, in a cycle, at a call's end, in the next call."""
+    for case, ranks in zip(PHASES, found["phases"], strict=True):
+        _, how, victim = case.split(":")
+        for rank, (status, words) in enumerate(ranks):
+            if rank == int(victim):
+                assert status == (-signal.SIGKILL if how == "kill" else 1), case
+            else:
+                assert status == 1, (case, ranks)
+                assert "rank" in words, (case, ranks)
+        others = " ".join(words for rank, (_, words) in enumerate(ranks) if rank != int(victim))
+        if how == "raise":
+            assert "made to fail" in others, case
+        if how == "interrupt":
+            assert "KeyboardInterrupt" in others, case
+
+
+def test_a_long_prompt_on_slow_stages(folder, found):
+    """What may take ``timeout_s`` is a chunk in a stage, not the prompt."""
+    ((first, *others),) = found["slow"]
+    ids = torch.tensor([list(range(2, 22))])
+    wanted = SpeculativePipeline(folder, stages=2).generate(ids, max_new_tokens=4, do_sample=False)
+    assert first == [0, wanted[0].tolist()]
+    assert others == [[0, None], [0, None]]
+
+
+def test_one_pipeline_after_another(folder, found):
+    """In the same processes: nothing of the first one's signs and addresses is taken for the second one's."""
+    wanted = SpeculativePipeline(folder, stages=2).generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)
+    assert found["twice"] == [[[0, [wanted[0].tolist()] * 2], [0, []], [0, []]]]
+
+
+def test_ranks_that_were_started_differently(found):
+    """All ranks say what differs."""
+    (ranks,) = found["differ"]
+    for status, words in ranks:
+        assert status == 1
+        assert "all ranks need the same arguments: rank 0 has [1, 2] layers per stage" in words
+        assert "rank 2 has [2, 1] layers per stage" in words
+
+
+def test_a_rank_that_comes_late_or_never(found):
+    late, never = found["behind"]
+    assert [status for status, _ in late] == [0, 0, 0]
+    assert len(late[0][1]) == 7
+    (first, words), (second, others), _ = never
+    assert first == second == 1
+    assert "not all ranks have come within 1 s" in words
+    assert "waiting until all ranks start took too long" in others
+
+
+def test_interrupted_at_every_message(folder, found):
+    """Ctrl-C while rank 0 sends or receives: the call ends, and the next one's text is whole."""
+    ((first, *others),) = found["interrupted"]
+    status, (text, messages, stopped) = first
+    wanted = SpeculativePipeline(folder, stages=2).generate(
+        torch.tensor([[5, 6, 7, 8, 9]]), max_new_tokens=3, do_sample=False
+    )
+    assert (status, text) == (0, wanted[0].tolist())
+    assert stopped == messages > 20
+    assert others == [[0, None], [0, None]]
 
 
 # ---- refused before anything is loaded or connected
@@ -161,6 +260,7 @@ class TooDeep(Blind):
         (3, {"stages": [1, 1]}, ValueError, "2 layers together, the model has 3"),
         (3, {"stages": "balanced:2"}, ValueError, "no rank has all layers to measure"),
         (3, {"stages": 2, "drafter": TooDeep(320)}, ValueError, "no residual stream 4"),
+        (3, {"stages": 2, "device": "meta"}, ValueError, "ranks compute on 'cpu' or 'cuda'"),
     ],
 )
 def test_what_does_not_fit(folder, no_work, monkeypatch, rank, world, options, error, match):
@@ -168,6 +268,34 @@ def test_what_does_not_fit(folder, no_work, monkeypatch, rank, world, options, e
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(error, match=match):
         RanksPipeline(folder, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_draft_module_for_another_split(folder, drafting, no_work, monkeypatch, tmp_path, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="was trained for the stages"):
+        RanksPipeline(folder, drafting, stages=[1, 2])
+    random_llama(4, layers=LAYERS).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="another target"):
+        RanksPipeline(tmp_path, drafting, stages=2)
+
+
+def test_devices(folder, no_work, monkeypatch):
+    """The rank's own GPU, or the one that is named; refused in words where it is not there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="torch finds no GPU on this machine; use device='cpu'"):
+        RanksPipeline(folder, stages=2, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert own_device("cpu", 7) == torch.device("cpu")
+    assert own_device("cuda", 1) == torch.device("cuda", 1)
+    assert own_device("cuda:0", 5) == torch.device("cuda", 0)
+    for device, local in (("cuda", 2), ("cuda:2", 0)):
+        with pytest.raises(ValueError, match="GPU 2 is wanted and this machine has 2"):
+            own_device(device, local)
 
 
 def test_no_torchrun(folder, no_work, monkeypatch):

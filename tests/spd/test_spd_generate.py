@@ -21,6 +21,7 @@ from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.ngram import NgramDrafter
 from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.pipespec.test_conformance import word_tokenizer
 from tests.spd.drafters import Blind, Failing, Known
 
 LAYERS = 5
@@ -193,6 +194,26 @@ def test_the_seed_decides(model, good):
     assert one == again != other
 
 
+@pytest.mark.parametrize("setting", ["stepwise", "minimum"])
+def test_a_chain_that_runs_past_an_end(model, setting):
+    """Drafts of drafts are ahead of the pipe: what follows an end that was only drafted must be a token, too."""
+    options = {
+        "do_sample": True,
+        "max_new_tokens": 33,
+        "eos_token_id": list(range(2, VOCABULARY, 12)),
+        "pad_token_id": 0,
+    }
+    options |= SETTINGS["stepwise"] if setting == "stepwise" else {"min_new_tokens": 6, "top_k": 5}
+    pipeline = SpeculativePipeline(model, [noisy(model, 0.05), noisy(model, 0.02)], stages=LAYERS)
+    alone = Pipeline(model)
+    for seed in range(12):
+        ids = random_prompts(1, seed=50 + seed, shortest=2, longest=2)[0][None].repeat(2, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = pipeline.generate(ids, seed=seed, **options)
+        assert torch.equal(got, alone.generate(ids, seed=seed, **options))
+
+
 def test_num_return_sequences(model, good):
     options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW, "seed": 9}
     wanted = Pipeline(model).generate(PROMPT, **options)
@@ -246,6 +267,22 @@ def test_criteria_are_asked_token_by_token(model, good, n):
     assert mine.seen == theirs.seen
     assert pipeline.report.tokens == 14
     adds_up(pipeline.report)
+
+
+@pytest.mark.parametrize("n", [1, 3, LAYERS])
+def test_stop_strings(model, n):
+    """One that spans two tokens, at every place: the text ends with it, although more was in flight."""
+    tokenizer = word_tokenizer()
+    text, known = new_tokens(model, NEW), Known(VOCABULARY)
+    known.learn(list(PROMPT), greedy(model))
+    pipeline = SpeculativePipeline(model, known, stages=n)
+    for place in range(1, NEW):
+        pair = text[place - 1 : place + 1]
+        stop = "".join(tokenizer.convert_ids_to_tokens(pair))
+        first = next(i for i in range(1, NEW) if text[i - 1 : i + 1] == pair)
+        got = greedy(pipeline, stop_strings=[stop, "none"], tokenizer=tokenizer)
+        assert got[0, PROMPT.shape[1] :].tolist() == text[: first + 1]
+        assert pipeline.report.tokens == first + 1
 
 
 def test_max_time(model, good):
@@ -768,6 +805,25 @@ def test_a_draft_module_from_its_folder(model, tmp_path):
             SpeculativePipeline(target, tmp_path / "module", stages=[2, 3])
     with pytest.raises(ValueError, match="another target"):
         SpeculativePipeline(random_llama(4, layers=LAYERS), tmp_path / "module", stages=2)
+
+
+@pytest.mark.parametrize("setting", ["greedy", *SETTINGS])
+def test_a_draft_vocabulary_that_is_a_part(model, tmp_path, setting):
+    """Half of the tokens can never be drafted; the text has them all the same, greedy and sampled."""
+    modules = pytest.importorskip("pipespec.spd.draft_module")
+    ranges = SpeculativePipeline(model, "ngram", stages=3).partition.ranges
+    config = modules.DraftModuleConfig.for_target(model, ranges, vocabulary=range(0, VOCABULARY, 2))
+    modules.DraftModule.of_target(model, config).save(tmp_path / "module")
+    pipeline = SpeculativePipeline(model, tmp_path / "module", stages=3)
+    ids, mask = left_pad(random_prompts(4, seed=31, longest=7))
+    sampling = {"do_sample": False} if setting == "greedy" else {"do_sample": True, "seed": 8, **SETTINGS[setting]}
+    options = {"attention_mask": mask, "max_new_tokens": 2 * NEW, **sampling}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StageFailure)
+        got = pipeline.generate(ids, **options)
+    assert torch.equal(got, Pipeline(model).generate(ids, **options))
+    assert (got[:, ids.shape[1] :] % 2 == 1).any()
+    assert pipeline.report.checked > 0
 
 
 def test_always_right_model(model):

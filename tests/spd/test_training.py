@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import xml.etree.ElementTree
@@ -201,6 +202,19 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(six: LlamaForCausa
         assert json.loads((folder / training.RECORD).read_text())["history"] == record["history"]
         xml.etree.ElementTree.parse(folder / training.PICTURE)
     assert all(torch.equal(before[name], p) for name, p in six.state_dict().items())
+
+
+def test_small_updates_of_a_bf16_target_s_module_are_kept(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Weights are float32 whatever the target's are: a step that bf16 would round away is there. A bf16 module is refused."""
+    target = copy.deepcopy(six).to(torch.bfloat16)
+    module = fresh(target)
+    before = module.head.weight.detach().clone()
+    training.train(target, module, lines, replace(QUICK, steps=1, rate=1e-6), tmp_path)
+    moved = module.head.weight != before
+    assert moved.float().mean() > 0.5
+    assert (module.head.weight[moved].bfloat16() == before[moved].bfloat16()).float().mean() > 0.9
+    with pytest.raises(ValueError, match=r"bfloat16 cannot be trained"):
+        training.train(target, module.to(torch.bfloat16), lines, QUICK, tmp_path)
 
 
 def test_resume_goes_on_as_if_nothing_had_happened(six: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ flush rewrites the chain's text from the flushed place on and leaves its caches 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -40,7 +41,8 @@ class ChainDrafter(Drafter):
     def start(self, prompts: list[list[int]], capacity: int, select: Select) -> None:
         if not isinstance(select, DraftSelect):
             raise TypeError("a chain chooses with stages of its own: it needs a DraftSelect, not any function")
-        self._selection, self._vocabulary = select.selection, select.vocabulary
+        # It runs ahead of the pipe, past ends that may turn out to be none: there, too, it must choose.
+        self._selection, self._vocabulary = replace(select.selection, ends=frozenset()), select.vocabulary
         self._capacity = capacity
         self._agreed = [0] * len(prompts)  # per row, how much of the chain's text is known to be the pipe's
         self._begin(prompts)

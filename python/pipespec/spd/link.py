@@ -6,7 +6,9 @@ a watchdog, which ends the process when the awaited message is later than it may
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -30,13 +32,20 @@ _BEAT_S = 0.25
 _GRACE_S = 1.0
 """Between the watchdog's verdict and the end of the process: time for the main thread to raise on its own."""
 
-_START_S = 300.0
-"""Importing and loading may take long."""
+START_S = 300.0
+"""Importing and loading may take long. (A rank that ends meanwhile is noticed at once by torchrun.)"""
 
 _FOREVER = timedelta(days=7)  # the watchdog decides, not gloo
 
 _OUTSTANDING = 64
 """Sends that need not have been received yet."""
+
+
+_stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
+"""What torchrun's environment led to: one meeting place per process, however many groups follow each other."""
+
+_groups = itertools.count()
+"""All ranks make their groups in the same order; each has names of its own in the store."""
 
 
 class RankError(RuntimeError):
@@ -47,10 +56,11 @@ class Watchdog:
     """Signs of life through the group's store, and deadlines of this rank's own waits.
 
     ``end(message)``: called, from a thread, when nothing else helps. Two threads: the store may block for as long as its rank is stopped.
+    ``store``: nobody else's client; one that waits for a key answers to nothing else. ``start_s``: time until a rank's first sign.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, end: Callable[[str], None]) -> None:
-        self._store, self._rank, self._end = store, rank, end
+    def __init__(self, store: Any, rank: int, world: int, end: Callable[[str], None], start_s: float) -> None:
+        self._store, self._rank, self._end, self._start_s = store, rank, end, start_s
         self._others = [r for r in range(world) if r != rank]
         self._stopped = threading.Event()
         self._deadline: tuple[float, str] | None = None
@@ -58,6 +68,7 @@ class Watchdog:
         self._seen: dict[int, tuple[bytes | None, float]] = dict.fromkeys(self._others, (None, now))
         self._round = now  # when the store last answered
         self.cause: str | None = None
+        self._sign(0)  # before anything can happen to this rank
         self._threads = [
             threading.Thread(target=target, daemon=True, name=f"pipespec-{target.__name__}")
             for target in (self._beat, self._watch)
@@ -75,12 +86,13 @@ class Watchdog:
         finally:
             self._deadline = None
 
-    def tell(self, what: str) -> None:
-        """Let the others know why this rank ends."""
+    def tell(self, what: str) -> str | None:
+        """Let the others know why this rank ends. The cause that is known by then: of the first one that has told."""
         try:
-            self._store.set("failed", what)
+            first: str = self._store.compare_set("failed", "", what).decode()
         except Exception:  # the store is gone, or its rank: they will notice that
-            pass
+            return self.cause
+        return self.cause if first == what else first
 
     def stop(self) -> None:
         self._stopped.set()
@@ -90,12 +102,15 @@ class Watchdog:
         for thread in self._threads:
             thread.join(_GRACE_S)
 
+    def _sign(self, count: int) -> None:
+        self._store.set(f"beat/{self._rank}", str(count))
+
     def _beat(self) -> None:
         count = 0
         while not self._stopped.wait(_BEAT_S):
             count += 1
             try:
-                self._store.set(f"beat/{self._rank}", str(count))
+                self._sign(count)
                 for r in self._others:
                     if self._store.check([f"beat/{r}"]):
                         value = self._store.get(f"beat/{r}")
@@ -127,7 +142,7 @@ class Watchdog:
             return "the ranks' store does not answer any more: the process that holds it (rank 0, or torchrun) hangs"
         for r, (value, since) in self._seen.items():
             # By the time of the last look: nobody is silent because the store is.
-            if self._round - since > (_START_S if value is None else _SILENCE_S):
+            if self._round - since > (self._start_s if value is None else _SILENCE_S):
                 return f"rank {r} gives no sign of life"
         return None
 
@@ -137,49 +152,103 @@ def _exit(message: str) -> None:
     os._exit(1)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes behind what is done here: a message that is half accounted for would be taken for another one's later."""
+    came: list[int] = []
+    own = threading.current_thread() is threading.main_thread()  # no other thread is interrupted
+    before = signal.getsignal(signal.SIGINT) if own else None
+    if before is None:  # also of a handler that Python knows nothing of
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
 class Link:
     """This rank's end of the process group that torchrun's environment describes (gloo; MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE).
 
-    ``timeout_s``: the longest that any rank may take for its part of a cycle. Raises ``RuntimeError`` where there is a process group already.
+    ``terms``: what all ranks must have in common, in words. ``timeout_s``: the longest that any rank may take for its part of a cycle;
+    ``start_s``: until all are there, and until all are ready. Raises ``RuntimeError`` where there is a process group already, ``RankError`` for
+    ranks that do not come, and on all ranks for different terms.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, terms: str, timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
         if dist.is_initialized():
             raise RuntimeError("torch.distributed is initialised already; pipespec makes its own process group")
-        store, self.rank, self.world = next(dist.rendezvous("env://", timeout=timedelta(seconds=_START_S)))
-        self.timeout_s = timeout_s
-        self._store = dist.PrefixStore("pipespec", store)
+        here = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        try:
+            if here not in _stores:
+                _stores[here] = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
+            whole, self.rank, self.world = _stores[here]
+            store: Any = dist.PrefixStore(f"pipespec/{next(_groups)}", whole)
+            self._watchdog = Watchdog(store.clone(), self.rank, self.world, _exit, start_s)
+        except dist.DistError as error:
+            raise RankError(f"not all ranks have come within {start_s:g} s, or one has ended: {error}") from error
+        self.timeout_s, self._start_s = timeout_s, start_s
+        self.patience = 1
+        """Parts of a cycle that may lie between one message and the next."""
+        self._store = store
         self.broken = False
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
-        self._watchdog = Watchdog(self._store, self.rank, self.world, _exit)
-        with self._watchdog.within(_START_S, "waiting for all ranks to start"):
-            dist.init_process_group(
-                "gloo", store=dist.PrefixStore("gloo", store), rank=self.rank, world_size=self.world, timeout=_FOREVER
+        everyone = self._meet("start", terms, "all ranks start")
+        different = next((r for r, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+        if different is not None:
+            self._leave()
+            raise RankError(
+                f"all ranks need the same arguments: rank 0 has {everyone[0]}, rank {different} has {everyone[different]}"
             )
+        with self._watchdog.within(start_s, "connecting with all ranks"):
+            try:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore("gloo", store),
+                    rank=self.rank,
+                    world_size=self.world,
+                    timeout=_FOREVER,
+                )
+            except RuntimeError as error:
+                raise self.failed("could not connect with all ranks") from error
 
-    def agree(self, error: Exception | None) -> None:
-        """Wait until all ranks have come here. ``RankError`` with the first one's words where some came with an ``error``."""
-        mine = "" if error is None else f"{type(error).__name__}: {error}"
+    def _meet(self, sign: str, mine: str, until: str) -> list[str]:
+        """Wait until all ranks have come here; what each brought. ``RankError`` when one does not come."""
+        names = [f"{sign}/{r}" for r in range(self.world)]
         try:
-            self._store.set(f"ready/{self.rank}", f"+{mine}")  # the store knows no empty values
-            with self._watchdog.within(_START_S, "waiting for all ranks to load their weights"):
-                names = [f"ready/{r}" for r in range(self.world)]
+            self._store.set(names[self.rank], f"+{mine}")  # the store knows no empty values
+            with self._watchdog.within(self._start_s, f"waiting until {until}"):
                 while not self._store.check(names):
                     if self._watchdog.cause is not None:
-                        raise self.failed("while others loaded their weights")
+                        raise self.failed(f"ended waiting until {until}")
                     time.sleep(0.02)
-            words = [self._store.get(name)[1:].decode() for name in names]
-        except dist.DistError as broken:
+            return [self._store.get(name)[1:].decode() for name in names]
+        except dist.DistError as error:
             raise self.failed(
-                "the ranks' store broke while they loaded their weights: rank 0, or torchrun, has ended"
-            ) from broken
+                f"ended waiting until {until}: the ranks' store broke, rank 0, or torchrun, has ended"
+            ) from error
+
+    def agree(self, error: BaseException | None) -> None:
+        """Wait until all ranks have come here. ``RankError`` with the first one's words where some came with an ``error``."""
+        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        words = self._meet("ready", mine, "all ranks have loaded their weights")
         failed = [f"rank {r} failed: {what}" for r, what in enumerate(words) if what]
-        self._store.set(f"read/{self.rank}", "+")
         if failed:
-            self._watchdog.stop()
-            self.broken = True
-            self._hold_store("read")
+            self._leave()
             raise RankError(failed[0]) from error
+
+    def _leave(self) -> None:
+        """All ranks know that there will be no group."""
+        self._watchdog.stop()
+        self.broken = True
+        try:
+            self._store.set(f"read/{self.rank}", "+")
+            self._hold_store("read")
+        except dist.DistError:  # rank 0 has waited long enough
+            pass
 
     def _hold_store(self, sign: str) -> None:
         """Rank 0, which may be the one that holds the store, goes last: when all have given the sign."""
@@ -188,14 +257,18 @@ class Link:
         while self.rank == 0 and time.monotonic() < deadline and not self._store.check(names):
             time.sleep(0.02)
 
+    @property
+    def _patient(self) -> float:
+        return self.timeout_s * self.patience
+
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Send it, sooner or later; it must not be changed afterwards."""
-        raw = tensor.detach().contiguous().view(torch.uint8)
+        raw = tensor.detach().cpu().contiguous().view(torch.uint8)
         with self._errors(to, "sending to"):
             self._sends.append((dist.isend(raw, to, tag=tag), raw))
             while len(self._sends) > _OUTSTANDING:
                 work, _ = self._sends.popleft()
-                with self._watchdog.within(self.timeout_s, f"sending to rank {to}"):
+                with self._watchdog.within(self._patient, f"sending to rank {to}"):
                     work.wait()
 
     def receive(
@@ -206,7 +279,7 @@ class Link:
         with self._errors(source, "waiting for"):
             work = dist.irecv(tensor.view(torch.uint8), source, tag=tag)
             assert work is not None, "this rank belongs to the group"
-            with self._watchdog.within(None if idle else self.timeout_s, f"waiting for rank {source}"):
+            with self._watchdog.within(None if idle else self._patient, f"waiting for rank {source}"):
                 work.wait()
         return tensor
 
@@ -222,8 +295,8 @@ class Link:
     def failed(self, what: str) -> RankError:
         """The group is no more; the error to raise."""
         self.broken = True
-        known = self._watchdog.cause
-        self._watchdog.tell(f"rank {self.rank} failed: {what}")
+        cause = self._watchdog.cause
+        known = self._watchdog.tell(f"rank {self.rank} failed: {what}" + (f" ({cause})" if cause else ""))
         self._watchdog.stop()
         return RankError(f"rank {self.rank}: {what}" + (f" ({known})" if known else ""))
 
@@ -240,4 +313,5 @@ class Link:
                 self._hold_store("bye")
             except RuntimeError:  # somebody is gone, just as we go
                 pass
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -35,13 +35,13 @@ from pipespec.generation import Generation
 from pipespec.pipeline import BasePipeline
 from pipespec.spd.decoding import SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
-from pipespec.spd.link import TIMEOUT_S, Link, RankError
+from pipespec.spd.link import START_S, TIMEOUT_S, Link, RankError, uninterrupted
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import LayerStage, Partition, Verifier, cut, load_ends, load_skeleton, load_stage
 from pipespec.spd.pipeline import module_config, resolve_drafter, run
 from pipespec.spd.report import SpeculativeReport
 
-_CONTROL, _TOKENS, _HIDDEN, _STREAMS, _BUSY = range(5)
+_CONTROL, _TOKENS, _HIDDEN, _STREAMS, _BUSY, _DONE = range(6)
 """Tags of messages."""
 
 _CLOSE, _OPEN, _RUN, _END = range(4)
@@ -56,7 +56,8 @@ class Control(NamedTuple):
 
     ``q``: columns to feed. ``arrives``: columns of the message from the stage before that is to be taken first, 0 for none; ``runs``: whether
     there is anything to feed; ``passes``: whether what is left goes on to the next rank; ``held``, ``tokens [B]``: as for
-    ``LayerStage.step``; with q > 1 stage 0 gets its tokens ``[B, q]`` in a message of their own.
+    ``LayerStage.step``; with q > 1 stage 0 gets its tokens ``[B, q]`` in a message of their own. ``cycle``: whether it belongs to a cycle, or else to
+    the prefill, where the last stage says of each chunk that it is through (``_DONE``), so that few are on their way at once.
     """
 
     word: int
@@ -64,17 +65,20 @@ class Control(NamedTuple):
     arrives: int
     runs: bool
     passes: bool
+    cycle: bool
     held: Sequence[int]
     tokens: Sequence[int]
 
     def encoded(self) -> torch.Tensor:
-        head = [self.word, self.q, self.arrives, int(self.runs), int(self.passes), 0]
+        head = [self.word, self.q, self.arrives, int(self.runs), int(self.passes), int(self.cycle)]
         return torch.tensor([*head, *self.held, *self.tokens], dtype=torch.int64)
 
     @classmethod
     def decoded(cls, words: torch.Tensor) -> Control:
-        word, q, arrives, runs, passes, _, *rows = words.tolist()
-        return cls(word, q, arrives, bool(runs), bool(passes), rows[: len(rows) // 2], rows[len(rows) // 2 :])
+        word, q, arrives, runs, passes, cycle, *rows = words.tolist()
+        return cls(
+            word, q, arrives, bool(runs), bool(passes), bool(cycle), rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        )
 
 
 class _Server:
@@ -101,6 +105,8 @@ class _Server:
         ``tokens [B, q]``: for stage 0.
         """
         rows = self.stage.cache.rows
+        # A chunk of the prompt comes through all stages before this one, one after the other.
+        self._link.patience = 1 if control.cycle else len(self._rank_of)
         if control.arrives:
             shape = (rows, control.arrives, self._hidden_size)
             self._arrived = self._link.receive(shape, self.stage.dtype, self._rank_of[self._number - 1], _HIDDEN)
@@ -116,7 +122,8 @@ class _Server:
         fed = tokens if self._number == 0 else self._arrived
         assert fed is not None
         hidden = self.stage.step(fed, control.held, see)
-        self.busy += time.perf_counter() - began
+        if control.cycle:
+            self.busy += time.perf_counter() - began
         if control.passes and self._number + 1 < len(self._rank_of):
             self._link.send(hidden, self._rank_of[self._number + 1], _HIDDEN)
         return hidden, streams
@@ -143,6 +150,8 @@ class _Server:
                     link.send(torch.stack([s.values for s in streams]), 0, _STREAMS)
                 if hidden is not None and last and control.passes:
                     link.send(hidden, 0, _HIDDEN)
+                elif hidden is not None and last:
+                    link.send(torch.zeros(1, dtype=torch.uint8), 0, _DONE)
                 if control.word == _END:
                     link.send(torch.tensor([self.busy], dtype=torch.float64), 0, _BUSY)
                     break
@@ -173,6 +182,7 @@ class RanksDriver(SpeculativeDriver):
         self._rank_of = ranks_of(partition.stages, link.world)
         self._due: list[tuple[int, int, tuple[int, ...]]] = []  # promised to this rank: source, tag, shape
         self._running = False
+        self._chunks = 0  # of the prompt, on their way
         self._own: torch.Tensor | None = None  # what the local stage has left
 
     @property
@@ -186,12 +196,20 @@ class RanksDriver(SpeculativeDriver):
             super().run(request)
         finally:
             if self._running and not self._link.broken:
-                self._end()
+                try:
+                    self._end()
+                except RankError:
+                    raise
+                except Exception as error:
+                    raise self._link.failed(f"the call could not be ended ({type(error).__name__}: {error})") from error
 
+    @uninterrupted()
     def _open(self, rows: int, longest: int, most: int) -> None:
         self._rows = rows
         self._sent = [0] * self.partition.stages  # columns on their way from stage s to the next one
         self._due.clear()
+        self._chunks = 0
+        self._link.patience = self.partition.stages
         self._running = True
         for s, rank in enumerate(self._rank_of):
             if s == 0 and self._local is not None:
@@ -201,23 +219,32 @@ class RanksDriver(SpeculativeDriver):
                 head[:4] = torch.tensor([_OPEN, rows, longest, most])
                 self._link.send(head, rank, _CONTROL)
 
+    @uninterrupted()
     def _end(self) -> None:
         """Leave nothing on its way: the next call begins with empty wires."""
         self._running = False
         nothing = [0] * self._rows
         for s, rank in enumerate(self._rank_of):
             arrives = self._sent[s - 1] if s else 0
-            control = Control(_END, 0, arrives, False, False, nothing, nothing)
+            control = Control(_END, 0, arrives, False, False, False, nothing, nothing)
             if s == 0 and self._local is not None:
                 self.clock.stage_seconds[0] = self._local.busy
             else:
                 self._link.send(control.encoded(), rank, _CONTROL)
+        self._link.patience = self.partition.stages
+        self._await_chunks(0)
         for source, tag, shape in self._due:
             self._link.receive(shape, self._dtype, source, tag)
         self._due.clear()
         for s, rank in enumerate(self._rank_of):
             if s or self._local is None:
                 self.clock.stage_seconds[s] = float(self._link.receive((1,), torch.float64, rank, _BUSY))
+
+    def _await_chunks(self, most: int) -> None:
+        """Until at most so many chunks of the prompt are on their way."""
+        while self._chunks > most:
+            self._link.receive((1,), torch.uint8, self._rank_of[-1], _DONE)
+            self._chunks -= 1
 
     def _tell_stage(self, s: int, control: Control, tokens: torch.Tensor | None) -> list[Streams]:
         """Let stage ``s`` do it: another rank when it gets there, this one now. Returns what is here already."""
@@ -256,16 +283,22 @@ class RanksDriver(SpeculativeDriver):
         return hidden, streams
 
     def _embedded(self, tokens: torch.Tensor) -> list[Streams]:
-        return [Streams(0, self._embed(tokens))] if 0 in self.features else []
+        return [Streams(0, self._embed(tokens.to(self._embed.weight.device)))] if 0 in self.features else []
 
+    @uninterrupted()
     def _feed(
         self, columns: np.ndarray, begin: Sequence[int], answer: bool
     ) -> tuple[torch.Tensor | None, list[Streams]]:
         tokens = torch.from_numpy(columns).long()
         q, stages = columns.shape[1], self.partition.stages
         streams = self._embedded(tokens)
+        self._link.patience = stages
+        self._await_chunks(0 if answer else stages - 1)
+        if not answer and (stages > 1 or self._local is None):
+            self._chunks += 1
         for s in range(stages):
-            control = Control(_RUN, q, q if s else 0, True, answer or s + 1 < stages, begin, columns[:, 0].tolist())
+            passes = answer or s + 1 < stages
+            control = Control(_RUN, q, q if s else 0, True, passes, False, begin, columns[:, 0].tolist())
             streams += self._tell_stage(s, control, tokens if s == 0 else None)
             self._sent[s] = 0  # the next stage takes it with the same command
         hidden, others = self._gather()
@@ -273,9 +306,11 @@ class RanksDriver(SpeculativeDriver):
             hidden = self._own
         return hidden, streams + others
 
+    @uninterrupted()
     def _launch(self, work: list[list[Entry]]) -> None:
         self._now: list[Streams] = []
         self._mine: tuple[Control, torch.Tensor] | None = None
+        self._link.patience = 1
         sent = list(self._sent)
         for s, entries in enumerate(work):
             arrives = sent[s - 1] if s else 0
@@ -285,7 +320,8 @@ class RanksDriver(SpeculativeDriver):
             tokens = torch.zeros(self._rows, dtype=torch.int64)
             for entry in entries:
                 tokens[entry.row] = entry.token
-            control = Control(_RUN, 1, arrives, bool(entries), bool(entries), self.machine.held(s), tokens.tolist())
+            runs = bool(entries)
+            control = Control(_RUN, 1, arrives, runs, runs, True, self.machine.held(s), tokens.tolist())
             if s == 0:
                 if entries:
                     self._now += self._embedded(tokens[:, None])
@@ -294,6 +330,7 @@ class RanksDriver(SpeculativeDriver):
                     continue
             self._tell_stage(s, control, None)
 
+    @uninterrupted()
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[Streams], list[float]]:
         streams = self._now
         if self._mine is not None:
@@ -314,6 +351,25 @@ def ranks_of(stages: int, world: int) -> list[int]:
     return [s + world - stages for s in range(stages)]
 
 
+def own_device(device: torch.device | str, local_rank: int) -> torch.device:
+    """The device of the ``local_rank``-th rank of a machine. ``ValueError`` for one that is not there."""
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r}: ranks compute on 'cpu' or 'cuda'")
+    if found.type == "cpu":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ValueError(f"device={str(device)!r}: torch finds no GPU on this machine; use device='cpu'")
+    index = local_rank if found.index is None else found.index
+    if index >= count:
+        raise ValueError(
+            f"device={str(device)!r}: GPU {index} is wanted and this machine has {count}: start fewer ranks here, or let them share one "
+            "with device='cuda:0'"
+        )
+    return torch.device("cuda", index)
+
+
 class RanksPipeline(BasePipeline):
     """A partitioned target over the ranks that torchrun has started; ``generate()`` on rank 0, ``serve()`` on the others.
 
@@ -327,9 +383,13 @@ class RanksPipeline(BasePipeline):
         say what stages send), but started on rank 0 only.
     timeout_s: longest time of a rank's part of a cycle or of a chunk of the prompt, rank 0's streamers and processors included. A rank that takes
         longer, dies or stops ends the call, everywhere, with :class:`RankError` or, where a wait cannot be left, the process.
+    start_s: longest time until all ranks are there, and again until all have loaded their weights.
     dtype: None keeps the model's.
+    device: where each rank computes: ``"cpu"``; ``"cuda"``, the GPU with the rank's number on its machine (LOCAL_RANK); or one that all share, such
+        as ``"cuda:0"``. What ranks send goes through host memory (gloo) in any case; NCCL is not used.
 
-    Raises as ``SpeculativePipeline``, before any weight is read and on all ranks; ``RankError`` on all ranks where one cannot load its part.
+    Raises as ``SpeculativePipeline``, before any weight is read and on all ranks; ``RankError`` on all ranks where one cannot load its part,
+    where one does not come, and where they were started with different stages, features or dtypes.
     """
 
     report: SpeculativeReport | None
@@ -341,7 +401,9 @@ class RanksPipeline(BasePipeline):
         *,
         stages: int | Sequence[int] | Partition,
         timeout_s: float = TIMEOUT_S,
+        start_s: float = START_S,
         dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise ValueError(
@@ -354,6 +416,7 @@ class RanksPipeline(BasePipeline):
         if not isinstance(target, (str, Path)):
             raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device = own_device(device, int(os.environ.get("LOCAL_RANK", rank)))
         self.partition = cut(load_skeleton(target).config.num_hidden_layers, stages, list)
         rank_of = ranks_of(self.partition.stages, world)
         config = module_config(drafter)
@@ -362,7 +425,8 @@ class RanksPipeline(BasePipeline):
         features = tuple(getattr(drafter, "features", ())) if config is None else config.anchors[1:]
         for index in features:
             self.partition.owner(index)
-        self._link = Link(timeout_s)
+        terms = f"{list(self.partition.counts)} layers per stage, features {list(features)}, dtype {dtype or 'of the model'}"
+        self._link = Link(terms, timeout_s, start_s)
         self.is_controller = rank == 0
         self._server: _Server | None = None
         error = None
@@ -370,15 +434,20 @@ class RanksPipeline(BasePipeline):
         try:
             if rank in rank_of:
                 number = rank_of.index(rank)
-                stage = load_stage(target, self.partition, number, dtype=dtype)
+                stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
                 self._server = _Server(stage, number, rank_of, features, self._link)
             if self.is_controller:
-                ends = load_ends(target, dtype=dtype)
-                found, drafts = resolve_drafter(drafter, ends, target, self.partition, dtype=dtype or "auto")
+                ends = load_ends(target, dtype=dtype, device=device)
+                found, drafts = resolve_drafter(
+                    drafter, ends, target, self.partition, dtype=dtype or "auto", device=device
+                )
                 models = [*drafts, ends]
                 self._driver = RanksDriver(ends, self.partition, found, self._link, self._server)
         except Exception as failure:
             error = failure
+        except BaseException as failure:
+            self._interrupted("loading its weights", failure)
+            raise
         self._link.agree(error)
         super().__init__(models)
 
@@ -404,6 +473,13 @@ class RanksPipeline(BasePipeline):
             raise
         except Exception as error:
             raise self._link.failed(f"its stage failed ({type(error).__name__}: {error})") from error
+        except BaseException as error:
+            self._interrupted("serving its stage", error)
+            raise
+
+    def _interrupted(self, doing: str, error: BaseException) -> None:
+        """Let the other ranks know of ``error``."""
+        self._link.failed(f"{type(error).__name__} while {doing}")
 
     def close(self) -> None:
         """Let all ranks go. Also done on leaving a ``with`` block."""
@@ -423,7 +499,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """One text, printed by rank 0 as token ids."""
     parser = argparse.ArgumentParser(prog="torchrun ... -m pipespec.spd.ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True, help="folder of the model")
-    parser.add_argument("--drafter", default="ngram", help="ngram, or the folder of a draft model")
+    parser.add_argument("--drafter", default="ngram", help="ngram, or the folder of a draft module or model")
     parser.add_argument("--stages", required=True, help="n, or layers per stage: 4,4,4")
     parser.add_argument("--prompt-ids", required=True, help="token ids: 5,6,7")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -431,10 +507,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT_S, help="seconds that a rank may take for its part of a cycle"
     )
+    parser.add_argument("--device", default="cpu", help="cpu; cuda, a GPU per rank; or cuda:0, one for all")
     args = parser.parse_args(arguments)
     counts = [int(c) for c in args.stages.split(",")]
     stages = counts if len(counts) > 1 else counts[0]
-    with RanksPipeline(args.target, args.drafter, stages=stages, timeout_s=args.timeout) as pipe:
+    with RanksPipeline(args.target, args.drafter, stages=stages, timeout_s=args.timeout, device=args.device) as pipe:
         if not pipe.is_controller:
             pipe.serve()
             return

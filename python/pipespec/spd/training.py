@@ -314,13 +314,19 @@ def train(
     the last checkpoint in ``folder``: weights, optimizer, step, time; the data and the draws are functions of the step.
 
     Returns the record: steps, tokens, seconds, settings and the history of the figures. ValueError for data of which nothing can be
-    learnt, a checkpoint that does not fit; RuntimeError where the loss is not finite.
+    learnt, a checkpoint that does not fit, a module that is not float32; RuntimeError where the loss is not finite.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = module.head.weight.device
     target = target.eval().requires_grad_(False)
-    optimizers = _optimizers(module, settings)
     trained = [p for p in module.parameters() if p.requires_grad]
+    low = {str(p.dtype) for p in trained} - {"torch.float32"}
+    if low:
+        raise ValueError(
+            f"a module in {', '.join(sorted(low))} cannot be trained, small updates would be rounded away: train it in float32 (amp computes "
+            "products in bfloat16)"
+        )
+    optimizers = _optimizers(module, settings)
     columns = _full_ids(module).to(device)
     inside = torch.zeros(target.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=device)
     inside[columns] = True
