@@ -2,9 +2,8 @@
 
 ``verify_ratio`` with a drawn hint in every column but the first, against the same in torch: two softmaxes in float32,
 the test, and a draw from the residual for the one column of each row that needs it; on a GPU also FlashInfer's
-``chain_speculative_sampling`` behind two softmaxes, where it is installed. On the CPU there is no native form of it: only
-small shapes are measured there. Bytes: both models' rows of all
-hints once, and the pair of rows that is drawn from, once more.
+``chain_speculative_sampling`` behind two softmaxes, where it is installed. Bytes: both models' rows of all hints once, and the
+pair of rows that is drawn from, once more.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from bench.harness import Case, Shape, normal
-from bench.kernels import Benchmark, logits_bytes, logits_shapes, main, rivals
+from bench.kernels import Benchmark, logits_bytes, main, rivals
 from pipespec_kernels import ops
 from pipespec_kernels.noise import DRAFT, Noise
 
@@ -99,16 +98,11 @@ def make(device: str, quick: bool):
     return case
 
 
-def shapes(device: str, quick: bool) -> list[Shape]:
-    """The CPU's form is not native: larger shapes say nothing new there, and take minutes."""
-    return [s for s in logits_shapes(device, quick) if device == "cuda" or torch.Size(s).numel() <= 6_000_000]
-
-
 def input_bytes(shape: Shape, dtype: torch.dtype) -> int:
     return 2 * logits_bytes(shape, dtype)
 
 
-BENCHMARKS = [Benchmark("verify_ratio", make, shapes=shapes, input_bytes=input_bytes)]
+BENCHMARKS = [Benchmark("verify_ratio", make, input_bytes=input_bytes)]
 
 if __name__ == "__main__":
     main(BENCHMARKS, "Speed of verify_ratio against torch.")

@@ -4,9 +4,9 @@ sample may be. Keys and values in storage ``[B, Hkv, S, D]`` with a length per r
 :func:`kv_gather`, :func:`kv_compact`, and :func:`verify_attention` over them.
 
 Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, with the host's noise to the last bit; tensors on the
-CPU to the native code (one pass over the logits, vectorised, several threads for large work; ``verify_ratio``:
-:mod:`pipespec_kernels.ratio`; attention: torch's own); float64 and other devices to :mod:`pipespec_kernels.reference`, plain
-torch. Of equal logits the lowest id wins, and a NaN counts as larger than everything: what ``torch.argmax`` does.
+CPU to the native code (one pass over the logits, vectorised, several threads for large work; attention: torch's own);
+float64 and other devices to :mod:`pipespec_kernels.reference`, plain torch. Of equal logits the lowest id wins, and a NaN
+counts as larger than everything: what ``torch.argmax`` does.
 ``PIPESPEC_OPS=reference`` (or ``triton``) in the environment sends everything there; ``triton`` on the CPU needs its interpreter.
 
 In row selection arguments with one entry per row may be on the CPU (numpy arrays will do) or where the logits are. What is on the CPU is
@@ -51,7 +51,7 @@ _CPU = torch.device("cpu")
 _TOKEN_BYTES = {_INT32: 4, _INT64: 8}
 
 try:
-    from pipespec_kernels import _native, ratio
+    from pipespec_kernels import _native
 except ImportError as error:
     warnings.warn(f"{error} Until then tensors on the CPU go to the slow reference.", RuntimeWarning, stacklevel=2)
     _native = None
@@ -508,6 +508,7 @@ def verify_ratio(
     streams: Streams = INDEPENDENT,
     draft_inv_temperature: Tensor | Any | None = None,
     draft_cutoff: Tensor | None = None,
+    threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Speculative sampling by the ratio of probabilities: hints that survive, and one token drawn behind them.
@@ -523,17 +524,20 @@ def verify_ratio(
     A row with a NaN has no distribution: its hint is rejected. Where the draft's row has one, the hint is rejected and the
     token drawn from ``p``. A hint that is no id of the vocabulary is rejected.
 
-    On the CPU this is torch's vectorised arithmetic, in float64 and not native code; on a GPU sums are in float32, so that a
-    test that is decided in their last bits may fall otherwise.
+    On the CPU decisions are those of float64: sums in float32 with a known error decide where that is enough, and depend on
+    neither threads nor instructions. On a GPU sums are in float32, so that a test that is decided in their last bits may fall
+    otherwise. Scores beyond about 1e15 leave no room for noise: of equal ones the lowest id is drawn.
 
     Args:
         logits, tokens, n_fed, n_hint: as for :func:`verify`.
-        draft_logits: ``[B, Q, V]``, like ``logits`` but of any of their dtypes; column ``q`` belongs to the token in column
-            ``q + 1``, and columns without a hint are not read. None: hints are certain (n-grams, greedy drafts), ``q`` is 1.
+        draft_logits: ``[B, Q, V]``, like ``logits`` but of any of their dtypes (if one is float64: the slow reference);
+            column ``q`` belongs to the token in column ``q + 1``, and columns without a hint are not read. None: hints are
+            certain (n-grams, greedy drafts), ``q`` is 1.
         noise: seeds, positions, temperatures and cutoffs of the target. Its stream is not used.
         streams: of the three kinds of draws; they must differ.
         draft_inv_temperature: float32 ``[B]``; default: the target's.
         draft_cutoff: float32 ``[B, Q]``; default: none.
+        threads: as for :func:`argmax`.
         out: as for :func:`verify`.
 
     Returns:
@@ -557,7 +561,7 @@ def verify_ratio(
         given = _tensors(
             (tokens, n_fed, n_hint, draft_logits, seeds, positions, scale, cutoff, draft_inv_temperature, draft_cutoff)
         )
-        selected, accepted = torch.ops.pipespec.verify_ratio(logits.detach(), *given, *streams)
+        selected, accepted = torch.ops.pipespec.verify_ratio(logits.detach(), *given, *streams, threads)
         return (selected, accepted) if out is None else (_into(out[0], selected), _into(out[1], accepted))
     return _verify_ratio(
         logits,
@@ -572,7 +576,8 @@ def verify_ratio(
         draft_inv_temperature,
         draft_cutoff,
         *streams,
-        out=out,
+        threads,
+        out,
     )
 
 
@@ -613,7 +618,7 @@ def _ratio_arguments(
 
 
 def _fake_verify_ratio(*arguments: Any) -> tuple[Tensor, Tensor]:
-    n_fed = _ratio_arguments(Streams(*arguments[11:]), *arguments[:11])[0]
+    n_fed = _ratio_arguments(Streams(*arguments[11:14]), *arguments[:11])[0]
     batch, width, _ = arguments[0].shape
     return n_fed.new_empty((batch, width)), n_fed.new_empty((batch,))
 
@@ -621,7 +626,7 @@ def _fake_verify_ratio(*arguments: Any) -> tuple[Tensor, Tensor]:
 @register(
     "(Tensor logits, Tensor tokens, Tensor n_fed, Tensor n_hint, Tensor? draft_logits, Tensor seeds, Tensor positions, "
     "Tensor inv_temperature, Tensor? cutoff, Tensor? draft_inv_temperature, Tensor? draft_cutoff, int draft_stream, "
-    "int accept_stream, int residual_stream) -> (Tensor, Tensor)",
+    "int accept_stream, int residual_stream, int? threads=None) -> (Tensor, Tensor)",
     _fake_verify_ratio,
 )
 def _verify_ratio(
@@ -636,12 +641,15 @@ def _verify_ratio(
     cutoff: Tensor | None,
     draft_inv_temperature: Any,
     draft_cutoff: Tensor | None,
-    *streams: int,
+    draft_stream: int,
+    accept_stream: int,
+    residual_stream: int,
+    threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    three = Streams(*streams)
+    streams = Streams(draft_stream, accept_stream, residual_stream)
     n_fed, n_hint, noise, scale, bars = _ratio_arguments(
-        three,
+        streams,
         logits,
         tokens,
         n_fed,
@@ -656,7 +664,32 @@ def _verify_ratio(
     )
     batch, width, _, native = _logits(logits)
     device = logits.device
+    drafts = _NO_DRAFT if draft_logits is None else _logits(draft_logits, "draft_logits")[3]
     selected, accepted = _results(out, n_fed, batch, width)
+    if native is not None and drafts is not None:
+        token_stride = tokens.stride()
+        _native.verify_ratio(
+            *native,
+            tokens.data_ptr(),
+            _TOKEN_BYTES[tokens.dtype],
+            token_stride[0],
+            token_stride[1],
+            n_fed.data_ptr(),
+            n_hint.data_ptr(),
+            selected.data_ptr(),
+            accepted.data_ptr(),
+            _threads(threads),
+            *_addresses(noise)[:4],
+            accept_stream,
+            residual_stream,
+            drafts[0],
+            drafts[1],
+            drafts[5],
+            drafts[6],
+            (noise[2] if scale is None else scale).data_ptr(),
+            0 if bars is None else bars.data_ptr(),
+        )
+        return selected, accepted
     _check_counts(n_fed, n_hint, width)
     _check_noise(noise, _busy(n_fed), width)
     if scale is not None:
@@ -664,15 +697,14 @@ def _verify_ratio(
     both = logits if draft_logits is None or draft_logits.dtype is not _FLOAT64 else draft_logits
     kernels = dispatch.kernels(both)
     if kernels is None:
-        on_host = reference.verify_ratio if native is None else ratio.verify_ratio
-        results = on_host(
+        results = reference.verify_ratio(
             logits,
             tokens,
             n_fed,
             n_hint,
             draft_logits,
             Noise(*noise),
-            streams=three,
+            streams=streams,
             draft_inv_temperature=scale,
             draft_cutoff=bars,
         )
@@ -684,7 +716,7 @@ def _verify_ratio(
             n_hint.to(device),
             draft_logits,
             _moved(noise, device),
-            streams=three,
+            streams=streams,
             draft_inv_temperature=None if scale is None else scale.to(device),
             draft_cutoff=None if bars is None else bars.to(device),
             out=(selected, accepted) if selected.device == device else None,
@@ -692,6 +724,9 @@ def _verify_ratio(
             check_counts=False,
         )
     return _given(results, selected, accepted)
+
+
+_NO_DRAFT = (0,) * 7  # in place of a draft's logits: what _logits() gives for the native code
 
 
 # --- arguments and results -------------------------------------------------------------------------------------------

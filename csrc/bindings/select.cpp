@@ -4,6 +4,7 @@
 
 #include "../cpu/cutoff.hpp"
 #include "../cpu/pool.hpp"
+#include "../cpu/ratio.hpp"
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -49,6 +50,29 @@ void verify_coupled(Address logits, int dtype, std::int64_t batch, std::int64_t 
               pointer<std::int32_t>(selected), pointer<std::int32_t>(accepted), threads, &noise);
 }
 
+void verify_ratio(Address logits, int dtype, std::int64_t batch, std::int64_t width,
+                  std::int64_t vocab, std::int64_t batch_stride, std::int64_t width_stride,
+                  Address tokens, int token_bytes, std::int64_t token_batch_stride,
+                  std::int64_t token_width_stride, Address n_fed, Address n_hint, Address selected,
+                  Address accepted, int threads, Address seeds, Address positions,
+                  Address inv_temperature, Address cutoff, std::uint32_t accept_stream,
+                  std::uint32_t residual_stream, Address draft_logits, int draft_dtype,
+                  std::int64_t draft_batch_stride, std::int64_t draft_width_stride,
+                  Address draft_inv_temperature, Address draft_cutoff) {
+  const cpu::Noise noise{pointer<std::uint64_t>(seeds), pointer<std::int64_t>(positions),
+                         pointer<float>(inv_temperature), pointer<float>(cutoff), residual_stream};
+  const cpu::Draft draft{{pointer(draft_logits), cpu::DType(draft_dtype), batch, width, vocab,
+                          draft_batch_stride, draft_width_stride},
+                         pointer<float>(draft_inv_temperature),
+                         pointer<float>(draft_cutoff)};
+  cpu::verify_ratio(
+      {pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
+      {pointer(tokens), token_bytes, token_batch_stride, token_width_stride},
+      pointer<std::int32_t>(n_fed), pointer<std::int32_t>(n_hint),
+      draft_logits == 0 ? nullptr : &draft, noise, accept_stream, pointer<std::int32_t>(selected),
+      pointer<std::int32_t>(accepted), threads);
+}
+
 void sample(Address logits, int dtype, std::int64_t batch, std::int64_t width, std::int64_t vocab,
             std::int64_t batch_stride, std::int64_t width_stride, Address selected, int threads,
             Address seeds, Address positions, Address inv_temperature, Address cutoff,
@@ -89,6 +113,7 @@ void bind_select(py::module_& m) {
   m.def("argmax", &argmax, WithoutGil());
   m.def("verify", &verify, WithoutGil());
   m.def("verify_coupled", &verify_coupled, WithoutGil());
+  m.def("verify_ratio", &verify_ratio, WithoutGil());
   m.def("sample", &sample, WithoutGil());
   m.def("cutoff", &cutoff, WithoutGil());
   m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("stream"),

@@ -150,6 +150,19 @@ void noise_span(uint64_t seed, uint64_t position, uint32_t stream, int64_t begin
   }
 }
 
+// The two vectors at p of which `left >= 1` elements are there: in place, or in `tail` with -inf
+// behind them.
+template <class V, class Format>
+inline const unsigned char* whole_group(const unsigned char* p, int64_t left, unsigned char* tail) {
+  constexpr int64_t kSize = Format::kBytes;
+  constexpr int64_t kGroup = 2 * V::kLanes;
+  if (left >= kGroup) return p;
+  for (int64_t j = 0; j < kGroup; ++j)
+    __builtin_memcpy(tail + j * kSize, &Format::kMinusInf, kSize);
+  __builtin_memcpy(tail, p, size_t(left * kSize));
+  return tail;
+}
+
 // The best of a row so far. It starts as -inf at the span's beginning, and only what is strictly
 // better replaces it: -inf itself is never selected, and of equals the first stays.
 template <class V>
@@ -194,13 +207,7 @@ Packed coupled_select(const CoupledRow& row, int64_t begin, int64_t n) {
 
   alignas(64) unsigned char tail[kGroup * kSize];
   for (int64_t i = begin; i < end; i += kGroup) {
-    const unsigned char* p = data + i * kSize;
-    if (end - i < kGroup) {
-      for (int64_t j = 0; j < kGroup; ++j)
-        __builtin_memcpy(tail + j * kSize, &Format::kMinusInf, kSize);
-      __builtin_memcpy(tail, p, size_t((end - i) * kSize));
-      p = tail;
-    }
+    const unsigned char* const p = whole_group<V, Format>(data + i * kSize, end - i, tail);
     const auto x0 = Format::load(p);
     const auto x1 = Format::load(p + V::kLanes * kSize);
     const auto s0 = V::multiply(x0, scale);

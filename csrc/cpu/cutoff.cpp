@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "number.hpp"
 #include "pool.hpp"
 
 namespace pipespec::cpu {
@@ -46,23 +47,11 @@ struct Float32 : Keys<int32_t, 0x7F800000> {
 };
 
 struct BFloat16 : Keys<int16_t, 0x7F80> {
-  static float value(Lane k) {
-    const uint32_t bits = uint32_t(uint16_t(key(k))) << 16;
-    float x;
-    std::memcpy(&x, &bits, sizeof(x));
-    return x;
-  }
+  static float value(Lane k) { return float_of_bfloat16(uint16_t(key(k))); }
 };
 
 struct Float16 : Keys<int16_t, 0x7C00> {
-  static float value(Lane k) {
-    const int bits = uint16_t(key(k));
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const float x = exponent == 31  ? (fraction != 0 ? std::nanf("") : kInf)
-                    : exponent == 0 ? std::ldexp(float(fraction), -24)
-                                    : std::ldexp(float(1024 + fraction), exponent - 25);
-    return bits >> 15 != 0 ? -x : x;
-  }
+  static float value(Lane k) { return float_of_float16(uint16_t(key(k))); }
 };
 
 // Working memory of one thread.
@@ -327,14 +316,11 @@ void check(const Filters& filters, int64_t row) {
 void cutoff(const Logits& logits, const Filters& filters, const int32_t* n_fed,
             const int32_t* n_hint, float* cutoff, int threads) {
   check(logits, threads);
-  if (logits.dtype != DType::kFloat32 && logits.dtype != DType::kBFloat16 &&
-      logits.dtype != DType::kFloat16)
-    throw std::invalid_argument("logits: unknown dtype code");
+  const int64_t size = item_bytes(logits.dtype);
   if (n_fed != nullptr) check_counts(logits, n_fed, n_hint);
   for (int64_t r = 0; r < logits.batch; ++r) check(filters, r);
 
   Job job{logits, filters, {}, {}, {}, 0};
-  const int64_t item_bytes = logits.dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t b = 0; b < logits.batch; ++b) {
     const int64_t end = n_fed == nullptr ? logits.width : n_fed[b];
     const int64_t begin = n_fed == nullptr || end == 0 ? 0 : end - 1 - n_hint[b];
@@ -343,12 +329,12 @@ void cutoff(const Logits& logits, const Filters& filters, const int32_t* n_fed,
       *out = -kInf;
       if (q < begin || q >= end) continue;
       job.items.push_back({static_cast<const unsigned char*>(logits.data) +
-                               (b * logits.batch_stride + q * logits.width_stride) * item_bytes,
+                               (b * logits.batch_stride + q * logits.width_stride) * size,
                            b, out});
     }
   }
   const int64_t rows = int64_t(job.items.size());
-  const bool alone = rows < 2 || rows * logits.vocab * item_bytes < kParallelBytes;
+  const bool alone = rows < 2 || rows * logits.vocab * size < kParallelBytes;
   const int64_t helpers = alone ? 0 : std::min<int64_t>({rows - 1, threads - 1, 63});
   job.scratch.resize(size_t(helpers + 1));
   job.taken = std::make_unique<std::atomic<bool>[]>(size_t(helpers + 1));

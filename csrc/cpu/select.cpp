@@ -10,6 +10,7 @@
 
 #include "coupled.hpp"
 #include "pool.hpp"
+#include "ratio_span.hpp"
 #include "span.hpp"
 
 namespace pipespec::cpu {
@@ -81,6 +82,17 @@ const CoupledKernels& coupled_kernels() {
            : k == avx2_kernels() ? avx2_coupled()
                                  : portable_coupled());
 }
+
+}  // namespace
+
+const RatioKernels& ratio_kernels() {
+  const SpanKernels* const k = &kernels();
+  return *(k == avx512_kernels() ? avx512_ratio()
+           : k == avx2_kernels() ? avx2_ratio()
+                                 : portable_ratio());
+}
+
+namespace {
 
 int64_t offset(const Logits& logits, int64_t b, int64_t q) {
   return b * logits.batch_stride + q * logits.width_stride;
@@ -232,12 +244,6 @@ class RowTeam {
   Team team_;  // last: helpers may look at the rest
 };
 
-int64_t token_at(const Tokens& tokens, int64_t b, int64_t q) {
-  const int64_t i = b * tokens.batch_stride + q * tokens.width_stride;
-  return tokens.item_bytes == 4 ? static_cast<const int32_t*>(tokens.data)[i]
-                                : static_cast<const int64_t*>(tokens.data)[i];
-}
-
 // One row of the batch on its way through its hints.
 struct Walk {
   int64_t row;
@@ -248,7 +254,7 @@ struct Walk {
   // Notes what was selected in column first + at; false at the end of the walk.
   bool step(const Tokens& tokens, int32_t id, int32_t* selected_row, int32_t* accepted) {
     selected_row[at] = id;
-    if (at < hints && token_at(tokens, row, first + 1 + at) == id) {
+    if (at < hints && tokens.at(row, first + 1 + at) == id) {
       ++at;
       return true;
     }
@@ -256,18 +262,6 @@ struct Walk {
     return false;
   }
 };
-
-void check(const Logits& logits, const Noise& noise, int64_t row) {
-  const auto refuse = [row](const std::string& what) {
-    throw std::invalid_argument("row " + std::to_string(row) + ": " + what);
-  };
-  const float scale = noise.inv_temperature[row];
-  if (!(scale > 0) || !std::isfinite(scale))
-    refuse("inv_temperature must be finite and positive, is " + std::to_string(scale));
-  // The last column's must be a position, too.
-  if (noise.positions[row] < 0 || noise.positions[row] > INT64_MAX - logits.width)
-    refuse("positions must not be negative, is " + std::to_string(noise.positions[row]));
-}
 
 template <class Selector>
 void select_all(const Selector& selector, int32_t* selected, int threads) {
@@ -342,6 +336,11 @@ void check(const Logits& logits, int threads) {
     throw std::invalid_argument("threads must be at least 1, got " + std::to_string(threads));
 }
 
+void check(const Tokens& tokens) {
+  if (tokens.item_bytes != 4 && tokens.item_bytes != 8)
+    throw std::invalid_argument("tokens: need int32 or int64");
+}
+
 void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint) {
   for (int64_t r = 0; r < logits.batch; ++r) {
     if (n_fed[r] == 0) continue;  // idle: whatever n_hint says, n_fed - 1 maybe
@@ -361,6 +360,33 @@ void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_h
   }
 }
 
+void check_scale(float inv_temperature, int64_t row, const char* name) {
+  if (!(inv_temperature > 0) || !std::isfinite(inv_temperature))
+    throw std::invalid_argument("row " + std::to_string(row) + ": " + name +
+                                " must be finite and positive, is " +
+                                std::to_string(inv_temperature));
+}
+
+void check_noise(const Logits& logits, const Noise& noise, int64_t row) {
+  check_scale(noise.inv_temperature[row], row, "inv_temperature");
+  // The last column's must be a position, too.
+  if (noise.positions[row] < 0 || noise.positions[row] > INT64_MAX - logits.width)
+    throw std::invalid_argument("row " + std::to_string(row) +
+                                ": positions must not be negative, is " +
+                                std::to_string(noise.positions[row]));
+}
+
+int64_t item_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return 2;
+  }
+  throw std::invalid_argument("logits: unknown dtype code");
+}
+
 void argmax(const Logits& logits, int32_t* selected, int threads) {
   check(logits, threads);
   select_all(Greedy(logits), selected, threads);
@@ -369,7 +395,7 @@ void argmax(const Logits& logits, int32_t* selected, int threads) {
 void sample(const Logits& logits, const Noise& noise, int32_t* selected, int threads) {
   check(logits, threads);
   if (logits.width > 0) {
-    for (int64_t r = 0; r < logits.batch; ++r) check(logits, noise, r);
+    for (int64_t r = 0; r < logits.batch; ++r) check_noise(logits, noise, r);
   }
   select_all(Coupled(logits, noise), selected, threads);
 }
@@ -377,15 +403,14 @@ void sample(const Logits& logits, const Noise& noise, int32_t* selected, int thr
 void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, const int32_t* n_hint,
             int32_t* selected, int32_t* accepted, int threads, const Noise* noise) {
   check(logits, threads);
-  if (tokens.item_bytes != 4 && tokens.item_bytes != 8)
-    throw std::invalid_argument("tokens: need int32 or int64");
+  check(tokens);
   check_counts(logits, n_fed, n_hint);
   if (noise == nullptr) {
     walk_all(Greedy(logits), tokens, n_fed, n_hint, selected, accepted, threads);
     return;
   }
   for (int64_t r = 0; r < logits.batch; ++r) {
-    if (n_fed[r] > 0) check(logits, *noise, r);
+    if (n_fed[r] > 0) check_noise(logits, *noise, r);
   }
   walk_all(Coupled(logits, *noise), tokens, n_fed, n_hint, selected, accepted, threads);
 }

@@ -29,6 +29,12 @@ struct Tokens {
   const void* data;  // [B, Q]
   int item_bytes;    // 4 or 8: int32 or int64
   int64_t batch_stride, width_stride;
+
+  int64_t at(int64_t b, int64_t q) const {
+    const int64_t i = b * batch_stride + q * width_stride;
+    return item_bytes == 4 ? static_cast<const int32_t*>(data)[i]
+                           : static_cast<const int64_t*>(data)[i];
+  }
 };
 
 // Coupled selection. The choice in column q of row b is the id v with the largest
@@ -69,9 +75,13 @@ void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, co
 void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begin, int64_t count,
                   float* out);
 
-// The checks of sizes and counts that all of these begin with.
+// The checks that all of these begin with.
 void check(const Logits& logits, int threads);
+void check(const Tokens& tokens);
 void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint);
+void check_noise(const Logits& logits, const Noise& noise, int64_t row);
+void check_scale(float inv_temperature, int64_t row, const char* name);
+int64_t item_bytes(DType dtype);  // refuses unknown codes
 
 // The instructions in use: "portable", "avx2" or "avx512". set_simd is for tests and benchmarks; it
 // returns the previous name and refuses what this CPU, its operating system or the compiler lacked.

@@ -40,8 +40,6 @@ std::vector<std::string> variants() {
 // --- a second opinion on what a logit is worth
 // ---------------------------------------------------------------------
 
-int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 double value(DType dtype, const void* p) {
   if (dtype == DType::kFloat32) {
     float x;

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -30,12 +29,6 @@ namespace {
 constexpr std::int64_t kSecond = 1'000'000'000;
 // Far longer than anything here takes: who sleeps this long was not woken.
 constexpr std::int64_t kForever = 60 * kSecond;
-
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 void spin(u32 n) {
   while (n-- > 0) asm volatile("");
