@@ -35,7 +35,9 @@ class DevicePort:
     Args:
         block: a state block: contiguous uint8 tensor in a GPU's memory, or in pinned memory. Read once here, which waits.
         stage: the stage, from 0; the last one is the target.
-        width: columns of the rectangle: the most tokens that a row feeds in a step, at least 2.
+        width: columns of the rectangle: the most tokens that a row feeds in a step, at least 1.
+        rows: of the rectangle, at most the block's; default: all.
+        policy: int32 ``[4]`` on the GPU, for ports that share one (those of a stage, of several widths); default: its own.
         device: of the kernels and the arrays, where the block is pinned; default: the current GPU.
 
     Attributes:
@@ -49,7 +51,16 @@ class DevicePort:
         ImportError: the CUDA module was not built; says how to.
     """
 
-    def __init__(self, block: Tensor, stage: int, width: int, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        block: Tensor,
+        stage: int,
+        width: int,
+        device: torch.device | str | None = None,
+        *,
+        rows: int | None = None,
+        policy: Tensor | None = None,
+    ) -> None:
         if not isinstance(block, Tensor):
             raise TypeError(f"block must be a tensor, got {type(block).__name__}")
         if block.dtype is not torch.uint8 or block.dim() != 1 or not block.is_contiguous():
@@ -66,14 +77,19 @@ class DevicePort:
             raise ValueError(f"block has {block.numel()} bytes, fewer than its own header says")
         if not 0 <= stage < sizes.stages:
             raise ValueError(f"the block has {sizes.stages} stages, none of number {stage}")
-        if width < 2:
-            raise ValueError(f"width must be at least 2, got {width}")
+        if width < 1:
+            raise ValueError(f"width must be at least 1, got {width}")
+        rows = sizes.rows if rows is None else rows
+        if not 1 <= rows <= sizes.rows:
+            raise ValueError(f"the block has {sizes.rows} rows, not {rows}")
         from pipespec_kernels import _cuda
 
         self._cuda: Any = _cuda
-        self.block, self.stage, self.width, self.rows = block, stage, width, sizes.rows
+        self.block, self.stage, self.width, self.rows = block, stage, width, rows
+        if policy is None:
+            policy = torch.zeros(4, dtype=torch.int32, device=block.device if block.is_cuda else device or "cuda")
         # Policy of csrc/protocol/plan.hpp: the kernel reads it when it runs.
-        self._policy = torch.zeros(4, dtype=torch.int32, device=block.device if block.is_cuda else device or "cuda")
+        self._policy = policy
         self.device = self._policy.device  # with its number: those of tensors are compared with it
         self.tokens = torch.zeros((self.rows, width), dtype=torch.int32, device=self.device)
         one_per_row = torch.zeros((5, self.rows), dtype=torch.int32, device=self.device)
@@ -119,6 +135,28 @@ class DevicePort:
                 *self._arrays,
                 selected.data_ptr(),
                 selected.stride(0),
+                self._stream(stream),
+            )
+
+    def open(self, scratch: Tensor, stream: int | None = None) -> None:
+        """The first launch of a step that a scheduler is told of: notes the time in ``scratch``, a ``StepScratch`` on the GPU."""
+        with torch.cuda.device(self.device):
+            self._cuda.open_step(scratch.data_ptr(), self._stream(stream))
+
+    def close(self, mirror: Tensor, scratch: Tensor, log: Tensor, stream: int | None = None) -> None:
+        """The last one: copies the stage's part of the block to ``mirror`` (nothing, if that is the block) and writes ``log``.
+
+        ``mirror``: the host's block, pinned; ``log``: a ``StepLog``, pinned; see ``csrc/cuda/protocol_kernels.hpp``.
+        """
+        with torch.cuda.device(self.device):
+            self._cuda.close_step(
+                self.block.data_ptr(),
+                mirror.data_ptr(),
+                self.stage,
+                self.rows,
+                *self._arrays,
+                scratch.data_ptr(),
+                log.data_ptr(),
                 self._stream(stream),
             )
 

@@ -40,7 +40,20 @@ def collect_env() -> dict[str, Any]:
         },
         "memory_bytes": _memory("MemTotal"),
         "memory_available_bytes": _memory("MemAvailable"),
+        "memory_limit_bytes": _group_memory()[0],
     }
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of memory that this process can have at all, and that are free of them.
+
+    The machine's; or what a control group (v1 or v2: a container, a batch system) allows, where that is less. Both 0 where the system does not tell.
+    """
+    lines = (line.split() for line in _lines("/proc/meminfo"))
+    machine = {words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+    total, free = machine.get("MemTotal:", 0), machine.get("MemAvailable:", 0)
+    limit, left = _group_memory()
+    return (total, free) if limit is None or left is None else (min(total, limit), min(free, left))
 
 
 def problems(env: dict[str, Any]) -> list[str]:
@@ -165,10 +178,15 @@ def _cuda() -> dict[str, Any]:
 
 
 def _first_line(path: str) -> str | None:
+    return next(iter(_lines(path)), None)
+
+
+def _lines(path: str) -> list[str]:
+    """Of a file; none where it cannot be read."""
     try:
-        return Path(path).read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return None
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _field(path: str, pattern: str) -> str | None:
@@ -190,6 +208,53 @@ def _cpu_quota() -> float | None:
         return None
     allowed, period = map(int, quota.split())
     return allowed / period
+
+
+def _group_memory(
+    membership: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
+) -> tuple[int, int] | tuple[None, None]:
+    """Of the control groups that this process is in, the tightest limit in bytes and what is left of it; None without a limit.
+
+    What the system would give back at once (files that it keeps in memory) counts as left.
+    """
+    try:
+        lines = Path(membership).read_text().splitlines()
+    except OSError:
+        return None, None
+    groups = {
+        controllers: name for _, controllers, name in (line.split(":", 2) for line in lines if line.count(":") >= 2)
+    }
+    v1 = next((name for controllers, name in groups.items() if "memory" in controllers.split(",")), None)
+    if v1 is not None:
+        base, name = Path(root, "memory"), v1
+        limit_file, usage_file, reclaimable = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    elif "" in groups:
+        base, name = Path(root), groups[""]
+        limit_file, usage_file, reclaimable = "memory.max", "memory.current", "inactive_file"
+    else:
+        return None, None
+    found: list[tuple[int, int]] = []
+    own = base.joinpath(*(part for part in name.split("/") if part not in ("", "..")))
+    # A group is bound by those around it. In a container the outermost that can be seen is its own, whatever the name says.
+    for group in (own, *own.parents):
+        limit, usage = _number(group / limit_file), _number(group / usage_file)
+        if limit is not None and usage is not None and limit < _NO_LIMIT:
+            kept = _field(str(group / "memory.stat"), rf"^{reclaimable} (\d+)$")
+            found.append((limit, max(0, limit - usage + int(kept or 0))))
+        if group == base:
+            break
+    if not found:
+        return None, None
+    return min(limit for limit, _ in found), min(left for _, left in found)
+
+
+_NO_LIMIT = 1 << 60
+"""What version 1 writes for "no limit" is a number near 2^63."""
+
+
+def _number(file: Path) -> int | None:
+    text = _first_line(str(file))
+    return int(text) if text is not None and text.isdigit() else None
 
 
 def _memory(name: str) -> int | None:

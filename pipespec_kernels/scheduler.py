@@ -47,7 +47,8 @@ class Rectangle(Protocol):
 class HostLauncher:
     """Steps on the host: one thread per stage, ``models[s]`` called with its :class:`Rectangle`; what it raises is the stage's failure.
 
-    ``widths``: those that a step may have, ascending; ``mirrored``: the scheduler sees a copy of the block that is as late as a GPU's.
+    ``widths``: those that a step may have, ascending, for all stages or one list for each (an empty one: the stage has no steps of its own, its
+    model is never called, it rides in another's); ``mirrored``: the scheduler sees a copy of the block that is as late as a GPU's.
     Raises ``ValueError``.
     """
 
@@ -55,11 +56,14 @@ class HostLauncher:
         self,
         block: StateBlock,
         models: Sequence[Callable[[Rectangle], None]],
-        widths: Sequence[int],
+        widths: Sequence[int] | Sequence[Sequence[int]],
         *,
         mirrored: bool = False,
     ) -> None:
-        self.native = _native.HostLauncher(block.memory.array, list(models), list(widths), mirrored)
+        each = [[w] if isinstance(w, int) else list(w) for w in widths]
+        if all(isinstance(w, int) for w in widths):
+            each = [[w for (w,) in each]] * len(models)
+        self.native = _native.HostLauncher(block.memory.array, list(models), each, mirrored)
 
 
 class Launcher(Protocol):
@@ -109,6 +113,7 @@ class Scheduler:
     ) -> None:
         if schedule not in _SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(map(repr, _SCHEDULES))}, not {schedule!r}")
+        self._launcher = launcher  # and with it what its steps refer to
         options = _native.Options(_SCHEDULES[schedule], ahead, patience, trace)
         self._native = _native.Scheduler(launcher.native, options, steering._native())
 
@@ -154,7 +159,7 @@ class Scheduler:
         """Steps of ``stage`` in the present or last generation, oldest first; the oldest are lost when there were more than are kept.
 
         A structured array; times are those of ``time.perf_counter_ns()``: ``step`` (its number), ``launched_ns``, ``start_ns``, ``end_ns``, ``width`` (of
-        the rectangle), ``fed``, ``hints``, ``accepted``, ``taken_back`` (tokens, all rows together) and ``in_flight`` (steps launched
-        before it that had not ended).
+        the rectangle), ``fed``, ``hints``, ``accepted``, ``taken_back`` (tokens, all rows together), ``in_flight`` (steps launched
+        before it that had not ended), ``rollbacks`` (how often tokens were taken back) and ``prefill`` (0: a scheduler knows of none).
         """
         return self._native.trace(stage)

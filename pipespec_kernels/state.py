@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -17,6 +18,15 @@ from pipespec_kernels import _native
 Action = _native.Action
 MAX_EOS: int = _native.MAX_EOS
 MAX_STAGES: int = _native.MAX_STAGES
+
+
+class Memory(Protocol):
+    """What a block can lie in; see :class:`SharedMemory`."""
+
+    array: np.ndarray
+    address: int
+
+    def remap(self, size: int | None = None) -> None: ...
 
 
 class SharedMemory:
@@ -67,22 +77,26 @@ class StateBlock:
     Positions are absolute token positions of a row, padding left out. Stage ``stages - 1`` is the target.
     """
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._native = _native.Block(memory.address)
 
     @classmethod
-    def create(cls, stages: int, rows: int, capacity: int) -> StateBlock:
+    def create(cls, stages: int, rows: int, capacity: int, memory: Memory | None = None) -> Self:
         """A block for ``stages`` models, ``rows`` rows and at least ``capacity`` generated tokens per row.
 
-        Raises ``ValueError`` for sizes that make no sense.
+        ``memory``: to lie in, any size; default: an anonymous file. Raises ``ValueError`` for sizes that make no sense.
         """
         if not 1 <= stages <= MAX_STAGES:
             raise ValueError(f"a pipeline has 1 to {MAX_STAGES} stages, not {stages}")
         if rows < 1 or capacity < 1:
             raise ValueError(f"rows and capacity must be positive, got rows={rows}, capacity={capacity}")
         capacity = _power_of_two(capacity)
-        memory = SharedMemory.create(_native.Block.bytes(stages, rows, capacity))
+        size = _native.Block.bytes(stages, rows, capacity)
+        if memory is None:
+            memory = SharedMemory.create(size)
+        memory.remap(size)
+        memory.array[:] = 0
         _native.Block.create(memory.address, stages, rows, capacity)
         return cls(memory)
 
@@ -146,6 +160,10 @@ class StateBlock:
     def tokens(self, stage: int, row: int, begin: int, end: int) -> list[int]:
         """Token ids at positions ``begin .. end-1``; ``begin`` not before the prompt's last token. Raises ``IndexError``."""
         return self._native.tokens(stage, row, begin, end)
+
+    def kv(self, stage: int, row: int) -> int:
+        """Tokens of ``row`` whose keys and values ``stage`` has; its sequence is at least as long."""
+        return self._native.kv(stage, row)
 
     def counters(self, stage: int, row: int) -> dict:
         """Counts of one stage and row since ``reset``; names as in ``Counters`` of ``state.hpp``."""

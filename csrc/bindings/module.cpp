@@ -6,6 +6,7 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "The native host core of pipespec: state protocol and row selection.";
   pipespec::bind_build_info(m);
   pipespec::bind_select(m);
+  pipespec::bind_trace(m);
   pipespec::bind_state(m);
   pipespec::bind_schedule(m);
   pipespec::bind_simulate(m);

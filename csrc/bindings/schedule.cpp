@@ -8,6 +8,7 @@
 #include "../runtime/host_launcher.hpp"
 #include "../runtime/scheduler.hpp"
 #include "bindings.hpp"
+#include "trace.hpp"
 
 namespace py = pybind11;
 
@@ -38,16 +39,8 @@ struct Unlocked {
   }
 };
 
-py::array_t<TraceEntry> trace(const Scheduler& scheduler, std::uint32_t stage) {
-  // Not when the module is imported: that must work without numpy.
-  static const bool registered = [] {
-    PYBIND11_NUMPY_DTYPE(TraceEntry, step, launched_ns, start_ns, end_ns, width, fed, hints,
-                         accepted, taken_back, in_flight);
-    return true;
-  }();
-  (void)registered;
-  const std::vector<TraceEntry> entries = scheduler.trace(stage);
-  return py::array_t<TraceEntry>(static_cast<py::ssize_t>(entries.size()), entries.data());
+py::array trace(const Scheduler& scheduler, std::uint32_t stage) {
+  return as_array(scheduler.trace(stage));
 }
 
 }  // namespace
@@ -78,7 +71,7 @@ void bind_schedule(py::module_& m) {
       });
   py::class_<HostLauncher, Launcher, std::shared_ptr<HostLauncher>>(m, "HostLauncher")
       .def(py::init([](py::array_t<std::uint8_t> memory, std::vector<HostLauncher::Model> models,
-                       std::vector<std::uint32_t> widths, bool mirrored) {
+                       std::vector<HostLauncher::Widths> widths, bool mirrored) {
              return std::make_shared<HostLauncher>(memory.mutable_data(), std::move(models),
                                                    std::move(widths), mirrored);
            }),

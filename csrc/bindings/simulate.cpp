@@ -56,6 +56,8 @@ void bind_simulate(py::module_& m) {
       .def_readwrite("step_s", &sim::StageModel::step_s)
       .def_readwrite("start_s", &sim::StageModel::start_s)
       .def_readwrite("device", &sim::StageModel::device)
+      .def_readwrite("sensitivity", &sim::StageModel::sensitivity)
+      .def_readwrite("cold_s", &sim::StageModel::cold_s)
       .def_readwrite("window", &sim::StageModel::window)
       .def_readwrite("max_hints", &sim::StageModel::max_hints)
       .def_readwrite("wait", &sim::StageModel::wait);
@@ -70,6 +72,7 @@ void bind_simulate(py::module_& m) {
       .def_readwrite("width", &sim::Setting::width)
       .def_readwrite("seed", &sim::Setting::seed)
       .def_readwrite("contention", &sim::Setting::contention)
+      .def_readwrite("cores", &sim::Setting::cores)
       .def_readwrite("patience", &sim::Setting::patience)
       .def_readwrite("wake_s", &sim::Setting::wake_s)
       .def_readwrite("decode_meanwhile", &sim::Setting::decode_meanwhile)

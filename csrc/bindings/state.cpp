@@ -69,6 +69,7 @@ void bind_state(py::module_& m) {
                         std::uint32_t r) { return Sequence(b, s, r).word().length; })
       .def("epoch", [](const Block& b, std::uint32_t s,
                        std::uint32_t r) { return Sequence(b, s, r).word().epoch; })
+      .def("kv", [](const Block& b, std::uint32_t s, std::uint32_t r) { return b.priv(s, r).kv; })
       .def("tokens", &tokens, py::arg("stage"), py::arg("row"), py::arg("begin"), py::arg("end"))
       .def("counters", &counters, py::arg("stage"), py::arg("row"))
       .def("set_alive", [](const Block& b, std::uint32_t s,
@@ -100,6 +101,7 @@ void bind_state(py::module_& m) {
       .def_property_readonly("window", &StagePort::window)
       .def_property_readonly("upstream_window", &StagePort::upstream_window)
       .def("set_step_ns", &StagePort::set_step_ns)
+      .def("trace", &StagePort::trace, py::arg("buffer"), py::keep_alive<1, 2>())
       .def_property_readonly("generation", &StagePort::generation)
       .def_property_readonly("columns", &StagePort::columns)
       .def_property_readonly("width", &StagePort::width)

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <functional>
+#include <future>
 #include <limits>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -10,47 +12,43 @@
 #include "cuda/check.hpp"
 #include "cuda/device.hpp"
 #include "cuda/launcher.hpp"
+#include "cuda/nvtx.hpp"
 #include "runtime/clock.hpp"
 #include "runtime/generation.hpp"
 
 namespace pipespec::cuda {
 namespace {
 
-// The thread that calls us may have another device.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check(cudaGetDevice(&before_), "current CUDA device");
-    if (device != before_) check(cudaSetDevice(device), "CUDA device");
-  }
-  ~OnDevice() { cudaSetDevice(before_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
+// Every device can use it, at the host's address.
+constexpr unsigned kPinned = cudaHostAllocPortable | cudaHostAllocMapped;
+constexpr int kClockReadings = 4;
 
- private:
-  int before_ = 0;
-};
+// In a thread of its own: the caller's keeps its device. To set that back would not do, since
+// cudaSetDevice() makes a context on a device that the caller may never have touched.
+template <class Work>
+void on_device(int device, const Work& work) {
+  std::async(std::launch::async, [&] {
+    check(cudaSetDevice(device), "CUDA device");
+    work();
+  }).get();
+}
 
-// What to add to %globaltimer to get the host's clock: from the shortest of several readings, so to
-// half of a launch's time, some microseconds.
-std::int64_t clock_offset(cudaStream_t stream) {
-  std::uint64_t* device_ns = nullptr;
-  check(cudaHostAlloc(reinterpret_cast<void**>(&device_ns), sizeof *device_ns, cudaHostAllocMapped),
-        "pinned memory");
-  std::int64_t best = std::numeric_limits<std::int64_t>::max(), offset = 0;
-  cudaError_t error = cudaSuccess;
-  for (int i = 0; i < 16 && error == cudaSuccess; ++i) {
-    const std::int64_t before = now_ns();
-    error = read_clock(device_ns, reinterpret_cast<std::uintptr_t>(stream));
-    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-    const std::int64_t took = now_ns() - before;
-    if (took >= best) continue;
-    best = took;
-    offset = before + took / 2 - static_cast<std::int64_t>(*device_ns);
-  }
-  cudaFreeHost(device_ns);
-  check(error, "reading the device's clock");
-  return offset;
+// Kernels and copies were captured with these addresses: they must mean the same on the current
+// device. Throws std::invalid_argument.
+void require_pinned(std::uintptr_t address, const std::string& what) {
+  cudaPointerAttributes found{};
+  check(cudaPointerGetAttributes(&found, reinterpret_cast<const void*>(address)), "memory");
+  if (found.type != cudaMemoryTypeHost ||
+      found.devicePointer != reinterpret_cast<const void*>(address))
+    throw std::invalid_argument(what +
+                                " must be in pinned memory of the host, mapped for all devices");
+}
+void require_on(int device, std::uintptr_t address, const std::string& what) {
+  cudaPointerAttributes found{};
+  check(cudaPointerGetAttributes(&found, reinterpret_cast<const void*>(address)), "memory");
+  if (found.type != cudaMemoryTypeDevice || found.device != device)
+    throw std::invalid_argument(what + " must be in the memory of device " +
+                                std::to_string(device));
 }
 
 }  // namespace
@@ -58,45 +56,49 @@ std::int64_t clock_offset(cudaStream_t stream) {
 struct CudaLauncher::Lane {
   StageGraphs graphs;
   std::uint32_t stage = 0;
+  std::string name;  // in a profiler
   cudaStream_t stream = nullptr;
   cudaStream_t notices = nullptr;  // behind `stream`, for the callbacks
   cudaStream_t words = nullptr;    // beside both, for the caller's words
   cudaEvent_t event = nullptr;
-  Policy* policies = nullptr;  // pinned, one per step in flight
-  std::int64_t clock_offset_ns = 0;
-  std::uint64_t launched = 0;  // since begin()
-  std::uint64_t base = 0;      // steps that had ended before
+  Policy* policies = nullptr;        // pinned, one per step in flight
+  std::uint64_t* clock = nullptr;    // pinned
+  std::int64_t clock_offset_ns = 0;  // what to add to %globaltimer to get the host's clock
+  std::uint64_t launched = 0;        // since begin()
+  std::uint64_t base = 0;            // steps that had ended before
+  std::string broken;                // why begin() failed; empty: it did not
+  std::mutex mutex;                  // of `notice`; held while it is given
   Notice notice;
 
-  explicit Lane(StageGraphs of, std::uint32_t number) : graphs(std::move(of)), stage(number) {
-    try {
-      open();
-    } catch (...) {
-      close();
-      throw;
-    }
+  Lane(StageGraphs of, std::uint32_t number, std::string called)
+      : graphs(std::move(of)), stage(number), name(std::move(called)) {}
+  ~Lane() {
+    for (cudaStream_t s : {stream, notices, words})
+      if (s != nullptr) cudaStreamDestroy(s);
+    if (event != nullptr) cudaEventDestroy(event);
+    if (policies != nullptr) cudaFreeHost(policies);
+    if (clock != nullptr) cudaFreeHost(clock);
+    cudaGetLastError();  // nobody is left to tell
   }
-  ~Lane() { close(); }
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  void open() {
-    const OnDevice on(graphs.device);
+  // On its device.
+  void open(std::uintptr_t mirror) {
+    require_pinned(mirror, name + ": the mirror");
+    require_pinned(graphs.log, name + ": its log");
+    if (graphs.block != mirror) require_on(graphs.device, graphs.block, name + ": its block");
+    require_on(graphs.device, graphs.policy, name + ": its policy");
+    require_on(graphs.device, graphs.scratch, name + ": its scratch");
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, graphs.priority),
           "stream of a stage");
     check(cudaStreamCreateWithFlags(&notices, cudaStreamNonBlocking), "stream of notices");
     check(cudaStreamCreateWithFlags(&words, cudaStreamNonBlocking), "stream of words");
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event of a stage");
     check(cudaHostAlloc(reinterpret_cast<void**>(&policies), StepLog::kRecords * sizeof(Policy),
-                        cudaHostAllocDefault),
+                        kPinned),
           "pinned memory");
-    clock_offset_ns = clock_offset(stream);
-  }
-  void close() {
-    for (cudaStream_t s : {stream, notices, words})
-      if (s != nullptr) cudaStreamDestroy(s);
-    if (event != nullptr) cudaEventDestroy(event);
-    if (policies != nullptr) cudaFreeHost(policies);
+    check(cudaHostAlloc(reinterpret_cast<void**>(&clock), sizeof *clock, kPinned), "pinned memory");
   }
 
   const StepLog& log() const { return *reinterpret_cast<const StepLog*>(graphs.log); }
@@ -109,7 +111,9 @@ CudaLauncher::CudaLauncher(std::uintptr_t mirror, std::vector<StageGraphs> stage
     throw std::invalid_argument("the block has " + std::to_string(mirror_.stages()) +
                                 " stages, but there are graphs of " +
                                 std::to_string(stages.size()));
+  int device = -1;  // of the stages before
   for (const StageGraphs& stage : stages) {
+    if (stage.widths.empty() && stage.graphs.empty()) continue;
     if (stage.device < 0 || stage.device >= devices_found)
       throw std::invalid_argument("there is no CUDA device " + std::to_string(stage.device));
     if (stage.widths.empty() || stage.widths.size() != stage.graphs.size() ||
@@ -119,17 +123,42 @@ CudaLauncher::CudaLauncher(std::uintptr_t mirror, std::vector<StageGraphs> stage
       throw std::invalid_argument("widths must be positive and ascending, with one graph for each");
     if (stage.block == 0 || stage.policy == 0 || stage.scratch == 0 || stage.log == 0)
       throw std::invalid_argument("a stage needs a block, a policy, a scratch and a log");
+    if (device >= 0 && stage.block != block_)
+      throw std::invalid_argument("all stages must use one block: they meet nowhere else");
+    if (device >= 0 && stage.device != device && stage.block != mirror)
+      throw std::invalid_argument(
+          "stages on several devices must use the mirror itself as their block, in pinned memory");
+    block_ = stage.block;
+    device = stage.device;
   }
-  for (StageGraphs& stage : stages)
-    lanes_.push_back(
-        std::make_unique<Lane>(std::move(stage), static_cast<std::uint32_t>(lanes_.size())));
+  for (StageGraphs& stage : stages) {
+    const auto number = static_cast<std::uint32_t>(lanes_.size());
+    const std::string name =
+        number == mirror_.target() ? "target" : "draft " + std::to_string(number);
+    lanes_.push_back(std::make_unique<Lane>(std::move(stage), number, name));
+  }
+  for (Lane* lane : launched()) on_device(lane->graphs.device, [&] { lane->open(mirror); });
 }
 
 CudaLauncher::~CudaLauncher() {
   // Errors have been told by ended(), and there is nobody left to tell.
+  for (const Lane* lane : launched())
+    for (cudaStream_t stream : {lane->stream, lane->notices, lane->words}) await(stream);
+}
+
+std::vector<CudaLauncher::Lane*> CudaLauncher::launched() const {
+  std::vector<Lane*> found;
   for (const auto& lane : lanes_)
-    for (cudaStream_t stream : {lane->stream, lane->notices, lane->words})
-      cudaStreamSynchronize(stream);
+    if (!lane->graphs.widths.empty()) found.push_back(lane.get());
+  return found;
+}
+
+cudaError_t CudaLauncher::await(cudaStream_t stream) {
+  if (stream == nullptr) return cudaSuccess;  // it could not be made
+  ++host_syncs_;
+  const cudaError_t error = cudaStreamSynchronize(stream);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
 }
 
 const std::vector<std::uint32_t>& CudaLauncher::widths(std::uint32_t stage) const {
@@ -137,44 +166,71 @@ const std::vector<std::uint32_t>& CudaLauncher::widths(std::uint32_t stage) cons
 }
 
 void CudaLauncher::begin(Notice notice) {
-  const std::uintptr_t mirror = reinterpret_cast<std::uintptr_t>(&mirror_.header());
-  for (const auto& lane : lanes_) {
-    const StageGraphs& graphs = lane->graphs;
-    const OnDevice on(graphs.device);
-    if (graphs.block != mirror)
-      check(cudaMemcpyAsync(reinterpret_cast<void*>(graphs.block),
-                            reinterpret_cast<const void*>(mirror), mirror_.header().bytes,
-                            cudaMemcpyHostToDevice, lane->stream),
-            "copying the state block");
-    const StepScratch scratch{load_acquire(&lane->log().ended), 0, 0, 0};
-    check(cudaMemcpyAsync(reinterpret_cast<void*>(graphs.scratch), &scratch, sizeof scratch,
-                          cudaMemcpyHostToDevice, lane->stream),
-          "preparing a stage");
-    check(cudaStreamSynchronize(lane->stream), "preparing a stage");
-    lane->base = scratch.ended;
+  bool copied = block_ == reinterpret_cast<std::uintptr_t>(&mirror_.header());
+  for (Lane* lane : launched()) {
+    lane->base = load_acquire(&lane->log().ended);
     lane->launched = 0;
-    lane->notice = notice;
+    lane->broken.clear();
+    {
+      const std::lock_guard lock(lane->mutex);
+      lane->notice = notice;
+    }
+    try {
+      on_device(lane->graphs.device, [&] {
+        if (!copied)
+          check(cudaMemcpyAsync(reinterpret_cast<void*>(block_), &mirror_.header(),
+                                mirror_.header().bytes, cudaMemcpyHostToDevice, lane->stream),
+                "copying the state block");
+        const StepScratch scratch{lane->base, 0, 0, 0, 0};
+        check(cudaMemcpyAsync(reinterpret_cast<void*>(lane->graphs.scratch), &scratch,
+                              sizeof scratch, cudaMemcpyHostToDevice, lane->stream),
+              "preparing a stage");
+        check(await(lane->stream), "preparing a stage");
+        copied = true;
+        set_clock(*lane);
+      });
+    } catch (const std::exception& error) {
+      lane->broken = error.what();  // a draft's is no reason that the others should not begin
+    }
+  }
+}
+
+// From the shortest of several readings, so to half of a launch's time, some microseconds. Anew for
+// each generation: the two clocks drift apart.
+void CudaLauncher::set_clock(Lane& lane) {
+  std::int64_t best = std::numeric_limits<std::int64_t>::max();
+  for (int i = 0; i < kClockReadings; ++i) {
+    const std::int64_t before = now_ns();
+    check(read_clock(lane.clock, reinterpret_cast<std::uintptr_t>(lane.stream)),
+          "reading the device's clock");
+    check(await(lane.stream), "reading the device's clock");
+    const std::int64_t took = now_ns() - before;
+    if (took >= best) continue;
+    best = took;
+    lane.clock_offset_ns = before + took / 2 - static_cast<std::int64_t>(*lane.clock);
   }
 }
 
 void CudaLauncher::end() {
-  for (const auto& lane : lanes_) {
+  for (Lane* lane : launched()) {
     // A broken context is no news here: ended() has told, and its callbacks do not come.
-    for (cudaStream_t stream : {lane->stream, lane->notices, lane->words})
-      if (cudaStreamSynchronize(stream) != cudaSuccess) cudaGetLastError();
+    for (cudaStream_t stream : {lane->stream, lane->notices, lane->words}) await(stream);
+    const std::lock_guard lock(lane->mutex);
     lane->notice = nullptr;
   }
 }
 
 void CudaLauncher::launch(std::uint32_t stage, const Policy& policy) {
   Lane& lane = *lanes_[stage];
+  if (!lane.broken.empty()) throw std::runtime_error(lane.broken);
   const std::vector<std::uint32_t>& widths = lane.graphs.widths;
   const auto at = std::lower_bound(widths.begin(), widths.end(), policy.width);
   if (at == widths.end() || *at != policy.width)
     throw std::invalid_argument("no graph of width " + std::to_string(policy.width));
   const auto graph = reinterpret_cast<cudaGraphExec_t>(
       lane.graphs.graphs[static_cast<std::size_t>(at - widths.begin())]);
-  const OnDevice on(lane.graphs.device);
+  const Range range(lane.name.c_str(), policy.width);
+  check(cudaSetDevice(lane.graphs.device), "CUDA device");
   Policy& pinned = lane.policies[lane.launched % StepLog::kRecords];
   pinned = policy;
   check(cudaMemcpyAsync(reinterpret_cast<void*>(lane.graphs.policy), &pinned, sizeof pinned,
@@ -182,21 +238,23 @@ void CudaLauncher::launch(std::uint32_t stage, const Policy& policy) {
         "copying a step's policy");
   check(cudaGraphLaunch(graph, lane.stream), "launching a step");
   ++lane.launched;
+  ++launches_;
   check(cudaEventRecord(lane.event, lane.stream), "recording a step's end");
   check(cudaStreamWaitEvent(lane.notices, lane.event, 0), "waiting for a step's end");
+  // With CUDA_LAUNCH_BLOCKING=1 this may return after the callback has: hold nothing it needs.
   check(cudaLaunchHostFunc(
             lane.notices,
             [](void* data) {
-              const Lane& own = *static_cast<const Lane*>(data);
-              own.notice(own.stage);
+              Lane& own = *static_cast<Lane*>(data);
+              const std::lock_guard lock(own.mutex);
+              if (own.notice) own.notice(own.stage);
             },
             &lane),
         "queueing the notice of a step's end");
 }
 
 std::uint64_t CudaLauncher::ended(std::uint32_t stage) {
-  Lane& lane = *lanes_[stage];
-  const OnDevice on(lane.graphs.device);
+  const Lane& lane = *lanes_[stage];
   const cudaError_t state = cudaStreamQuery(lane.stream);
   if (state == cudaErrorNotReady) {
     cudaGetLastError();
@@ -214,7 +272,8 @@ Outcome CudaLauncher::outcome(std::uint32_t stage, std::uint64_t n) const {
           record.fed,
           record.hints,
           record.accepted,
-          record.taken_back};
+          record.taken_back,
+          record.rollbacks};
 }
 
 // Only waits look at it, and those are the host's: steps are launched with min_hints 0.
@@ -222,21 +281,18 @@ void CudaLauncher::set_alive(std::uint32_t stage, bool alive) {
   store_release(&mirror_.control(stage).alive, alive ? 1u : 0u);
 }
 
-// In the mirror and, at the same offset, in every block that is another one.
+// In the mirror, and at the same offset in the block if that is another one.
 void CudaLauncher::set_limit(std::uint32_t row, std::uint32_t limit) {
   std::uint32_t* word = &mirror_.span(row).limit;
   store_release(word, limit);
   const char* mirror = reinterpret_cast<const char*>(&mirror_.header());
-  const std::ptrdiff_t offset = reinterpret_cast<const char*>(word) - mirror;
-  for (const auto& lane : lanes_) {
-    char* block = reinterpret_cast<char*>(lane->graphs.block);
-    if (block == mirror) continue;
-    const OnDevice on(lane->graphs.device);
-    // From pageable memory: the value has been read when this returns.
-    check(
-        cudaMemcpyAsync(block + offset, &limit, sizeof limit, cudaMemcpyHostToDevice, lane->words),
+  char* block = reinterpret_cast<char*>(block_);
+  if (block == mirror) return;
+  // From the mirror itself, which is pinned: nothing waits, and what is written there meanwhile is
+  // no worse.
+  check(cudaMemcpyAsync(block + (reinterpret_cast<const char*>(word) - mirror), word, sizeof limit,
+                        cudaMemcpyHostToDevice, launched().front()->words),
         "ending a row");
-  }
 }
 
 }  // namespace pipespec::cuda

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -15,13 +16,14 @@
 namespace pipespec::cuda {
 
 // A stage's graphs, one per width: open_step, plan, the forward, the selection, commit, close_step.
-// Handles and pointers as integers, as they come from Python; all of it outlives the launcher.
+// Handles and pointers as integers, as they come from Python; all of it outlives the launcher. A
+// stage without widths rides in another's graphs: it needs none of this.
 struct StageGraphs {
   int device = 0;
   int priority = 0;  // of its stream: lower numbers go first
   std::vector<std::uint32_t> widths;
   std::vector<std::uintptr_t> graphs;  // cudaGraphExec_t, one per width
-  std::uintptr_t block = 0;            // that its kernels use; may be the mirror
+  std::uintptr_t block = 0;            // that its kernels use; the same for all stages
   std::uintptr_t policy = 0;           // Policy in memory of the device, which plan() reads
   std::uintptr_t scratch = 0;          // StepScratch in memory of the device
   std::uintptr_t log = 0;              // StepLog in pinned and mapped memory
@@ -31,11 +33,16 @@ struct StageGraphs {
 // event. On the stage's own stream the callback would hold up the step behind it; to poll events
 // would need a period, which is either a delay or a busy wait. Where a callback does not come (the
 // context is broken), the scheduler looks after patrol_ns() and finds the error.
+//
+// Stages may lie on several devices. Their kernels then work on the mirror itself, in pinned
+// memory that all devices map: system-scope loads and stores, no peer access, no event between
+// devices. A device that is broken is the failure of its stages alone.
 class CudaLauncher final : public Launcher {
  public:
   // `mirror`: the host's block, in pinned and mapped memory; the caller resets it before a
-  // generation, and begin() copies it to the blocks that the stages use. Throws std::runtime_error
-  // without a usable device, std::invalid_argument on arguments that do not fit together.
+  // generation, and begin() copies it to the block that the stages use, if that is another one (in
+  // the memory of the device that they are all on). Throws std::runtime_error without a usable
+  // device, std::invalid_argument on arguments that do not fit together.
   CudaLauncher(std::uintptr_t mirror, std::vector<StageGraphs> stages);
   ~CudaLauncher() override;
   CudaLauncher(const CudaLauncher&) = delete;
@@ -47,17 +54,32 @@ class CudaLauncher final : public Launcher {
   std::int64_t patrol_ns() const override { return 20'000'000; }
   void begin(Notice notice) override;
   void end() override;
+  // Leaves the thread, which is one of the scheduler's, on the stage's device.
   void launch(std::uint32_t stage, const Policy& policy) override;
   std::uint64_t ended(std::uint32_t stage) override;
   Outcome outcome(std::uint32_t stage, std::uint64_t n) const override;
   void set_alive(std::uint32_t stage, bool alive) override;
   void set_limit(std::uint32_t row, std::uint32_t limit) override;
 
+  // Since it was made: steps launched, and how often the host has waited for a device. begin() and
+  // end() do that, so many times whatever the number of steps; nothing between them does.
+  std::uint64_t launches() const { return launches_; }
+  std::uint64_t host_syncs() const { return host_syncs_; }
+
  private:
   struct Lane;
 
+  // Those that have steps of their own.
+  std::vector<Lane*> launched() const;
+  // The only place where the host waits for a device.
+  cudaError_t await(cudaStream_t stream);
+  void set_clock(Lane& lane);
+
   Block mirror_;
+  std::uintptr_t block_ = 0;  // of all stages
   std::vector<std::unique_ptr<Lane>> lanes_;
+  std::atomic<std::uint64_t> launches_{0};
+  std::atomic<std::uint64_t> host_syncs_{0};
 };
 
 }  // namespace pipespec::cuda

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
                     StepArrays step, StepScratch* scratch, StepLog* log) {
   const Block block(base);
   const Block copy(mirror);
-  std::uint32_t fed = 0, hints = 0, accepted = 0, truncated = 0;
+  std::uint32_t fed = 0, hints = 0, accepted = 0, truncated = 0, rollbacks = 0;
   for (std::uint32_t row = threadIdx.x; row < rows; row += kThreads) {
     if (row >= block.header().active_rows) break;
     if (mirror != base) replicate(block, copy, stage, row);
@@ -53,11 +53,13 @@ __global__ void __launch_bounds__(kThreads)
     const Counters& counters = block.priv(stage, row).counters;
     accepted += static_cast<std::uint32_t>(counters.accepted);
     truncated += static_cast<std::uint32_t>(counters.truncated);
+    rollbacks += static_cast<std::uint32_t>(counters.rollbacks);
   }
   fed = __reduce_add_sync(~0u, fed);
   hints = __reduce_add_sync(~0u, hints);
   accepted = __reduce_add_sync(~0u, accepted);
   truncated = __reduce_add_sync(~0u, truncated);
+  rollbacks = __reduce_add_sync(~0u, rollbacks);
   __threadfence_system();
   __syncwarp();
   if (threadIdx.x != 0) return;
@@ -67,9 +69,11 @@ __global__ void __launch_bounds__(kThreads)
                                               fed,
                                               hints,
                                               accepted - scratch->accepted,
-                                              truncated - scratch->truncated};
+                                              truncated - scratch->truncated,
+                                              rollbacks - scratch->rollbacks};
   scratch->accepted = accepted;
   scratch->truncated = truncated;
+  scratch->rollbacks = rollbacks;
   store_release(&log->ended, number + 1);
 }
 

@@ -35,6 +35,7 @@ struct StepLog {
     std::uint32_t hints;
     std::uint32_t accepted;
     std::uint32_t taken_back;
+    std::uint32_t rollbacks;
   };
   std::uint64_t ended;       // steps; stored after everything that they wrote
   Record records[kRecords];  // of step n: records[n % kRecords]
@@ -47,6 +48,7 @@ struct StepScratch {
   std::uint64_t start_ns;
   std::uint32_t accepted;  // of all steps of the generation, modulo 2^32
   std::uint32_t truncated;
+  std::uint32_t rollbacks;
 };
 
 // First node of a step: notes the time.

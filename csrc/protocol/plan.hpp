@@ -32,7 +32,7 @@ struct Policy {
       window;  // how far this stage may run ahead of the one downstream (ignored by the target)
   std::uint32_t max_hints;  // hints per step
   std::uint32_t min_hints;  // wait for this many if they can come; 0: never wait
-  std::uint32_t width;  // columns of the caller's buffer: at most this many tokens per step, >= 2
+  std::uint32_t width;  // columns of the caller's buffer: at most this many tokens per step, >= 1
 };
 
 struct Step {

@@ -17,16 +17,18 @@ void HostLauncher::Free::operator()(char* memory) const {
   ::operator delete(memory, std::align_val_t{kLine});
 }
 
-HostLauncher::HostLauncher(void* block, std::vector<Model> models,
-                           std::vector<std::uint32_t> widths, bool mirrored)
+HostLauncher::HostLauncher(void* block, std::vector<Model> models, std::vector<Widths> widths,
+                           bool mirrored)
     : block_(attach(block)), mirror_(block_), widths_(std::move(widths)) {
-  if (models.size() != block_.stages())
+  if (models.size() != block_.stages() || widths_.size() != block_.stages())
     throw std::invalid_argument("the block has " + std::to_string(block_.stages()) +
                                 " stages, but there are " + std::to_string(models.size()) +
-                                " models");
-  if (widths_.empty() || widths_.front() < 1 ||
-      std::adjacent_find(widths_.begin(), widths_.end(), std::greater_equal<>()) != widths_.end())
-    throw std::invalid_argument("widths must be one or more positive numbers, ascending");
+                                " models, and widths of " + std::to_string(widths_.size()));
+  for (const Widths& own : widths_)
+    if ((!own.empty() && own.front() < 1) ||
+        std::adjacent_find(own.begin(), own.end(), std::greater_equal<>()) != own.end())
+      throw std::invalid_argument("widths must be positive numbers, ascending");
+  if (widths_.back().empty()) throw std::invalid_argument("the target needs widths");
   if (mirrored) {
     mirror_memory_.reset(
         static_cast<char*>(::operator new(block_.header().bytes, std::align_val_t{kLine})));
@@ -144,13 +146,14 @@ void HostLauncher::serve(std::uint32_t stage) {
 // The kernels of csrc/cuda/ in a loop over the rows.
 Outcome HostLauncher::step(std::uint32_t stage, const Policy& policy) const {
   const std::uint32_t rows = block_.header().active_rows, width = policy.width;
-  Outcome out{now_ns(), 0, 0, 0, 0, 0};
+  Outcome out{now_ns(), 0, 0, 0, 0, 0, 0};
   std::vector<Step> steps(rows);
   std::vector<std::int32_t> tokens(std::size_t{rows} * width), selected(tokens.size());
   std::vector<std::int32_t> kv(rows), n_fed(rows), n_hint(rows), n_select(rows);
   for (std::uint32_t row = 0; row < rows; ++row) {
     const Counters& counters = block_.priv(stage, row).counters;
     const std::uint64_t before = load_relaxed(&counters.truncated);
+    const std::uint64_t rollbacks = load_relaxed(&counters.rollbacks);
     const Step step = steps[row] =
         plan(block_, stage, row, policy, &tokens[std::size_t{row} * width]);
     kv[row] = static_cast<std::int32_t>(step.kv);
@@ -160,6 +163,7 @@ Outcome HostLauncher::step(std::uint32_t stage, const Policy& policy) const {
     out.fed += step.n_fed;
     out.hints += step.n_hint;
     out.taken_back += static_cast<std::uint32_t>(load_relaxed(&counters.truncated) - before);
+    out.rollbacks += static_cast<std::uint32_t>(load_relaxed(&counters.rollbacks) - rollbacks);
   }
   if (out.fed > 0)
     lanes_[stage]->model({rows, width, tokens.data(), kv.data(), n_fed.data(), n_hint.data(),

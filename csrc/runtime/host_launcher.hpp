@@ -35,17 +35,18 @@ class HostLauncher final : public Launcher {
   // Called by the stage's thread. What it throws is the failure of the step.
   using Model = std::function<void(const Rectangle&)>;
 
-  // `block` outlives the launcher, and is what the caller resets; one model per stage. `mirrored`:
-  // the scheduler sees a copy of the block that is as late as that of a GPU. Throws
-  // std::invalid_argument.
-  HostLauncher(void* block, std::vector<Model> models, std::vector<std::uint32_t> widths,
-               bool mirrored);
+  using Widths = std::vector<std::uint32_t>;
+
+  // `block` outlives the launcher, and is what the caller resets; one model and one list of widths
+  // per stage (empty: it rides in another's steps). `mirrored`: the scheduler sees a copy of the
+  // block that is as late as that of a GPU. Throws std::invalid_argument.
+  HostLauncher(void* block, std::vector<Model> models, std::vector<Widths> widths, bool mirrored);
   ~HostLauncher() override;
   HostLauncher(const HostLauncher&) = delete;
   HostLauncher& operator=(const HostLauncher&) = delete;
 
   Block mirror() const override { return mirror_; }
-  const std::vector<std::uint32_t>& widths(std::uint32_t) const override { return widths_; }
+  const Widths& widths(std::uint32_t stage) const override { return widths_[stage]; }
   std::uint32_t depth() const override { return kDepth; }
   std::int64_t patrol_ns() const override { return 1'000'000'000; }
   void begin(Notice notice) override;
@@ -83,7 +84,7 @@ class HostLauncher final : public Launcher {
   Block block_;
   std::unique_ptr<char, Free> mirror_memory_;
   Block mirror_;
-  std::vector<std::uint32_t> widths_;
+  std::vector<Widths> widths_;
   std::vector<std::unique_ptr<Lane>> lanes_;
 };
 

@@ -20,6 +20,7 @@ struct Outcome {
   std::uint32_t hints;       // how many of them were hints
   std::uint32_t accepted;    // hints that survived
   std::uint32_t taken_back;  // tokens, by obeying downstream
+  std::uint32_t rollbacks;   // times that it took some back
 };
 
 // Steps of one stage run in the order of their launches, those of different stages at the same
@@ -33,7 +34,8 @@ class Launcher {
 
   // The block as the host sees it. A stage's part is as its last ended step left it, or newer.
   virtual Block mirror() const = 0;
-  // The widths that a step of this stage may have, ascending; at least one.
+  // The widths that a step of this stage may have, ascending. None: the stage has no steps of its
+  // own, it rides in another's, and is never launched. The target has at least one.
   virtual const std::vector<std::uint32_t>& widths(std::uint32_t stage) const = 0;
   // Most steps of one stage that may be launched and not ended.
   virtual std::uint32_t depth() const = 0;

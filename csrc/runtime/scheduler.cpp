@@ -39,9 +39,10 @@ Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
     throw std::invalid_argument("patience must be 0 to 1e6, not " +
                                 std::to_string(options.patience));
   target_ = launcher_->mirror().target();
+  if (rides(target_)) throw std::invalid_argument("the target needs steps of its own");
   for (u32 s = 0; s <= target_; ++s) {
     lanes_.push_back(std::make_unique<Lane>());
-    lanes_[s]->scratch.resize(widest(s));
+    if (!rides(s)) lanes_[s]->scratch.resize(widest(s));
   }
   steer(steering);
 }
@@ -65,6 +66,7 @@ void Scheduler::start() {
   started_ = true;
   const bool one_thread = options_.schedule == Schedule::kLockstep;
   for (u32 s = one_thread ? target_ : 0; s <= target_; ++s) {
+    if (rides(s)) continue;
     try {
       lanes_[s]->thread =
           std::thread([this, s, one_thread] { one_thread ? run_lockstep() : run_stage(s); });
@@ -281,7 +283,7 @@ void Scheduler::run_lockstep() {
 // Gives the stage its drafts, then lets it take one step.
 Action Scheduler::advance(u32 stage) {
   Lane& lane = *lanes_[stage];
-  if (lane.dead) return Action::kIdle;
+  if (lane.dead || rides(stage)) return Action::kIdle;
   Policy now = policy(stage);
   if (now.max_hints > 0) {
     while (!over_ && advance(stage - 1) == Action::kStep) {
@@ -337,7 +339,7 @@ void Scheduler::harvest(u32 stage) {
     if (lane.trace != nullptr)
       lane.trace->write({lane.ended, launched.at_ns, outcome.start_ns, outcome.end_ns,
                          launched.width, outcome.fed, outcome.hints, outcome.accepted,
-                         outcome.taken_back, launched.in_flight});
+                         outcome.taken_back, launched.in_flight, outcome.rollbacks, 0});
     if (stage != target_) continue;
     ++target_steps_;
     caller_.ring();

@@ -125,6 +125,7 @@ class Scheduler {
     std::int64_t until_ns = 0;  // kSleep: 0 for no deadline
   };
 
+  bool rides(std::uint32_t stage) const { return launcher_->widths(stage).empty(); }
   std::uint32_t widest(std::uint32_t stage) const { return launcher_->widths(stage).back(); }
   std::uint32_t bucket(std::uint32_t stage, std::uint32_t columns) const;
   Policy policy(std::uint32_t stage) const;

@@ -118,6 +118,9 @@ void check(const Setting& setting) {
     require(!stage.step_s.empty(), name + "no step time");
     for (const double t : stage.step_s) require_time(t, true, name + "a step time");
     require_time(stage.start_s, false, name + "its start");
+    require_time(stage.cold_s, false, name + "cold_s");
+    require(std::isfinite(stage.sensitivity) && stage.sensitivity >= 0.0,
+            name + "sensitivity must be a non-negative number");
   }
   require(std::isfinite(setting.contention) && setting.contention >= 0.0,
           "contention must be a non-negative number");
@@ -282,29 +285,36 @@ class Workers {
     double deadline;
   };
 
-  // How much longer a step lasts when `running` of them share its device.
-  double slowdown(u32 running) const { return 1.0 + setting_.contention * (running - 1); }
+  // How much longer a step of `s` lasts when `running` of them share its device.
+  double slowdown(u32 s, u32 running) const {
+    const u32 at_once = setting_.cores > 0 ? std::min(running, setting_.cores) : running;
+    const double contention = setting_.contention * setting_.stages[s].sensitivity;
+    return (1.0 + contention * (at_once - 1)) * running / at_once;
+  }
   u32 running_on(u32 device) const {
     u32 n = 0;
     for (u32 s = 0; s < runners_.size(); ++s)
       n += runners_[s].state == State::kRunning && setting_.stages[s].device == device;
     return n;
   }
-  void stretch(u32 device, double factor) {
-    if (factor == 1.0) return;
-    for (u32 s = 0; s < runners_.size(); ++s)
-      if (runners_[s].state == State::kRunning && setting_.stages[s].device == device)
-        runners_[s].at = now_ + (runners_[s].at - now_) * factor;
+  // Those that run on `device` were `before` and are `after` now.
+  void stretch(u32 device, u32 before, u32 after) {
+    for (u32 s = 0; s < runners_.size(); ++s) {
+      Runner& r = runners_[s];
+      if (r.state != State::kRunning || setting_.stages[s].device != device) continue;
+      const double factor = slowdown(s, after) / slowdown(s, before);
+      if (factor != 1.0) r.at = now_ + (r.at - now_) * factor;
+    }
   }
 
   void begin(u32 s) {
     const u32 device = setting_.stages[s].device;
     const u32 others = running_on(device);
-    if (others > 0) stretch(device, slowdown(others + 1) / slowdown(others));
+    if (others > 0) stretch(device, others, others + 1);
     Runner& r = runners_[s];
     r.state = State::kRunning;
     r.began = now_;
-    r.at = now_ + chain_.planned_time(s) * slowdown(others + 1);
+    r.at = now_ + chain_.planned_time(s) * slowdown(s, others + 1);
   }
   void leave_device(u32 s) {
     Runner& r = runners_[s];
@@ -313,7 +323,7 @@ class Workers {
     chain_.add_busy(s, now_ - r.began);
     const u32 device = setting_.stages[s].device;
     const u32 others = running_on(device);
-    if (others > 0) stretch(device, slowdown(others) / slowdown(others + 1));
+    if (others > 0) stretch(device, others + 1, others);
   }
 
   void finish(u32 s) {
@@ -578,14 +588,19 @@ Result lockstep(const Setting& setting) {
   Chain chain(setting);
   double now = 0.0;
   for (const StageModel& stage : setting.stages) now = std::max(now, stage.start_s);
+  u32 last = chain.target();  // that made a step
+  double cold = 0.0;          // for its next
   const auto advance = [&](const auto& self, u32 s) -> Action {
     if (s > 0)
       while (self(self, s - 1) == Action::kStep) {
       }
     const Action action = chain.plan(s, 0);
     if (action == Action::kStep) {
-      now += chain.planned_time(s);
-      chain.add_busy(s, chain.planned_time(s));
+      cold = s == last ? cold / 2 : setting.stages[s].cold_s;
+      last = s;
+      const double took = chain.planned_time(s) + cold;
+      now += took;
+      chain.add_busy(s, took);
       chain.commit(s);
     }
     return action;

@@ -35,8 +35,11 @@ struct Answers {
 struct StageModel {
   std::vector<double>
       step_s;  // seconds of a step that feeds [i] + 1 columns; the last for all wider ones
-  double start_s = 0.0;         // when its prompt is ready
-  std::uint32_t device = 0;     // stages with one number share a device
+  double start_s = 0.0;      // when its prompt is ready
+  std::uint32_t device = 0;  // stages with one number share a device
+  double sensitivity = 1.0;  // asynchronous(): to others on its device, times their contention
+  double cold_s =
+      0.0;  // lockstep(): more for the step after another stage's, half for the next, ..
   std::uint32_t window = 0;     // as in Policy
   std::uint32_t max_hints = 0;  // as in Policy
   std::uint32_t wait = 0;       // min_hints of Policy, with the drivers' deadline
@@ -51,6 +54,7 @@ struct Setting {
   std::uint64_t seed = 0;
   // asynchronous() only:
   double contention = 1.0;  // a step lasts 1 + contention * n as long beside n others on its device
+  std::uint32_t cores = 0;  // that many at once; more share them in turn. 0: enough for all
   double patience = 1.5;    // deadline of a wait: this * wait * mean step of upstream
   double wake_s = 0.0;      // from a publication to the look of a stage that slept
   // With fewer hints than `wait`, decode one token and leave the hints alone, instead of sleeping.

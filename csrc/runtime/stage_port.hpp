@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "../protocol/rectangle.hpp"
+#include "clock.hpp"
 #include "park.hpp"
+#include "trace.hpp"
 
 namespace pipespec {
 
@@ -21,7 +23,7 @@ class StagePort {
     if (block_.header().magic != kMagic)
       throw std::invalid_argument("this memory holds no pipespec state block");
     if (stage >= block_.stages()) throw std::invalid_argument("the block has no such stage");
-    if (width < 2) throw std::invalid_argument("width must be at least 2");
+    if (width < 1) throw std::invalid_argument("width must be at least 1");
     const std::size_t rows = block_.rows();
     tokens_.resize(rows * width);
     n_fed_.resize(rows);
@@ -37,6 +39,7 @@ class StagePort {
   // and columns() tell what); kWait when some row would rather wait for more hints (with min_hints
   // 0 never); else kIdle or kFinished.
   Action plan(std::uint32_t window, std::uint32_t max_hints, std::uint32_t min_hints) {
+    if (trace_ != nullptr) planned_ns_ = now_ns();
     bells_.note();
     const Policy policy{window, max_hints, min_hints, width_};
     const std::uint32_t active = block_.header().active_rows;
@@ -54,9 +57,15 @@ class StagePort {
     // What plan() took back or adopted is news for the neighbours.
     if (published_) bells_.ring();
     published_ = false;
-    if (waits) return Action::kWait;
-    if (works) return Action::kStep;
-    return all_finished ? Action::kFinished : Action::kIdle;
+    const Action action = waits          ? Action::kWait
+                          : works        ? Action::kStep
+                          : all_finished ? Action::kFinished
+                                         : Action::kIdle;
+    if (trace_ != nullptr) {
+      start_ns_ = now_ns();
+      if (action != Action::kStep) record_rollback();
+    }
+    return action;
   }
 
   // `selected`: [active rows, at least columns()] as verify() gives it, `stride` elements apart.
@@ -67,6 +76,7 @@ class StagePort {
     for (std::uint32_t row = 0; row < active; ++row)
       appended += commit_row(block_, stage_, row, width_, arrays_, selected + row * stride);
     bells_.ring();
+    if (trace_ != nullptr) record(columns_);
     return appended;
   }
 
@@ -97,6 +107,10 @@ class StagePort {
   }
   void set_step_ns(std::uint32_t ns) { store_relaxed(&block_.control(stage_).step_ns, ns); }
 
+  // From here on each step leaves an entry there, and each plan that takes tokens back without one;
+  // null: none does. `buffer` is this stage's, and outlives the port.
+  void trace(TraceBuffer* buffer) { trace_ = buffer; }
+
   std::uint32_t rows() const { return block_.rows(); }
   std::uint32_t width() const { return width_; }
   std::uint32_t columns() const { return columns_; }
@@ -107,6 +121,37 @@ class StagePort {
   std::vector<std::int32_t>& n_select() { return n_select_; }
 
  private:
+  TraceTotals totals() const {
+    TraceTotals sum{};
+    for (std::uint32_t row = 0; row < block_.header().active_rows; ++row) {
+      const Counters& c = block_.priv(stage_, row).counters;
+      sum.fed += load_relaxed(&c.fed);
+      sum.hints += load_relaxed(&c.drafted);
+      sum.accepted += load_relaxed(&c.accepted);
+      sum.taken_back += load_relaxed(&c.truncated);
+      sum.rollbacks += load_relaxed(&c.rollbacks);
+    }
+    return sum;
+  }
+
+  // What has happened since the entry before, so that the entries add up to the counters even if a
+  // forward fails between plan() and commit().
+  void record(std::uint32_t columns) {
+    const TraceTotals now = totals();
+    TraceTotals& told = trace_->told();
+    const auto since = [](std::uint64_t a, std::uint64_t b) {
+      return static_cast<std::uint32_t>(a - b);
+    };
+    trace_->write({trace_->written(), planned_ns_, start_ns_, now_ns(), columns,
+                   since(now.fed, told.fed), since(now.hints, told.hints),
+                   since(now.accepted, told.accepted), since(now.taken_back, told.taken_back), 0,
+                   since(now.rollbacks, told.rollbacks), 0});
+    told = now;
+  }
+  void record_rollback() {
+    if (totals().rollbacks != trace_->told().rollbacks) record(0);
+  }
+
   Block block_;
   std::uint32_t stage_;
   std::uint32_t width_;
@@ -115,6 +160,8 @@ class StagePort {
   bool asked_ = false;
   std::uint32_t generation_ = 0;
   std::uint32_t columns_ = 0;
+  TraceBuffer* trace_ = nullptr;
+  std::int64_t planned_ns_ = 0, start_ns_ = 0;  // of the present step
   std::vector<std::int32_t> tokens_, kv_, n_fed_, n_hint_, n_select_, action_;
   StepArrays arrays_;  // the vectors' data
 };

@@ -1,52 +1,77 @@
 // What the steps of a stage did, one entry per step: a buffer of fixed size that its stage writes
-// without a lock and that anybody may read meanwhile. The oldest entries are overwritten.
+// without a lock and that anybody may read meanwhile, also from another process. The oldest entries
+// are overwritten.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
-#include "../protocol/hd.hpp"
-#include "launcher.hpp"
+#include "../protocol/state.hpp"
 
 namespace pipespec {
 
+// Times are those of CLOCK_MONOTONIC, which the processes of a machine share. Counts are of all
+// rows together.
 struct TraceEntry {
-  std::uint64_t step;        // number of the step, from 0
-  std::int64_t launched_ns;  // when the scheduler launched it
-  std::int64_t start_ns;     // the rest as in Outcome
+  std::uint64_t step;        // number of the entry, from 0
+  std::int64_t launched_ns;  // when the step was launched, or its plan began
+  std::int64_t start_ns;
   std::int64_t end_ns;
   std::uint32_t width;  // columns of the rectangle
   std::uint32_t fed;
   std::uint32_t hints;
   std::uint32_t accepted;
-  std::uint32_t taken_back;
-  std::uint32_t in_flight;  // steps launched before it that had not ended
+  std::uint32_t taken_back;  // tokens
+  std::uint32_t in_flight;   // steps launched before it that had not ended
+  std::uint32_t rollbacks;   // times tokens were taken back
+  std::uint32_t prefill;     // tokens of the prompts: this is no step, it fills the cache
+};
+
+// Of all rows, since the block was reset.
+struct TraceTotals {
+  std::uint64_t fed, hints, accepted, taken_back, rollbacks;
 };
 
 class TraceBuffer {
  public:
+  static std::size_t bytes(std::uint32_t capacity) {
+    return sizeof(Head) + capacity * sizeof(Slot);
+  }
+
+  // In zeroed memory of bytes(capacity) bytes, which outlives it: one object per process that maps
+  // it.
+  TraceBuffer(void* memory, std::uint32_t capacity)
+      : capacity_(capacity),
+        head_(static_cast<Head*>(memory)),
+        slots_(reinterpret_cast<Slot*>(head_ + 1)) {
+    if (capacity == 0) throw std::invalid_argument("a trace needs room for an entry");
+  }
+  // In memory of its own.
   explicit TraceBuffer(std::uint32_t capacity)
-      : capacity_(capacity), slots_(std::make_unique<Slot[]>(capacity)) {}
+      : TraceBuffer(std::make_unique<std::uint64_t[]>(bytes(capacity) / sizeof(std::uint64_t)),
+                    capacity) {}
 
   // By the stage only.
   void write(const TraceEntry& entry) {
     std::uint64_t words[kWords];
     std::memcpy(words, &entry, sizeof entry);
-    const std::uint64_t number = load_relaxed(&written_);
+    const std::uint64_t number = load_relaxed(&head_->written);
     Slot& slot = slots_[number % capacity_];
     // As in ring.hpp: the words release and their readers acquire, so who saw one that is too new
     // also sees that the slot was taken away from the entry that it is looking for.
     store_relaxed(&slot.holds, std::uint64_t{0});
     for (std::uint32_t i = 0; i < kWords; ++i) store_release(&slot.words[i], words[i]);
     store_release(&slot.holds, number + 1);
-    store_release(&written_, number + 1);
+    store_release(&head_->written, number + 1);
   }
 
   // Entries that there were, also those that are lost.
-  std::uint64_t written() const { return load_acquire(&written_); }
+  std::uint64_t written() const { return load_acquire(&head_->written); }
 
   // The entries that are left, oldest first; those that are overwritten while we read are left out.
   std::vector<TraceEntry> read() const {
@@ -63,18 +88,38 @@ class TraceBuffer {
     return out;
   }
 
+  // Up to where the stage's counters have gone into entries: for the stage, whose ports share it.
+  TraceTotals& told() { return head_->told; }
+
+  // Forgets all entries. While nobody writes or reads.
+  void clear() {
+    head_->told = {};
+    store_release(&head_->written, std::uint64_t{0});
+  }
+
  private:
   static_assert(std::is_trivially_copyable_v<TraceEntry> &&
                 sizeof(TraceEntry) % sizeof(std::uint64_t) == 0);
   static constexpr std::size_t kWords = sizeof(TraceEntry) / sizeof(std::uint64_t);
-  struct Slot {
-    std::uint64_t holds = 0;  // 1 + number of its entry; 0: none, or it is being written
-    std::uint64_t words[kWords] = {};
+  struct Head {
+    std::uint64_t written;
+    TraceTotals told;
+    char padding[kLine - sizeof(std::uint64_t) - sizeof(TraceTotals)];
   };
+  struct Slot {
+    std::uint64_t holds;  // 1 + number of its entry; 0: none, or it is being written
+    std::uint64_t words[kWords];
+  };
+  using Own = std::unique_ptr<std::uint64_t[]>;
+
+  TraceBuffer(Own own, std::uint32_t capacity) : TraceBuffer(own.get(), capacity) {
+    own_ = std::move(own);
+  }
 
   std::uint64_t capacity_;
-  std::unique_ptr<Slot[]> slots_;
-  std::uint64_t written_ = 0;
+  Head* head_;
+  Slot* slots_;
+  Own own_;
 };
 
 }  // namespace pipespec

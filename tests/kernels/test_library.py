@@ -19,7 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 
-from .selection import DTYPES, hinted_tokens, make_logits, ragged_counts
+from .selection import (
+    DTYPES,
+    LAYOUTS,
+    hinted_tokens,
+    make_logits,
+    ragged_counts,
+    simd,
+    simd_variants,
+    strided,
+)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -61,7 +70,7 @@ def schema_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
         (namespace.verify.default, tuple(fed)),
         (namespace.verify.default, (*fed, *noise, 0, 1)),
         (namespace.verify_ratio.default, (*fed, draft, *noise, scales * 0.5, c["cutoff"] - 1, *Streams())),
-        (namespace.verify_ratio.default, (*fed, None, *noise[:3], None, None, None, *Streams())),
+        (namespace.verify_ratio.default, (*fed, None, *noise[:3], None, None, None, *Streams(), 1)),
         (namespace.cutoff.default, (c["logits"], scales, ks, ps, least, *fed[2:])),
         (namespace.cutoff.default, (c["logits"], scales, ks.int(), ps.float(), least, None, None, 1)),
     ]
@@ -427,11 +436,13 @@ def test_the_reference_by_environment_and_without_the_native_code() -> None:
     shape=st.tuples(st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 7, 33, 300])),
     kinds=st.tuples(*[st.sampled_from(["normal", "few values", "minus inf", "nans"])] * 2),
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from([*DTYPES, torch.float64])),
+    layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 2),
     certain=st.booleans(),
     filtered=st.booleans(),
+    variant=st.sampled_from(simd_variants()),
     seed=st.integers(0, 2**31),
 )
-def test_verify_ratio_is_the_reference(shape, kinds, dtypes, certain, filtered, seed) -> None:
+def test_verify_ratio_is_the_reference(shape, kinds, dtypes, layouts, certain, filtered, variant, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     batch, width, vocab = shape
     logits = make_logits(kinds[0], shape, dtypes[0], generator)
@@ -447,7 +458,35 @@ def test_verify_ratio_is_the_reference(shape, kinds, dtypes, certain, filtered, 
     )
     options = {"draft_inv_temperature": noise.inv_temperature * 0.5} if filtered else {}
     expected = reference.verify_ratio(logits, tokens, n_fed, n_hint, draft, noise, **options)
-    check_same(list(ops.verify_ratio(logits, tokens, n_fed, n_hint, draft, noise, **options)), list(expected))
+    placed = strided(logits, layouts[0]), None if draft is None else strided(draft, layouts[1])
+    with simd(variant):
+        got = ops.verify_ratio(placed[0], tokens, n_fed, n_hint, placed[1], noise, **options)
+    check_same(list(got), list(expected))
+
+
+@pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
+@pytest.mark.parametrize("peaked", [False, True], ids=["flat", "peaked"])
+def test_verify_ratio_by_any_threads_is_the_reference(certain: bool, peaked: bool) -> None:
+    """Rows long enough to be cut, and for several threads; hints as the draft draws them."""
+    generator = torch.Generator().manual_seed(11)
+    shape, taken = (3, 4, 40011), 0
+    n = torch.tensor([4, 3, 4], dtype=torch.int32)
+    for dtype, of_draft in zip(DTYPES, [*DTYPES[1:], DTYPES[0]], strict=True):
+        logits = torch.randn(shape, generator=generator) * (8 if peaked else 2)
+        draft = (logits + 0.3 * torch.randn(shape, generator=generator)).to(of_draft)
+        logits = logits.to(dtype)
+        noise = Noise(torch.arange(3), torch.arange(3) * 50, torch.tensor([1.0, 0.8, 1.3]))
+        tokens = torch.zeros(shape[:2], dtype=torch.int64)
+        drawing = Noise(noise.seeds, noise.positions, noise.inv_temperature, stream=DRAFT)
+        tokens[:, 1:] = ops.sample(draft, drawing)[:, :-1]
+        arguments = (logits, tokens, n, n - 1, None if certain else draft, noise)
+        expected = reference.verify_ratio(*arguments)
+        taken += int(expected[1].sum())
+        for variant in simd_variants():
+            with simd(variant):
+                for threads in (1, 2, 3):
+                    check_same(list(ops.verify_ratio(*arguments, threads=threads)), list(expected))
+    assert taken > 0 or (certain and not peaked)  # of flat distributions hardly any certain hint is
 
 
 def test_verify_ratio_checks_its_arguments() -> None:
@@ -470,8 +509,9 @@ def test_verify_ratio_checks_its_arguments() -> None:
         (TypeError, "draft_inv_temperature must be float32", {"draft_inv_temperature": torch.ones(4).double()}),
         (ValueError, "row 2: draft_inv_temperature must be finite", {"draft_inv_temperature": nan}),
         (ValueError, "draft_cutoff must be", {"draft_cutoff": flat[:2]}),
-        (ValueError, "row 0: need 0 <= n_hint < n_fed", {"n_hint": int32(3, 0, 0, 0)}),
-        (ValueError, "row 3: need 0 <= n_hint < n_fed", {"n_hint": int32(0, 0, 0, -1)}),
+        (ValueError, "row 0: n_hint must be smaller than n_fed", {"n_hint": int32(3, 0, 0, 0)}),
+        (ValueError, "row 3: counts are negative", {"n_hint": int32(0, 0, 0, -1)}),
+        (ValueError, "threads must be at least 1", {"threads": 0}),
         (ValueError, "tokens are on meta", {"tokens": c["tokens"].to("meta")}),
         (ValueError, r"out\[1\] must be contiguous", {"out": (out[0], out[1][:2])}),
     ):

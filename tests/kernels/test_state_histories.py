@@ -270,7 +270,7 @@ def test_bad_arguments_on_the_device() -> None:
     block = torch.from_numpy(StateBlock.create(2, 1, 16).memory.array).cuda()
     for message, arguments in (
         ("2 stages, none of number 2", (block, 2, 4)),
-        ("width must be at least 2", (block, 0, 1)),
+        ("width must be at least 1", (block, 0, 0)),
         ("fewer than its own header says", (block[:-1], 0, 4)),
         ("no pipespec state block", (torch.zeros_like(block), 0, 4)),
     ):

@@ -930,7 +930,7 @@ TEST(arguments_are_checked) {
   CHECK_THROWS(tokens(block, 1, 0, 3, 2));
   CHECK_EQ(tokens(block, 1, 0, 2, 3), Tokens{7});
   CHECK_THROWS(StagePort(memory.base(), 2, 8));
-  CHECK_THROWS(StagePort(memory.base(), 0, 1));
+  CHECK_THROWS(StagePort(memory.base(), 0, 0));
   alignas(kLine) static unsigned char garbage[1024] = {};
   CHECK_THROWS(StagePort(garbage, 0, 8));
   CHECK_THROWS(attach(garbage));

@@ -83,7 +83,9 @@ class Chain {
  public:
   using Hook = std::function<void(u32 stage, u32 step)>;
 
-  Chain(const Task& task, std::vector<u32> widths, bool mirrored, Hook before = {})
+  // `riding`: so many of the first stages have no steps of their own.
+  Chain(const Task& task, const HostLauncher::Widths& widths, bool mirrored, Hook before = {},
+        u32 riding = 0)
       : task_(task),
         stages_(static_cast<u32>(task.models.size())),
         memory_(stages_, static_cast<u32>(task.prompts.size()), 256),
@@ -93,7 +95,9 @@ class Chain {
     std::vector<HostLauncher::Model> models;
     for (u32 s = 0; s < stages_; ++s)
       models.push_back([this, s](const HostLauncher::Rectangle& r) { forward(s, r); });
-    launcher_ = std::make_shared<HostLauncher>(memory_.base(), models, std::move(widths), mirrored);
+    std::vector<HostLauncher::Widths> all(stages_, widths);
+    for (u32 s = 0; s < riding; ++s) all[s].clear();
+    launcher_ = std::make_shared<HostLauncher>(memory_.base(), models, all, mirrored);
     reset();
   }
 
@@ -301,6 +305,73 @@ TEST(any_timing_gives_the_plain_text) {
   }
   CHECK(traced > 0 && ahead > 0 && corrected > 0);
   threads_are(before);
+}
+
+// A stage without widths: the target's forward takes the draft's steps along, as one captured round
+// does. The draft has no thread, is never launched, and its hints count all the same.
+TEST(a_stage_without_widths_rides_in_anothers_steps) {
+  const u64 before = threads_of_this_process();
+  u64 accepted = 0;
+  for (const Schedule schedule : {Schedule::kStreams, Schedule::kLockstep}) {
+    for (u32 seed = 0; seed < 100 / kSlow; ++seed) {
+      const Task task(2, 2, 60, seed);
+      const Chain* whole = nullptr;
+      std::vector<fake::Cache> cache(2, fake::Cache(task.models[0]));
+      for (u32 r = 0; r < 2; ++r) cache[r].prefill(task.prompts[r]);
+      const u64 threads = threads_of_this_process();
+      Chain chain(
+          task, {4}, seed % 2 == 1,
+          [&](u32 stage, u32) {
+            CHECK_EQ(stage, 1u);
+            CHECK(threads_of_this_process() <= threads + 2 + 1);  // the launcher's, the target's
+            for (u32 i = 0; i < 3; ++i)
+              for (u32 row = 0; row < 2; ++row) {
+                Tokens fed(2), selected(2);
+                const Step step = plan(whole->block(), 0, row, {3, 0, 0, 2}, fed.data());
+                if (step.n_fed == 0) continue;
+                cache[row].feed(fed.data(), step.kv, step.n_fed, 2);
+                cache[row].select(fed.data(), step.kv,
+                                  step.action == Action::kStep ? step.n_fed : 0, 0, selected.data(),
+                                  2);
+                commit(whole->block(), 0, row, step, fed.data(), selected.data());
+              }
+          },
+          1);
+      whole = &chain;
+      {
+        Scheduler scheduler(chain.launcher(), {.schedule = schedule}, {.windows = {3}});
+        scheduler.start();
+        scheduler.finish();
+        CHECK(scheduler.failures().empty());
+      }
+      if (!chain.check_text()) return;
+      for (u32 r = 0; r < 2; ++r) accepted += chain.block().priv(1, r).counters.accepted;
+    }
+  }
+  CHECK(accepted > 100 / kSlow);
+  threads_are(before);
+
+  class Nowhere final : public Launcher {
+   public:
+    explicit Nowhere(const Block& block) : block_(block) {}
+    Block mirror() const override { return block_; }
+    const std::vector<u32>& widths(u32) const override { return none_; }
+    u32 depth() const override { return 1; }
+    std::int64_t patrol_ns() const override { return kSecond; }
+    void begin(Notice) override {}
+    void end() override {}
+    void launch(u32, const Policy&) override {}
+    u64 ended(u32) override { return 0; }
+    Outcome outcome(u32, u64) const override { return {}; }
+    void set_alive(u32, bool) override {}
+    void set_limit(u32, u32) override {}
+
+   private:
+    Block block_;
+    std::vector<u32> none_;
+  };
+  const fake::BlockMemory memory(2, 1, 16);
+  CHECK_THROWS(Scheduler(std::make_shared<Nowhere>(memory.block()), {}, {.windows = {3}}));
 }
 
 // A draft that is always right and a target with room for its hints: the pipeline speculates.
@@ -706,39 +777,6 @@ TEST(nobody_launches_for_nothing) {
     for (const TraceEntry& entry : scheduler.trace(s)) CHECK(entry.fed > 0);
 }
 
-// --- the trace -----------------------------------------------------------------------------------
-
-// A reader beside the writer gets entries as they were written, in order, or not at all.
-TEST(trace_entries_are_whole) {
-  TraceBuffer buffer(16);
-  std::atomic<bool> done{false};
-  std::thread writer([&] {
-    for (u32 i = 0; !done; ++i) {
-      const std::int64_t t = std::int64_t{i} * 3;
-      buffer.write({i, t, t + 1, t + 2, i, i, i, i, i, i});
-    }
-  });
-  u64 read = 0, wrong = 0;
-  const std::int64_t end = now_ns() + 3 * kSecond;
-  while (read < 100'000 / kSlow && now_ns() < end) {
-    const std::vector<TraceEntry> entries = buffer.read();
-    for (std::size_t k = 0; k < entries.size(); ++k) {
-      const TraceEntry& e = entries[k];
-      const auto step = static_cast<u32>(e.step);
-      wrong += e.launched_ns != std::int64_t{step} * 3 || e.end_ns != e.launched_ns + 2 ||
-               e.width != step || e.in_flight != step || (k > 0 && e.step <= entries[k - 1].step);
-      ++read;
-    }
-  }
-  done = true;
-  writer.join();
-  CHECK(read > 0);
-  CHECK_EQ(wrong, 0u);
-  const std::vector<TraceEntry> last = buffer.read();
-  CHECK_EQ(last.size(), 16u);
-  CHECK_EQ(last.back().step, buffer.written() - 1);
-}
-
 // --- bad input -----------------------------------------------------------------------------------
 
 TEST(settings_that_make_no_sense_are_refused) {
@@ -764,10 +802,10 @@ TEST(settings_that_make_no_sense_are_refused) {
     return std::vector<HostLauncher::Model>(n, [](const HostLauncher::Rectangle&) {});
   };
   void* base = &chain.block().header();
-  CHECK_THROWS(HostLauncher(base, models(2), {1}, false));
-  CHECK_THROWS(HostLauncher(base, models(3), {}, false));
-  CHECK_THROWS(HostLauncher(base, models(3), {0, 1}, false));
-  CHECK_THROWS(HostLauncher(base, models(3), {4, 4}, false));
+  CHECK_THROWS(HostLauncher(base, models(2), {{1}, {1}}, false));
+  CHECK_THROWS(HostLauncher(base, models(3), {{1}, {1}, {}}, false));
+  CHECK_THROWS(HostLauncher(base, models(3), {{0, 1}, {1}, {1}}, false));
+  CHECK_THROWS(HostLauncher(base, models(3), {{1}, {1}, {4, 4}}, false));
 }
 
 TEST_MAIN()

@@ -8,5 +8,6 @@ namespace pipespec::cuda {
 void bind_device(pybind11::module_& m);    // device.cpp
 void bind_protocol(pybind11::module_& m);  // protocol.cpp: plan and commit as kernels
 void bind_launcher(pybind11::module_& m);  // launcher.cpp: graphs for the scheduler
+void bind_litmus(pybind11::module_& m);    // litmus.cpp: do devices keep the order of stores?
 
 }  // namespace pipespec::cuda

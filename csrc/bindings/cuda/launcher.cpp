@@ -27,7 +27,13 @@ void bind_launcher(py::module_& m) {
       .def_readwrite("log", &StageGraphs::log);
   py::class_<CudaLauncher, Launcher, std::shared_ptr<CudaLauncher>>(m, "CudaLauncher")
       .def(py::init<std::uintptr_t, std::vector<StageGraphs>>(), py::arg("mirror"),
-           py::arg("stages"));
+           py::arg("stages"))
+      .def("counters", [](const CudaLauncher& launcher) {
+        py::dict out;
+        out["launches"] = launcher.launches();
+        out["host_syncs"] = launcher.host_syncs();
+        return out;
+      });
 }
 
 }  // namespace pipespec::cuda

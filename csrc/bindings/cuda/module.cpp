@@ -6,4 +6,5 @@ PYBIND11_MODULE(_cuda, m) {
   pipespec::cuda::bind_device(m);
   pipespec::cuda::bind_protocol(m);
   pipespec::cuda::bind_launcher(m);
+  pipespec::cuda::bind_litmus(m);
 }

@@ -41,6 +41,18 @@ void bind_protocol(py::module_& m) {
                  pointer<std::int32_t>(selected), stride, stream),
           "commit");
   });
+  m.def("open_step", [](Address scratch, std::uintptr_t stream) {
+    check(open_step(pointer<StepScratch>(scratch), stream), "open_step");
+  });
+  m.def("close_step",
+        [](Address block, Address mirror, std::uint32_t stage, std::uint32_t rows, Address tokens,
+           Address kv, Address n_fed, Address n_hint, Address n_select, Address action,
+           Address scratch, Address log, std::uintptr_t stream) {
+          check(close_step(pointer(block), pointer(mirror), stage, rows,
+                           arrays(tokens, kv, n_fed, n_hint, n_select, action),
+                           pointer<StepScratch>(scratch), pointer<StepLog>(log), stream),
+                "close_step");
+        });
 }
 
 }  // namespace pipespec::cuda
