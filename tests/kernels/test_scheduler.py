@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,12 +137,18 @@ def test_nothing_is_traced_unless_asked_for() -> None:
 
 
 def test_a_draft_that_fails_leaves_the_others_running(no_thread_is_left: None) -> None:
+    failed = threading.Event()
+
     def fail(step: int) -> None:
-        if step == 5:
-            raise ZeroDivisionError("tired")
+        failed.set()
+        raise ZeroDivisionError("tired")
+
+    def after_the_failure(step: int) -> None:
+        # Otherwise the target can be through before the draft's first step is run.
+        assert failed.wait(60)
 
     block = block_for(PROMPTS, LIMITS, 3)
-    models = [Model(PROMPTS), Model(PROMPTS, before=fail), Model(PROMPTS)]
+    models = [Model(PROMPTS), Model(PROMPTS, before=fail), Model(PROMPTS, before=after_the_failure)]
     scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3, 3)))
     scheduler.run()
     assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
@@ -240,6 +247,21 @@ def test_a_request_from_another_thread_stops_it() -> None:
     assert models[1].steps == 7
     text = text_of(block, 0)
     assert text == plain(PROMPTS[0], len(text))
+
+
+@pytest.mark.parametrize("schedule", ["streams", "lockstep"])
+def test_a_stage_without_widths_is_left_to_others(schedule: str) -> None:
+    block = block_for(PROMPTS, LIMITS, 2)
+    models = [Model(PROMPTS), Model(PROMPTS)]
+    launcher = HostLauncher(block, models, [[], [1, 4]])
+    scheduler = Scheduler(launcher, Steering(windows=(3,)), schedule=schedule, trace=10)
+    scheduler.run()
+    assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
+    assert models[0].steps == len(scheduler.trace(0)) == 0
+    with pytest.raises(ValueError, match="the target needs widths"):
+        HostLauncher(block, models, [[1], []])
+    with pytest.raises(ValueError, match="widths of 1"):
+        HostLauncher(block, models, [[1]])
 
 
 def test_bad_settings_are_refused() -> None:
