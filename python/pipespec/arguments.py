@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from pipespec.compat import embedding_size
 from pipespec_kernels.state import MAX_EOS
 
 
@@ -268,7 +269,7 @@ def _check_input_ids(input_ids: Any, model: PreTrainedModel, config: GenerationC
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)}: the prompt is empty; give at least one token (for example bos)"
         )
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = embedding_size(model)
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocabulary:
         raise ValueError(

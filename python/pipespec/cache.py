@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.attention import ATTENTION, attach_lengths, lengths_only
-from pipespec.compat import MaskKind, cropped_length, mask_kind, query_length, text_config
+from pipespec.compat import MaskKind, compute_dtype, cropped_length, mask_kind, query_length, text_config
 from pipespec_kernels import ops
 
 # Widest feed whose masks are cut out of the precomputed band; wider ones (prefill in chunks) are made on the spot.
@@ -99,7 +99,8 @@ class RowCache(Cache):
     ``mask(q)`` only says so. With ``fixed`` the model is handed the whole storage, always at the same addresses, so that its
     forward can be captured in a CUDA graph: ``sync()`` before the capture, and inside of it nothing waits for the device or
     looks at the host's lengths. After a replay the device's lengths are what its kernels made of them, and
-    ``read_lengths()`` tells the host. Such a cache does not grow, and takes no other attention.
+    ``read_lengths()`` tells the host. Such a cache does not grow, and takes no other attention. Where the device decides
+    before each forward (``lead()``), the host's lengths mean nothing until ``hold()`` says what was kept.
 
     ``text``: the tokens held, int32 per row, as far as they are known: those that a call of ``Pipeline.generate`` left; else None.
 
@@ -197,7 +198,7 @@ class RowCache(Cache):
             raise ValueError(
                 f"the model's parts lie on {', '.join(sorted(map(str, devices)))}; RowCache needs one device"
             )
-        return cls(model.config, rows, capacity, dtype=model.dtype, device=model.device, fixed=fixed)
+        return cls(model.config, rows, capacity, dtype=compute_dtype(model), device=model.device, fixed=fixed)
 
     # ---- what it is
 
@@ -237,10 +238,47 @@ class RowCache(Cache):
         """Tokens held per row, int32 ``[rows]`` on the device, for ever the same tensor; see ``sync()``."""
         return self._device_lengths
 
+    def lead(self, lengths: torch.Tensor) -> None:
+        """The next forward begins at ``lengths``, int32 ``[rows]`` on the device, whatever the host knows; of a fixed cache.
+
+        A copy on the device, which can be captured. From here on the host's lengths are unknown, and no forward changes them: ``hold()``.
+        """
+        assert self._fixed
+        self._device_lengths.copy_(lengths)
+        self._stale, self._led = False, True
+
+    def hold(self, lengths: Sequence[int]) -> None:
+        """What the rows hold after the device has led: known to whoever planned its steps. ValueError beyond the capacity."""
+        if len(lengths) != self._rows or not all(0 <= n <= self._capacity for n in lengths):
+            raise ValueError(f"lengths {list(lengths)} for {self._rows} rows of a capacity of {self._capacity}")
+        self.text = None  # known to those who wrote it
+        self._set(list(lengths))
+
+    def copy_from(self, other: RowCache, lengths: Sequence[int]) -> None:
+        """Take over the first ``lengths[r]`` tokens of each row of a cache of the same shape; addresses stay.
+
+        ValueError where that has another shape or holds less.
+        """
+        if (other._depth, other._heads, other._head_dim, other._rows) != (
+            self._depth,
+            self._heads,
+            self._head_dim,
+            self._rows,
+        ):
+            raise ValueError(f"{other!r} cannot be copied into {self!r}")
+        if not all(0 <= n <= have for n, have in zip(lengths, other._lengths, strict=True)):
+            raise ValueError(f"lengths {list(lengths)} of a cache that holds {other._lengths}")
+        self.reset()
+        top = self._need(max(lengths))
+        with torch.inference_mode(False), torch.no_grad():
+            self._store[:, :, :, :top].copy_(other._store[:, :, :, :top])
+        self._set(list(lengths))
+
     def sync(self) -> None:
         """Bring the device's lengths to the host's, if these have changed since. A forward does so by itself."""
         if self._stale:
-            self._device_lengths.copy_(torch.tensor(self._lengths, dtype=torch.int32), non_blocking=True)
+            lengths = torch.tensor(self._lengths, dtype=torch.int32, device="cpu")
+            self._device_lengths.copy_(lengths, non_blocking=True)
             self._stale = False
 
     def read_lengths(self) -> None:
@@ -299,7 +337,7 @@ class RowCache(Cache):
         shape = (config.num_hidden_layers, *_head_shape(config))
         return (
             shape == (self._depth, self._heads, self._head_dim)
-            and model.dtype == self.dtype
+            and compute_dtype(model) == self.dtype
             and model.device == self.device
         )
 
@@ -327,6 +365,7 @@ class RowCache(Cache):
         first = lengths[0]
         self._lengths = lengths
         self._stale = True  # the device has not heard of it
+        self._led = False
         if self.text is not None:  # what is taken back is no longer held, whatever comes in its place
             self.text = [tokens[:n] for tokens, n in zip(self.text, lengths, strict=True)]
         self._even = len(lengths) == 1 or all(n == first for n in lengths)
@@ -339,10 +378,11 @@ class RowCache(Cache):
     def truncate(self, lengths: Sequence[int] | np.ndarray | torch.Tensor) -> None:
         """Forget what lies beyond ``lengths`` (one per row): a store per row, nothing is copied or allocated.
 
-        ValueError, and no change, unless there is one length per row and each is between 0 and the present one.
+        ValueError, and no change, unless there is one length per row and each is between 0 and the present one. Where the device has led,
+        the present ones are those that the host knew before.
         """
         new: list[int] = lengths.tolist() if isinstance(lengths, (np.ndarray, torch.Tensor)) else list(lengths)
-        if new == self._lengths:
+        if new == self._lengths and not self._led:
             return
         if len(new) != self._rows:
             raise ValueError(f"{len(new)} lengths for a cache of {self._rows} rows")
@@ -369,7 +409,7 @@ class RowCache(Cache):
 
     def _need(self, q: int) -> int:
         """The prefix that a feed of ``q`` columns uses; ValueError where the storage has no room for it."""
-        top = self._top + q
+        top = (0 if self._led else self._top) + q
         if top > self._capacity:
             row = self._lengths.index(self._top)
             raise ValueError(
@@ -486,8 +526,11 @@ class RowCache(Cache):
         self._flat[self._depth + layer].index_copy_(0, self._index, values.reshape(-1, self._head_dim))
 
     def close(self) -> None:
-        """End a forward: every length grows by the columns it fed. Not while a graph is captured: nothing has been fed."""
-        if self._capturing():
+        """End a forward: every length grows by the columns it fed. Not while a graph is captured: nothing has been fed.
+
+        Nor while the device leads, which decides how much of it counts.
+        """
+        if self._led or self._capturing():
             self._open_q = 0
             return
         q = self._open_q

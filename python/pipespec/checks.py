@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.cache import RowCache
+from pipespec.compat import angles_change_at, embedding_size, head_size, text_config
+from pipespec.placement import check_placement
+from pipespec.progress import level_of_caller
+from pipespec.stage import stage_names
 from pipespec_kernels.state import MAX_STAGES
 
 
@@ -30,7 +33,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
     """
     if len(models) > MAX_STAGES:
         raise ValueError(f"a pipeline has at most {MAX_STAGES} stages, got {len(models)}")
-    names = [f"draft {i}" for i in range(len(models) - 1)] + ["target"]
+    names = stage_names(len(models))
     for i, model in enumerate(models):
         if any(model is other for other in models[:i]):
             raise ValueError(
@@ -39,13 +42,13 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
     for name, model in zip(names, models, strict=True):
         check_architecture(name, model)
     target = models[-1]
-    vocabulary = _vocabulary(target)
+    vocabulary = embedding_size(target)
     digest = _tokenizer_digest(given[-1], target)
     for name, model, source in zip(names, models, given, strict=True):
-        head = model.get_output_embeddings().weight.shape[0]
-        if head != _vocabulary(model):
+        head = head_size(model)
+        if head != embedding_size(model):
             raise ValueError(
-                f"{name} has {head} logits per position for {_vocabulary(model)} tokens: its head does not fit the vocabulary"
+                f"{name} has {head} logits per position for {embedding_size(model)} tokens: its head does not fit the vocabulary"
             )
         if model is target:
             break
@@ -56,30 +59,26 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
                 "words; drafts must use the target's tokenizer"
             )
         # Variants of one model pad their embedding to different sizes; only the tokenizer can tell that from another vocabulary.
-        if _vocabulary(model) != vocabulary and (own is None or digest is None):
+        if embedding_size(model) != vocabulary and (own is None or digest is None):
             unknown = name if own is None else "the target"
             raise ValueError(
-                f"{name} has a vocabulary of {_vocabulary(model)} tokens, the target {vocabulary}: drafts must use the target's "
+                f"{name} has a vocabulary of {embedding_size(model)} tokens, the target {vocabulary}: drafts must use the target's "
                 f"tokenizer, and {unknown} has no tokenizer.json by which that could be seen. Where it is the same one and only the "
                 "padding differs, put tokenizer.json beside the weights of both"
             )
     check_placement(models)
 
 
-def check_placement(models: Sequence[PreTrainedModel]) -> None:
-    """Raises ``ValueError`` for a model that lies where, or computes in what, no stage can run."""
-    for i, model in enumerate(models):
-        _check_placement(f"draft {i}" if i < len(models) - 1 else "target", model)
-
-
-def check_memory(models: Sequence[PreTrainedModel], rows: int, capacity: int) -> None:
-    """Raises ``ValueError`` if the caches of ``rows`` x ``capacity`` positions cannot fit the memory of this machine (CPU stages)."""
-    need = sum(RowCache.bytes_for(m.config, rows, capacity, m.dtype) for m in models if m.device.type == "cpu")
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > total:
-        raise ValueError(
-            f"the key/value caches for {rows} x {capacity} positions need {need / 2**30:.1f} GiB, this machine has {total / 2**30:.1f}: "
-            "lower max_new_tokens or the batch"
+def check_angles(target: PreTrainedModel, most: int) -> None:
+    """Warns (``RuntimeWarning``) where a text of ``most`` tokens can differ from ``generate()``'s: how wide a forward is shows in it."""
+    limit = angles_change_at(target)
+    if limit is not None and most > limit:
+        warnings.warn(
+            f"beyond {limit} tokens the target's rotary angles depend on the longest position of each forward "
+            f"({text_config(target.config).rope_parameters['rope_type']}), and forwards of several tokens are others than generate()'s: "
+            "around there and from there on the text may differ from it",
+            RuntimeWarning,
+            stacklevel=level_of_caller(),
         )
 
 
@@ -120,29 +119,6 @@ def _parameters(model: PreTrainedModel) -> set[str]:
         if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             break
     return names
-
-
-def _check_placement(name: str, model: PreTrainedModel) -> None:
-    devices = {p.device for p in model.parameters()}
-    if any(d.type == "meta" for d in devices):
-        raise ValueError(f"{name} has weights that are not loaded (on the meta device, or offloaded); load it whole")
-    if len(devices) > 1:
-        raise ValueError(
-            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; each stage must lie on one device (no device_map='auto')"
-        )
-    dtype = model.dtype
-    if dtype.itemsize < 2 or not dtype.is_floating_point:
-        raise ValueError(f"{name} computes in {dtype}; use float32, bfloat16 or float16")
-    if dtype.itemsize == 2 and str(dtype) == "torch.float16" and model.device.type == "cpu":
-        raise ValueError(
-            f"{name} is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
-        )
-    if model.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} is on {model.device}; stages run on cpu or cuda")
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return model.get_input_embeddings().weight.shape[0]
 
 
 def _tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:

@@ -1,4 +1,4 @@
-"""The command line: ``pipespec generate``, ``demo``, ``plan``, ``spd train`` and ``doctor``.
+"""The command line: ``pipespec generate``, ``trace``, ``demo``, ``plan``, ``spd train`` and ``doctor``.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0; 1 where the answer is "no" (texts differ, this installation
 cannot work); 2 for an error; 130 after Ctrl-C. torch is imported only by what needs it.
@@ -15,13 +15,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipespec.progress import quiet_transformers, say, working
 from pipespec_kernels import __version__, collect_env, problems
 
+if TYPE_CHECKING:
+    from pipespec.observe import Report
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_SCHEDULES = ("auto", "plain", "lockstep", "workers")
+_DEVICE = "cpu, cuda, cuda:1: for all, or one per stage, drafts first; auto: GPUs by free memory; default: cpu"
+_SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
+_TRACE_STEPS = 1 << 16
 
 # These say in words what was wrong with the input; of any other error the kind is shown, too.
 _PLAIN_ERRORS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
@@ -43,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        message = " ".join(str(error).split()) or type(error).__name__
+        # One line, but where a table says what does not fit.
+        message = str(error).rstrip() if getattr(error, "in_lines", False) else " ".join(str(error).split())
+        message = message or type(error).__name__
         if not isinstance(error, _PLAIN_ERRORS):
             message = f"{type(error).__name__}: {message}"
         if isinstance(error, ImportError):
@@ -62,38 +69,14 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="generate text with any models", description=_generate.__doc__)
     generate.set_defaults(command=_generate)
-    generate.add_argument("--target", metavar="PATH", help="the model whose text it is (default: the bundled family)")
-    generate.add_argument(
-        "--draft", metavar="PATH", action="append", default=[], help="a smaller model; several: smallest first"
-    )
-    generate.add_argument(
-        "--schedule", choices=_SCHEDULES, help="default: workers where there is more than one core, otherwise lockstep"
-    )
-    generate.add_argument(
-        "--windows", metavar="N", type=int, nargs="+", help="tokens a draft may be ahead: one for all, or one per draft"
-    )
-    prompt = generate.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="default: standard input")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="line ends at its end are dropped")
-    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
-    sample = generate.add_argument_group("sampling", "any of the first five samples; otherwise greedy")
-    sample.add_argument("--temperature", metavar="T", type=float, help="below 1: safer, above: livelier; 0: greedy")
-    sample.add_argument("--top-k", metavar="K", type=int, help="only the K likeliest tokens")
-    sample.add_argument("--top-p", metavar="P", type=float, help="only the likeliest tokens that together have P")
-    sample.add_argument(
-        "--min-p", metavar="P", type=float, help="only tokens at least P times as likely as the likeliest"
-    )
-    sample.add_argument("--seed", metavar="N", type=int, help="one seed, one text, whatever the drafts")
-    sample.add_argument(
-        "--repetition-penalty", metavar="R", type=float, help="above 1: avoid what was said (greedy, too)"
-    )
-    generate.add_argument("--stop", metavar="TEXT", action="append", help="end behind this text; several allowed")
-    generate.add_argument("--dtype", choices=_DTYPES, help="default: as stored; float32 for the bundled family")
-    generate.add_argument("--device", metavar="D", help="cpu or cuda; default: cpu")
-    generate.add_argument("--chat", action="store_true", help="put the prompt into the target's chat template")
+    _add_generation(generate)
     generate.add_argument("--report", action="store_true", help="afterwards, say what each stage did")
-    generate.add_argument("--no-stream", action="store_true", help="write the text when it is complete")
-    generate.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+
+    trace = commands.add_parser("trace", help="record who did what when", description=_trace.__doc__)
+    trace.set_defaults(command=_trace)
+    _add_generation(trace)
+    trace.add_argument("--out", metavar="FILE", type=Path, required=True, help="the trace, for https://ui.perfetto.dev")
+    trace.add_argument("--svg", metavar="FILE", type=Path, help="also a picture of it")
 
     demo = commands.add_parser(
         "demo", help="three bundled models, real prompts, who is how fast", description=_demo.__doc__
@@ -136,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--repeats", metavar="R", type=int, default=3, help="of the measurement (%(default)s)")
     plan.add_argument("--dtype", choices=_DTYPES, help="default: as stored; float32 for the bundled family")
-    plan.add_argument("--device", metavar="D", help="cpu or cuda; default: cpu")
+    plan.add_argument("--device", metavar="D", nargs="+", help=_DEVICE)
     plan.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
     plan.add_argument(
         "--traces", metavar="FOLDER", type=Path, help="instead: logged runs of the published system, one .json each"
@@ -156,6 +139,41 @@ def _parser() -> argparse.ArgumentParser:
             continue
         command.add_argument("--debug", action="store_true", help="show where an error comes from")
     return parser
+
+
+def _add_generation(parser: argparse.ArgumentParser) -> None:
+    """What to generate, with what and how."""
+    parser.add_argument("--target", metavar="PATH", help="the model whose text it is (default: the bundled family)")
+    parser.add_argument(
+        "--draft", metavar="PATH", action="append", default=[], help="a smaller model; several: smallest first"
+    )
+    parser.add_argument(
+        "--schedule", choices=_SCHEDULES, help="default: workers where there is more than one core, otherwise lockstep"
+    )
+    parser.add_argument(
+        "--windows", metavar="N", type=int, nargs="+", help="tokens a draft may be ahead: one for all, or one per draft"
+    )
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: standard input")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="line ends at its end are dropped")
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
+    sample = parser.add_argument_group("sampling", "any of the first five samples; otherwise greedy")
+    sample.add_argument("--temperature", metavar="T", type=float, help="below 1: safer, above: livelier; 0: greedy")
+    sample.add_argument("--top-k", metavar="K", type=int, help="only the K likeliest tokens")
+    sample.add_argument("--top-p", metavar="P", type=float, help="only the likeliest tokens that together have P")
+    sample.add_argument(
+        "--min-p", metavar="P", type=float, help="only tokens at least P times as likely as the likeliest"
+    )
+    sample.add_argument("--seed", metavar="N", type=int, help="one seed, one text, whatever the drafts")
+    sample.add_argument(
+        "--repetition-penalty", metavar="R", type=float, help="above 1: avoid what was said (greedy, too)"
+    )
+    parser.add_argument("--stop", metavar="TEXT", action="append", help="end behind this text; several allowed")
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: as stored; float32 for the bundled family")
+    parser.add_argument("--device", metavar="D", nargs="+", help=_DEVICE)
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the target's chat template")
+    parser.add_argument("--no-stream", action="store_true", help="write the text when it is complete")
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
 
 
 def _add_spd_train(train: argparse.ArgumentParser) -> None:
@@ -264,6 +282,33 @@ def _spd_train(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     """Continue a prompt: the target's own text, token for token, with or without drafts. Greedy, or sampled with a seed."""
+    report = _run_generation(args)
+    if args.report:
+        print(report, file=sys.stderr)
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    """Continue a prompt as `generate` does, and write down every step of every stage: when it ran, what it was fed, which drafts held, what was
+    taken back. Open the file with https://ui.perfetto.dev; a summary goes to standard error."""
+    for file in filter(None, (args.out, args.svg)):
+        if not file.absolute().parent.is_dir():  # better now than when the text is complete
+            raise FileNotFoundError(f"there is no folder {file.absolute().parent}")
+        if file.is_dir():
+            raise IsADirectoryError(f"{file} is a folder: name a file in it")
+    report = _run_generation(args, trace=_TRACE_STEPS)
+    from pipespec.observe.timeline import timeline
+    from pipespec.observe.trace import summary
+
+    report.save_trace(args.out)
+    if args.svg is not None:
+        args.svg.write_text(timeline(report.traced(), f"pipespec {report.schedule}"), encoding="utf-8")
+    print(report, summary(report.traced()), sep="\n", file=sys.stderr)
+    return 0
+
+
+def _run_generation(args: argparse.Namespace, trace: int = 0) -> Report:
+    """Continue the prompt, the text on standard output; what the call did."""
     prompt = _prompt(args)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
@@ -286,9 +331,10 @@ def _generate(args: argparse.Namespace) -> int:
                 target,
                 drafts,
                 schedule=schedule,
-                windows=args.windows[0] if args.windows and len(args.windows) == 1 else args.windows,
+                windows=_one_or_all(args.windows),
+                trace=trace,
                 dtype=dtype,
-                device=args.device,
+                device=_one_or_all(args.device),
                 trust_remote_code=args.trust_remote_code,
             )
         with pipe:
@@ -321,9 +367,13 @@ def _generate(args: argparse.Namespace) -> int:
                 print("".join(pieces), flush=True)
                 raise
             print("".join(pieces), flush=True)
-            if args.report:
-                print(pipe.report, file=sys.stderr)
-    return 0
+            assert pipe.report is not None
+            return pipe.report
+
+
+def _one_or_all(values: list[Any] | None) -> Any:
+    """Of an option that takes one value for all stages or one for each: what ``Pipeline`` is given."""
+    return values[0] if values is not None and len(values) == 1 else values
 
 
 def _choice(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
@@ -462,7 +512,7 @@ def _plan_models(args: argparse.Namespace) -> int:
         repeats=args.repeats,
         as_json=args.json,
         dtype=dtype,
-        device=args.device,
+        device=_one_or_all(args.device),
         trust_remote_code=args.trust_remote_code,
     )
 
@@ -539,6 +589,8 @@ def _schedules(env: dict[str, Any]) -> dict[str, str]:
     available = dict.fromkeys(_SCHEDULES, "yes")
     if env["cpu"]["usable_cores"] < 2:
         available["workers"] = "yes, but with one core the stages only take turns"
+    if not env["cuda"]["devices"]:
+        available["streams"] = "yes, but it is made for GPUs: on a CPU workers is faster"
     return available
 
 
@@ -560,7 +612,8 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if env["memory_bytes"]:
         yield (
             "memory",
-            f"{env['memory_bytes'] / 2**30:.1f} GiB, {(env['memory_available_bytes'] or 0) / 2**30:.1f} available",
+            f"{env['memory_bytes'] / 2**30:.1f} GiB, {(env['memory_available_bytes'] or 0) / 2**30:.1f} available"
+            + (f", {limit / 2**30:.1f} allowed by the container" if (limit := env["memory_limit_bytes"]) else ""),
         )
     yield (
         "CUDA module",

@@ -1,10 +1,11 @@
-"""What differs between versions of transformers, and what its attentions make of a mask: the one place that knows."""
+"""What differs between versions of transformers and torch, and what attentions make of a mask: the one place that knows."""
 
 from __future__ import annotations
 
 import enum
 import inspect
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,45 @@ from pipespec.attention import ATTENTION
 def text_config(config: Any) -> Any:
     """The part of a model's config that describes its decoder."""
     return config.get_text_config(decoder=True)
+
+
+def compute_dtype(model: Any) -> torch.dtype:
+    """The dtype of a model's hidden states, and so of its keys and values.
+
+    transformers' ``model.dtype`` is that of the first floating parameter, which may be an 8-bit float that is only stored.
+    """
+    dtype: torch.dtype = model.dtype
+    if dtype.itemsize >= 2:
+        return dtype
+    wide = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize >= 2)
+    return next(wide, dtype)
+
+
+def embedding_size(model: Any) -> int:
+    """Tokens of a model's embedding, also where its weight is packed."""
+    return _rows(model.get_input_embeddings(), "num_embeddings")
+
+
+def head_size(model: Any) -> int:
+    """Logits per position of a model's head, also where its weight is packed."""
+    return _rows(model.get_output_embeddings(), "out_features")
+
+
+def _rows(module: Any, declared: str) -> int:
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+        return weight.shape[0]
+    return int(getattr(module, declared))
+
+
+def angles_change_at(model: Any) -> int | None:
+    """Beyond how many positions a model's rotary angles depend on the longest position of a forward; None: never."""
+    config = text_config(model.config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = str(rope.get("rope_type", ""))
+    if "dynamic" in kind:
+        return int(config.max_position_embeddings)
+    return int(rope.get("original_max_position_embeddings", 0)) if kind == "longrope" else None
 
 
 def query_length(query: int | torch.Tensor) -> int:
@@ -87,3 +127,21 @@ def mask_kind(config: Any) -> MaskKind:
     if name in ("sdpa", ATTENTION):
         return MaskKind.SDPA
     return MaskKind.EAGER if name == "eager" else MaskKind.NONE
+
+
+def graph_handle(graph: torch.cuda.CUDAGraph) -> int:
+    """The ``cudaGraphExec_t`` of a captured graph, for whoever launches it without torch. RuntimeError where torch does not tell (before 2.9.1)."""
+    tell = getattr(graph, "raw_cuda_graph_exec", None)
+    if tell is None:
+        raise RuntimeError(f"torch {torch.__version__} does not hand out its CUDA graphs: use torch 2.9.1 or newer")
+    return int(tell())
+
+
+def forget_capture(device: int, pool: Any) -> None:
+    """What torch leaves undone where a capture cannot be ended: its allocator takes it to go on, and fails when memory is to be given back.
+
+    Does nothing where torch has done it.
+    """
+    with suppress(RuntimeError):  # "not currently recording"
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,12 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 
 from pipespec.arguments import check_options, refusal
 from pipespec.cache import RowCache
+from pipespec.compat import head_size
 from pipespec.drivers import Request, Runner
 from pipespec.observe import Report
 from pipespec.observe.report import stage_report
 from pipespec.sampling import Record, Selection, row_seeds
-from pipespec.stage import PREFILL_CHUNK, Start
+from pipespec.stage import PREFILL_CHUNK, Start, stage_names
 from pipespec_kernels.state import MAX_EOS
 
 
@@ -93,7 +94,7 @@ class Generation:
             self.prompts,
             self.limits,
             Selection.of(logits_processor, seeds=self.seeds, padding=self._padding, ends=eos),
-            target.get_output_embeddings().weight.shape[0],
+            head_size(target),
             chunk=config.prefill_chunk_size or PREFILL_CHUNK,
             reuse=cache is not None,
         )
@@ -299,11 +300,12 @@ class Generation:
         names: Sequence[str] | None = None,
         decisions: Sequence[str] | None = None,
         seconds: float = 0.0,
+        traces: Mapping[str, np.ndarray] | None = None,
     ) -> Report:
-        """What the call did; ``names``: of its stages."""
+        """What the call did; ``names``: of its stages; ``traces``: :meth:`Driver.traces` of the driver that ran it."""
         seconds = seconds or self.seconds
         rows = len(self.prompts)
-        names = names or [f"draft {i}" for i in range(self._index)] + ["target"]
+        names = names or stage_names(self._index + 1)
         return Report(
             schedule=schedule,
             rows=rows,
@@ -313,6 +315,7 @@ class Generation:
             stages=tuple(stage_report(name, self._block, i, rows) for i, name in enumerate(names)),
             seeds=None if self.seeds is None else tuple(self.seeds),
             decisions=None if decisions is None else tuple(decisions),
+            trace=dict(zip(names, traces.values(), strict=True)) if traces else None,
         )
 
     def output(self, report: Report) -> torch.Tensor | PipelineOutput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,18 +16,22 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedMod
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
-from pipespec.checks import check_chain, check_memory, check_placement, check_schedule
+from pipespec.checks import check_angles, check_chain, check_schedule
 from pipespec.compat import lost_arguments
-from pipespec.drivers import Driver, LockstepDriver, WorkersDriver
-from pipespec.drivers.base import Policy
+from pipespec.drivers import Driver, LockstepDriver, RoundsDriver, StreamsDriver, WorkersDriver
+from pipespec.drivers.base import Policy, StageFailure
+from pipespec.drivers.fixed import FixedDriver
 from pipespec.generation import Generation
 from pipespec.loading import load_model
 from pipespec.observe import Report
+from pipespec.placement import Devices, NotCapturable, arrange, check_memory, check_placement
 from pipespec.planning.auto import Auto
 from pipespec.planning.planner import Plan
-from pipespec.stage import WIDTH
+from pipespec.progress import level_of_caller
+from pipespec.stage import WIDTH, stage_names
+from pipespec_kernels.trace import MOST_ENTRIES
 
-SCHEDULES = ("auto", "plain", "lockstep", "workers")
+SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
 
 # On CPUs a wide forward costs noticeably more than a narrow one: going on with the hints at hand beat waiting for more.
 _DEFAULT_WAIT = 0
@@ -40,6 +45,8 @@ class BasePipeline(ABC):
         self.report: Report | None = None
         self.partial: torch.Tensor | None = None
         """After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it."""
+        self._graphs = False  # whether caches have all their room from the beginning
+        self._held: dict[str, int] = {}  # bytes per device that caches of earlier calls may take
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that is inside
 
@@ -194,7 +201,13 @@ class BasePipeline(ABC):
                     attention_mask=attention_mask,
                     position_ids=position_ids,
                 )
-                check_memory(self._caching(), len(generation.prompts), max(generation.limits) + WIDTH)
+                longest, most = max(map(len, generation.prompts)), max(generation.limits) + WIDTH
+                check_angles(self.target, most)
+                names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
+                caching = {names[id(model)]: model for model in self._caching()}
+                self._held = check_memory(
+                    caching, len(generation.prompts), longest, most, graphs=self._graphs, held=self._held
+                )
                 self.partial = None
                 if own_streamer is not None and not prompt_streamed:
                     own_streamer.put(input_ids.cpu())
@@ -229,17 +242,26 @@ class Pipeline(BasePipeline):
     schedule: ``"lockstep"`` runs all stages in turn in this process; ``"workers"`` runs each draft in a process of its own, at the
         same time as the target; ``"plain"`` ignores the drafts. ``"auto"`` measures the models (once: the profile is kept on disk) and chooses
         among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose.
+        ``"streams"`` is for GPUs: all stages in this process at the same time, each step a captured CUDA graph. (On a CPU the same steps run
+        uncaptured, as threads: to try it out; ``"workers"`` is faster there.)
     windows: per draft, how many tokens it may be ahead of the stage after it (an integer: for all).
-    wait: drafts that the target awaits if it has fewer, for as long as they are expected to take (``workers`` only).
+    wait: drafts that the target awaits if it has fewer, for as long as they are expected to take (``workers``, ``streams``).
     decode_meanwhile: a target with fewer drafts than ``wait`` decodes one token instead of sleeping, and leaves those there are to grow. Pays
         where verifying several tokens costs much more than decoding one.
-    dtype, device: for models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits near-ties may fall otherwise.
+    dtype: for models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits near-ties may fall otherwise.
+    device: where models given as paths are loaded to: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``,
+        or ``"auto"``, see :func:`pipespec.placement.choose`; default: the CPU. Models given as objects stay where they lie. Whether it all
+        fits is estimated before any weight is read, and again before each call.
+    graphs: run ``"plain"`` and ``"lockstep"`` as captured CUDA graphs, one per round (on a CPU: the same steps, uncaptured); ``"streams"`` always
+        does. While such a pipeline is open its models have ``attn_implementation="pipespec"``; :meth:`close` restores theirs. A model that
+        cannot be captured is named in a warning, and runs as ``"workers"`` (from ``"streams"``) or without graphs.
+    trace: how many of its last steps each stage keeps of a call, for ``report.save_trace()``; 0: none. A stage and step take 72 bytes.
     trust_remote_code: allow a path's own Python code to run. Never implied.
 
     Models given as objects are put into eval mode; with ``"workers"`` the drafts' weights move into shared memory (same values, one
     copy). A draft with a shorter position limit than the target is allowed: past it, it only drafts worse.
 
-    Raises ``ValueError``, ``TypeError`` or ``FileNotFoundError``, before any work, for models that cannot form a chain.
+    Raises ``ValueError``, ``TypeError`` or ``FileNotFoundError``, before any work, for models that cannot form a chain or do not fit the memory.
     """
 
     def __init__(
@@ -251,8 +273,10 @@ class Pipeline(BasePipeline):
         windows: int | Sequence[int] | None = None,
         wait: int | None = None,
         decode_meanwhile: bool = False,
+        graphs: bool = False,
+        trace: int = 0,
         dtype: torch.dtype | str = "auto",
-        device: torch.device | str | None = None,
+        device: Devices = None,
         trust_remote_code: bool = False,
     ) -> None:
         if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel)):
@@ -261,11 +285,17 @@ class Pipeline(BasePipeline):
             raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
         if wait is not None and (not isinstance(wait, int) or isinstance(wait, bool)):
             raise TypeError(f"wait must be a number of drafts, not {wait!r}")
+        if not isinstance(trace, int) or isinstance(trace, bool):
+            raise TypeError(f"trace must be a number of steps per stage, not {trace!r}")
+        if not 0 <= trace <= MOST_ENTRIES:
+            raise ValueError(f"trace must be 0 to {MOST_ENTRIES} steps per stage, not {trace}")
         check_schedule(schedule, SCHEDULES)
+        if graphs and schedule not in ("plain", "lockstep", "streams"):
+            raise ValueError(f"graphs=True is for schedule='plain', 'lockstep' or 'streams', not for {schedule!r}")
         given = [*drafts, target]
-        super().__init__(
-            [load_model(m, dtype=dtype, device=device, trust_remote_code=trust_remote_code) for m in given]
-        )
+        loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        devices = arrange(given, device=device, schedule=schedule, graphs=graphs or schedule == "streams", **loading)
+        super().__init__([load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)])
         check_chain(self.models, given)
         self.schedule = schedule if drafts else "plain"
         self._auto: Auto | None = None
@@ -275,29 +305,53 @@ class Pipeline(BasePipeline):
                 raise ValueError(
                     "windows, wait and decode_meanwhile are what schedule='auto' chooses: leave them out, or name a schedule"
                 )
-            self._auto = Auto(self.models)
+            self._auto = Auto(self.models, trace=trace)
         else:
-            self._driver = self._make_driver(windows, wait, decode_meanwhile)
+            self._driver = self._make_driver(windows, wait, decode_meanwhile, graphs or schedule == "streams", trace)
+            self._graphs = isinstance(self._driver, FixedDriver)
 
     @property
     def plan(self) -> Plan | None:
         """With ``schedule="auto"``: what the last call was chosen from, or the next one will be; ``print`` it."""
         return None if self._auto is None else self._auto.plan
 
-    def _make_driver(self, windows: int | Sequence[int] | None, wait: int | None, decode_meanwhile: bool) -> Driver:
+    def _make_driver(
+        self, windows: int | Sequence[int] | None, wait: int | None, decode_meanwhile: bool, graphs: bool, trace: int
+    ) -> Driver:
         if self.schedule == "plain":
-            return LockstepDriver(self.models[-1:], Policy())
+            return self._make_fixed(RoundsDriver if graphs else None, self.models[-1:], Policy(), trace)
         wait = _DEFAULT_WAIT if wait is None else wait
         policy = Policy(_windows(windows, len(self.models) - 1, self.schedule), wait, decode_meanwhile)
         if policy.wait < 0:
             raise ValueError(f"wait must not be negative, got {wait}")
-        if decode_meanwhile and (self.schedule != "workers" or wait == 0):
+        if decode_meanwhile and (self.schedule not in ("workers", "streams") or wait == 0):
             raise ValueError(
-                "decode_meanwhile is for schedule='workers' with wait=, the number of drafts worth a verification"
+                "decode_meanwhile is for schedule='workers' or 'streams' with wait=, the number of drafts worth a verification"
             )
         if self.schedule == "workers":
-            return WorkersDriver(self.models, policy)
-        return LockstepDriver(self.models, policy)
+            return WorkersDriver(self.models, policy, trace)
+        kind = StreamsDriver if self.schedule == "streams" else RoundsDriver if graphs else None
+        return self._make_fixed(kind, self.models, policy, trace)
+
+    def _make_fixed(
+        self, kind: type[FixedDriver] | None, models: Sequence[PreTrainedModel], policy: Policy, trace: int
+    ) -> Driver:
+        """One with captured steps, or what runs instead of it; None: lockstep as it is."""
+        if kind is None:
+            return LockstepDriver(models, policy, trace)
+        try:
+            return kind(models, policy, trace)
+        except NotCapturable as error:
+            reason = str(error)
+        if kind is StreamsDriver:
+            try:
+                driver = WorkersDriver(models, policy, trace)
+                _warn_of(f"{reason}; schedule='workers' is used instead")
+                return driver
+            except (ValueError, RuntimeError) as error:
+                reason = f"{reason}; nor are there worker processes ({error})"
+        _warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")
+        return LockstepDriver(models, policy, trace)
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.schedule != "plain" else self.models[-1:]
@@ -307,7 +361,8 @@ class Pipeline(BasePipeline):
             return self._auto.run(generation)
         assert self._driver is not None
         generation.run(self._driver)
-        return generation.report(self.schedule)
+        ran_as = self._driver.ran_as if self.schedule != "plain" else self.schedule
+        return generation.report(ran_as, decisions=self._driver.remarks or None, traces=self._driver.traces())
 
     def close(self) -> None:
         """End worker processes. Also done on leaving a ``with`` block, at exit, and when the pipeline is garbage."""
@@ -332,6 +387,10 @@ def _ends_on_failure(streamer: Any) -> Iterator[None]:
             with suppress(Exception):  # the first error counts
                 streamer.end()
         raise
+
+
+def _warn_of(what: str) -> None:
+    warnings.warn(f"{what}. The text is not affected, only its speed", StageFailure, stacklevel=level_of_caller())
 
 
 def _windows(given: int | Sequence[int] | None, drafts: int, schedule: str) -> tuple[int, ...]:

@@ -11,6 +11,10 @@ _PATIENCE_S = 2.0
 """What takes longer than this is announced where there is no terminal to show a spinner."""
 
 
+_INSIDE = {"pipespec", "pipespec_kernels", "transformers", "torch"}
+"""Packages between the user's line and a warning."""
+
+
 def say(message: str) -> None:
     """One line on stderr."""
     print(f"pipespec: {message}", file=sys.stderr, flush=True)
@@ -47,3 +51,11 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         logging.enable_progress_bar()
+
+
+def level_of_caller() -> int:
+    """``stacklevel`` for a warning of our caller's that is to point at the user's line, behind us and transformers."""
+    level, frame = 0, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    return level

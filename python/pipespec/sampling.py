@@ -256,7 +256,7 @@ class Selector:
         best = logits[rows, columns, selected[rows, steps]].float()
         if not bool(torch.isfinite(best).all()):
             at = int((~torch.isfinite(best)).nonzero()[0])
-            raise _nothing_to_draw(int(rows[at]), int(positions[rows[at]] + columns[at]))
+            raise nothing_to_draw(int(rows[at]), int(positions[rows[at]] + columns[at]))
 
     def _cutoff(self, logits: torch.Tensor, inverse_temperature: torch.Tensor, **counts: Any) -> torch.Tensor:
         s = self._selection
@@ -322,7 +322,7 @@ class Selector:
             token = int(ops.argmax(scores[None])[0, 0])
         else:
             if self._judges and not bool(torch.isfinite(scores.max())):
-                raise _nothing_to_draw(row, position)
+                raise nothing_to_draw(row, position)
             inverse = self._inverse_temperature[row : row + 1]
             cutoff = self._cutoff(scores[None], inverse) if selection.cuts else None
             noise = Noise(self._keys[row : row + 1], np.array([position]), inverse, cutoff)
@@ -335,7 +335,7 @@ class Selector:
         return token
 
 
-def _nothing_to_draw(row: int, position: int) -> ValueError:
+def nothing_to_draw(row: int, position: int) -> ValueError:
     return ValueError(
         f"no token can be drawn at position {position} of row {row}: its scores are NaN, infinite, or all -inf. Does a logits processor "
         "forbid every token there, or has the model overflown?"

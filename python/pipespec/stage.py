@@ -11,18 +11,35 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.cache import RowCache
+from pipespec.compat import embedding_size
 from pipespec.forward import forward
 from pipespec.sampling import Record, Selection, Selector
+from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 
 WIDTH = 64
 """Most tokens that one row feeds in one step. A stage further behind than that catches up in several."""
 
-_FIRST_ROOM = 1024
+FIRST_ROOM = 1024
 """New tokens for which a cache has room at first; then its room doubles."""
 
 PREFILL_CHUNK = 512
 """Tokens per row and forward in the prefill: bounds its activations and its mask."""
+
+
+def stage_names(count: int) -> list[str]:
+    """What the stages of a chain are called: drafts first, target last."""
+    return [f"draft {i}" for i in range(count - 1)] + ["target"]
+
+
+def first_capacity(longest: int, most: int) -> int:
+    """Positions for which a stage's cache has room at first, with a prompt of ``longest`` tokens and at most ``most`` positions."""
+    return min(most, longest + FIRST_ROOM + WIDTH)
+
+
+def fixed_capacity(most: int) -> int:
+    """Positions of a cache that cannot grow: rounded up, so that calls of about the same size share it."""
+    return 1 << (most - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -46,18 +63,22 @@ class Stage:
     """A model at place ``index`` of the chain.
 
     There is one kind of step, for drafts and target alike: it feeds the tokens whose keys and values are missing, then
-    whatever drafts upstream has, keeps the longest agreeing prefix and one token of its own.
+    whatever drafts upstream has, keeps the longest agreeing prefix and one token of its own. ``trace``: where its prefill and its steps
+    are noted; None: nowhere.
     """
 
-    def __init__(self, model: PreTrainedModel, block: StateBlock, index: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None
+    ) -> None:
         self.model = model
         self.block = block
         self.index = index
+        self._trace = trace
         self._cache: RowCache | None = None
         # Per row and position the token whose keys and values the cache holds there.
         self._text = np.zeros((0, 0), dtype=np.int32)
         self._held: list[int] = []  # per row, how much of it that is
-        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self._vocabulary: int = embedding_size(model)
         self._clamp: int | None = None
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
@@ -84,28 +105,26 @@ class Stage:
     @torch.inference_mode()
     def prefill(self, start: Start, record: Record | None = None) -> None:
         """Start the rows of a generation: cache the keys and values of each prompt but its last token."""
+        began = time.perf_counter_ns()
         prompts = start.prompts
-        # Room for a while: a limit is often the model's, and far away. step() makes more.
-        most, longest = max(start.limits) + WIDTH, max(len(p) for p in prompts)
-        rows, capacity = len(prompts), min(most, longest + _FIRST_ROOM + WIDTH)
-        # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
-        self._clamp = self._vocabulary - 1 if self._vocabulary < start.vocabulary else None
-        cache = self._cache
+        rows, most = len(prompts), max(start.limits) + WIDTH
+        self._fit_vocabulary(start.vocabulary)
         held = [0] * rows
-        if cache is not None and not cache.suits(self.model):  # it was moved, or cast
-            self._cache = cache = None
-        if cache is not None and start.reuse and cache.rows == rows:
+        if self._cache is not None and not self._cache.suits(self.model):  # it was moved, or cast
+            self._cache = None
+        if self._cache is not None and start.reuse and self._cache.rows == rows:
             held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
-            cache.reserve(capacity)
-        if cache is None or not cache.fits(rows, capacity):
-            self._cache = cache = None  # before the new one is allocated
-            self._cache = cache = RowCache.for_model(self.model, rows, capacity)
+        cache = self._room(start, held)
         cache.truncate(held)
         self._text = np.zeros((rows, most), dtype=np.int32)
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
         self._held = [len(p) - 1 for p in prompts]
+        filling = time.perf_counter_ns()
         self._fill(cache, held, self._held, start.chunk)
+        new = [n - h for n, h in zip(self._held, held, strict=True)]
+        if self._trace is not None and any(new):
+            self._trace.prefill(began, filling, time.perf_counter_ns(), min(start.chunk, max(new)), sum(new))
 
         selection = start.selection
         if self._clamp is not None and selection.stepwise:
@@ -113,6 +132,7 @@ class Stage:
         judges = self.index == self.block.target
         self._select = Selector(selection, self._text, record, start.vocabulary, judges)
         self.port = self.block.port(self.index, WIDTH)
+        self.port.trace(self._trace)
         self._tokens = torch.from_numpy(self.port.tokens)
         self._kv, self._n_fed, self._n_hint, self._n_select = (
             self.port.kv[:rows],
@@ -122,6 +142,23 @@ class Stage:
         )
         self._rows = rows
         self._step_ns = 0.0
+
+    def _fit_vocabulary(self, targets: int) -> None:
+        # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
+        self._clamp = self._vocabulary - 1 if self._vocabulary < targets else None
+
+    def _room(self, start: Start, held: list[int]) -> RowCache:
+        """A cache for the rows of a call, from here on the stage's. What the one before has of them, ``held[r]`` tokens, it has, too."""
+        # Room for a while: a limit is often the model's, and far away. step() makes more.
+        rows, longest = len(start.prompts), max(len(p) for p in start.prompts)
+        capacity = first_capacity(longest, max(start.limits) + WIDTH)
+        cache = self._cache
+        if cache is not None and start.reuse and cache.rows == rows:
+            cache.reserve(capacity)
+        if cache is None or not cache.fits(rows, capacity):
+            self._cache = cache = None  # before the new one is allocated
+            self._cache = cache = RowCache.for_model(self.model, rows, capacity)
+        return cache
 
     def _fill(self, cache: RowCache, begin: list[int], end: list[int], chunk: int) -> None:
         """Cache the tokens ``begin[r] .. end[r] - 1`` of each row."""

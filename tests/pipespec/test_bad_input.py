@@ -183,7 +183,7 @@ def test_schedules_windows_and_waits(model):
     for kwargs in ({}, {"schedule": "lockstep", "wait": 2}, {"schedule": "workers", "wait": 0}):
         refused(
             ValueError,
-            "decode_meanwhile is for schedule='workers' with wait=",
+            "decode_meanwhile is for schedule='workers' or 'streams' with wait=",
             model,
             draft,
             decode_meanwhile=True,

@@ -113,7 +113,7 @@ def test_doctor_json(capsys):
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["usable"] is True
-    assert set(facts["schedules"]) == {"auto", "plain", "lockstep", "workers"}
+    assert set(facts["schedules"]) == {"auto", "plain", "lockstep", "workers", "streams"}
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])
@@ -137,7 +137,8 @@ def test_generate_without_torch_is_one_line():
 # --- generate ------------------------------------------------------------------------------------------------------
 
 
-def test_generate_from_stdin_streams_the_targets_text(family, capsys, monkeypatch):
+@pytest.mark.parametrize("schedule", ["lockstep", "streams"])
+def test_generate_from_stdin_streams_the_targets_text(family, capsys, monkeypatch, schedule):
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))
     drafts = ["--draft", str(family / "small"), "--draft", str(family / "medium")]
     arguments = [
@@ -146,7 +147,7 @@ def test_generate_from_stdin_streams_the_targets_text(family, capsys, monkeypatc
         str(family / "target"),
         *drafts,
         "--schedule",
-        "lockstep",
+        schedule,
         "--windows",
         "3",
         "4",
@@ -154,7 +155,7 @@ def test_generate_from_stdin_streams_the_targets_text(family, capsys, monkeypatc
     assert main([*arguments, "--max-new-tokens", "20", "--report"]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected_text(family, "def f(x):", 20) + "\n"
-    assert "tokens/s" in captured.err
+    assert f"{schedule}: 20 tokens in" in captured.err
 
 
 def test_generate_from_a_file_without_streaming(family, capsys, tmp_path):
@@ -201,6 +202,47 @@ def test_generate_refuses_in_one_line(family, capsys, arguments, message):
     assert message in errors[0]
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+# --- trace ---------------------------------------------------------------------------------------------------------
+
+
+def test_trace_writes_what_every_stage_did(family, capsys, tmp_path):
+    arguments = [
+        "trace",
+        "--target",
+        str(family / "target"),
+        "--draft",
+        str(family / "small"),
+        "--schedule",
+        "lockstep",
+    ]
+    files = ["--out", str(tmp_path / "run.json"), "--svg", str(tmp_path / "run.svg")]
+    assert main([*arguments, *files, "--prompt", "def f(x):", "--max-new-tokens", "20"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected_text(family, "def f(x):", 20) + "\n"
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["draft 0", "target"]
+    assert any(e["name"].startswith("verify") for e in events)
+    assert (tmp_path / "run.svg").read_text().startswith("<svg")
+    assert "busy" in captured.err
+    assert "mean step in ms by width" in captured.err
+
+
+def test_trace_refuses_before_it_generates(family, capsys, tmp_path):
+    arguments = ["trace", "--target", str(family / "target"), "--prompt", "x"]
+    assert main([*arguments, "--out", str(tmp_path / "nowhere" / "run.json")]) == 2
+    captured = capsys.readouterr()
+    assert f"error: there is no folder {tmp_path / 'nowhere'}" in captured.err
+    assert captured.out == ""
+    assert main([*arguments, "--out", str(tmp_path / "run.json"), "--svg", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert f"error: {tmp_path} is a folder" in captured.err
+    assert captured.out == ""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "--out" in capsys.readouterr().err
 
 
 def test_debug_shows_where(capsys):

@@ -1,14 +1,23 @@
-"""Traces as JSON for Perfetto: what the format asks for, and that nothing is lost or made up."""
+"""Traces: of whole calls under every schedule, adding up to their reports; as JSON for Perfetto, in words and as a picture."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 
-from pipespec.observe.trace import chrome_trace, save_trace
+from pipespec import Pipeline
+from pipespec.drivers.base import StageFailure
+from pipespec.observe.timeline import timeline
+from pipespec.observe.trace import chrome_trace, not_kept, save_trace, summary
+from pipespec.spd import SpeculativePipeline
+from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.faulty import Faulty
 
 FULL = np.dtype(
     [
@@ -83,3 +92,231 @@ def test_records_that_are_no_trace_are_refused() -> None:
     backwards["end_ns"][0] = 0
     with pytest.raises(ValueError, match="ends before it starts"):
         chrome_trace({"draft": DRAFT, "x": backwards})
+
+
+def test_what_was_not_kept_is_counted() -> None:
+    late = DRAFT.copy()
+    late["step"] += 40
+    assert not_kept(late) == 40
+    trace = chrome_trace({"draft": late, "target": TARGET})
+    assert trace["otherData"] == {"draft: steps not kept": 40}
+
+
+# --- whole calls -----------------------------------------------------------------------------------------------------
+
+
+def check_against_report(pipe: Pipeline, prompt_tokens: int, began_ns: int, exact: bool = True) -> None:
+    """Entries add up to what the report says, and lie within the call, one after the other."""
+    report = pipe.report
+    assert report is not None
+    traces = report.trace
+    assert traces is not None
+    assert list(traces) == [stage.name for stage in report.stages]
+    for stage in report.stages:
+        steps = traces[stage.name]
+        assert steps["fed"].sum() == stage.fed
+        assert steps["hints"].sum() == stage.drafted
+        assert steps["accepted"].sum() == stage.accepted
+        assert steps["taken_back"].sum() == stage.wasted
+        assert steps["rollbacks"].sum() == stage.rollbacks
+        assert steps["step"].tolist() == list(range(len(steps)))
+        assert (steps["launched_ns"] <= steps["start_ns"]).all()
+        assert (steps["start_ns"] <= steps["end_ns"]).all()
+        assert (steps["launched_ns"][1:] >= steps["end_ns"][:-1]).all()
+        assert steps["launched_ns"].min() >= began_ns
+        assert steps["end_ns"].max() <= time.perf_counter_ns()
+        # The prompt first, of which each row's last token is left to the first step.
+        assert steps["prefill"][0] == prompt_tokens
+        assert (steps["prefill"][1:] == 0).all()
+        fed = steps[steps["fed"] > 0]
+        assert (fed["fed"] <= fed["width"] * report.rows).all()
+        if exact:  # else a step has more columns than it needs
+            assert (fed["fed"] >= fed["width"]).all()
+
+
+def schedules() -> list:
+    """Drafts, schedule and its arguments."""
+    return [
+        pytest.param(0, {"schedule": "plain"}, id="plain"),
+        pytest.param(0, {"schedule": "plain", "graphs": True}, id="plain-graphs"),
+        pytest.param(1, {"schedule": "lockstep", "graphs": True}, id="lockstep-graphs"),
+        pytest.param(1, {"schedule": "streams"}, id="streams-2"),
+        pytest.param(1, {"schedule": "lockstep"}, id="lockstep-2"),
+        pytest.param(2, {"schedule": "lockstep", "windows": [3, 5]}, id="lockstep-3"),
+        pytest.param(1, {"schedule": "workers"}, id="workers-2", marks=pytest.mark.slow),
+        pytest.param(2, {"schedule": "workers", "windows": 4, "wait": 2}, id="workers-3", marks=pytest.mark.slow),
+    ]
+
+
+@pytest.mark.parametrize(("drafts", "options"), schedules())
+def test_a_trace_adds_up_to_the_report(target, tmp_path: Path, drafts: int, options: dict) -> None:
+    models = [noisy(target, 0.1, seed=i) for i in range(drafts)]
+    exact = options["schedule"] != "streams"
+    ids, mask = left_pad(random_prompts(3, seed=8, shortest=2))
+    expected = target.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
+    with Pipeline(target, models, trace=5000, **options) as pipe:
+        for _ in range(2):  # the second call's trace is its own
+            began = time.perf_counter_ns()
+            out = pipe.generate(ids, attention_mask=mask, max_new_tokens=30)
+            assert torch.equal(out, expected)
+            check_against_report(pipe, int(mask.sum()) - len(ids), began, exact)
+        began = time.perf_counter_ns()
+        pipe.generate(ids[:1], attention_mask=mask[:1], max_new_tokens=30)
+        check_against_report(pipe, int(mask[0].sum()) - 1, began, exact)
+    report = pipe.report
+    report.save_trace(tmp_path / "run.json")
+    trace = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
+    assert trace["otherData"] == {}
+    names = [(e["tid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert names == list(enumerate([*(f"draft {i}" for i in range(drafts)), "target"]))
+    for track, stage in enumerate(report.stages):
+        slices = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] == track]
+        assert sum(e["args"]["accepted"] for e in slices) == stage.accepted
+        assert sum(e["args"]["fed"] for e in slices) == stage.fed
+        assert slices[0]["name"] == f"prefill {int(mask[0].sum()) - 1}"
+        assert min(e["ts"] for e in slices) >= 0
+        marks = [e for e in trace["traceEvents"] if e["ph"] == "i" and e["tid"] == track]
+        if drafts == 1:  # a plan of one row, with the target alone to obey, takes back once
+            assert len(marks) == stage.rollbacks
+    if drafts:
+        assert any(e["ph"] == "i" for e in trace["traceEvents"]) == any(s.rollbacks for s in report.stages)
+    json.dumps(report.to_dict())  # without the trace
+
+
+def test_rollbacks_and_verdicts_show(target) -> None:
+    with Pipeline(target, [always_wrong(target)], trace=1000, windows=3) as pipe:
+        pipe.generate(random_prompts(1, seed=9)[0][None], max_new_tokens=12)
+    names = {e["name"] for e in chrome_trace(pipe.report.trace)["traceEvents"]}
+    assert {"verify 0/3", "rollback 3"} <= names
+    with Pipeline(target, [always_right(target)], trace=1000, windows=3) as pipe:
+        pipe.generate(random_prompts(1, seed=9)[0][None], max_new_tokens=12)
+    names = {e["name"] for e in chrome_trace(pipe.report.trace)["traceEvents"]}
+    assert "verify 3/3" in names
+    assert not any(name.startswith("rollback") for name in names)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "streams"])
+def test_the_oldest_steps_are_overwritten(target, schedule) -> None:
+    with Pipeline(target, [noisy(target, 0.1)], schedule=schedule, trace=4) as pipe:
+        pipe.generate(random_prompts(1, seed=10, shortest=3)[0][None], max_new_tokens=40)
+    report = pipe.report
+    for name, steps in report.trace.items():
+        assert len(steps) == 4
+        assert not_kept(steps) > 0
+        assert steps["step"].tolist() == list(range(not_kept(steps), not_kept(steps) + 4))
+        assert f"{name}: steps not kept" in chrome_trace(report.trace)["otherData"]
+    assert summary(report.trace).splitlines()[2].split()[-1] == str(not_kept(report.trace["target"]))
+
+
+def test_chunks_of_a_prompt_and_a_cache_that_comes_back(target) -> None:
+    prompt = random_prompts(1, seed=11, shortest=20)[0][None]
+    with Pipeline(target, trace=1000) as pipe:
+        out = pipe.generate(prompt, max_new_tokens=5, prefill_chunk_size=4, return_dict_in_generate=True)
+        prefill = pipe.report.trace["target"][0]
+        assert (prefill["prefill"], prefill["width"]) == (prompt.shape[1] - 1, 4)
+        pipe.generate(out.sequences, max_new_tokens=5, past_key_values=out.past_key_values)
+        assert (pipe.report.trace["target"]["prefill"] == 0).all()  # all of it was cached
+        assert out.speculation.trace is not None
+
+
+def test_a_draft_that_fails_has_a_trace_until_then() -> None:
+    plain = random_llama(3)
+    draft = Faulty.like(noisy(plain, 0.03))
+    with Pipeline(plain, [draft], trace=1000) as pipe:
+        draft.set(fail_at=9)
+        with pytest.warns(StageFailure):
+            pipe.generate(random_prompts(1, seed=12, shortest=3)[0][None], max_new_tokens=30)
+        for stage in pipe.report.stages:
+            assert pipe.report.trace[stage.name]["fed"].sum() == stage.fed
+        assert (pipe.report.trace["draft 0"]["fed"] > 0).sum() == 7  # of nine calls one was the prefill, one failed
+
+
+@pytest.mark.slow
+def test_auto_names_the_drafts_it_chose(monkeypatch, tmp_path: Path, target) -> None:
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    with Pipeline(target, [noisy(target, 0.1)], schedule="auto", trace=1000) as pipe:
+        began = time.perf_counter_ns()
+        prompt = random_prompts(1, seed=13, shortest=5)[0][None]
+        pipe.generate(prompt, max_new_tokens=20)
+    check_against_report(pipe, prompt.shape[1] - 1, began)
+
+
+def test_without_a_trace(target, tmp_path: Path) -> None:
+    with Pipeline(target, [noisy(target, 0.1)]) as pipe:
+        pipe.generate(random_prompts(1)[0][None], max_new_tokens=5)
+    assert pipe.report.trace is None
+    with pytest.raises(ValueError, match=r"not traced: make the pipeline with Pipeline\(\.\.\., trace="):
+        pipe.report.save_trace(tmp_path / "run.json")
+    assert not (tmp_path / "run.json").exists()
+    staged = SpeculativePipeline(target, stages=2)
+    staged.generate(random_prompts(1)[0][None], max_new_tokens=5)
+    with pytest.raises(NotImplementedError, match="target in stages"):
+        staged.report.save_trace(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("trace", "error"), [(-1, ValueError), (2**24 + 1, ValueError), (True, TypeError), (1.5, TypeError)]
+)
+def test_numbers_of_steps_that_make_no_sense(target, trace, error) -> None:
+    with pytest.raises(error, match=r"trace must be .* steps per stage"):
+        Pipeline(target, trace=trace)
+
+
+# --- words and picture -----------------------------------------------------------------------------------------------
+
+COMPLETE = np.dtype([*FULL.descr, ("in_flight", np.uint32), ("rollbacks", np.uint32), ("prefill", np.uint32)])
+RUN = {
+    # 20 us in all: the draft runs for 2 + 3 + 5, the target for 4 + 8 + 4 of them.
+    "draft 0": np.array(
+        [
+            (0, 0, 1_000, 3_000, 4, 0, 0, 0, 0, 0, 0, 6),
+            (1, 3_000, 5_000, 8_000, 1, 1, 0, 0, 0, 0, 0, 0),
+            (2, 8_000, 9_000, 14_000, 1, 1, 0, 0, 2, 0, 1, 0),
+            (3, 14_000, 15_000, 15_000, 0, 0, 0, 0, 1, 0, 1, 0),
+        ],
+        COMPLETE,
+    ),
+    "target": np.array(
+        [
+            (7, 0, 1_000, 5_000, 3, 3, 2, 1, 0, 0, 0, 0),
+            (8, 5_000, 9_000, 17_000, 4, 4, 3, 3, 0, 0, 0, 0),
+            (9, 17_000, 17_000, 21_000, 1, 1, 0, 0, 0, 0, 0, 0),
+        ],
+        COMPLETE,
+    ),
+}
+
+
+def test_the_summary_says_what_can_be_counted_by_hand() -> None:
+    head, draft, target, _, draft_steps, _ = summary(RUN).splitlines()
+    columns = ["busy", "prefill", "steps", "fed", "hints", "accepted", "rollbacks", "wasted", "not", "kept"]
+    assert head.split() == columns
+    assert draft.split() == ["draft", "0", "50%", "0.0", "ms", "2", "2", "0", "0", "2", "3", "0"]
+    assert target.split() == ["target", "80%", "0.0", "ms", "3", "8", "5", "4", "0", "0", "7"]
+    assert draft_steps.split() == ["draft", "0", "1:", "0.00", "(2)"]
+    slow = {name: steps.copy() for name, steps in RUN.items()}
+    for steps in slow.values():
+        for field in ("launched_ns", "start_ns", "end_ns"):
+            steps[field] *= 1000
+    assert summary(slow).splitlines()[4:] == [
+        "draft 0   1: 4.00 (2)",
+        "target    1: 4.00 (1)   3-4: 6.00 (2)",
+    ]
+    with pytest.raises(ValueError, match="trace is empty"):
+        summary({"target": RUN["target"][:0]})
+
+
+def test_the_picture() -> None:
+    svg = ElementTree.fromstring(timeline(RUN, "a <run>"))
+    tag = "{http://www.w3.org/2000/svg}"
+    texts = [e.text for e in svg.iter(f"{tag}text")]
+    assert {"a <run>", "draft 0", "target", "prefill"} <= set(texts)
+    bars = [e for e in svg.iter(f"{tag}rect") if e.get("stroke") == "white"]
+    # Prefill, two of the draft's, two halves of a verification, one all green, one of the target's own.
+    assert len(bars) == 7
+    assert [e.get("height") for e in bars[3:5]] == ["13.0", "13.0"]
+    ends = [float(e.get("x")) + float(e.get("width")) for e in bars]
+    assert max(ends) == pytest.approx(80 + 1100, abs=0.1)
+    assert sum(e.get("stroke") == "#c0261c" for e in svg.iter(f"{tag}line")) == 2
+    with pytest.raises(ValueError, match="nothing to draw"):
+        timeline({})

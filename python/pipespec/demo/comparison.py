@@ -57,14 +57,16 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """How HuggingFace's assisted generation or prompt lookup is set: drafts per round, and the confidence to go on drafting."""
+    """How HuggingFace's assisted generation or prompt lookup is set: drafts per round, the confidence to go on drafting, and how
+    transformers changes the former from round to round."""
 
     tokens: int
     threshold: float | None = None
+    schedule: str = "constant"
 
     def __str__(self) -> str:
         threshold = "" if self.threshold is None else f", threshold {self.threshold:g}"
-        return f"{self.tokens} tokens{threshold}"
+        return f"{self.tokens} tokens{threshold}" + (f", {self.schedule}" if self.schedule != "constant" else "")
 
 
 ASSISTED = (*(Setting(tokens, threshold) for tokens in (5, 3, 8) for threshold in (0.0, 0.4)), Setting(20, 0.4))
@@ -168,10 +170,11 @@ class _Rounds:
         pass
 
 
-class _HuggingFace:
-    """A row of transformers' own ``generate()``."""
+class HuggingFace:
+    """A row of transformers' own ``generate()``; ``options`` go into every call."""
 
-    def __init__(self, row: Row, family: Family) -> None:
+    def __init__(self, row: Row, family: Family, **options: Any) -> None:
+        self.options = options
         self.target = family.target
         self.draft = family.drafts[row.drafts[0]] if row.drafts else None
         self.candidates: tuple[Setting, ...] = ASSISTED if row.drafts else LOOKUP if row.key == "lookup" else ()
@@ -182,6 +185,7 @@ class _HuggingFace:
             "attention_mask": torch.ones_like(ids),
             "max_new_tokens": new_tokens,
             "do_sample": False,
+            **self.options,
         }
         if self.setting is None:
             return self.target.generate(ids, **common), ()
@@ -189,7 +193,7 @@ class _HuggingFace:
         if self.draft is not None:
             assistant = self.draft.generation_config  # where transformers reads these from, in every call
             assistant.num_assistant_tokens = self.setting.tokens
-            assistant.num_assistant_tokens_schedule = "constant"
+            assistant.num_assistant_tokens_schedule = self.setting.schedule
             assistant.assistant_confidence_threshold = self.setting.threshold
             output = self.target.generate(ids, assistant_model=self.draft, streamer=rounds, **common)
         else:
@@ -252,7 +256,7 @@ class Comparison:
             raise ValueError("nothing to measure with: at least one prompt is needed")
         self._rows = [row for row in ROWS if row.key == "plain" or row.key in self.rows]
         self._ids = [self.family.encode(prompt) for prompt in self.prompts]
-        self._contenders: dict[str, _HuggingFace | _Ours] = {}
+        self._contenders: dict[str, HuggingFace | _Ours] = {}
         self._runs: dict[str, dict[tuple[int, int], Run]] = {row.key: {} for row in self._rows}
         self.threads = len(os.sched_getaffinity(0))
         self.tuning: dict[str, list[dict[str, Any]]] = {}
@@ -270,9 +274,9 @@ class Comparison:
         assert isinstance(contender, _Ours)
         return contender.pipe
 
-    def _contender(self, row: Row) -> _HuggingFace | _Ours:
+    def _contender(self, row: Row) -> HuggingFace | _Ours:
         if row.key not in self._contenders:
-            kind = _HuggingFace if row.schedule is None else _Ours
+            kind = HuggingFace if row.schedule is None else _Ours
             self._contenders[row.key] = kind(row, self.family)
         return self._contenders[row.key]
 
@@ -439,7 +443,7 @@ def describe(machine: dict[str, Any]) -> str:
     )
 
 
-def _timed(contender: _HuggingFace | _Ours, ids: torch.Tensor, new_tokens: int) -> Run:
+def _timed(contender: HuggingFace | _Ours, ids: torch.Tensor, new_tokens: int) -> Run:
     began = time.perf_counter()
     output, stages = contender.generate(ids, new_tokens)
     seconds = time.perf_counter() - began

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.cache import RowCache
+from pipespec.progress import level_of_caller
 from pipespec.sampling import Record
-from pipespec.stage import WIDTH, Stage, Start
+from pipespec.stage import WIDTH, Stage, Start, stage_names
+from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
-
-_INSIDE = {"pipespec", "transformers", "torch"}
-"""Packages between the user's line and a warning."""
+from pipespec_kernels.trace import TraceMemory
 
 
 @dataclass(frozen=True)
@@ -106,13 +105,24 @@ class Runner(Protocol):
 class Driver(ABC):
     """Runs the stages of one chain until the target's rows are complete.
 
-    After ``run`` the block holds the target's tokens, whatever happened to the drafts; if it raises, those committed so far.
+    After ``run`` the block holds the target's tokens, whatever happened to the drafts; if it raises, those committed so far. ``trace``: how
+    many of its last steps each stage keeps for :meth:`traces`; 0: none.
+
+    ``schedule``: its name. ``ran_as``, ``remarks``: the name of what the last call ran as, where that was another one, and why.
     """
 
-    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy) -> None:
+    schedule: ClassVar[str]
+
+    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy, trace: int = 0) -> None:
         self.models = list(models)
         self.policy = policy
-        self.block = StateBlock.create(len(models), 1, 64)
+        self.ran_as = self.schedule
+        self.remarks: tuple[str, ...] = ()
+        self.block = self._make_block()
+        self._trace_memory = TraceMemory(len(models), trace) if trace else None
+
+    def _make_block(self) -> StateBlock:
+        return StateBlock.create(len(self.models), 1, 64)
 
     @property
     @abstractmethod
@@ -121,10 +131,21 @@ class Driver(ABC):
 
     def _prepare(self, request: Request) -> None:
         """Lay the rows out in the block. While no stage runs."""
+        self._ensure(request)
         prompts, limits = request.start.prompts, request.start.limits
         starts = [len(p) for p in prompts]
-        self.block.ensure(len(starts), max(limit - start + 2 for start, limit in zip(starts, limits, strict=True)))
         self.block.reset(starts, limits, [int(p[-1]) for p in prompts], request.eos)
+        if self._trace_memory is not None:
+            self._trace_memory.clear()
+
+    def _trace_of(self, stage: int) -> _native.TraceBuffer | None:
+        """Where ``stage`` notes its steps; None: nowhere."""
+        return None if self._trace_memory is None else self._trace_memory.buffer(stage)
+
+    def _ensure(self, request: Request) -> None:
+        """Room in the block for the rows. While no stage runs."""
+        new = (limit - len(prompt) for prompt, limit in zip(request.start.prompts, request.start.limits, strict=True))
+        self.block.ensure(len(request.start.prompts), max(new) + 2)
 
     def _lost(self, i: int, what: str) -> None:
         """Tell the user, once, and no stage waits for it any more."""
@@ -144,17 +165,15 @@ class Driver(ABC):
             )
         self.policy = policy
 
+    def traces(self) -> dict[str, np.ndarray]:
+        """Per stage, smallest draft first, the steps of the last call as :meth:`TraceMemory.read` has them; empty where nothing is traced."""
+        if self._trace_memory is None:
+            return {}
+        return {name: self._trace_memory.read(i) for i, name in enumerate(stage_names(len(self.models)))}
+
     def forget(self) -> None:
         """Give back the caches of the stages in this process, until the next call. While none runs."""
         self.target.forget()
 
     def close(self) -> None:
         """Release what the driver holds beyond memory. May be called more than once."""
-
-
-def level_of_caller() -> int:
-    """``stacklevel`` for a warning of our caller's that is to point at the user's line, behind us and transformers."""
-    level, frame = 0, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -16,11 +16,16 @@ from pipespec_kernels.state import Action
 class LockstepDriver(Driver):
     """Each round fills the windows from the smallest draft upwards, then lets the target verify once."""
 
-    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy) -> None:
-        super().__init__(models, policy)
-        self._stages = [Stage(model, self.block, i) for i, model in enumerate(models)]
+    schedule = "lockstep"
+
+    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy, trace: int = 0) -> None:
+        super().__init__(models, policy, trace)
+        self._stages = self._make_stages()
         for i in range(len(models)):
             self.block.set_alive(i, True)
+
+    def _make_stages(self) -> Sequence[Stage]:
+        return [Stage(model, self.block, i, self._trace_of(i)) for i, model in enumerate(self.models)]
 
     @property
     def target(self) -> Stage:

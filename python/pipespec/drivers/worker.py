@@ -20,6 +20,7 @@ import torch
 from pipespec.drivers.weights import SharedWeights
 from pipespec.stage import WIDTH, Stage, Start
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
+from pipespec_kernels.trace import TraceMemory
 
 _ORPHAN_CHECK_NS = 500_000_000
 
@@ -33,6 +34,9 @@ class Setup:
     weights_fd: int
     block_fd: int
     threads: int
+    trace_fd: int = -1
+    """Memory of ``trace`` entries for each stage; -1: nothing is traced."""
+    trace: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,11 @@ def _serve(conn: Connection, setup: Setup, parent: int) -> None:
     torch.set_num_threads(setup.threads)
     model = setup.weights.build(SharedMemory(setup.weights_fd))
     block = StateBlock(SharedMemory(setup.block_fd))
-    stage = Stage(model, block, setup.index)
+    trace = None
+    if setup.trace_fd >= 0:
+        shared = TraceMemory(block.stages, setup.trace, SharedMemory(setup.trace_fd))
+        trace = shared.buffer(setup.index)
+    stage = Stage(model, block, setup.index, trace)
     conn.send("ready")
     while True:
         while not conn.poll(_ORPHAN_CHECK_NS / 1e9):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -24,15 +24,20 @@ from transformers import PreTrainedModel
 from pipespec.drivers.base import Driver, Policy, Request
 from pipespec.drivers.weights import SharedWeights, share
 from pipespec.drivers.worker import Failed, Run, Setup
+from pipespec.placement import check_shareable
 from pipespec.sampling import Selection
 from pipespec.stage import Stage
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
+from pipespec_kernels.trace import TraceMemory
 
 _READY_TIMEOUT_S = 120.0
 """Importing torch and transformers takes seconds, on a busy machine many."""
 
 PATIENCE = 1.5
 """Missing drafts are awaited for this many times the time that they are expected to take; the simulator's, too."""
+
+_ENDLESS = 2**20
+"""A window that no call fills."""
 
 _SEND_TIMEOUT_S = 5
 
@@ -44,11 +49,22 @@ class _Worker:
     """One draft stage's process, seen from the caller."""
 
     def __init__(
-        self, index: int, weights: SharedWeights, memory: SharedMemory, block: StateBlock, threads: int
+        self,
+        index: int,
+        weights: SharedWeights,
+        memory: SharedMemory,
+        block: StateBlock,
+        threads: int,
+        trace: TraceMemory | None,
     ) -> None:
         self.index = index
         ours, theirs = socket.socketpair()
-        fds = (theirs.fileno(), memory.fd, block.memory.fd)
+        assert isinstance(block.memory, SharedMemory)
+        fds = [theirs.fileno(), memory.fd, block.memory.fd]
+        setup = Setup(index, weights, memory.fd, block.memory.fd, threads)
+        if trace is not None:
+            fds.append(trace.memory.fd)
+            setup = replace(setup, trace_fd=trace.memory.fd, trace=trace.entries)
         # '' is the current directory, which -P would leave out.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         # A plain command, not multiprocessing's spawn: that would run the user's script again unless it is guarded. Own
@@ -66,7 +82,7 @@ class _Worker:
         self.busy = 0  # generation it was told to run and has not reported the end of
         self.last_words: Failed | None = None
         with suppress(OSError):  # it was killed at once: await_ready() will say so
-            self.conn.send(Setup(index, weights, memory.fd, block.memory.fd, threads))
+            self.conn.send(setup)
 
     def await_ready(self) -> None:
         """Raises ``RuntimeError`` with the worker's own words if it cannot start."""
@@ -131,21 +147,17 @@ class _Worker:
 class WorkersDriver(Driver):
     """The asynchronous chain on a CPU: each draft runs ahead in its own process while the target verifies in the caller's."""
 
-    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy) -> None:
-        for i, model in enumerate(models[:-1]):
-            kind = type(model)
-            if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-                raise ValueError(
-                    f"draft {i}: a worker process cannot import its class {kind.__qualname__}; define it in a module, or use "
-                    "schedule='lockstep'"
-                )
-        super().__init__(models, policy)
+    schedule = "workers"
+
+    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy, trace: int = 0) -> None:
+        check_shareable(models)
+        super().__init__(models, policy, trace)
         drafts = len(models) - 1
         # What torch may use is what the user set, or the cores; each draft needs one of them. Drafts are small: more
         # threads would cost them more in synchronisation than they gain.
         self._target_threads = target_threads(drafts)
         self._is_running = False
-        self._target = Stage(models[-1], self.block, drafts)
+        self._target = Stage(models[-1], self.block, drafts, self._trace_of(drafts))
         self.block.set_alive(drafts, True)
         self._generation = 0
         self._weights = [share(model) for model in models[:-1]]
@@ -167,7 +179,7 @@ class WorkersDriver(Driver):
         try:
             for i in fresh:
                 weights, memory = self._weights[i]
-                self._workers[i] = _Worker(i, weights, memory, self.block, threads=1)
+                self._workers[i] = _Worker(i, weights, memory, self.block, threads=1, trace=self._trace_memory)
             for i in fresh:
                 try:
                     self._workers[i].await_ready()
@@ -180,7 +192,8 @@ class WorkersDriver(Driver):
             raise
         return failures
 
-    def run(self, request: Request) -> None:
+    def _begin(self, request: Request) -> None:
+        """Every worker that can be had is told to take part."""
         for i, worker in list(self._workers.items()):
             if not worker.await_idle():
                 cause = worker.obituary() if worker.is_dead() else "it did not answer"
@@ -195,10 +208,37 @@ class WorkersDriver(Driver):
         start = replace(request.start, selection=Selection())  # theirs travels beside it
         run = Run(self._generation, start, request.draft_selection)
         self._open_windows()
+        self.block.start(self._generation)
+        for worker in self._workers.values():
+            worker.run(run)
+
+    @contextmanager
+    def drafting(self, request: Request, draft: int) -> Iterator[Callable[[int], int]]:
+        """One draft runs ahead of a target that does nothing, up to the request's limit, while the others rest; for measuring.
+
+        Yields a function that tells how many tokens it has, once they are at least as many as its argument; 0 if it is gone.
+        """
+        before, begin = self.policy, len(request.start.prompts[0])
+        self.policy = Policy(tuple(_ENDLESS if i == draft else 0 for i in range(len(before.windows))))
+
+        def drafted(at_least: int) -> int:
+            deadline = time.monotonic() + _READY_TIMEOUT_S
+            while (count := self.block.length(draft, 0) - begin) < at_least:
+                if draft not in self._workers or self._workers[draft].is_dead() or time.monotonic() > deadline:
+                    return 0
+                time.sleep(1e-3)
+            return count
+
         try:
-            self.block.start(self._generation)
-            for worker in self._workers.values():
-                worker.run(run)
+            self._begin(request)
+            yield drafted
+        finally:
+            self.policy = before
+            self.block.start(0)
+
+    def run(self, request: Request) -> None:
+        try:
+            self._begin(request)
             with _restored_threads() as self._all_threads:
                 self._is_running = True
                 self._share_threads()
@@ -215,6 +255,10 @@ class WorkersDriver(Driver):
         finally:
             self._is_running = False
             self.block.start(0)
+        if self._trace_memory is not None:
+            # The steps that are under way belong to the call: its trace and its counters are to agree.
+            for worker in self._workers.values():
+                worker.await_idle()
 
     def steer(self, policy: Policy) -> None:
         super().steer(policy)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipespec.observe import trace as traces
 
 if TYPE_CHECKING:
     from pipespec.drivers.base import Text
@@ -45,8 +51,10 @@ class Report:
     """One call of ``generate()``.
 
     ``tokens`` counts generated tokens of all rows, padding not; times are wall-clock seconds; ``seeds`` are the keys of the rows' noise (None:
-    greedy): ``generate(row's prompt, seed=[key])`` gives a row's text again. ``decisions`` (``schedule="auto"``): why the call was run as it
-    was, and what was changed while it ran. ``mean_acceptance_length``, ``draft_acceptance_rate`` and
+    greedy): ``generate(row's prompt, seed=[key])`` gives a row's text again. ``decisions`` (``schedule="auto"``, and calls that
+    were run otherwise than asked for): why the call was run as it was, and what was changed while it ran. ``trace``
+    (``Pipeline(..., trace=N)``): the steps by name of the stage, as
+    :meth:`pipespec_kernels.trace.TraceMemory.read` has them. ``mean_acceptance_length``, ``draft_acceptance_rate`` and
     ``acceptance_histogram`` are the target's figures under the names that engine-neutral benchmarks use.
     """
 
@@ -58,6 +66,7 @@ class Report:
     stages: tuple[StageReport, ...]
     seeds: tuple[int, ...] | None = None
     decisions: tuple[str, ...] | None = None
+    trace: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -79,16 +88,29 @@ class Report:
         return self.tokens / self.seconds if self.seconds else float("nan")
 
     def to_dict(self) -> dict:
-        """Everything, the derived figures included, ready for JSON."""
-        out = asdict(self) | {
+        """Everything but the trace, the derived figures included, ready for JSON."""
+        out = asdict(replace(self, trace=None)) | {
             "tokens_per_second": self.tokens_per_second,
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "acceptance_histogram": self.acceptance_histogram,
         }
+        del out["trace"]
         for entry, stage in zip(out["stages"], self.stages, strict=True):
             entry |= {"acceptance_rate": stage.acceptance_rate, "accepted_length": stage.accepted_length}
         return out
+
+    def save_trace(self, path: Path | str) -> None:
+        """Write every stage's steps as JSON that https://ui.perfetto.dev opens. Raises ``ValueError`` where none were kept."""
+        traces.save_trace(path, self.traced(), title=f"pipespec {self.schedule}")
+
+    def traced(self) -> Mapping[str, np.ndarray]:
+        """:attr:`trace`; raises ``ValueError`` where there is none."""
+        if self.trace is None:
+            raise ValueError(
+                "this call was not traced: make the pipeline with Pipeline(..., trace=10_000), the number of steps that each stage keeps"
+            )
+        return self.trace
 
     def __str__(self) -> str:
         lines = [

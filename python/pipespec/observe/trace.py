@@ -1,4 +1,4 @@
-"""Traces of single steps, as JSON that Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+"""Traces of single steps: as JSON that Perfetto (https://ui.perfetto.dev) and chrome://tracing open, and summed up in a few lines.
 
 Format: Chrome's "Trace Event Format", the JSON object form with complete events (``ph: X``), instant events (``i``) and metadata (``M``).
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-_NUMBERS = ("step", "width", "fed", "hints", "accepted", "taken_back", "in_flight")
+_SUMS = ("fed", "hints", "accepted", "rollbacks", "taken_back")
+_NUMBERS = ("step", "width", "fed", "hints", "accepted", "taken_back", "in_flight", "rollbacks", "prefill")
 
 
 def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> dict[str, Any]:
@@ -20,7 +21,7 @@ def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> d
 
     ``stages[name]``: structured array, one record per step, with ``start_ns`` and ``end_ns`` on a clock that all stages share. Shown
     where there are such fields: ``launched_ns`` as the time from launch to start, ``taken_back`` > 0 as a rollback, and the numbers that
-    ``pipespec_kernels.scheduler.Scheduler.trace`` has. Raises ``ValueError`` if a time is missing or a step ends before it starts.
+    ``pipespec_kernels.trace.TraceMemory.read`` has; steps that were not kept are counted in ``otherData``. Raises ``ValueError`` if a time is missing or a step ends before it starts.
     """
     origin = None
     for name, steps in stages.items():
@@ -48,7 +49,8 @@ def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> d
             events.append({"ph": "X", "name": _label(numbers), **at, "dur": (end - start) / 1e3, "args": numbers})
             if numbers.get("taken_back", 0) > 0:
                 events.append({"ph": "i", "s": "t", "name": f"rollback {numbers['taken_back']}", **at})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    lost = {f"{name}: steps not kept": n for name, steps in stages.items() if (n := not_kept(steps))}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": lost}
 
 
 def save_trace(path: Path | str, stages: Mapping[str, np.ndarray], title: str = "pipespec") -> None:
@@ -56,15 +58,57 @@ def save_trace(path: Path | str, stages: Mapping[str, np.ndarray], title: str = 
     Path(path).write_text(json.dumps(chrome_trace(stages, title)), encoding="utf-8")
 
 
+def not_kept(steps: np.ndarray) -> int:
+    """How many entries were overwritten before the first of ``steps``."""
+    return int(steps["step"][0]) if len(steps) and "step" in (steps.dtype.names or ()) else 0
+
+
+def summary(stages: Mapping[str, np.ndarray]) -> str:
+    """Per stage: the share of the time from the first start to the last end in which it ran, what its steps did, and how long they took.
+
+    ``stages``: as ``pipespec_kernels.trace.TraceMemory.read`` has them. *wasted*: tokens it took back; a step's time is its mean by width
+    of the rectangle, grouped by powers of two. Raises ``ValueError`` where nothing was traced.
+    """
+    if not any(map(len, stages.values())):
+        raise ValueError("the trace is empty: no stage took a step")
+    begin = min(int(steps["start_ns"].min()) for steps in stages.values() if len(steps))
+    span = max(int(steps["end_ns"].max()) for steps in stages.values() if len(steps)) - begin
+    columns = ("busy", "prefill", "steps", "fed", "hints", "accepted", "rollbacks", "wasted", "not kept")
+    lines = [f"{'':<10}" + "".join(f"{column:>11}" for column in columns)]
+    for name, steps in stages.items():
+        took = steps["end_ns"] - steps["start_ns"]
+        ran, sums = steps["fed"] > 0, {key: int(steps[key].sum()) for key in _SUMS}
+        prefill = f"{took[steps['prefill'] > 0].sum() / 1e6:.1f} ms"
+        busy = f"{took.sum() / span:.0%}" if span else "-"
+        figures = (busy, prefill, int(ran.sum()), *sums.values(), not_kept(steps))
+        lines.append(f"{name:<10}" + "".join(f"{figure:>11}" for figure in figures))
+    lines.append("mean step in ms by width (number of steps):")
+    for name, steps in stages.items():
+        steps = steps[steps["fed"] > 0]
+        took, widths = (steps["end_ns"] - steps["start_ns"]) / 1e6, steps["width"].astype(np.int64)
+        parts, low = [], 1
+        while len(widths) and low <= widths.max():
+            high = 1 << (low - 1).bit_length()
+            within = (widths >= low) & (widths <= high)
+            if within.any():
+                label = str(low) if low == high else f"{low}-{high}"
+                parts.append(f"{label}: {took[within].mean():.2f} ({within.sum()})")
+            low = high + 1
+        lines.append(f"{name:<10}" + "   ".join(parts))
+    return "\n".join(lines)
+
+
 def _metadata(name: str, track: int, value: str) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": 0, "tid": track, "args": {"name": value}}
 
 
 def _label(numbers: Mapping[str, Any]) -> str:
+    if numbers.get("prefill", 0) > 0:
+        return f"prefill {numbers['prefill']}"
     if "fed" not in numbers or "hints" not in numbers:
         return "step"
     if numbers["fed"] == 0:
-        return "idle"
+        return "obey" if numbers.get("taken_back", 0) > 0 else "idle"
     if numbers["hints"] == 0:
         return f"feed {numbers['fed']}"
     return f"verify {numbers.get('accepted', '?')}/{numbers['hints']}"

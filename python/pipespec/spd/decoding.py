@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from pipespec.cache import RowCache
 from pipespec.drivers import Request
-from pipespec.drivers.base import Holder, StageFailure, level_of_caller
+from pipespec.drivers.base import Holder, StageFailure
+from pipespec.progress import level_of_caller
 from pipespec.sampling import Selection, Selector
 from pipespec.spd import drafting
 from pipespec.spd.drafting import Drafter

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from pipespec.observe import Report
 from pipespec.planning.closed_form import spd_accepted_length
@@ -59,6 +62,9 @@ class SpeculativeReport(Report):
     def mean_acceptance_length(self) -> float:
         """The equivalent accepted length, which is what compares with other engines' figure of this name."""
         return self.equivalent_accepted_length
+
+    def traced(self) -> Mapping[str, np.ndarray]:
+        raise NotImplementedError("a target in stages keeps no trace of single steps; see phases and stage_seconds")
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {

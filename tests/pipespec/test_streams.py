@@ -1,0 +1,872 @@
+"""The steps that need no host: as threads (streams), in rounds (lockstep), and on a GPU as captured graphs. The text is plain decoding's.
+
+Attention by row lengths rounds otherwise than sdpa with a mask, and a wide step otherwise than a narrow one; in float32 that moves logits by a few
+units in the last place, which none of these texts is near enough to a tie to notice. So the texts are compared with ``generate()`` itself, under
+sdpa; where something else could hide behind that, with plain decoding under the same attention as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+
+from pipespec import Pipeline, attach, detach, pipeline
+from pipespec.cache import RowCache
+from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, WorkersDriver
+from pipespec.drivers.base import Policy, StageFailure
+from pipespec.drivers.graphs import Running
+from pipespec.drivers.rounds import Part, parts
+from pipespec.drivers.step import Kind
+from pipespec.drivers.streams import widths
+from pipespec.forward import forward
+from pipespec.placement import NotCapturable
+from pipespec.sampling import Selection
+from pipespec.stage import Stage
+from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.faulty import CALLS, Faulty
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+NEW = 24
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "pad_token_id": 0, "top_k": 0}
+WAYS = {
+    "greedy": GREEDY,
+    "temperature": SAMPLED | {"temperature": 0.7},
+    "top-k": SAMPLED | {"top_k": 20},
+    "top-p": SAMPLED | {"top_p": 0.9, "temperature": 1.3},
+    "all cuts": SAMPLED | {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(7)
+
+
+def drafts_of(model, kinds: str):
+    make = {
+        "r": always_right,
+        "g": lambda m: noisy(m, 0.03, seed=1),
+        "b": lambda m: noisy(m, 0.2, seed=2),
+        "w": always_wrong,
+    }
+    return [make[kind](model) for kind in kinds]
+
+
+def batch(rows: int, seed: int = 2):
+    return left_pad(random_prompts(rows, seed=seed, shortest=3))
+
+
+def seeded(options: dict, rows: int) -> dict:
+    return {"seed": list(range(40, 40 + rows))} if options["do_sample"] else {}
+
+
+def plain(model, ids, mask, options):
+    """What the target says alone: by ``generate()``; sampled, where there is nothing else, by plain decoding under sdpa."""
+    assert model.config._attn_implementation == "sdpa"
+    if not options["do_sample"]:
+        return model.generate(ids, attention_mask=mask, **options)
+    return Pipeline(model, schedule="plain").generate(ids, attention_mask=mask, **seeded(options, len(ids)), **options)
+
+
+def make(model, drafts, how: str, device: str = "cpu", **options):
+    """A pipeline with steps that need no host. ``how``: a schedule, on copies if the device is another one."""
+    if device != "cpu":
+        model, drafts = copy.deepcopy(model).to(device), [draft.to(device) for draft in drafts]
+    if how == "streams":
+        return Pipeline(model, drafts, schedule="streams", **options)
+    return Pipeline(model, drafts, schedule=how, graphs=True, **options)
+
+
+CHAINS = [
+    ("plain", ""),
+    *itertools.product(("streams",), ("r", "w", "gb", "wr")),
+    *itertools.product(("lockstep",), ("g", "wr", "bg")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("how", "kinds"), CHAINS, ids=["-".join(c) for c in CHAINS])
+def test_the_text_is_the_targets(model, how, kinds, device):
+    """Rows of different lengths, one alone and several; greedy and sampled; twice, since the second call finds everything made."""
+    with make(model, drafts_of(model, kinds), how, device, **({"windows": 4} if kinds else {})) as pipe:
+        for rows, options in ((3, WAYS["greedy"]), (1, WAYS["greedy"]), (3, WAYS["all cuts"]), (3, WAYS["greedy"])):
+            ids, mask = batch(rows)
+            with_sdpa = copy.deepcopy(model)
+            with_sdpa.set_attn_implementation("sdpa")
+            wanted = plain(with_sdpa, ids, mask, options)
+            given = {"attention_mask": mask.to(device), **options, **seeded(options, rows)}
+            assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
+            assert pipe.report.schedule == how
+            assert pipe.report.decisions is None
+            if how == "lockstep":
+                assert pipe.report.stages[-1].accepted > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_every_way_of_choosing(model, how, way, device):
+    """The selection on the device is the host's: its seeds, its cuts, its position numbers."""
+    ids, mask = batch(2, seed=4)
+    wanted = plain(model, ids, mask, WAYS[way])
+    with make(model, drafts_of(model, "g"), how, device) as pipe:
+        given = {"attention_mask": mask.to(device), **WAYS[way], **seeded(WAYS[way], 2)}
+        assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
+        other = SAMPLED | {"temperature": 0.4}  # another kind, other numbers, and back again
+        pipe.generate(ids.to(device), attention_mask=mask.to(device), seed=3, **other)
+        assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
+
+
+def test_under_the_same_attention_plain_decoding_is_the_same_bit_for_bit(model):
+    """One model, steps of one column: the very logits of plain decoding by masks are not asked for, the tokens of plain rounds are."""
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("pipespec")
+    ids, mask = batch(3, seed=5)
+    wanted = Pipeline(twin, schedule="plain").generate(ids, attention_mask=mask, **GREEDY)
+    for how, drafts in (("plain", ""), ("lockstep", "g"), ("streams", "g")):
+        with make(copy.deepcopy(twin), drafts_of(model, drafts), how) as pipe:
+            assert torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_a_step_at_the_wrong_place_is_found(model, how, monkeypatch):
+    """The tests above can fail: lengths that are off by one change the text."""
+    lead = RowCache.lead
+    monkeypatch.setattr(RowCache, "lead", lambda cache, lengths: lead(cache, (lengths - 1).clamp(min=0)))
+    ids, mask = batch(3)
+    wanted = plain(model, ids, mask, GREEDY)
+    with make(model, drafts_of(model, "g"), how) as pipe:
+        assert not torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_an_end_of_text_at_every_place(model, how):
+    ids, _ = batch(1, seed=3)
+    text = plain(model, ids, None, GREEDY)[0, ids.shape[1] :].tolist()
+    with make(model, drafts_of(model, "g"), how, windows=3) as pipe:
+        for token in dict.fromkeys(text):
+            end = GREEDY | {"eos_token_id": token}
+            assert torch.equal(pipe.generate(ids, **end), plain_of(pipe, ids, end))
+            assert pipe.report.tokens == text.index(token) + 1
+
+
+def plain_of(pipe, ids, options):
+    """``generate()`` of a model that is at work in a pipeline, hence under its attention."""
+    return type(pipe.target).generate(pipe.target, ids, **options)
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_limits(model, how):
+    ids, mask = batch(2)
+    with make(model, drafts_of(model, "rg"), how, windows=(6, 5)) as pipe:
+        for new in (1, 2, 5, 6, 7):
+            got = pipe.generate(ids, attention_mask=mask, **GREEDY | {"max_new_tokens": new})
+            assert torch.equal(got, plain_of(pipe, ids, GREEDY | {"max_new_tokens": new, "attention_mask": mask}))
+
+
+class UntilToken:
+    """Over where a row's newest token is ``token``; remembers how much it was shown."""
+
+    def __init__(self, token: int):
+        self.token, self.shown = token, []
+
+    def __call__(self, ids, scores, **kwargs):
+        self.shown.append(ids.shape[1])
+        return ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_criteria_and_streamers(model, how):
+    """Criteria see each prefix once and in order, end rows, and the streamer gets what holds."""
+    ids, mask = batch(2, seed=6)
+    text = plain(model, ids, mask, GREEDY)
+    stop = int(text[0, ids.shape[1] + 9])
+
+    class Streamer:
+        def __init__(self):
+            self.got, self.ended = [], 0
+
+        def put(self, value):
+            self.got.append(value.tolist())
+
+        def end(self):
+            self.ended += 1
+
+    with make(model, drafts_of(model, "g"), how) as pipe:
+        ours, theirs, streamer = UntilToken(stop), UntilToken(stop), Streamer()
+        given = {"attention_mask": mask, "eos_token_id": 319, **GREEDY}
+        got = pipe.generate(ids, stopping_criteria=StoppingCriteriaList([ours]), streamer=streamer, **given)
+        wanted = plain_of(pipe, ids, given | {"stopping_criteria": StoppingCriteriaList([theirs])})
+    assert torch.equal(got, wanted)
+    assert ours.shown == theirs.shown
+    assert streamer.ended == 1
+    assert torch.tensor(streamer.got[1:]).T.tolist() == got[:, ids.shape[1] :].tolist()
+
+
+# ---- caches and calls after calls
+
+
+def test_what_is_made_once_is_used_again(model):
+    """Launcher, threads and caches; other batches in between; more room only when a limit outgrows it."""
+    with make(model, drafts_of(model, "g"), "streams") as pipe:
+        driver = pipe._driver
+        seen = []
+        for rows, new in ((1, 9), (3, 9), (1, 12), (3, 5), (1, 200), (1, 10)):
+            ids, mask = batch(rows)
+            options = GREEDY | {"max_new_tokens": new, "attention_mask": mask}
+            assert torch.equal(pipe.generate(ids, **options), plain_of(pipe, ids, options))
+            seen.append((driver._scheduler, driver.target.room.number))
+        rooms = [room for _, room in seen]
+        assert rooms[0] == rooms[2] != rooms[1] == rooms[3]
+        assert rooms[4] not in rooms[:4]
+        assert rooms[4] == rooms[5]
+        assert seen[1][0] is seen[2][0] is seen[3][0]  # the block has room for three rows
+        assert seen[4][0] is seen[5][0]
+        assert all(cache.cache.capacity & (cache.cache.capacity - 1) == 0 for cache in driver.target.rooms())
+        for rows in range(1, 9):
+            ids, mask = batch(rows)
+            pipe.generate(ids, attention_mask=mask, **GREEDY | {"max_new_tokens": 2})
+        assert len(driver.target.rooms()) == 4
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_conversations(model, how, rows, monkeypatch):
+    """The returned cache is the caller's, and is gone on with; the drafts go on with their own."""
+    fed = []
+    real = Stage._fill
+
+    def watched(self, cache, begin, end, chunk):
+        fed.append((self.index, sum(end) - sum(begin)))
+        real(self, cache, begin, end, chunk)
+
+    monkeypatch.setattr(Stage, "_fill", watched)
+    ids = torch.stack(random_prompts(rows, seed=9, shortest=12, longest=12))
+    with make(model, drafts_of(model, "g"), how) as pipe:
+        given = GREEDY | {"return_dict_in_generate": True}
+        first = pipe.generate(ids, **given)
+        assert torch.equal(first.sequences, plain_of(pipe, ids, GREEDY))
+        assert first.past_key_values.lengths == (ids.shape[1] + NEW - 1,) * rows
+        more = torch.cat([first.sequences, torch.stack(random_prompts(rows, seed=10, shortest=4, longest=4))], 1)
+        fed.clear()
+        second = pipe.generate(more, past_key_values=first.past_key_values, **given)
+        assert second.past_key_values is first.past_key_values
+        assert torch.equal(second.sequences, plain_of(pipe, more, GREEDY))
+        new = dict(fed)
+        assert new[1] == 4 * rows  # the last token of the first text, and three of the new four
+        assert new[0] < rows * (ids.shape[1] + 12)  # the draft kept what it had of the text
+        if rows == 1:
+            own = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(ids[:, :8], past_key_values=own)
+            assert torch.equal(pipe.generate(ids, past_key_values=own, **GREEDY), first.sequences)
+            assert own.get_seq_length() == first.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_a_cache_is_given_back_after_a_failure(model, how):
+    target = Faulty.like(model)
+    ids, _ = batch(1)
+    with make(target, drafts_of(model, "g"), how) as pipe:
+        cache = pipe.generate(ids, **GREEDY | {"return_dict_in_generate": True, "max_new_tokens": 4}).past_key_values
+        lengths, more = cache.lengths, torch.cat([ids, ids, ids], 1)
+        more[:, : lengths[0]] = torch.from_numpy(cache.text[0])
+        target.set(fail_at=4)
+        with pytest.raises((RuntimeError, ArithmeticError), match="made to fail"):
+            pipe.generate(more, past_key_values=cache, **GREEDY)
+        target.set()
+        assert cache.lengths == lengths
+        assert torch.equal(pipe.generate(more, past_key_values=cache, **GREEDY), plain_of(pipe, more, GREEDY))
+
+
+def test_lengths_by_the_device():
+    """``lead``, ``hold`` and ``copy_from``: what the step body relies on."""
+    twin = random_llama(3)
+    twin.set_attn_implementation("pipespec")
+    a, b = (RowCache.for_model(twin, 2, 32, fixed=True) for _ in range(2))
+    ids = torch.stack(random_prompts(2, seed=1, shortest=9, longest=9))
+    for cache in (a, b):
+        forward(twin, ids[:, :6], cache, keep=0)
+    a.lead(torch.tensor([3, 5], dtype=torch.int32))
+    b.truncate([3, 5])
+    assert torch.equal(forward(twin, ids[:, 6:9], a, keep=3), forward(twin, ids[:, 6:9], b, keep=3))
+    assert a.device_lengths.tolist() == [3, 5]  # nobody but the device moves them
+    a.hold([6, 7])
+    b.truncate([6, 7])
+    assert a.lengths == b.lengths
+    assert torch.equal(forward(twin, ids[:, :1], a, keep=1), forward(twin, ids[:, :1], b, keep=1))
+    with pytest.raises(ValueError, match="capacity of 32"):
+        a.hold([33, 0])
+    c = RowCache.for_model(twin, 2, 16)
+    c.copy_from(b, [4, 7])
+    b.truncate([4, 7])
+    assert c.lengths == (4, 7)
+    torch.testing.assert_close(forward(twin, ids[:, :2], c, keep=2), forward(twin, ids[:, :2], b, keep=2))
+    with pytest.raises(ValueError, match="of a cache that holds"):
+        c.copy_from(b, [9, 9])
+    with pytest.raises(ValueError, match="cannot be copied"):
+        c.copy_from(RowCache.for_model(twin, 1, 16), [0])
+
+
+# ---- steering
+
+
+def test_steering_while_it_runs(model):
+    ids, mask = batch(2)
+    options = GREEDY | {"max_new_tokens": 60, "attention_mask": mask}
+    with make(model, drafts_of(model, "gb"), "streams", wait=2, decode_meanwhile=True) as pipe:
+        wanted = plain_of(pipe, ids, options)
+        steered = []
+
+        class Steers:
+            def __call__(self, ids, scores, **kwargs):
+                n = ids.shape[1]
+                pipe._driver.steer(Policy((n % 4, 3 * n % 9), n % 3, n % 2 == 1))
+                steered.append(n)
+                return torch.zeros(len(ids), dtype=torch.bool)
+
+        assert torch.equal(pipe.generate(ids, stopping_criteria=StoppingCriteriaList([Steers()]), **options), wanted)
+        assert len(steered) == 60
+        with pytest.raises(ValueError, match="needs 2 windows"):
+            pipe._driver.steer(Policy((1,)))
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+@pytest.mark.parametrize(("stage", "call"), [(0, 1), (0, 5), (1, 1), (1, 4)])
+def test_a_draft_that_fails(model, how, stage, call):
+    """In the prefill or later: it is named once, the text is the same, and the next call tries it again."""
+    drafts = [Faulty.like(draft) for draft in drafts_of(model, "gg")]
+    ids, mask = batch(2)
+    options = GREEDY | {"attention_mask": mask}
+
+    def patient(*_):
+        """The target gives the draft time for its step."""
+        deadline = time.monotonic() + 0.2
+        while drafts[stage].switches[CALLS] < call and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    target = copy.deepcopy(model)
+    with make(target, drafts, how, windows=3) as pipe:
+        wanted = plain_of(pipe, ids, options)
+        drafts[stage].set(fail_at=call)
+        waits = target.register_forward_pre_hook(patient)
+        with pytest.warns(StageFailure, match=rf"draft stage {stage} failed \(ArithmeticError: made to fail\)") as told:
+            assert torch.equal(pipe.generate(ids, **options), wanted)
+        assert len(told) == 1
+        waits.remove()
+        drafts[stage].set()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(pipe.generate(ids, **options), wanted)
+        assert pipe.report.schedule == how
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_a_draft_that_finds_no_memory(model, how, monkeypatch):
+    """The call goes on without it, the next one tries again."""
+    ids, _ = batch(1)
+    drafts = drafts_of(model, "gb")
+    real = RowCache.for_model
+
+    def full(of, *sizes, **options):
+        if of is drafts[0]:
+            raise torch.OutOfMemoryError("no memory is left")
+        return real(of, *sizes, **options)
+
+    with make(model, drafts, how) as pipe:
+        wanted = plain_of(pipe, ids, GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(RowCache, "for_model", full)
+            with pytest.warns(StageFailure, match=r"draft stage 0 failed \(OutOfMemoryError: no memory is left\)"):
+                assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+            assert pipe.report.schedule == "lockstep"
+            assert "draft 0 cannot be prepared (OutOfMemoryError: no memory is left)" in str(pipe.report)
+            assert pipe.report.stages[1].steps > 0
+        assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+        assert pipe.report.schedule == how
+        assert pipe.report.decisions is None
+        assert pipe.report.stages[0].steps > 0
+
+
+def test_a_target_that_fails(model):
+    target = Faulty.like(model)
+    ids, _ = batch(1)
+    with make(target, drafts_of(model, "g"), "streams") as pipe:
+        wanted = plain_of(pipe, ids, GREEDY)
+        target.set(fail_at=8)
+        with pytest.raises(
+            RuntimeError, match=r"^the target \(stage 1\) failed: ArithmeticError: made to fail"
+        ) as caught:
+            pipe.generate(ids, **GREEDY)
+        assert isinstance(caught.value.__cause__, ArithmeticError)
+        assert pipe.partial.shape[1] >= ids.shape[1]
+        assert torch.equal(pipe.partial, wanted[:, : pipe.partial.shape[1]])
+        target.set()
+        assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_ctrl_c(model):
+    """The stages stop, no thread is left after close(), the pipeline goes on."""
+    ids, _ = batch(1)
+    target = Faulty.like(model)
+    before = threads()
+    with make(target, drafts_of(model, "g"), "streams") as pipe:
+        wanted = plain_of(pipe, ids, GREEDY)
+
+        class Interrupts:
+            steps = 0
+
+            def __call__(self, ids, scores, **kwargs):
+                self.steps += 1
+                if self.steps == 6:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return torch.zeros(len(ids), dtype=torch.bool)
+
+        with pytest.raises(KeyboardInterrupt):
+            pipe.generate(ids, stopping_criteria=StoppingCriteriaList([Interrupts()]), **GREEDY)
+        assert torch.equal(pipe.partial, wanted[:, : pipe.partial.shape[1]])
+        assert pipe.partial.shape[1] < wanted.shape[1]
+        calls = target.switches.tolist()
+        time.sleep(0.02)
+        assert target.switches.tolist() == calls
+        assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+    deadline = time.monotonic() + 30
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() <= before
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_nothing_to_draw(model, how):
+    """A target without a distribution is an error, a draft without one only a bad draft."""
+    ids, _ = batch(1)
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.nan)
+    with make(model, [broken], how) as pipe:
+        wanted = Pipeline(copy.deepcopy(model), schedule="plain").generate(ids, seed=3, **SAMPLED)
+        assert torch.equal(pipe.generate(ids, seed=3, **SAMPLED), wanted)
+    at = ids.shape[1]
+    with make(copy.deepcopy(broken), [copy.deepcopy(model)], how) as pipe:
+        with pytest.raises(ValueError, match=f"no token can be drawn at position {at} of row 0"):
+            pipe.generate(ids, seed=3, **SAMPLED)
+        assert pipe.partial.shape[1] == at
+
+
+# ---- what the host must do
+
+
+class Bans:
+    """A user's processor: forbids one token."""
+
+    def __call__(self, ids, scores):
+        scores[:, 7] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"repetition_penalty": 1.3}, "repetition_penalty"),
+        ({"logits_processor": LogitsProcessorList([Bans()])}, "position by position: Bans"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+    ],
+    ids=["penalty", "processor", "ngram", "logits"],
+)
+def test_calls_that_need_the_host_run_in_lockstep_and_say_so(model, how, asked, reason):
+    ids, mask = batch(2)
+    with make(model, drafts_of(model, "g"), how) as pipe:
+        wanted = plain_of(pipe, ids, GREEDY | asked | {"attention_mask": mask})
+        got = pipe.generate(ids, attention_mask=mask, **GREEDY | asked)
+        if "output_logits" in asked:
+            assert len(got.logits) == len(wanted.logits) == NEW
+            wanted, got = wanted.sequences, got.sequences
+        assert torch.equal(got, wanted)
+        assert pipe.report.schedule == "lockstep"
+        assert reason in str(pipe.report)
+        assert pipe.report.stages[-1].accepted > 0
+        assert torch.equal(
+            pipe.generate(ids, attention_mask=mask, **GREEDY), plain_of(pipe, ids, GREEDY | {"attention_mask": mask})
+        )
+        assert pipe.report.schedule == how
+        assert pipe.report.decisions is None
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_autocast_is_the_callers(model, how):
+    """It belongs to a thread, and to a stretch of time: the stages' threads would not see it, a graph would keep it."""
+    ids, _ = batch(1)
+    with make(model, drafts_of(model, "g"), how) as pipe:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            wanted = plain_of(pipe, ids, GREEDY)
+            assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+            assert "autocast" in str(pipe.report)
+        pipe.generate(ids, **GREEDY)
+        assert pipe.report.schedule == how
+        assert pipe.report.decisions is None
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep"])
+def test_inference_mode_of_some_calls(model, how):
+    """What a first call makes serves later ones, in whatever mode."""
+    ids, _ = batch(1)
+    with make(model, drafts_of(model, "g"), how) as pipe:
+        texts = []
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                texts.append(pipe.generate(ids, seed=2, **SAMPLED | {"top_k": 9}).clone())
+        assert torch.equal(texts[0], texts[1])
+        assert torch.equal(texts[0], texts[2])
+
+
+def test_one_model_alone(model):
+    ids, mask = batch(2)
+    driver = StreamsDriver([model], Policy())
+    with Pipeline(model, schedule="plain") as pipe:
+        wanted = pipe.generate(ids, attention_mask=mask, **GREEDY)
+        pipe._driver = driver
+        assert torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
+
+
+def test_kinds_of_selection():
+    assert Kind.of(Selection()) == Kind()
+    assert Kind.of(Selection(seeds=(1,), temperature=0.3)) == Kind(sampled=True)
+    assert Kind.of(Selection(seeds=(1,), top_k=3, min_p=0.1)) == Kind(True, top_k=True, min_p=True)
+    assert Kind.of(Selection(seeds=(2,), top_k=9, min_p=0.2)) == Kind.of(Selection(seeds=(1,), top_k=3, min_p=0.1))
+
+
+# ---- rounds
+
+
+def test_widths():
+    assert widths(1) == [1]
+    assert widths(2) == [1, 2]
+    assert widths(5) == [1, 2, 4, 5]
+    assert widths(16) == [1, 2, 4, 8, 16]
+
+
+def test_parts_of_a_round():
+    assert parts(Policy()) == [Part(0, 1)]
+    assert parts(Policy((3,))) == [Part(0, 2), Part(0, 1), Part(0, 1), Part(1, 4)]
+    # The middle one takes 4 tokens in steps of 3 at most: two of them, each behind a full window of the first.
+    assert parts(Policy((2, 4))) == [
+        Part(0, 3), Part(0, 1), Part(1, 4), Part(0, 2), Part(0, 1), Part(1, 3), Part(2, 5),
+    ]  # fmt: skip
+    assert parts(Policy((0, 2))) == [Part(1, 2), Part(1, 1), Part(2, 3)]
+    assert parts(Policy((2, 0))) == [Part(2, 1)]
+
+
+@pytest.mark.parametrize("kind", "rgbw")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_round_does_what_lockstep_does(model, kind, rows):
+    """One draft: not only the text, every count is the same."""
+    ids, mask = batch(rows, seed=8)
+    options = GREEDY | {"attention_mask": mask, "max_new_tokens": 50}
+    drafts = drafts_of(model, kind)
+    reports = []
+    for graphs in (False, True):
+        with Pipeline(model, drafts, windows=5, graphs=graphs) as pipe:
+            text = pipe.generate(ids, **options)
+            reports.append((pipe.report.stages, text.tolist()))
+    assert reports[0] == reports[1]
+
+
+# ---- what the user holds
+
+
+def test_streams_without_drafts_decodes_plainly_in_such_steps(model):
+    ids, mask = batch(2)
+    with Pipeline(model, schedule="streams") as pipe:
+        assert isinstance(pipe._driver, RoundsDriver)
+        out = pipe.generate(ids, attention_mask=mask, **GREEDY)
+    assert pipe.report.schedule == "plain"
+    assert torch.equal(out, plain(model, ids, mask, GREEDY))
+
+
+def test_the_attention_is_borrowed(model):
+    """Two pipelines may share a model; the last one gives its attention back, and so does the garbage collector."""
+    twin = copy.deepcopy(model)
+    ids, _ = batch(1)
+    first = make(twin, drafts_of(model, "g"), "streams")
+    second = make(twin, [], "plain")
+    assert twin.config._attn_implementation == "pipespec"
+    first.close()
+    assert twin.config._attn_implementation == "pipespec"
+    wanted = second.generate(ids, **GREEDY)
+    second.close()
+    second.close()
+    assert twin.config._attn_implementation == "sdpa"
+    assert torch.equal(second.generate(ids, **GREEDY), wanted)  # opened again
+    assert twin.config._attn_implementation == "pipespec"
+    gone = weakref.ref(second)
+    del second
+    gc.collect()
+    assert gone() is None
+    assert twin.config._attn_implementation == "sdpa"
+
+
+def test_a_driver_is_collected_with_its_threads(model):
+    before = threads()
+    ids, _ = batch(1)
+    pipe = make(model, drafts_of(model, "g"), "streams")
+    pipe.generate(ids, **GREEDY)
+    held = weakref.ref(pipe._driver.target)
+    del pipe
+    gc.collect()
+    assert held() is None
+    deadline = time.monotonic() + 30
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() <= before
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_attached(model):
+    twin = copy.deepcopy(model)
+    ids, _ = batch(1)
+    wanted = twin.generate(ids, **GREEDY)
+    pipe = attach(twin, drafts_of(model, "g"), schedule="streams")
+    assert torch.equal(twin.generate(ids, **GREEDY), wanted)
+    assert pipe.report.schedule == "streams"
+    detach(twin)
+    assert twin.config._attn_implementation == "sdpa"
+
+
+def test_what_is_refused(model):
+    draft = drafts_of(model, "g")
+    with pytest.raises(
+        ValueError, match="graphs=True is for schedule='plain', 'lockstep' or 'streams', not for 'workers'"
+    ):
+        Pipeline(model, draft, schedule="workers", graphs=True)
+    with pytest.raises(ValueError, match="decode_meanwhile is for"):
+        Pipeline(model, draft, schedule="streams", decode_meanwhile=True)
+    with pytest.raises(ValueError, match="wait must not be negative"):
+        Pipeline(model, draft, schedule="streams", wait=-1)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_captured_runs_otherwise(model, monkeypatch):
+    """``workers`` instead of streams, or lockstep where there are none; one warning, with the name of what it was."""
+
+    def refuse(self, *args, **kwargs):
+        raise NotCapturable("target", "model.layers.0.mlp (Strange)", "RuntimeError: it looks at its numbers")
+
+    monkeypatch.setattr(pipeline.FixedDriver, "__init__", refuse)
+    draft, ids = drafts_of(model, "g"), batch(1)[0]
+    with pytest.warns(
+        StageFailure, match=r"target .* graph: model\.layers\.0\.mlp \(Strange\): .*'workers' is used"
+    ) as told:
+        pipe = Pipeline(model, draft, schedule="streams")
+    assert len(told) == 1
+    with pipe:
+        assert isinstance(pipe._driver, WorkersDriver)
+        pipe.generate(ids, **GREEDY)
+        assert pipe.report.schedule == "workers"
+    monkeypatch.setattr(WorkersDriver, "__init__", lambda *args: (_ for _ in ()).throw(RuntimeError("no processes")))
+    for how in ({"schedule": "streams"}, {"schedule": "lockstep", "graphs": True}):
+        with pytest.warns(StageFailure, match="in lockstep, without graphs") as told:
+            pipe = Pipeline(model, draft, **how)
+        assert len(told) == 1
+        assert type(pipe._driver) is LockstepDriver
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_model_with_an_attention_of_its_own(model, monkeypatch, ignores):
+    """It is told before any work is done; the others have theirs back."""
+
+    def refuse(name):
+        if not ignores:
+            raise ValueError("no such attention here")
+
+    twin, draft = copy.deepcopy(model), drafts_of(model, "g")
+    monkeypatch.setattr(twin, "set_attn_implementation", refuse)
+    cause = "it stays as it is" if ignores else "no such attention here"
+    with pytest.warns(
+        StageFailure, match=f"target .* graph: LlamaForCausalLM's sdpa attention, .*: {cause}; the steps run one by one"
+    ):
+        pipe = Pipeline(twin, draft, graphs=True)
+    assert draft[0].config._attn_implementation == "sdpa"
+    ids, _ = batch(1)
+    assert torch.equal(pipe.generate(ids, **GREEDY), plain(model, ids, None, GREEDY))
+
+
+def test_the_module_that_was_running_is_named(model):
+    twin = copy.deepcopy(model)
+    ids, _ = batch(1)
+    with Running(twin) as running:
+        twin(ids)
+        assert running.part == "the selection of its tokens"
+        seen = []
+
+        def reached(*args):
+            """Another thread is in the middle of the model."""
+            seen.append(running.part)
+
+        hook = twin.model.layers[0].register_forward_pre_hook(reached)
+        other = threading.Thread(target=twin, args=(ids,))
+        other.start()
+        other.join()
+        hook.remove()
+        assert seen == ["the selection of its tokens"]
+
+        def fails(*args, **kwargs):
+            raise RuntimeError("no")
+
+        twin.model.layers[1].mlp.act_fn.forward = fails
+        with pytest.raises(RuntimeError, match="no"):
+            twin(ids)
+        assert running.part.startswith("model.layers.1.mlp.act_fn (")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
+
+
+# ---- on a GPU
+
+
+SELF = "tests/pipespec/test_streams.py"
+
+
+def run_again(selected: str, prefix: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+    """Some of the captured tests of this file in a process of their own."""
+    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", SELF]
+    return subprocess.run(
+        [*command, "-k", selected],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.gpu
+@GPU[1]
+def test_captured_one_launch_at_a_time() -> None:
+    """Nothing on the device waits for another kernel: with one queue, and launches that block, everything still ends."""
+    ran = run_again(
+        "text_is_the_targets and cuda and (gb or lockstep-g)",
+        CUDA_LAUNCH_BLOCKING="1",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_stages_on_two_gpus(model):
+    """The block then lies in pinned memory, and nothing else is shared. A round needs one GPU, and says so."""
+    ids, mask = batch(2)
+    wanted = plain(model, ids, mask, GREEDY)
+    draft, target = drafts_of(model, "g")[0].to("cuda:0"), copy.deepcopy(model).to("cuda:1")
+    with Pipeline(target, [draft], schedule="streams") as pipe:
+        got = pipe.generate(ids.to("cuda:1"), attention_mask=mask.to("cuda:1"), **GREEDY)
+    assert torch.equal(got.cpu(), wanted)
+    with pytest.raises(ValueError, match="they must be on one device"):
+        Pipeline(target, [draft], graphs=True)
+
+
+def sanitizer() -> str | None:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@GPU[1]
+@pytest.mark.skipif(sanitizer() is None, reason="needs compute-sanitizer")
+def test_captured_under_memcheck() -> None:
+    tool = sanitizer()
+    assert tool is not None
+    ran = run_again(
+        "every_way_of_choosing and streams-all and cuda",
+        (tool, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"),
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+
+
+SYNCHRONISES = {
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+}
+
+
+@pytest.mark.gpu
+@GPU[1]
+@pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
+def test_no_step_waits_for_the_device(model, how) -> None:
+    """A text that is four times as long has as many synchronisations: those of the prefill, and of begin and end."""
+    from torch.profiler import ProfilerActivity, profile
+
+    ids, _ = batch(1)
+    ids = ids.cuda()
+    counts, launches = [], []
+    with make(model, drafts_of(model, "" if how == "plain" else "g"), how, "cuda") as pipe:
+        for new in (40, 160, 40, 160):
+            options = GREEDY | {"max_new_tokens": new}
+            pipe.generate(ids, **options)
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+                pipe.generate(ids, **options)
+            events = [event.name for event in profiled.events()]
+            counts.append(sum(name in SYNCHRONISES for name in events))
+            launches.append(sum(name == "cudaGraphLaunch" for name in events))
+    assert launches[1] > launches[0] > 0
+    assert counts[2] == counts[3], f"synchronisations for 40 and 160 tokens: {counts[2:]}"
+
+
+@pytest.mark.gpu
+@GPU[1]
+@pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
+def test_how_many_texts_are_the_same_in_bfloat16(how, capsys) -> None:
+    """Not all are: steps of different widths round differently. Where they part, the two tokens must lie within that rounding."""
+    target = random_llama(11, layers=4, hidden=256, dtype=torch.bfloat16).cuda()
+    drafts = [] if how == "plain" else [noisy(target.cpu(), 0.05).cuda()]
+    target = target.cuda()
+    prompts = random_prompts(16, seed=12, shortest=8)
+    wanted = [target.generate(p[None].cuda(), **GREEDY | {"max_new_tokens": 64})[0].cpu() for p in prompts]
+    same, margins = 0, []
+    with make(target, drafts, how) as pipe:
+        for prompt, text in zip(prompts, wanted, strict=True):
+            got = pipe.generate(prompt[None].cuda(), **GREEDY | {"max_new_tokens": 64})[0].cpu()
+            if torch.equal(got, text):
+                same += 1
+                continue
+            at = int((got != text).nonzero()[0])
+            with torch.no_grad():
+                logits = target(text[None, :at].cuda()).logits[0, -1].float()
+            margins.append(float((logits[text[at]] - logits[got[at]]).abs() / logits.abs().max()))
+    with capsys.disabled():
+        print(
+            f"\nbfloat16, {how}: {same} of {len(prompts)} texts as generate()'s, relative margins where they part: {margins}"
+        )
+    assert all(margin < 0.02 for margin in margins)  # a few of bfloat16's 2**-8
