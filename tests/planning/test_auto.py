@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import types
 import warnings
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.drivers import LockstepDriver
-from pipespec.drivers.base import Policy
+from pipespec.drivers.base import Policy, StageFailure
 from pipespec.planning import auto as autos
 from pipespec.planning import planner
 from pipespec.planning import profile as profiles
@@ -20,7 +21,9 @@ from pipespec.planning.auto import Auto
 from pipespec.planning.planner import Rung
 from pipespec.planning.profile import ProfileWarning
 from pipespec.planning.steering import Counts, Ledger, Steering, acceptance
+from pipespec.sampling import Selection
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.faulty import Faulty
 from tests.pipespec.test_lossless import check
 from tests.planning.test_planner import chain
 
@@ -30,7 +33,7 @@ from tests.planning.test_planner import chain
 class Machine:
     """Decodes on a clock of its own: ``plain`` and ``speculating`` are seconds per token at the time; ``accepted`` of ``drafted`` hints a step."""
 
-    def __init__(self, plain, speculating, *, believed=None, accepted=1, drafted=2, ladder=()):
+    def __init__(self, plain, speculating, *, believed=None, accepted=1, drafted=2, ladder=(), **more):
         self.plain, self.speculating = plain, speculating
         self.accepted, self.drafted = accepted, drafted
         self.now = self.tokens = self.hints = self.right = self.steps = 0
@@ -45,6 +48,7 @@ class Machine:
             counts=lambda: Counts(self.tokens, self.hints, self.right, self.steps),
             tokens=lambda: self.tokens,
             clock=lambda: self.now,
+            **more,
         )
 
     def apply(self, windows, wait):
@@ -96,6 +100,17 @@ def test_a_slow_machine_is_not_the_drafts_fault():
 def test_plain_decoding_that_is_better_than_believed_is_found_out():
     m = Machine(plain=always(1.0), speculating=always(1.2), believed=2.0)
     assert m.run(4000) > 0.8
+
+
+def test_two_ways_that_are_equal_are_left_alone():
+    """Numbers of threads: no looking around, and no change for the machine's moods."""
+    generator = random.Random(5)
+    pace = [generator.uniform(0.93, 1.07) for _ in range(5000)]
+    m = Machine(plain=lambda t: pace[int(t)], speculating=lambda t: pace[int(t)], loses=0.85, probes=False)
+    assert m.run(4000) == 0.0
+    assert m.steering.decisions == []
+    m = Machine(plain=always(1.0), speculating=always(2.0), loses=0.85, probes=False)
+    assert m.run(4000) > 0.9  # but a real difference is noticed
 
 
 def test_drafts_that_recover_are_tried_again():
@@ -217,6 +232,74 @@ def test_a_plan_for_something_learns_better(monkeypatch, target, one_core):
         assert len(last.stages) == 1
 
 
+def test_agreement_that_does_not_move_is_asked_for_ever_more_seldom(monkeypatch, target, one_core):
+    """On a clock of its own, each look at it is a second."""
+    now = [0.0]
+    asked = []
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(autos, "_SHARE", 0.5)
+    monkeypatch.setattr(
+        profiles,
+        "agreement_on",
+        lambda *a, **k: asked.append(pipe._auto._in_calls) or np.zeros((16, 1), dtype=np.uint8),
+    )
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0), clock=clock) as pipe:
+        auto = pipe._auto
+        for _ in range(400):
+            generation = types.SimpleNamespace(
+                generated=lambda: [[1] * 16],
+                prompts=[np.zeros(4, dtype=np.int32)],
+                request=types.SimpleNamespace(start=types.SimpleNamespace(selection=Selection())),
+            )
+            auto.learn(types.SimpleNamespace(mode="greedy"), generation, 10.0)
+    first = autos._ENOUGH // 16
+    assert asked[:first] == [10.0 * (i + 1) for i in range(first)]  # until there is enough
+    gaps = np.diff(asked[first:])
+    assert list(gaps) == sorted(gaps)
+    assert gaps[0] < gaps[-1] <= autos._MOST_PATIENCE * 2 / 0.5 + 10
+
+
+def test_no_processes_are_started_to_look_around(monkeypatch, target):
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0})
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        auto = pipe._auto
+        plan = planner.plan(auto.profile, auto.answers("greedy"))
+        workers, lockstep = (next(c for c in plan.candidates if c.schedule == s) for s in ("workers", "lockstep"))
+        both = (autos.replace(lockstep, rate=workers.rate), workers, plan.plain)
+        near = autos.replace(plan, candidates=both, chosen=both[0])
+        auto.correct(1, lockstep.key, 1.0)
+        assert auto._choose(near, 1).key == lockstep.key
+        auto._drivers[workers.schedule, workers.drafts] = auto._drivers[lockstep.schedule, lockstep.drafts]
+        assert auto._choose(near, 1).key == workers.key
+
+
+def test_processes_that_were_measured_with_count_as_gone(monkeypatch, target, tmp_path):
+    """A trial would start them again, in the middle of a call."""
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
+    made = []
+
+    class InOurProcess(LockstepDriver):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(autos, "WorkersDriver", InOurProcess)
+    measure = profiles.measure_stages
+    monkeypatch.setattr(
+        profiles, "measure_stages", lambda *a, **k: measure(*a, **(k | {"beside": None, "budget_s": 0.5}))
+    )
+    auto = Auto([random_llama(4, layers=1), target])  # of no use
+    assert len(made) == 1
+    assert not auto.plan.speculates
+    assert not [at for at in auto._drivers if at[0] == "workers"]
+    auto.close()
+
+
 def test_sampled_and_greedy_are_told_apart(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         reports(pipe, 1)
@@ -238,11 +321,56 @@ def test_what_loses_in_fact_is_left(monkeypatch, target, one_core):
         assert reports(pipe, 1)[0].schedule == "plain"
 
 
+def test_a_text_that_the_draft_does_not_know_is_not_the_drivers_fault(monkeypatch, target, one_core):
+    """Steps as long as predicted, half of the tokens: no correction; steps twice as long, as many tokens as predicted: one half."""
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        auto, chosen = pipe._auto, pipe.plan.chosen
+        decoded = []
+
+        def steered(luck, slower):
+            auto._corrections.clear()
+            session = autos._Session(auto, next(iter(auto._drivers.values())), chosen, pipe.plan, "greedy", 1)
+            m = Machine(plain=always(1.0), speculating=always(1.0))
+            steps = 100
+            tokens = int(steps * chosen.tokens_per_step * luck)
+            m.steering.speculated.append((tokens, steps * slower * chosen.tokens_per_step / chosen.rate, steps))
+            session.steering = m.steering
+            monkeypatch.setattr(auto, "learn", lambda *a: decoded.append(a))
+            session.end(None, 1.0)
+            return auto._corrections[1][chosen.key]
+
+        assert steered(1.0, 1.0) == pytest.approx(1.0)
+        assert steered(0.5, 1.0) == pytest.approx(1.0)
+        assert steered(1.0, 2.0) == pytest.approx(0.5)
+        # And that is forgotten while nothing is drafted.
+        for _ in range(400):
+            auto.fade(1)
+        assert auto._corrections[1][chosen.key] > 0.98
+
+
+def test_a_draft_that_fails_costs_no_text(monkeypatch, target, one_core):
+    """Neither where it drafts nor where it is asked afterwards, or measured for a batch."""
+    draft = Faulty.like(target)
+    with pipeline(monkeypatch, [draft, target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        assert pipe.plan.speculates
+        draft.set(fail_at=1)
+        for prompts in (random_prompts(1, seed=8), random_prompts(2, seed=9)):
+            ids, mask = left_pad(prompts)
+            wanted = target.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
+            with pytest.warns(StageFailure) as seen:
+                got = pipe.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
+            check(target, prompts, wanted, got, ids.shape[1], "a draft that fails")
+            told = "\n".join(str(w.message) for w in seen)
+            assert "could not be asked about a text (ArithmeticError: made to fail)" in told
+        assert "batches of 2 could not be measured" in told
+
+
 def test_what_is_as_good_is_tried_once(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         auto = pipe._auto
         plan = planner.plan(auto.profile, auto.answers("greedy"))
         first, second = [c for c in plan.candidates if c.schedule != "plain"][:2]
+        monkeypatch.setitem(auto._drivers, (second.schedule, second.drafts), next(iter(auto._drivers.values())))
         auto.correct(1, first.key, 1.0)
         near = autos.replace(plan, candidates=(first, autos.replace(second, rate=0.95 * first.rate), plan.plain))
         assert auto._choose(near, 1).key == second.key
@@ -266,11 +394,27 @@ def test_where_no_process_can_be_started(monkeypatch, target, capsys):
         assert reports(pipe, 1)[0].schedule in ("plain", "lockstep")
 
 
+def test_what_was_measured_without_processes_is_not_kept(monkeypatch, target, tmp_path, capsys):
+    """It lacks what stages cost each other; processes may start the next time."""
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
+    measure = profiles.measure_stages
+    monkeypatch.setattr(profiles, "measure_stages", lambda *a, **k: measure(*a, **(k | {"budget_s": 0.5})))
+
+    def refuse(*args):
+        raise RuntimeError("no more processes")
+
+    monkeypatch.setattr(autos, "WorkersDriver", refuse)
+    Auto([random_llama(4, layers=1), target]).close()
+    assert "no more processes); the profile is not kept" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_batch_is_measured_when_it_comes(monkeypatch, target, one_core):
     ids, mask = left_pad(random_prompts(3, seed=1))
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        assert pipe._auto.profile.target.has(2, 4)
+        assert pipe._auto.profile.target.has(4)
         assert pipe.plan.call.rows == 4
 
 
@@ -345,7 +489,7 @@ def _chaos(monkeypatch, family, profile, schedule, tables):
     target = family[-1]
     with pipeline(monkeypatch, family, profile, tables, steering=Chaos) as pipe:
         assert pipe.plan.chosen.schedule == schedule
-        pipe._auto._observed |= {"greedy", "sampled"}  # nothing is learnt: the schedule stays
+        pipe._auto._seen |= dict.fromkeys(("greedy", "sampled"), 10**6)  # nothing is learnt: the schedule stays
         for number, batch in enumerate((1, 3, 1, 2)):
             prompts = random_prompts(batch, seed=100 + number)
             ids, mask = left_pad(prompts)
@@ -383,7 +527,7 @@ def test_measured_planned_and_run_for_real(monkeypatch, target, tmp_path):
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
     with Pipeline(target, [random_llama(4, layers=1)], schedule="auto") as pipe:
-        assert set(pipe._auto.profile.contention) == {2}
+        assert pipe._auto.profile.stages[0].contention >= 0.0
         assert {c.schedule for c in pipe.plan.candidates} == {"plain", "lockstep", "workers"}
         for prompt in random_prompts(3, seed=3):
             wanted = target.generate(prompt[None], max_new_tokens=24, do_sample=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,16 +13,26 @@ from pipespec.planning.profile import Profile, StageProfile, StepTimes
 from pipespec.planning.simulator import Answers
 
 
-def stage(name: str, step_s: float, *, slope: float = 0.03, prefill_s: float = 0.0, threads=(1, 2)) -> StageProfile:
+def stage(
+    name: str, step_s: float, *, slope: float = 0.03, prefill_s: float = 0.0, threads=(1, 2), **more
+) -> StageProfile:
     widths = (1, 2, 4, 8, 16)
-    times = tuple(StepTimes(n, 1, 64, widths, tuple(step_s * (1 + slope * (w - 1)) for w in widths)) for n in threads)
-    return StageProfile(name, int(1e9 * step_s), times, prefill_s)
+    seconds = tuple(step_s * (1 + slope * (w - 1)) for w in widths)
+    times = tuple(StepTimes(n, 1, 64, widths, seconds, prefill_s) for n in threads)
+    return StageProfile(name, int(1e9 * step_s), times, **more)
 
 
 def chain(*steps: float, contention: float = 0.0, threads: int = 2, **more) -> Profile:
     names = [f"draft {i}" for i in range(len(steps) - 1)] + ["target"]
-    stages = tuple(stage(n, s, **more) for n, s in zip(names, steps, strict=True))
-    return Profile(stages, threads, {2: contention, 3: contention})
+    shared = {"contention": contention, "burden": contention}
+    stages = tuple(stage(n, s, **(shared | more)) for n, s in zip(names, steps, strict=True))
+    return Profile(stages, threads)
+
+
+@pytest.fixture(autouse=True)
+def only_steps_take_time(monkeypatch):
+    monkeypatch.setattr(planner, "BETWEEN_S", 0.0)
+    monkeypatch.setattr(planner, "WAKE_S", 0.0)
 
 
 def test_a_good_draft_speculates():
@@ -93,13 +105,102 @@ def test_subsets_of_independent_pairs_multiply():
     assert planner.neighbours(Answers(table=table), (0, 1), 3) == [0.75, 0.75]
 
 
+def _target_with(one: float, two: float) -> Profile:
+    times = StepTimes(1, 1, 64, (1,), (one,)), StepTimes(2, 1, 64, (1,), (two,))
+    return Profile((StageProfile("target", 1, times),), 2)
+
+
 def test_plain_takes_the_better_number_of_threads():
-    slow_with_two = StageProfile(
-        "target", 1, (StepTimes(1, 1, 64, (1,), (1e-3,)), StepTimes(2, 1, 64, (1,), (5e-3,))), 0.0
-    )
-    found = plan(Profile((slow_with_two,), 2), Answers())
+    found = plan(_target_with(1e-3, 5e-3), Answers())
     assert found.chosen.threads == 1
     assert found.chosen.rate == pytest.approx(1000)
+
+
+def test_threads_are_the_users_where_it_matters_little():
+    found = plan(_target_with(1e-3, 1.05e-3), Answers())
+    assert found.chosen.threads == 2
+    assert planner.decide(found, {found.chosen.key: 0.5}).chosen.threads == 2  # the machine is slow, for both
+    assert planner.decide(found, {("plain", (), 1): 1.2, ("plain", (), 2): 1.0}).chosen.threads == 1
+
+
+def test_fewer_threads_are_no_merit_of_the_drafts():
+    draft = stage("draft 0", 1e-3, slope=0.0)
+    target = _target_with(1e-2, 1.08e-2).target
+    found = plan(Profile((draft, target), 2), Answers(acceptance=(0.01,)), cores=2)
+    workers = next(c for c in found.candidates if c.schedule == "workers")
+    assert workers.rate > planner.MARGIN * found.plain.rate  # it has one thread
+    assert found.chosen.key == found.plain.key == ("plain", (), 2)
+    assert not found.speculates
+
+
+def test_the_prompt_is_read_with_the_candidates_threads():
+    times = tuple(StepTimes(n, 1, 64, (1,), (1e-3,), 4e-3 / n) for n in (1, 2))
+    profile = Profile((StageProfile("target", 1, times),), 2)
+    rates = [
+        planner.predict(profile, Answers(), planner.Candidate("plain", (), (), 0, n, 0.0), Call(1, 100, 100)).rate
+        for n in (1, 2)
+    ]
+    assert rates == pytest.approx([100 / 0.5, 100 / 0.3])
+
+
+def test_a_slow_machine_slows_all_alike():
+    usual, slow = (replace(chain(1e-3, 1e-2, prefill_s=1e-4), slowness=s) for s in (1.0, 1.25))
+    fast = {c.key: c for c in plan(usual, Answers((0.8,))).candidates}
+    for c in plan(slow, Answers((0.8,))).candidates:
+        assert c.rate == pytest.approx(fast[c.key].rate / 1.25)
+        assert c.ideal == pytest.approx(fast[c.key].ideal / 1.25)
+
+
+def test_ideally_only_steps_take_time(monkeypatch):
+    candidate = planner.Candidate("workers", (0,), (8,), 0, 1, 0.0)
+    wanted = planner.predict(chain(1e-3, 1e-2), Answers((0.8,)), candidate, Call()).rate
+    monkeypatch.setattr(planner, "WAKE_S", 1e-3)
+    monkeypatch.setattr(planner, "BETWEEN_S", 1e-3)
+    shared = chain(1e-3, 1e-2, contention=0.5)
+    assert planner.predict(shared, Answers((0.8,)), candidate, Call(), ideal=True, cores=1).rate == wanted
+    assert planner.predict(shared, Answers((0.8,)), candidate, Call()).rate < 0.8 * wanted
+
+
+def test_whom_contention_slows_down():
+    candidate = planner.Candidate("workers", (0,), (8,), 0, 1, 0.0)
+
+    def rate(**more):
+        return planner.predict(chain(1e-3, 1e-2, **more), Answers((0.9,)), candidate, Call()).rate
+
+    # A slower draft costs less than a slower target; the target's own figures say nothing.
+    assert rate(burden=0.5) < rate(contention=0.5, burden=0.0) < rate(contention=0.0)
+    assert rate(burden=0.5, contention=0.5) < rate(burden=0.5)
+
+
+def test_stages_in_turn_find_cold_caches():
+    candidate = planner.Candidate("lockstep", (0,), (4,), 0, 1, 0.0)
+    warm, cold = (
+        planner.predict(chain(1e-3, 1e-2, cold_s=c), Answers((0.0,)), candidate, Call()).rate for c in (0.0, 1e-3)
+    )
+    # Four drafts per round: 1 + 1/2 + 1/4 + 1/8 ms more, and the target's own 1 ms.
+    assert 1 / cold - 1 / warm == pytest.approx(1e-3 * (1 + 0.5 + 0.25 + 0.125 + 1), rel=0.01)
+
+
+def test_a_long_table_is_replayed_as_a_whole():
+    """The first quarter is perfect, the rest useless."""
+    table = np.ones((2000, 1), dtype=np.uint8)
+    table[:500] = 0
+    candidate = planner.Candidate("workers", (0,), (8,), 0, 1, 0.0)
+    found = planner.predict(chain(1e-3, 1e-2), Answers(table=table), candidate, Call())
+    assert found.tokens_per_step < 1.4
+    assert plan(chain(1e-3, 1e-2), Answers(table=table[::-1].copy())).speculates  # its end counts, too
+    thin = planner._thinned(Answers(table=table)).table
+    assert len(thin) == 512
+    assert np.mean(thin == 0) == pytest.approx(0.25, abs=0.05)
+
+
+def test_more_stages_than_cores_share_them():
+    candidate = planner.Candidate("workers", (0, 1), (8, 8), 0, 1, 0.0)
+    rates = [
+        planner.predict(chain(1e-3, 4e-3, 1e-2), Answers((0.8, 0.8)), candidate, Call(), cores=n).rate
+        for n in (2, 3, None)
+    ]
+    assert rates[0] < rates[1] == rates[2]
 
 
 def test_a_long_prompt_counts():
@@ -161,16 +262,16 @@ def test_answers_of_other_chains():
 
 def test_zero_times():
     class Zero:
-        name, parameters, prefill_s = "target", 1, 0.0
+        name, parameters, contention, burden, cold_s = "target", 1, 0.0, 0.0, 0.0
+
+        def prompt_s(self, tokens, **more):
+            return 0.0
 
         def seconds(self, width, **more):
             return 0.0
 
     class Chain:
-        stages, threads = (Zero(), Zero()), 1
-
-        def overlap(self, stages):
-            return 0.0
+        stages, threads, slowness = (Zero(), Zero()), 1, 1.0
 
     with pytest.raises(ValueError, match="step time of target"):
         plan(Chain(), Answers((0.5,)))

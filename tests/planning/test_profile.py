@@ -10,19 +10,22 @@ import pytest
 import torch
 
 from pipespec import Pipeline
+from pipespec.drivers import Request, WorkersDriver
+from pipespec.drivers.base import Policy
 from pipespec.planning import profile as profiles
 from pipespec.planning.profile import Profile, ProfileWarning, StageProfile, StepTimes, Stored
 from pipespec.sampling import Selection
+from pipespec.stage import Start
 from tests.conftest import VOCABULARY, always_right, always_wrong, noisy, random_llama, random_prompts
 
 
 def stage(name="draft 0", step=1e-3, **more) -> StageProfile:
-    times = StepTimes(1, 1, 64, (1, 2, 4), (step, 1.5 * step, 2 * step))
-    return StageProfile(name, 1000, (times,), **{"prefill_s": 1e-4, **more})
+    times = StepTimes(1, 1, 64, (1, 2, 4), (step, 1.5 * step, 2 * step), **{"prefill_s": 1e-4, **more})
+    return StageProfile(name, 1000, (times,), 0.5, 0.25, 1e-4)
 
 
 def a_profile(key="some") -> Profile:
-    return Profile((stage(), stage("target", 4e-3)), 2, {2: 0.25}, key)
+    return Profile((stage(), stage("target", 4e-3)), 2, 1.1, key)
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +44,20 @@ def test_between_the_measured_widths_it_is_interpolated():
 def test_context_threads_and_rows():
     short, long = StepTimes(2, 1, 64, (1,), (1.0,)), StepTimes(2, 1, 256, (1,), (3.0,))
     other, batch = StepTimes(1, 1, 64, (1,), (9.0,)), StepTimes(2, 8, 64, (1,), (7.0,))
-    s = StageProfile("target", 1, (short, long, other, batch), 0.0)
+    s = StageProfile("target", 1, (short, long, other, batch))
     assert s.seconds(1, threads=2, context=64) == 1.0
     assert s.seconds(1, threads=2, context=160) == 2.0
     assert s.seconds(1, threads=2, context=448) == 5.0
     assert s.seconds(1, threads=2, context=1) == pytest.approx(1.0 - 63 / 96, abs=0.7)  # never negative
     assert s.seconds(1, threads=1) == 9.0
     assert s.seconds(1, threads=2, rows=6) == 7.0
-    assert s.has(2, 8)
-    assert not s.has(1, 8)
+    assert s.has(8)
+    prompts = StepTimes(2, 1, 64, (1,), (1.0,), 0.1), StepTimes(2, 1, 256, (1,), (1.0,), 0.2)
+    s = StageProfile("target", 1, (*prompts, StepTimes(1, 4, 64, (1,), (1.0,), 0.8)))
+    assert s.prompt_s(10, threads=2) == pytest.approx(1.0)
+    assert s.prompt_s(1000, threads=2) == pytest.approx(200.0)
+    assert s.prompt_s(10, threads=1, rows=3) == pytest.approx(6.0)  # as measured with 4
+    assert not s.has(2)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +71,14 @@ def test_context_threads_and_rows():
         lambda: StepTimes(1, 1, 64, (1, 2), (1.0,)),
         lambda: StepTimes(0, 1, 64, (1,), (1.0,)),
         lambda: stage(prefill_s=-1.0),
-        lambda: StageProfile("s", 1, (), 0.0),
+        lambda: StageProfile("s", 1, ()),
         lambda: Profile((), 1),
         lambda: Profile((stage(),), 0),
-        lambda: Profile((stage(),), 1, {2: -0.5}),
-        lambda: Profile((stage(),), 1, {2: float("nan")}),
+        lambda: StageProfile("s", 1, stage().times, -0.5),
+        lambda: StageProfile("s", 1, stage().times, 0.0, float("nan")),
+        lambda: StageProfile("s", 1, stage().times, 0.0, 0.0, -1e-3),
+        lambda: Profile((stage(),), 1, 0.0),
+        lambda: Profile((stage(),), 1, float("inf")),
     ],
 )
 def test_what_cannot_be_is_refused(make):
@@ -75,26 +86,18 @@ def test_what_cannot_be_is_refused(make):
         make()
 
 
-def test_overlap_of_the_nearest_number_of_stages():
-    p = Profile((stage(), stage(), stage()), 2, {2: 0.1, 3: 0.6})
-    assert [p.overlap(n) for n in (2, 3, 5)] == [0.1, 0.6, 0.6]
-    assert Profile((stage(),), 1).overlap(2) == 0.0
-
-
 def test_measured_steps_feed_what_they_say():
     model = random_llama(3)
     bench = profiles._Bench(model, rows=2, context=8, steps=16)
-    for width in (1, 4, 2, 8, 1):
-        before = [bench._block.counters(1, row)["fed"] for row in range(2)]
-        assert bench.step(width) > 0
-        assert [bench._block.counters(1, row)["fed"] - b for row, b in enumerate(before)] >= [width] * 2
-        if width > 1:
-            assert bench._stage.port.n_hint[:2].tolist() == [width - 1] * 2
-    times, per_token = profiles.measure_steps(model, 1, context=8, widths=(1, 2, 4), repeats=2)
-    assert times.widths == (1, 2, 4)
-    assert per_token > 0
-    hurried, _ = profiles.measure_steps(model, 1, context=8, budget_s=0.0)
-    assert 1 < len(hurried.widths) < len(profiles.WIDTHS)  # fewer widths, but something
+    for again in (False, True):
+        assert bench.begin(reuse=again) > 0
+        assert [bench._block.length(1, row) for row in range(2)] == [8, 8]
+        for width in (1, 4, 2, 8, 33, 1):
+            before = [bench._block.counters(1, row)["fed"] for row in range(2)]
+            assert bench.step(width) > 0
+            assert [bench._block.counters(1, row)["fed"] - b for row, b in enumerate(before)] >= [width] * 2
+            if width > 1:
+                assert bench._stage.port.n_hint[:2].tolist() == [width - 1] * 2
 
 
 def test_all_stages_with_every_number_of_threads():
@@ -104,6 +107,66 @@ def test_all_stages_with_every_number_of_threads():
     for s in found.stages:
         assert {t.threads for t in s.times} == set(profiles.thread_counts(2))
         assert len({t.context for t in s.times}) == 2
+        assert min(t.prefill_s for t in s.times) > 0
+    assert all(s.contention == s.burden == 0.0 for s in found.stages)  # nobody asked
+
+
+def test_a_hurried_profile_has_fewer_widths():
+    found = profiles.measure_stages([random_llama(0)], ["a"], budget_s=0.0)
+    assert 1 < len(found.stages[0].times[0].widths) < len(profiles.WIDTHS)
+
+
+class Scripted:
+    """Instead of a model at work: a step takes ``seconds(stage, threads, width)`` and the n-th round ``pace[n]`` times as long."""
+
+    def __init__(self, monkeypatch, seconds, pace):
+        self.round = -1
+        monkeypatch.setattr(profiles._Bench, "begin", lambda bench, reuse=False: 64e-4 * self.pace())
+        monkeypatch.setattr(profiles._Bench, "step", lambda bench, width: seconds(width) * self.pace())
+        self._pace = pace
+
+    def pace(self):
+        return self._pace[max(self.round, 0)]
+
+
+def test_a_bad_moment_is_the_machines_and_not_the_steps(monkeypatch):
+    """A quarter of the rounds is twice as slow: the step times are those of the others, and slowness tells of it."""
+    script = Scripted(monkeypatch, lambda width: 1e-3 * (1 + 0.1 * width), [1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0])
+    profiler = profiles.Profiler([random_llama(1, layers=1), random_llama(0)], ["a", "b"])
+    for script.round in range(8):
+        profiler.round()
+    found = profiler.profile()
+    assert found.slowness == pytest.approx(1.25)
+    for s in found.stages:
+        for t in s.times:
+            assert t.widths == profiles.WIDTHS
+            assert t.seconds == pytest.approx([1e-3 * (1 + 0.1 * w) for w in t.widths])
+            assert t.prefill_s == pytest.approx(1e-4)
+
+
+@pytest.mark.slow
+def test_a_draft_at_work_beside_the_target(target):
+    draft = random_llama(4, layers=1)
+    profiler = profiles.Profiler([draft, target], ["draft", "target"], widths=(1, 2))
+    driver = WorkersDriver([draft, target], Policy((4,)))
+    try:
+        for _ in range(3):
+            profiler.beside(driver)
+        assert driver.policy == Policy((4,))
+        prompt = random_prompts(1, seed=3)[0].numpy().astype(np.int32)
+        driver.run(Request(Start([prompt], [len(prompt) + 8], Selection(), VOCABULARY), []))  # and it can be used
+        assert driver.block.length(1, 0) == len(prompt) + 8
+        driver._workers[0].process.kill()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            profiler.beside(driver)  # started anew, or nothing is learnt
+    finally:
+        driver.close()
+    profiler.round()
+    found = profiler.profile()
+    assert [len(seen) for seen in profiler._beside.values()] in ([3], [4], [])
+    assert found.stages[0].contention >= 0.0
+    assert found.stages[1].burden == 0.0
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------
@@ -159,7 +222,7 @@ def _damaged(data: dict, **changes) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["noise", "binary", "cut", "format", "foreign", "zero", "table", "list", "empty", "huge"]
+    "kind", ["noise", "binary", "cut", "format", "foreign", "zero", "table", "list", "empty", "huge", "deep"]
 )
 def test_a_corrupt_file_is_told_once_and_made_anew(tmp_path, kind):
     profiles.store(Stored(a_profile(), {"greedy": np.array([[0], [1]], dtype=np.uint8)}), tmp_path)
@@ -181,6 +244,7 @@ def test_a_corrupt_file_is_told_once_and_made_anew(tmp_path, kind):
         "list": "[1, 2]",
         "empty": "",
         "huge": json.dumps(huge),
+        "deep": "[" * 100_000,
     }.get(kind)
     if text is None:
         file.write_bytes(b"\xff\xfe\x00\x81")

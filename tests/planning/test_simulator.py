@@ -77,6 +77,49 @@ def test_sharing_a_device_costs_what_contention_says():
     assert result.stages[0].steps * 1.0 + result.stages[1].steps * 10.0 <= result.seconds * (1 + 1e-9)
 
 
+def test_more_stages_than_cores_take_turns():
+    """Without contention: as many as there are cores run at full speed, and what all of them get is what the cores have."""
+    stages = [StageModel(s, device=0) for s in (1.0, 4.0, 10.0)]
+
+    def run(contention, cores=None):
+        return simulate("workers", stages, (0.8, 0.8), 3000, contention=contention, cores=cores)
+
+    free = run(0.0)
+    assert run(0.0, 3).seconds == free.seconds
+    assert run(0.3, 8).seconds == run(0.3).seconds
+    two, one = run(0.0, 2), run(0.0, 1)
+    assert free.seconds < two.seconds < one.seconds
+    for cores, result in ((2, two), (1, one)):
+        work = sum(stage.steps * step for stage, step in zip(result.stages, (1.0, 4.0, 10.0), strict=True))
+        assert work <= cores * result.seconds * (1 + 1e-9)
+    assert work >= 0.9 * one.seconds  # one core is hardly ever idle
+    # One core, shared in turn, is the device that contention 1 describes.
+    assert one.seconds == pytest.approx(run(1.0).seconds)
+
+
+def test_who_is_sensitive_to_others():
+    """Steps of 1 and 10, never accepted: the target's last 1.5 times as long beside a draft that never rests, or as ever."""
+
+    def run(*sensitivity):
+        stages = [StageModel(s, device=0, sensitivity=k) for s, k in zip((1.0, 10.0), sensitivity, strict=True)]
+        return simulate("workers", stages, (0.0,), 2000, policy=Policy(windows=1000), contention=0.5)
+
+    assert run(1.0, 0.0).seconds == run(0.0, 0.0).seconds == 20_000.0
+    assert run(0.0, 1.0).seconds == pytest.approx(30_000.0, rel=0.01)
+    assert run(0.0, 2.0).seconds == pytest.approx(40_000.0, rel=0.01)
+    assert run(3.0, 0.0).stages[0].busy_s == pytest.approx(run(3.0, 0.0).stages[0].steps * 2.5, rel=0.01)
+
+
+def test_the_first_steps_of_a_turn_are_cold():
+    """In turn, three drafts each, never accepted: 3 (1) + 10 and what cold caches add to the draft's."""
+    stages = [StageModel(1.0, cold_s=0.8), StageModel(10.0, cold_s=0.0)]
+    policy = Policy(windows=3)
+    warm = simulate("lockstep", [StageModel(1.0), StageModel(10.0)], (0.0,), 500, policy=policy)
+    cold = simulate("lockstep", stages, (0.0,), 500, policy=policy)
+    assert cold.seconds - warm.seconds == pytest.approx(500 * (0.8 + 0.4 + 0.2), rel=0.01)
+    assert cold.stages[0].busy_s - warm.stages[0].busy_s == pytest.approx(cold.seconds - warm.seconds)
+
+
 def test_wide_steps_cost_what_the_table_says():
     flat, steep = StageModel(10.0), StageModel([10.0 + w for w in range(64)])
     draft = StageModel(1.0)
@@ -206,6 +249,9 @@ def two(step: float = 1.0) -> list[StageModel]:
         ({"seed": -1}, "seed"),
         ({"lookahead": -1}, "lookahead"),
         ({"contention": -0.5}, "contention"),
+        ({"cores": 0}, "cores"),
+        ({"stages": [StageModel(1.0, sensitivity=-1.0), StageModel(1.0)]}, "sensitivity"),
+        ({"stages": [StageModel(1.0, cold_s=math.nan), StageModel(1.0)]}, "cold_s"),
         ({"handshake_s": -0.5}, "handshake"),
         ({"policy": Policy(windows=0)}, "window"),
         ({"policy": Policy(windows=(4, 4))}, "windows"),

@@ -13,7 +13,7 @@ from bench import theory
 from bench.plot import Series, chart
 from pipespec.cli import main
 from pipespec.planning import traces
-from pipespec.planning.simulator import Answers, StageModel, simulate
+from pipespec.planning.simulator import Answers, Policy, StageModel, simulate
 
 ONE, WIDE, SMALL, MIDDLE, MIDDLE_WIDE, START = 0.120, 0.420, 0.011, 0.022, 0.026, 0.5
 LOOKAHEAD, USED = 8, 5
@@ -225,6 +225,23 @@ def test_more_broken_traces(folder, tmp_path, capsys):
         traces.acceptance([])
     with pytest.raises(ValueError, match="no position"):
         traces.acceptance([np.array([-1, -1])])
+
+
+def test_foresight():
+    # All wrong: nothing helps. All right: as fast as the draft, or as wide steps are.
+    assert traces.with_foresight(np.zeros(5), 40, 1.0, 30.0, 10.0) == pytest.approx(400.0)
+    assert traces.with_foresight(np.ones(5), 400, 1.0, 30.0, 10.0) == pytest.approx(400.0, rel=0.1)
+    # One hint at a time can be had: pairs of tokens for the price of a step.
+    assert traces.with_foresight(np.ones(5), 400, 1e-3, 10.0, 10.0, most_hints=1) == pytest.approx(2000.0, rel=0.01)
+    generator = np.random.default_rng(0)
+    steps = [StageModel(1.0), StageModel([10.0, 35.0])]
+    for a in (0.5, 0.8, 0.95):
+        right = generator.random(400) < a
+        bound = traces.with_foresight(right, 400, 1.0, 35.0, 10.0)
+        assert bound <= 4000.0
+        for wait in (0, 4, 12):
+            policy = Policy(windows=64, wait=wait, decode_meanwhile=wait > 0)
+            assert bound < simulate("workers", steps, Answers.from_bits(right), 400, policy=policy).seconds
 
 
 # --- the page of formulas ------------------------------------------------------------------------------------------

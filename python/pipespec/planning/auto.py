@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.compat import head_size
 from pipespec.drivers import Driver, LockstepDriver, Request, WorkersDriver
-from pipespec.drivers.base import Policy
+from pipespec.drivers.base import Policy, StageFailure
 from pipespec.generation import Generation
 from pipespec.observe import Report
 from pipespec.planning import planner
@@ -26,17 +28,24 @@ from pipespec.planning.planner import Call, Candidate, Plan
 from pipespec.planning.profile import Profile, Stored
 from pipespec.planning.simulator import Answers
 from pipespec.planning.steering import Counts, Ledger, Steering
-from pipespec.progress import say, working
+from pipespec.progress import level_of_caller, say, working
 from pipespec.sampling import Selection
-from pipespec.stage import Start
+from pipespec.stage import Start, stage_names
 
 _SHARE = 0.005
 """Learning between calls may take this much of the time spent in calls."""
+_ENOUGH = 256
+"""Positions of the user's texts that every call is asked for first: fewer are one text's luck."""
+_MOST_PATIENCE = 16
+"""Agreement that does not move is asked for down to this fraction of that."""
 _NEAR = 0.92
 """A chain predicted this close to the best is tried once: predictions are good to about as much."""
 _MOST_TRIALS = 3
+_THREADS_LOSE = 0.85
+"""Another number of threads is tried where decoding falls below this much of what that is known to give."""
 _CALIBRATION_TOKENS = 64
 _CALIBRATION_S = 10.0
+_FADES = 0.01
 _LONG_PROMPT = 48
 _MOVED = 0.05
 _Key = tuple[str, tuple[int, ...], int]
@@ -57,7 +66,7 @@ class Auto:
     ----------
     models: drafts, then the target.
     profile, tables: instead of measuring (tests). ``tables``: agreement by mode, ``"greedy"`` and ``"sampled"``.
-    clock: of steering and learning. steering: what makes a call's. names: of the stages.
+    clock: of steering and learning. steering: what makes a call's. names: of the stages. trace: as for a driver.
     """
 
     def __init__(
@@ -69,9 +78,11 @@ class Auto:
         clock: Callable[[], float] = time.perf_counter,
         steering: Callable[..., Steer] = Steering,
         names: Sequence[str] | None = None,
+        trace: int = 0,
     ) -> None:
         self.models = list(models)
-        self.names = list(names) if names else [f"draft {i}" for i in range(len(models) - 1)] + ["target"]
+        self.names = list(names) if names else stage_names(len(models))
+        self._trace = trace
         self.clock, self.steering = clock, steering
         self.cores = len(os.sched_getaffinity(0))
         self._drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}
@@ -80,10 +91,12 @@ class Auto:
         self._ledgers: dict[tuple[int, _Key], Ledger] = {}
         self._corrections: dict[int, dict[_Key, float]] = {}
         self._trials: dict[int, int] = {}
-        self._observed: set[str] = set()  # modes whose table comes from this user's texts
+        self._seen: dict[str, int] = {}  # positions of this user's texts that a mode's table was made of
         self._asked = bool(tables)  # the first prompt, before anything is known
         self._in_calls = 0.0
         self._learning = 0.0
+        self._next: dict[str, float] = {}  # seconds in calls until a mode's agreement is looked at again
+        self._patience: dict[str, int] = {}
         self._decisions: list[str] = []
         self._key = ""
         stored = None
@@ -101,9 +114,10 @@ class Auto:
             chosen = None
             if self.plan.speculates:  # processes take seconds to start: not in the first call
                 self.plan, _, chosen = self._driver_for(self.plan, self.plan.chosen, "greedy")
-            for driver in self._drivers.values():  # measured with, and not needed now
+            for at, driver in list(self._drivers.items()):  # measured with, and not needed now
                 if driver is not chosen:
                     driver.close()
+                    del self._drivers[at]
         except BaseException:
             self.close()
             raise
@@ -113,26 +127,22 @@ class Auto:
     def _measure(self) -> Profile:
         """Step times, agreement on a text of the target's own, and what stages at once cost each other."""
         with working("measuring the models (once: the profile is kept)"):
-            found = profiles.measure_stages(self.models, self.names)
+            beside: WorkersDriver | None = None
+            if self.cores > 1 and len(self.models) > 1:
+                try:
+                    chain = tuple(range(len(self.models) - 1))
+                    driver = self._driver(Candidate("workers", chain, (8,) * len(chain), 0, 1, 0.0))
+                    beside = driver if isinstance(driver, WorkersDriver) else None
+                except (ValueError, RuntimeError) as error:
+                    say(f"schedule='auto': no worker processes here ({error}); the profile is not kept")
+                    # What stages at once cost each other stays unknown; the next time they may well start.
+                    self.cores, self._key = 1, ""
+            found = profiles.measure_stages(self.models, self.names, beside=beside)
             found = replace(found, key=self._key)
-            if len(self.models) == 1:
-                return found
-            text, first = self._calibration_text(found)
-            self.tables["greedy"] = profiles.agreement_on(self.models, text, first, own_text=True)
-            overlaps = {}
-            if self.cores > 1:
-                drafts = len(self.models) - 1
-                vocabulary = self.models[-1].get_output_embeddings().weight.shape[0]
-                for chain in dict.fromkeys([(drafts - 1,), tuple(range(drafts))]):
-                    try:
-                        driver = self._driver(Candidate("workers", chain, (8,) * len(chain), 0, 1, 0.0))
-                    except (ValueError, RuntimeError) as error:
-                        say(f"schedule='auto': no worker processes here ({error})")
-                        self.cores = 1
-                        break
-                    own = replace(found, stages=(*(found.stages[i] for i in chain), found.target))
-                    overlaps[len(chain) + 1] = profiles.measure_overlap(driver, own, text, vocabulary)
-            return replace(found, contention=overlaps)
+            if len(self.models) > 1:
+                text, first = self._calibration_text(found)
+                self.tables["greedy"] = profiles.agreement_on(self.models, text, first, own_text=True)
+            return found
 
     def _calibration_text(self, found: Profile) -> tuple[np.ndarray, int]:
         """Something that the target says when nobody has asked it anything, and where its own words begin."""
@@ -141,7 +151,7 @@ class Auto:
         step = found.target.seconds(1, threads=found.threads)
         tokens = int(max(16, min(_CALIBRATION_TOKENS, _CALIBRATION_S / step)))
         driver = self._driver(Candidate("plain", (), (), 0, found.threads, 0.0))
-        vocabulary = self.models[-1].get_output_embeddings().weight.shape[0]
+        vocabulary = head_size(self.models[-1])
         prompt = np.array([min(begin, vocabulary - 1)], dtype=np.int32)
         driver.run(Request(Start([prompt], [1 + tokens], Selection(), vocabulary), []))
         said = driver.block.tokens(driver.block.target, 0, 1, 1 + tokens)
@@ -182,7 +192,9 @@ class Auto:
             for candidate in plan.candidates:
                 if candidate.rate < max(_NEAR * plan.chosen.rate, planner.MARGIN * plan.plain.rate):
                     break
-                if candidate.key not in known and candidate.schedule != "plain":
+                # To start processes takes seconds: only what the plan chooses is worth that.
+                is_there = candidate.schedule != "workers" or (candidate.schedule, candidate.drafts) in self._drivers
+                if candidate.key not in known and candidate.schedule != "plain" and is_there:
                     self._trials[rows] = self._trials.get(rows, 0) + 1
                     self._decisions.append(f"{candidate.schedule} {plan.label(candidate)} is tried")
                     return candidate
@@ -199,9 +211,9 @@ class Auto:
             models = [*(self.models[i] for i in candidate.drafts), self.models[-1]]
             if candidate.schedule == "workers":
                 with working("starting draft processes"):
-                    driver = WorkersDriver(models, policy)
+                    driver = WorkersDriver(models, policy, self._trace)
             else:
-                driver = LockstepDriver(models, policy)
+                driver = LockstepDriver(models, policy, self._trace)
             self._drivers[at] = driver
         driver.steer(policy)
         for other in self._drivers.values():
@@ -226,9 +238,9 @@ class Auto:
         """Run one call and learn from it."""
         session = self._begin(generation)
         session.run(generation)
-        seconds = generation.seconds
+        seconds, traces = generation.seconds, session.driver.traces()
         decisions = session.end(generation, seconds)
-        return generation.report(session.candidate.schedule, session.names, decisions, seconds)
+        return generation.report(session.candidate.schedule, session.names, decisions, seconds, traces)
 
     def _begin(self, generation: Generation) -> _Session:
         """Driver and steering for a call that is about to run."""
@@ -240,14 +252,19 @@ class Auto:
             rows, max(len(p) for p in prompts), max(1, max(n - len(p) for p, n in zip(prompts, limits, strict=True)))
         )
         began = self.clock()
-        if len(self.models) > 1 and not self.profile.target.has(self.profile.threads, _bucket(rows)):
-            self._measure_rows(_bucket(rows))
+        if len(self.models) > 1 and not self.profile.target.has(_bucket(rows)):
+            try:
+                self._measure_rows(_bucket(rows))
+            except Exception as error:
+                _tell_failure(f"batches of {rows} could not be measured ({type(error).__name__}: {error})")
         prompt = max(prompts, key=len)
         if not self._asked and len(self.models) > 1 and len(prompt) >= _LONG_PROMPT:
             # Better than a text about nothing: the models' opinions on the user's own words.
             self._asked = True
-            self.tables["greedy"] = profiles.agreement_on(self.models, prompt, len(prompt) // 4, own_text=False)
-            self._replan("greedy")
+            found = self._ask(prompt, len(prompt) // 4, own_text=False)
+            if found is not None:
+                self.tables["greedy"] = found
+                self._replan("greedy")
         plan = self.plan = self._planned(call, mode)
         candidate = self._choose(plan, _bucket(rows))
         self.plan, candidate, driver = self._driver_for(plan, candidate, mode)
@@ -258,16 +275,13 @@ class Auto:
 
     def _measure_rows(self, rows: int) -> None:
         """Step times of a batch, when the first comes."""
-        counts = sorted({self.profile.threads, 1, max(1, self.profile.threads - 1)}, reverse=True)
-        stages = []
         with working(f"measuring batches of {rows}"):
-            for model, stage in zip(self.models, self.profile.stages, strict=True):
-                times = [
-                    profiles.measure_steps(model, n, rows=rows, widths=(1, 2, 4, 8), repeats=3, budget_s=1.0)[0]
-                    for n in counts
-                ]
-                stages.append(replace(stage, times=(*stage.times, *times)))
-        self.profile = replace(self.profile, stages=tuple(stages))
+            found = profiles.measure_stages(
+                self.models, self.names, rows=rows, widths=(1, 2, 4, 9), budget_s=0.7 * len(self.models)
+            )
+        stages = zip(self.profile.stages, found.stages, strict=True)
+        merged = tuple(replace(stage, times=(*stage.times, *more.times)) for stage, more in stages)
+        self.profile = replace(self.profile, stages=merged)
         self._store()
 
     def close(self) -> None:
@@ -281,7 +295,7 @@ class Auto:
         at = (rows, plain.key)
         if at not in self._ledgers:
             step = self.profile.target.seconds(1, threads=plain.threads, rows=call.rows, context=call.context)
-            self._ledgers[at] = Ledger(step / call.rows)
+            self._ledgers[at] = Ledger((self.profile.slowness * step + planner.BETWEEN_S) / call.rows)
         return self._ledgers[at]
 
     def correct(self, rows: int, key: _Key, ratio: float) -> None:
@@ -289,6 +303,12 @@ class Auto:
         known = self._corrections.setdefault(rows, {})
         ratio = min(max(ratio, 0.05), 5.0)
         known[key] = ratio if key not in known else known[key] + 0.3 * (ratio - known[key])
+
+    def fade(self, rows: int) -> None:
+        """What was measured of chains counts a little less with each call that is decoded plainly, so that they are tried again some day."""
+        for key, ratio in self._corrections.get(rows, {}).items():
+            if key[0] != "plain":
+                self._corrections[rows][key] = ratio + _FADES * (1.0 - ratio)
 
     def set_correction(self, rows: int, key: _Key, ratio: float) -> None:
         self._corrections.setdefault(rows, {})[key] = ratio
@@ -299,31 +319,51 @@ class Auto:
         if len(self.models) == 1:
             return
         mode = session.mode
-        fresh = mode not in self._observed
-        if not fresh and self._learning > _SHARE * self._in_calls:
+        seen = self._seen.get(mode, 0)
+        is_young = seen < _ENOUGH
+        if not is_young and (self._learning > _SHARE * self._in_calls or self._in_calls < self._next.get(mode, 0.0)):
             return
         began = self.clock()
         selection: Selection = generation.request.start.selection
         row = int(np.argmax([len(t) for t in generation.generated()]))
         prompt, said = generation.prompts[row], generation.generated()[row]
+        table = None
         if len(said) >= 16 and not selection.stepwise:
             text = np.concatenate([prompt, np.array(said, dtype=np.int32)])
-            table = profiles.agreement_on(self.models, text, len(prompt), own_text=True, selection=selection, row=row)
+            table = self._ask(text, len(prompt), own_text=True, selection=selection, row=row)
+        if table is not None:
+            self._seen[mode] = seen + len(table)
             old = self.tables.get(mode)
             before = None if old is None else (old == 0).mean(axis=0)
-            if old is not None and not fresh:
+            if old is not None and seen > 0:  # what it began with was not this user's text
                 table = np.concatenate([old, table])[-profiles.MOST_POSITIONS :]
             self.tables[mode] = table
-            self._observed.add(mode)
             after = (table == 0).mean(axis=0)
-            if before is None or fresh or bool(np.any(np.abs(before - after) > _MOVED)):
+            moved = (
+                before is None
+                or seen == 0
+                or (is_young and self._seen[mode] >= _ENOUGH)
+                or bool(np.any(np.abs(before - after) > _MOVED))
+            )
+            # As long as it says the same it is asked ever more seldom.
+            self._patience[mode] = 1 if moved else min(2 * self._patience.get(mode, 1), _MOST_PATIENCE)
+            self._next[mode] = self._in_calls + self._patience[mode] * (self.clock() - began) / _SHARE
+            if moved:
                 self._replan(mode)
                 self._decisions.append(
                     f"agreement with the target is {', '.join(f'{a:.2f}' for a in after)}: planned anew"
                 )
                 self._store()
         # What it takes to begin is not held against it.
-        self._learning = 0.0 if fresh else self._learning + self.clock() - began
+        self._learning = 0.0 if is_young else self._learning + self.clock() - began
+
+    def _ask(self, text: np.ndarray, first: int, **how: Any) -> np.ndarray | None:
+        """The table of agreement; None, and a warning, where a model fails: the call goes on."""
+        try:
+            return profiles.agreement_on(self.models, text, first, **how)
+        except Exception as error:
+            _tell_failure(f"the drafts could not be asked about a text ({type(error).__name__}: {error})")
+            return None
 
     def told(self) -> list[str]:
         """What was decided since the last call."""
@@ -380,6 +420,8 @@ class _Session:
                 counts=lambda: Counts(tokens(), 0, 0, 0),
                 what=_threads(threads[0]),
                 other=_threads(threads[1]),
+                loses=_THREADS_LOSE,
+                probes=False,
                 **common,
             )
             return self.steering.look
@@ -413,7 +455,9 @@ class _Session:
         auto = self.auto
         at = (self.rows, self.mode, self.candidate.key)
         if at not in auto._ladders:
-            auto._ladders[at] = planner.ladder(auto.profile, auto.answers(self.mode), self.candidate, self.plan.call)
+            auto._ladders[at] = planner.ladder(
+                auto.profile, auto.answers(self.mode), self.candidate, self.plan.call, cores=auto.cores
+            )
         return auto._ladders[at]
 
     def run(self, generation: Generation) -> None:
@@ -428,18 +472,20 @@ class _Session:
     def end(self, generation: Generation, seconds: float) -> tuple[str, ...]:
         """Afterwards: what was learnt and decided."""
         auto, key = self.auto, self.candidate.key
-        measured = 0.0  # tokens per second
         if isinstance(self.steering, Steering) and self.steering.speculated:
-            intervals = self.steering.speculated
-            measured = sum(n for n, _ in intervals) / sum(s for _, s in intervals)
+            tokens, passed, steps = (sum(column) for column in zip(*self.steering.speculated, strict=True))
+            if self.candidate.schedule == "plain":
+                auto.ledger(self.rows, self.candidate, self.plan.call).learn(passed / tokens)
+            else:
+                # By its steps: how many tokens one gives is the text's luck, which the table of agreement has.
+                auto.correct(self.rows, key, self._step_s() * steps / passed)
         elif self._marks:
-            tokens, began = self._marks[0]
-            now, new = auto.clock(), self._tokens() - tokens
-            measured = new / (now - began) if new >= 16 and now > began else 0.0
-        if measured and self.candidate.schedule == "plain":
-            auto.ledger(self.rows, self.candidate, self.plan.call).learn(1 / measured)
-        elif measured:
-            auto.correct(self.rows, key, measured / self._decoding_rate())
+            before, began = self._marks[0]
+            now, new = auto.clock(), self._tokens() - before
+            if new >= 16 and now > began:
+                auto.ledger(self.rows, self.candidate, self.plan.call).learn((now - began) / new)
+        if self.candidate.schedule == "plain":
+            auto.fade(self.rows)
         for plain in (c for c in self.plan.candidates if c.schedule == "plain"):
             ledger = auto.ledger(self.rows, plain, self.plan.call)
             if ledger.measured:
@@ -448,15 +494,22 @@ class _Session:
         own = self.steering.decisions if self.steering is not None else []
         return (self.plan.why, *auto.told(), *own)
 
-    def _decoding_rate(self) -> float:
-        """Predicted, without the prompt's time."""
+    def _step_s(self) -> float:
+        """Seconds of a step of the target's, as predicted."""
         profile, call = self.auto.profile, self.plan.call
         raw = self.auto._plans.get((self.rows, self.mode))
         candidate = next((c for c in (raw or self.plan).candidates if c.key == self.candidate.key), self.candidate)
+        threads = self.candidate.threads
         drafts = self.candidate.drafts if self.candidate.schedule == "lockstep" else ()
-        prompt = sum(profile.stages[i].prefill_s for i in (*drafts, -1)) * call.prompt * call.rows
-        total = call.rows * call.tokens
-        return total / max(total / candidate.rate - prompt, 1e-9)
+        prompt = profile.slowness * sum(
+            profile.stages[i].prompt_s(call.prompt, threads=threads, rows=call.rows) for i in (*drafts, -1)
+        )
+        decoding = call.rows * call.tokens / candidate.rate - prompt
+        return max(decoding, 1e-9) * candidate.tokens_per_step / call.tokens
+
+
+def _tell_failure(what: str) -> None:
+    warnings.warn(f"schedule='auto': {what}; it goes on with what it knows", StageFailure, stacklevel=level_of_caller())
 
 
 def _threads(count: int) -> str:

@@ -12,10 +12,12 @@ from transformers import AutoTokenizer
 
 from pipespec.checks import check_chain
 from pipespec.loading import load_model
+from pipespec.placement import Devices, arrange
 from pipespec.planning import planner
 from pipespec.planning.auto import Auto
 from pipespec.planning.survey import calibrate, call_of, picture, settings, survey, table
 from pipespec.progress import quiet_transformers, say, working
+from pipespec.stage import stage_names
 from pipespec_kernels import collect_env
 
 
@@ -28,17 +30,19 @@ def run_plan(
     svg: Path | None = None,
     repeats: int = 3,
     as_json: bool = False,
+    device: Devices = None,
     **loading: Any,
 ) -> int:
     """Print the plan; with ``svg`` also measure every setting and draw both. Raises as ``Pipeline``."""
     given = [*drafts, target]
     with quiet_transformers():
         with working("loading the models"):
-            models = [load_model(m, **loading) for m in given]
+            devices = arrange(given, device=device, **loading)
+            models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
             check_chain(models, given)
         names = [Path(m).name for m in given]
         if len(set(names)) < len(names):
-            names = [*(f"draft {i}" for i in range(len(drafts))), "target"]
+            names = stage_names(len(given))
         auto = Auto(models, names=names)
         auto.close()
         limit = getattr(models[-1].config, "max_position_embeddings", None)
@@ -60,7 +64,9 @@ def run_plan(
             candidates = list(dict.fromkeys([*settings(auto.profile), *plan.candidates]))
             candidates = [c for c in candidates if c.schedule != "workers" or auto.cores > 1]
             with working(f"measuring {len(candidates)} settings, {repeats} times"):
-                points = survey(models, auto.profile, answers, candidates, prompts, new_tokens, repeats)
+                points = survey(
+                    models, auto.profile, answers, candidates, prompts, new_tokens, repeats, cores=auto.cores
+                )
             record["points"] = [p.to_dict() for p in points]
             env = collect_env()["cpu"]
             caption = f"{env['model']}, {env['usable_cores']} cores, medians of {repeats} repeats."

@@ -19,6 +19,15 @@ from pipespec.planning.simulator import Answers, Policy, StageModel, simulate
 MARGIN = 1.05
 """Speculate only where it is predicted to be this much faster than plain decoding."""
 
+WAKE_S = 3e-5
+"""From a publication to the look of a stage that slept, and"""
+BETWEEN_S = 4e-5
+"""from the end of a step to the next: medians of traces, see docs/theory.md. Small beside a step, and about the same everywhere."""
+
+_THREADS_GAIN = 1.1
+"""Fewer threads than the user allows are taken where they are this much faster: less is the machine's mood."""
+_FEW_TOKENS, _MOST_TOKENS = 512, 2048  # of a simulation: of many settings, and of one
+_PIECE = 64
 _MOST_WIDTH = 34  # half of a step's columns, and own tokens
 _MOST_DRAFTS = 3  # of which all subsets are tried; of more, each alone, all, and all without one
 _WINDOWS = {"lockstep": (1, 2, 3, 4, 6, 8), "workers": (2, 4, 8, 16)}
@@ -41,7 +50,12 @@ class Stage(Protocol):
     @property
     def parameters(self) -> int: ...
     @property
-    def prefill_s(self) -> float: ...
+    def contention(self) -> float: ...
+    @property
+    def burden(self) -> float: ...
+    @property
+    def cold_s(self) -> float: ...
+    def prompt_s(self, tokens: int, *, threads: int, rows: int = 1) -> float: ...
     def seconds(self, width: float, *, threads: int, rows: int = 1, context: float = 64) -> float: ...
 
 
@@ -52,7 +66,8 @@ class Chain(Protocol):
     def stages(self) -> Sequence[Stage]: ...
     @property
     def threads(self) -> int: ...
-    def overlap(self, stages: int) -> float: ...
+    @property
+    def slowness(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,8 @@ class Call:
 @dataclass(frozen=True)
 class Candidate:
     """One way to run the chain. ``drafts``: indices into the profile's stages, in order; ``rate``: predicted tokens per second of a
-    whole call, prompt included; ``ideal``: the same if stages did not slow each other down; ``decode_meanwhile``: what a target with fewer
-    hints than ``wait`` does, else it sleeps."""
+    whole call, prompt included; ``ideal``: the same if steps took as long beside other stages as they take alone, and nothing but steps took
+    time; ``decode_meanwhile``: what a target with fewer hints than ``wait`` does, else it sleeps."""
 
     schedule: str
     drafts: tuple[int, ...]
@@ -172,52 +187,58 @@ def predict(
     call: Call,
     *,
     seed: int = 0,
-    contention: float | None = None,
+    ideal: bool = False,
+    cores: int | None = None,
 ) -> Candidate:
-    """``candidate`` with its predicted rate. ``answers`` are of all drafts of the profile."""
-    rows = call.rows
-
-    def model(i: int, threads: int, start: float) -> StageModel:
+    """``candidate`` with its predicted rate. ``answers`` are of all drafts of the profile; a table is replayed as a whole, up to
+    2048 positions. ``ideal``: see :class:`Candidate`. ``cores``: that stages share (None: one for each)."""
+    rows, target = call.rows, len(profile.stages) - 1
+    slowness, between = profile.slowness, 0.0 if ideal else BETWEEN_S
+    is_parallel = candidate.schedule == "workers"
+    stages, start = [], 0.0
+    for i in (*candidate.drafts, target):
         stage = profile.stages[i]
-        times = [stage.seconds(w, threads=threads, rows=rows, context=call.context) for w in range(1, _MOST_WIDTH + 1)]
+        threads = candidate.threads if i == target or not is_parallel else 1
+        prompt = slowness * stage.prompt_s(call.prompt, threads=threads, rows=rows)
+        start = prompt if is_parallel else start + prompt
+        widths = range(1, 2 if candidate.schedule == "plain" else _MOST_WIDTH + 1)
+        times = [stage.seconds(w, threads=threads, rows=rows, context=call.context) for w in widths]
         for t in times:
             positive(t, f"a step time of {stage.name}")
-        return StageModel(times, start, device=0)
-
-    target = len(profile.stages) - 1
+        beside = [profile.stages[j].burden for j in candidate.drafts] if i == target else [stage.contention]
+        stages.append(
+            StageModel(
+                [slowness * t + between for t in times],
+                start,
+                device=0,
+                sensitivity=sum(beside) / max(1, len(beside)),
+                cold_s=0.0 if is_parallel else slowness * stage.cold_s,
+            )
+        )
     if candidate.schedule == "plain":
-        step = profile.stages[target].seconds(1, threads=candidate.threads, rows=rows, context=call.context)
-        positive(step, f"a step time of {profile.stages[target].name}")
-        seconds = profile.stages[target].prefill_s * call.prompt * rows + call.tokens * step
-        rate = rows * call.tokens / seconds
-        return replace(candidate, rate=rate, ideal=rate, tokens_per_step=1.0)
-    is_parallel = candidate.schedule == "workers"
-    stages, sum_s = [], 0.0
-    for i in (*candidate.drafts, target):
-        prompt_s = profile.stages[i].prefill_s * call.prompt * rows
-        sum_s = prompt_s if is_parallel else sum_s + prompt_s
-        threads = candidate.threads if i == target or not is_parallel else 1
-        stages.append(model(i, threads, sum_s))
+        rate = rows * call.tokens / (start + call.tokens * stages[-1].times()[0])
+        return replace(candidate, rate=rate, tokens_per_step=1.0)
     own = _subset(answers, candidate.drafts, len(profile.stages))
-    policy = Policy(candidate.windows, candidate.wait, decode_meanwhile=candidate.decode_meanwhile)
-    if contention is None:
-        contention = profile.overlap(len(stages)) if is_parallel else 0.0
     # Enough of them for the mean, not one text's luck.
-    many = max(1, 512 // rows)
+    many = max(1, min(max(_FEW_TOKENS, 0 if own.table is None else len(own.table)), _MOST_TOKENS) // rows)
     result = simulate(
         "workers" if is_parallel else "lockstep",
         stages,
         own,
         many,
-        policy=policy,
+        policy=Policy(
+            candidate.windows,
+            candidate.wait,
+            decode_meanwhile=candidate.decode_meanwhile,
+            wake_s=0.0 if ideal or not is_parallel else WAKE_S,
+        ),
         rows=rows,
         seed=seed,
-        contention=contention,
+        contention=0.0 if ideal else 1.0,
+        cores=None if ideal or not is_parallel else cores,
     )
-    start = stages[-1].start_s
     seconds = start + (result.seconds - start) * call.tokens / many
-    rate = rows * call.tokens / seconds
-    return replace(candidate, rate=rate, tokens_per_step=result.tokens_per_step, ideal=rate)
+    return replace(candidate, rate=rows * call.tokens / seconds, tokens_per_step=result.tokens_per_step)
 
 
 def _subset(answers: Answers, drafts: Sequence[int], stages: int) -> Answers:
@@ -272,8 +293,13 @@ def plan(
     names = tuple(stage.name for stage in profile.stages)
     counts = sorted({1, profile.threads}, reverse=True)
 
-    found = [predict(profile, answers, Candidate("plain", (), (), 0, n, 0.0), call) for n in counts]
-    plain = max(found, key=lambda c: c.rate)
+    thin = _thinned(answers)
+
+    def predicted(c: Candidate, answers: Answers = thin) -> Candidate:
+        return predict(profile, answers, c, call, seed=seed, cores=cores)
+
+    found = [predicted(Candidate("plain", (), (), 0, n, 0.0)) for n in counts]
+    plain = _plain(found)
     if target > 0:
         answers.check(len(profile.stages))
         for schedule in schedules:
@@ -282,20 +308,28 @@ def plan(
                 if schedule == "workers" and cores is not None and cores < 2:
                     continue
                 tried = [
-                    predict(
-                        profile,
-                        answers,
-                        Candidate(schedule, drafts, windows, wait, threads, 0.0, decode_meanwhile=meanwhile),
-                        call,
-                        seed=seed,
-                    )
+                    predicted(Candidate(schedule, drafts, windows, wait, threads, 0.0, decode_meanwhile=meanwhile))
                     for windows, wait, meanwhile in _grid(schedule, len(drafts))
                 ]
-                best = max(tried, key=lambda c: c.rate)
-                if schedule == "workers":
-                    best = replace(best, ideal=predict(profile, answers, best, call, seed=seed, contention=0.0).rate)
-                found.append(best)
+                found.append(predicted(max(tried, key=lambda c: c.rate), answers))
+    found = [replace(c, ideal=predict(profile, answers, c, call, seed=seed, ideal=True).rate) for c in found]
     return decide(Plan(plain, plain, tuple(found), names, call, ""), corrections)
+
+
+def _thinned(answers: Answers) -> Answers:
+    """A long table, for the many settings that are compared: pieces of it."""
+    table = answers.table
+    if table is None or len(table) <= _FEW_TOKENS:
+        return answers
+    begins = np.linspace(0, min(len(table), _MOST_TOKENS) - _PIECE, _FEW_TOKENS // _PIECE).astype(int)
+    return Answers(table=np.concatenate([table[b : b + _PIECE] for b in begins]))
+
+
+def _plain(candidates: Sequence[Candidate]) -> Candidate:
+    """Plain decoding, with the threads that the user allows unless fewer are clearly faster."""
+    found = sorted((c for c in candidates if c.schedule == "plain"), key=lambda c: -c.threads)
+    fewer = max(found, key=lambda c: c.rate)
+    return fewer if fewer.rate > _THREADS_GAIN * found[0].rate else found[0]
 
 
 def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float]) -> Plan:
@@ -306,9 +340,11 @@ def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float
     known = [c for c in plan.candidates if c.schedule == "plain" and c.key in corrections]
     common = corrections[max(known, key=lambda c: c.rate * corrections[c.key]).key] if known else 1.0
     corrected = [replace(c, rate=c.rate * corrections.get(c.key, common)) for c in plan.candidates]
-    plain = max((c for c in corrected if c.schedule == "plain"), key=lambda c: c.rate)
-    best = max(corrected, key=lambda c: c.rate)
-    gain = best.rate / plain.rate
+    plain = _plain(corrected)
+    best = max((plain, *(c for c in corrected if c.schedule != "plain")), key=lambda c: c.rate)
+    # A worker's target has fewer threads: what they alone would give is no merit of the drafts'.
+    alone = max(c.rate for c in corrected if c.schedule == "plain" and c.threads in (plain.threads, best.threads))
+    gain = best.rate / alone
     if best.schedule == "plain":
         chosen = plain
         others = [c for c in corrected if c.schedule != "plain"]
@@ -325,7 +361,9 @@ def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float
     return replace(plan, chosen=chosen, plain=plain, candidates=tuple(corrected), why=why)
 
 
-def ladder(profile: Chain, answers: Answers, candidate: Candidate, call: Call) -> tuple[Rung, ...]:
+def ladder(
+    profile: Chain, answers: Answers, candidate: Candidate, call: Call, *, cores: int | None = None
+) -> tuple[Rung, ...]:
     """The best windows and wait of ``candidate`` for acceptance rates other than the expected one: what it is steered by.
 
     The last draft's agreement with the target varies, that of drafts with each other stays.
@@ -345,7 +383,7 @@ def ladder(profile: Chain, answers: Answers, candidate: Candidate, call: Call) -
         own = Answers(acceptance=(*between[:-1], a))
         best: Candidate | None = None
         for windows, wait in settings:
-            tried = _predict_subset(profile, own, replace(candidate, windows=windows, wait=wait), call)
+            tried = _predict_subset(profile, own, replace(candidate, windows=windows, wait=wait), call, cores)
             if best is None or tried.rate > best.rate:
                 best = tried
         assert best is not None
@@ -364,14 +402,15 @@ class _Sub:
     def threads(self) -> int:
         return self.whole.threads
 
-    def overlap(self, stages: int) -> float:
-        return self.whole.overlap(stages)
+    @property
+    def slowness(self) -> float:
+        return self.whole.slowness
 
 
-def _predict_subset(profile: Chain, answers: Answers, candidate: Candidate, call: Call) -> Candidate:
+def _predict_subset(profile: Chain, answers: Answers, candidate: Candidate, call: Call, cores: int | None) -> Candidate:
     stages = [profile.stages[i] for i in candidate.drafts] + [profile.stages[-1]]
     own = replace(candidate, drafts=tuple(range(len(candidate.drafts))))
-    return replace(predict(_Sub(profile, stages), answers, own, call), drafts=candidate.drafts)
+    return replace(predict(_Sub(profile, stages), answers, own, call, cores=cores), drafts=candidate.drafts)
 
 
 def neighbours(answers: Answers, drafts: Sequence[int], stages: int) -> list[float]:

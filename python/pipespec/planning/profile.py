@@ -15,9 +15,9 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from pipespec.cache import RowCache
-from pipespec.drivers import Driver, Request
-from pipespec.drivers.base import Policy
+from pipespec.compat import embedding_size, head_size
+from pipespec.drivers import Request, WorkersDriver
 from pipespec.drivers.workers import target_threads
 from pipespec.forward import forward
 from pipespec.planning._checks import non_negative, positive, same_length
@@ -38,12 +38,16 @@ from pipespec_kernels import __version__, collect_env, ops
 from pipespec_kernels.noise import Noise
 from pipespec_kernels.state import Action, StateBlock
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 17, 33)
+"""Of the steps that are measured: up to a full window's drafts and the token before them."""
 _SHORT, _LONG = 64, 1024
-_FORMAT = 1
+_QUARTER = 0.25
+"""The quantile of a step's rounds that is taken for the step itself; what the mean has above it is the machine's."""
+_WARM = 3
+"""Steps until caches are warm and threads awake."""
+_ROUNDS, _MOST_ROUNDS = 6, 16
+_FORMAT = 2
 MOST_POSITIONS = 2048
-
-Clock = Callable[[], float]
 
 
 class ProfileWarning(UserWarning):
@@ -52,13 +56,15 @@ class ProfileWarning(UserWarning):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """``seconds[i]`` of a step that feeds ``widths[i]`` columns to ``rows`` rows behind ``context`` tokens, with ``threads`` threads."""
+    """``seconds[i]`` of a step that feeds ``widths[i]`` columns to ``rows`` rows behind ``context`` tokens, with ``threads`` threads;
+    ``prefill_s``: seconds per token of a prompt (all rows)."""
 
     threads: int
     rows: int
     context: int
     widths: tuple[int, ...]
     seconds: tuple[float, ...]
+    prefill_s: float = 0.0
 
     def __post_init__(self) -> None:
         same_length("seconds", self.seconds, len(self.widths), "width")
@@ -66,6 +72,7 @@ class StepTimes:
             raise ValueError(f"widths must grow from at least 1, not {self.widths}")
         for s in self.seconds:
             positive(s, "a step time")
+        non_negative(self.prefill_s, "the time of a prompt's token")
         if min(self.threads, self.rows, self.context) < 1:
             raise ValueError(
                 f"threads, rows and context must be at least 1: {self.threads}, {self.rows}, {self.context}"
@@ -82,42 +89,60 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage. ``prefill_s``: seconds per token of a prompt."""
+    """One stage. Of a draft: ``contention``, how much longer its steps last beside the target's (0: no longer; 1: twice as long),
+    ``burden``, how much longer the target's last beside its, and ``cold_s``, by how much its first step after one of the target's is longer
+    in the same process."""
 
     name: str
     parameters: int
     times: tuple[StepTimes, ...]
-    prefill_s: float
+    contention: float = 0.0
+    burden: float = 0.0
+    cold_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.times:
             raise ValueError(f"{self.name}: a stage needs at least one step time")
-        non_negative(self.prefill_s, "the time of a prompt's token")
+        for what in ("contention", "burden", "cold_s"):
+            non_negative(getattr(self, what), what)
 
-    def has(self, threads: int, rows: int) -> bool:
-        return any(t.threads == threads and t.rows == rows for t in self.times)
+    def has(self, rows: int) -> bool:
+        return any(t.rows == rows for t in self.times)
+
+    def _nearest(self, threads: int, rows: int) -> list[StepTimes]:
+        """Of one number of threads and rows, by context; of those that were not measured the nearest."""
+        best = min(self.times, key=lambda t: (abs(math.log(t.rows / rows)), abs(t.threads - threads)))
+        return sorted(
+            (t for t in self.times if (t.threads, t.rows) == (best.threads, best.rows)), key=lambda t: t.context
+        )
 
     def seconds(self, width: float, *, threads: int, rows: int = 1, context: float = _SHORT) -> float:
         """Of one step. Between contexts it is interpolated; for threads or rows that were not measured the nearest is taken."""
-        best = min(self.times, key=lambda t: (abs(math.log(t.rows / rows)), abs(t.threads - threads)))
-        same = sorted(
-            (t for t in self.times if (t.threads, t.rows) == (best.threads, best.rows)), key=lambda t: t.context
-        )
+        same = self._nearest(threads, rows)
         low, high = same[0], same[-1]
         a, b = low.at(width), high.at(width)
         if high.context == low.context:
             return a
         return max(min(a, b), a + (b - a) * (context - low.context) / (high.context - low.context))
 
+    def prompt_s(self, tokens: int, *, threads: int, rows: int = 1) -> float:
+        """Seconds that prompts of so many tokens take."""
+        same = self._nearest(threads, rows)
+        nearest = min(same, key=lambda t: abs(math.log(t.context / max(tokens, 1))))
+        return nearest.prefill_s * tokens * rows / nearest.rows
+
 
 @dataclass(frozen=True)
 class Profile:
-    """All stages of a chain, draft 0 first. ``threads``: what the caller may use; ``contention[n]``: how much of each other's time n
-    stages take that run at once (0: none; 1: they share what one alone has); ``key``: digest of what it was measured on."""
+    """All stages of a chain, draft 0 first.
+
+    ``threads``: what the caller may use. ``slowness``: of the machine as it was while the profile was made: how much longer the target's steps lasted on
+    average than ``stages`` say, which have the better quarter of the rounds. ``key``: digest of what it was measured on.
+    """
 
     stages: tuple[StageProfile, ...]
     threads: int
-    contention: dict[int, float] = field(default_factory=dict)
+    slowness: float = 1.0
     key: str = ""
 
     def __post_init__(self) -> None:
@@ -125,25 +150,20 @@ class Profile:
             raise ValueError("a profile needs at least one stage")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
-        for value in self.contention.values():
-            non_negative(value, "contention")
+        positive(self.slowness, "slowness")
 
     @property
     def target(self) -> StageProfile:
         return self.stages[-1]
-
-    def overlap(self, stages: int) -> float:
-        """Contention of ``stages`` at once: as measured, or as measured with the nearest number of them."""
-        if not self.contention:
-            return 0.0
-        return self.contention[min(self.contention, key=lambda n: abs(n - stages))]
 
     def to_json(self) -> dict[str, Any]:
         stages = [
             {
                 "name": s.name,
                 "parameters": s.parameters,
-                "prefill_s": s.prefill_s,
+                "contention": s.contention,
+                "burden": s.burden,
+                "cold_s": s.cold_s,
                 "times": [
                     {
                         "threads": t.threads,
@@ -151,14 +171,14 @@ class Profile:
                         "context": t.context,
                         "widths": list(t.widths),
                         "seconds": list(t.seconds),
+                        "prefill_s": t.prefill_s,
                     }
                     for t in s.times
                 ],
             }
             for s in self.stages
         ]
-        contention = {str(n): c for n, c in self.contention.items()}
-        return {"stages": stages, "threads": self.threads, "contention": contention, "key": self.key}
+        return {"stages": stages, "threads": self.threads, "slowness": self.slowness, "key": self.key}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Profile:
@@ -168,15 +188,21 @@ class Profile:
                 str(s["name"]),
                 int(s["parameters"]),
                 tuple(
-                    StepTimes(t["threads"], t["rows"], t["context"], tuple(t["widths"]), tuple(t["seconds"]))
+                    StepTimes(
+                        t["threads"],
+                        t["rows"],
+                        t["context"],
+                        tuple(t["widths"]),
+                        tuple(t["seconds"]),
+                        float(t["prefill_s"]),
+                    )
                     for t in s["times"]
                 ),
-                float(s["prefill_s"]),
+                *(float(s[what]) for what in ("contention", "burden", "cold_s")),
             )
             for s in data["stages"]
         )
-        contention = {int(n): float(c) for n, c in data["contention"].items()}
-        return Profile(stages, int(data["threads"]), contention, str(data["key"]))
+        return Profile(stages, int(data["threads"]), float(data["slowness"]), str(data["key"]))
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -186,26 +212,32 @@ class _Bench:
     """One model as the last stage of a chain of two, its draft a script that proposes what it is told to."""
 
     def __init__(self, model: PreTrainedModel, rows: int, context: int, steps: int) -> None:
-        self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        """Room for ``steps`` steps after each :meth:`begin`."""
+        self.vocabulary = embedding_size(model)
+        self.context = context
         self._random = np.random.default_rng(1)
-        self._rows = rows
         prompts = [self._random.integers(0, self.vocabulary, context).astype(np.int32) for _ in range(rows)]
         limits = [context + steps + 2 * WIDTHS[-1]] * rows
+        self._start = Start(prompts, limits, Selection(), self.vocabulary)
         self._block = StateBlock.create(2, rows, steps + 2 * WIDTHS[-1] + 2)
-        self._block.reset([context] * rows, limits, [int(p[-1]) for p in prompts], [])
+        self._stage = Stage(model, self._block, 1)
+
+    def begin(self, *, reuse: bool = False) -> float:
+        """Back to the prompts, which ``reuse`` takes from the cache; seconds that they took."""
+        prompts, limits = self._start.prompts, self._start.limits
+        self._block.reset([self.context] * len(prompts), limits, [int(p[-1]) for p in prompts], [])
         self._block.set_alive(0, True)
         self._block.set_alive(1, True)
         self._draft = self._block.port(0, 64)
-        self._stage = Stage(model, self._block, 1)
         began = time.perf_counter()
-        self._stage.prefill(Start(prompts, limits, Selection(), self.vocabulary))
-        self.prefill_s = time.perf_counter() - began
+        self._stage.prefill(replace(self._start, reuse=reuse))
+        return time.perf_counter() - began
 
     def step(self, width: int) -> float:
         """Seconds of one step that feeds ``width`` columns."""
         while self._draft.plan(width - 1, 0, 0) == Action.STEP:
             columns = self._draft.columns
-            says = self._random.integers(0, self.vocabulary, (self._rows, columns)).astype(np.int32)
+            says = self._random.integers(0, self.vocabulary, (len(self._start.prompts), columns)).astype(np.int32)
             self._draft.commit(says.ctypes.data, columns)
         began = time.perf_counter()
         self._stage.step(0, width - 1)
@@ -222,39 +254,145 @@ def threads_set(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure_steps(
-    model: PreTrainedModel,
-    threads: int,
-    *,
-    rows: int = 1,
-    context: int = _SHORT,
-    widths: Sequence[int] = WIDTHS,
-    repeats: int = 7,
-    budget_s: float = 2.0,
-) -> tuple[StepTimes, float]:
-    """Medians over ``repeats`` rounds through all widths (fewer when the budget is used up; one at least), and the seconds of a
-    prompt's token."""
-    with threads_set(threads):
-        began = time.perf_counter()
-        bench = _Bench(model, rows, context, (repeats + 1) * len(widths) + 4)
-        bench.step(1)  # the first picks kernels
-        if (bench.step(1) + bench.step(2)) * len(widths) > budget_s:
-            widths = sorted({widths[0], widths[len(widths) // 2], widths[-1]})
-        found: dict[int, list[float]] = {width: [] for width in widths}
-        for round_ in range(repeats):
-            for width in widths:
-                found[width].append(bench.step(width))
-            spent = time.perf_counter() - began
-            if spent * (round_ + 2) / (round_ + 1) > budget_s:
-                break
-    seconds = tuple(statistics.median(found[w]) for w in widths)
-    return StepTimes(threads, rows, context, tuple(widths), seconds), bench.prefill_s / context
-
-
 def thread_counts(stages: int) -> list[int]:
     """Numbers of threads that a plan may choose: all, what is left beside 1 .. ``stages`` - 1 workers, and one."""
     every = torch.get_num_threads()
     return sorted({1, every, *(target_threads(drafts) for drafts in range(1, stages))}, reverse=True)
+
+
+class Profiler:
+    """Measures the stages of a chain in rounds.
+
+    A round is a step of every width, stage, context and number of threads, so that a bad moment of the machine's touches all alike;
+    rounds may lie far apart. :meth:`profile` is what all of them say together.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[PreTrainedModel],
+        names: Sequence[str],
+        *,
+        rows: int = 1,
+        widths: Sequence[int] = WIDTHS,
+        round_s: float = 2.0,
+    ) -> None:
+        """``round_s``: a round that would take longer has fewer widths."""
+        self.models, self.names, self.rows = list(models), list(names), rows
+        self.threads = torch.get_num_threads()
+        self._counts = thread_counts(len(models))
+        limit = min(getattr(m.config, "max_position_embeddings", None) or _LONG + 256 for m in models)
+        contexts = (_SHORT, min(_LONG, max(2 * _SHORT, limit - 192)))
+        self._benches = [[_Bench(model, rows, c, 2 * len(widths) + _WARM + 2) for c in contexts] for model in models]
+        # Seconds of a step, by stage, context, threads and width; of a prompt's token, with width 0.
+        self._steps: dict[tuple[int, int, int, int], list[float]] = {}
+        self._beside: dict[
+            int, list[tuple[float, float]]
+        ] = {}  # by draft: how much longer its steps last, and the target's
+        self._cold: dict[int, list[float]] = {}
+        self._rounds = 0
+        took = 0.0
+        with threads_set(1):
+            for short, _ in self._benches:
+                short.begin()
+                short.step(1)  # the first picks kernels
+                took += min(short.step(1) for _ in range(3))
+        if 2 * took * len(widths) * len(self._counts) > round_s:
+            widths = sorted({widths[0], widths[len(widths) // 2], widths[-1]})
+        few = [w for w in (1, 2, 4, 9) if w in widths] or list(widths)
+        self._widths = (tuple(widths), tuple(few))  # behind a short text and a long one
+
+    def round(self) -> None:
+        """One step of every kind."""
+        self._rounds += 1
+        for threads in self._counts:
+            with threads_set(threads):
+                for stage, benches in enumerate(self._benches):
+                    for place, (bench, widths) in enumerate(zip(benches, self._widths, strict=True)):
+                        is_short = place == 0
+                        prompt = bench.begin(reuse=not is_short)
+                        if is_short:
+                            self._note(stage, place, threads, 0, prompt / bench.context)
+                        for _ in range(_WARM):
+                            bench.step(1)
+                        first = self._rounds % len(widths)
+                        for width in (*widths[first:], *widths[:first]):
+                            self._note(stage, place, threads, width, bench.step(width))
+        target = self._benches[-1][0]
+        for stage, (bench, _) in enumerate(self._benches[:-1]):
+            for either in (bench, target):
+                either.begin(reuse=True)
+            warm = min(bench.step(1) for _ in range(_WARM + 2))
+            for _ in range(2):
+                target.step(1)
+                self._cold.setdefault(stage, []).append(bench.step(1) - warm)
+
+    def _note(self, stage: int, place: int, threads: int, width: int, seconds: float) -> None:
+        self._steps.setdefault((stage, place, threads, width), []).append(seconds)
+
+    def beside(self, driver: WorkersDriver) -> None:
+        """How much each draft in its process and the target slow each other down: both measured at once and alone, in turn.
+
+        ``driver``: of the whole chain.
+        """
+        bench, widths = self._benches[-1][0], self._widths[1]
+        random = np.random.default_rng(2)
+        limit = min(getattr(m.config, "max_position_embeddings", None) or _LONG for m in driver.models)
+        vocabulary = head_size(driver.models[-1])
+        prompt = random.integers(0, vocabulary, 16).astype(np.int32)
+        start = Start([prompt], [max(64, min(limit - 64, 1024))], Selection(), vocabulary)
+
+        def steps() -> list[float]:
+            bench.begin(reuse=True)
+            for _ in range(_WARM):
+                bench.step(1)
+            return [bench.step(w) for w in (*widths, *widths)]
+
+        with threads_set(target_threads(1)):
+            for draft in range(len(driver.models) - 1):
+                before = steps()
+                with driver.drafting(Request(start, []), draft) as drafted:
+                    if not drafted(4):
+                        continue
+                    rates = []
+                    began, count = time.perf_counter(), drafted(0)
+                    together = steps()
+                    for pause in (0.0, max(sum(together), 0.02)):
+                        time.sleep(pause)
+                        now, more = time.perf_counter(), drafted(0)
+                        rates.append((more - count) / (now - began))
+                        began, count = now, more
+                if count >= start.limits[0] - len(prompt) or min(rates) <= 0.0:  # it came to its end, or not to a step
+                    continue
+                alone = [(a + b) / 2 for a, b in zip(before, steps(), strict=True)]
+                slower = statistics.mean(b / a for a, b in zip(alone, together, strict=True))
+                self._beside.setdefault(draft, []).append((rates[1] / rates[0] - 1, slower - 1))
+
+    def profile(self) -> Profile:
+        """Of all rounds so far; at least one."""
+        ratios = []
+        stages = []
+        for stage, (name, model, benches) in enumerate(zip(self.names, self.models, self._benches, strict=True)):
+            times = []
+            for threads in self._counts:
+                best: list[StepTimes] = []
+                for place, (bench, widths) in enumerate(zip(benches, self._widths, strict=True)):
+                    samples = [self._steps[stage, place, threads, w] for w in widths]
+                    low = [float(np.quantile(s, _QUARTER)) for s in samples]
+                    if stage == len(self.models) - 1:  # most of the time is the target's
+                        ratios += [statistics.mean(s) / q for s, q in zip(samples, low, strict=True)]
+                    prompt = self._steps.get((stage, place, threads, 0))
+                    per_token = best[0].prefill_s if prompt is None else float(np.quantile(prompt, _QUARTER))
+                    best.append(StepTimes(threads, self.rows, bench.context, widths, tuple(low), per_token))
+                short, far = best
+                # What the longer text adds, at the widths of the finer table.
+                added = [max(0.0, far.at(w) - short.at(w)) for w in (min(w, far.widths[-1]) for w in short.widths)]
+                seconds = tuple(s + a for s, a in zip(short.seconds, added, strict=True))
+                times += [short, replace(far, widths=short.widths, seconds=seconds)]
+            beside = self._beside.get(stage, [(0.0, 0.0)])
+            contention, burden = (max(0.0, statistics.mean(either)) for either in zip(*beside, strict=True))
+            cold = max(0.0, statistics.median(self._cold.get(stage, [0.0])))
+            stages.append(StageProfile(name, model.num_parameters(), tuple(times), contention, burden, cold))
+        return Profile(tuple(stages), self.threads, statistics.median(ratios))
 
 
 def measure_stages(
@@ -262,74 +400,22 @@ def measure_stages(
     names: Sequence[str],
     *,
     rows: int = 1,
-    budget_s: float = 20.0,
-    told: Callable[[str], None] = lambda what: None,
+    widths: Sequence[int] = WIDTHS,
+    budget_s: float = 10.0,
+    beside: WorkersDriver | None = None,
 ) -> Profile:
-    """Step times of every model, alone on the machine, with every number of threads that a plan may choose."""
-    threads = torch.get_num_threads()
-    counts = thread_counts(len(models))
-    limit = min(getattr(m.config, "max_position_embeddings", None) or _LONG + 256 for m in models)
-    long = min(_LONG, max(2 * _SHORT, limit - 192))
-    share = budget_s / (len(models) * (len(counts) + 1))
-    stages = []
-    for name, model in zip(names, models, strict=True):
-        told(f"measuring {name}")
-        times, prefill = [], []
-        for count in counts:
-            short, per_token = measure_steps(model, count, rows=rows, budget_s=share)
-            few = (1, 2, 4, 8)
-            far, _ = measure_steps(model, count, rows=rows, context=long, widths=few, repeats=3, budget_s=share / 2)
-            # What the longer text adds, at the widths of the finer table.
-            added = [max(0.0, far.at(min(w, few[-1])) - short.at(min(w, few[-1]))) for w in short.widths]
-            seconds = tuple(s + a for s, a in zip(short.seconds, added, strict=True))
-            times += [short, replace(short, context=long, seconds=seconds)]
-            prefill.append(per_token)
-        stages.append(StageProfile(name, model.num_parameters(), tuple(times), min(prefill)))
-    return Profile(tuple(stages), threads)
-
-
-def measure_overlap(driver: Driver, profile: Profile, text: np.ndarray, vocabulary: int, tokens: int = 96) -> float:
-    """Contention of a ``workers`` chain: all its stages run on ``text`` at once, none ever idle, and are compared with ``profile``
-    (the chain's stages, in order)."""
-    stages = len(driver.models)
-    before = driver.policy
-    driver.steer(Policy((64,) * (stages - 1)))
-    marks: list[tuple[float, list[int], list[int]]] = []
-    block = driver.block
-
-    def look() -> None:
-        counts = [block.counters(s, 0) for s in range(stages)]
-        marks.append((time.perf_counter(), [c["steps"] for c in counts], [c["fed"] for c in counts]))
-
-    calls = 0
-
-    def on_commit() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 8:  # all have their prompts
-            look()
-
-    start = Start([text.astype(np.int32)], [len(text) + tokens], Selection(), vocabulary)
-    try:
-        driver.run(Request(start, [], on_commit))
-        look()
-    finally:
-        driver.steer(before)
-    if len(marks) < 2:  # over after less than eight steps: nothing was seen
-        return 0.0
-    (began, steps0, fed0), (ended, steps1, fed1) = marks[0], marks[-1]
-    slower = []
-    for s, stage in enumerate(profile.stages):
-        steps = steps1[s] - steps0[s]
-        if steps < 4:
-            continue
-        own = target_threads(stages - 1) if s == stages - 1 else 1
-        alone = stage.seconds((fed1[s] - fed0[s]) / steps, threads=own, context=len(text) + tokens / 2)
-        mean = (ended - began) / steps
-        if s < stages - 1 and block.step_ns(s):
-            mean = min(mean, block.step_ns(s) / 1e9)  # it may have rested at its bound
-        slower.append(mean / alone - 1)
-    return max(0.0, statistics.mean(slower)) / (stages - 1) if slower else 0.0
+    """Step times of every model, alone on the machine, with every number of threads that a plan may choose; and with ``beside``, the
+    chain's own driver, how much drafts at work slow the target down, and it them."""
+    began = time.perf_counter()
+    profiler = Profiler(models, names, rows=rows, widths=widths, round_s=budget_s / _ROUNDS)
+    for done in range(1, _MOST_ROUNDS + 1):
+        profiler.round()
+        if beside is not None:
+            profiler.beside(beside)
+        spent = time.perf_counter() - began
+        if spent * (done + 1) / done > budget_s:
+            break
+    return profiler.profile()
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------
@@ -342,7 +428,7 @@ def choices(
     """What ``model`` would choose at positions ``first .. len(text) - 1`` behind the ``text`` before them; int64. Processors other
     than the fused ones are left out."""
     cache = RowCache.for_model(model, 1, len(text) + 1)
-    own = model.get_input_embeddings().weight.shape[0]
+    own = embedding_size(model)
     ids = torch.from_numpy(np.minimum(text, own - 1).astype(np.int32))[None].to(model.device)
     out = []
     at = 0
@@ -393,7 +479,7 @@ def agreement_on(
 ) -> np.ndarray:
     """The table of ``models`` over ``text`` from position ``first`` on. ``own_text``: it is what the target itself said there."""
     selection = selection or Selection()
-    vocabulary = models[-1].get_output_embeddings().weight.shape[0]
+    vocabulary = head_size(models[-1])
     text = text[: first + MOST_POSITIONS]
     truth = text[first:].astype(np.int64) if own_text else choices(models[-1], text, first, selection, vocabulary, row)
     return agreement(truth, [choices(m, text, first, selection, vocabulary, row) for m in models[:-1]])
@@ -482,7 +568,7 @@ def load(key: str, stages: int, folder: Path | None = None) -> Stored | None:
         return Stored(profile, tables)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         _tell(f"{file} is not a profile that can be used ({type(error).__name__}: {error}); it is made anew")
         return None
 

@@ -33,11 +33,15 @@ class StageModel:
 
     ``step_s``: seconds of a step, one number or one per width (``step_s[i]`` feeds i + 1 columns; the last serves all wider
     steps). ``start_s``: when its prompt is read. ``device``: stages with one number share a device; None: one of its own.
+    ``sensitivity``: to others on its device, a factor of the ``contention`` (workers). ``cold_s``: how much longer its first step after
+    another stage's lasts; the next one half of that, and so on (lockstep: caches hold what ran last).
     """
 
     step_s: float | Sequence[float]
     start_s: float = 0.0
     device: int | None = None
+    sensitivity: float = 1.0
+    cold_s: float = 0.0
 
     def times(self) -> list[float]:
         """Seconds by width. Raises ``ValueError`` if one is not positive."""
@@ -175,6 +179,7 @@ def simulate(
     rows: int = 1,
     seed: int = 0,
     contention: float = 1.0,
+    cores: int | None = None,
     lookahead: int = 8,
     handshake_s: float = 0.0,
     preempt: bool = False,
@@ -185,6 +190,7 @@ def simulate(
     published ones, steered by ``lookahead``, with ``handshake_s`` the fixed cost of an acknowledgement (one row only).
     ``answers``: ``Answers``, or just acceptance rates. ``contention``: of ``workers``, how much stages on one device slow each
     other down; n at once last 1 + contention (n - 1) times as long each (0: not at all; 1: they share what one alone has).
+    ``cores`` of each device: so many run at once, more than these share them in turn (None: enough for all).
     ``preempt``, and ``handshake_s`` with ``workers``: idealisations for checks of closed forms, no driver has them; see
     csrc/runtime/simulator.hpp.
 
@@ -206,7 +212,12 @@ def simulate(
     if math.isnan(policy.patience) or policy.patience < 0:
         raise ValueError(f"patience must not be negative, not {policy.patience}")
     # The native module lacks bounds of its own for what does not fit its integers.
-    for name, value in (("tokens", tokens), ("rows", rows), ("width", policy.width)):
+    for name, value in (
+        ("tokens", tokens),
+        ("rows", rows),
+        ("width", policy.width),
+        ("cores", 1 if cores is None else cores),
+    ):
         if not 1 <= value < 2**31:
             raise ValueError(f"{name} must be a positive number, not {value}")
     if not 0 <= lookahead < 2**31 or not 0 <= seed < 2**64:
@@ -221,6 +232,8 @@ def simulate(
         out = _native.SimStage()
         out.step_s = stage.times()
         out.start_s = non_negative(stage.start_s, "start_s")
+        out.sensitivity = non_negative(stage.sensitivity, "sensitivity")
+        out.cold_s = non_negative(stage.cold_s, "cold_s")
         out.device = own_device + i if stage.device is None else stage.device
         out.window, out.max_hints, out.wait = window, hints, wait
         built.append(out)
@@ -230,7 +243,7 @@ def simulate(
     else:
         setting.set_acceptance([float(a) for a in answers.acceptance])
     setting.tokens, setting.rows, setting.width, setting.seed = tokens, rows, policy.width, seed
-    setting.contention = non_negative(contention, "contention")
+    setting.contention, setting.cores = non_negative(contention, "contention"), cores or 0
     setting.patience, setting.decode_meanwhile = policy.patience, policy.decode_meanwhile
     setting.wake_s = non_negative(policy.wake_s, "wake_s")
     setting.preempt, setting.handshake_s = preempt, non_negative(handshake_s, "handshake_s")

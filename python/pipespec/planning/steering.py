@@ -93,9 +93,13 @@ class Steering:
     """Acceptance that the plan reckoned with."""
     what: str = "drafting"
     other: str = "plain decoding"
+    loses: float = _LOSES
+    """It is left where its rate is below this much of the other's."""
+    probes: bool = True
+    """Whether the other way is measured now and then although this one wins."""
     decisions: list[str] = field(default_factory=list)
-    speculated: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens and seconds of every interval in which it speculated."""
+    speculated: list[tuple[int, float, int]] = field(default_factory=list)
+    """Tokens, seconds and steps of every interval in which it speculated."""
 
     def __post_init__(self) -> None:
         self._steps = 0
@@ -135,11 +139,11 @@ class Steering:
         self._at = self._steps
 
     def _speculated(self, new: int, seconds: float, tokens: int, now: float) -> None:
-        self.speculated.append((new, seconds))
+        self.speculated.append((new, seconds, self._steps - self._at))
         self.ledger.unprobed += new
         rate, plain = new / seconds, 1 / self.ledger.plain_s
         self._mark(tokens, now)
-        if rate < _LOSES * plain and self._rests < _MOST_RESTS:
+        if rate < self.loses * plain and self._rests < _MOST_RESTS:
             self._rests += 1
             self._rest(seconds / new, probing=False)
             self._say(
@@ -148,8 +152,10 @@ class Steering:
             return
         gain = rate / plain
         share = _PROBE_SHARE if self.ledger.measured else _FIRST_PROBE_SHARE
-        if self.ledger.unprobed * share > _PROBE_TOKENS * self.rows * max(gain - 1, 0.0) and (
-            self._rests < _MOST_RESTS
+        if (
+            self.probes
+            and self.ledger.unprobed * share > _PROBE_TOKENS * self.rows * max(gain - 1, 0.0)
+            and (self._rests < _MOST_RESTS)
         ):
             self._rest(seconds / new, probing=True)
             return
@@ -169,7 +175,7 @@ class Steering:
             if tokens >= self._rest_until and self._rests < _MOST_RESTS:
                 self._resume(tokens, f"{self.what} is tried again")
             return
-        if measured >= self._spec_s * _LOSES:  # no better
+        if measured >= self._spec_s * self.loses:  # no better
             quiet = self._probing
             self._resume(
                 tokens, None if quiet else f"{self.other} gives no more ({1 / measured:.0f}): back to {self.what}"

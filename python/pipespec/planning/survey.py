@@ -131,10 +131,13 @@ def survey(
     new_tokens: int,
     repeats: int,
     told: Told = lambda what, done, total: None,
+    between: Callable[[], None] = lambda: None,
+    cores: int | None = None,
 ) -> list[Point]:
-    """Predict and measure every candidate over ``prompts``."""
+    """Predict and measure every candidate over ``prompts``. ``between``: called before each prompt's turn, for instance to measure
+    the machine; ``cores``: see :func:`planner.predict`."""
     call = call_of(prompts, new_tokens)
-    points = [Point(planner.predict(profile, answers, c, call)) for c in candidates]
+    points = [Point(planner.predict(profile, answers, c, call, cores=cores)) for c in candidates]
     runner = Runner(models)
     try:
         for done, point in enumerate(points):
@@ -145,6 +148,7 @@ def survey(
         for _ in range(repeats):
             tokens, seconds = [0] * len(points), [0.0] * len(points)
             for number, ids in enumerate(prompts):
+                between()
                 for i, point in enumerate(points):
                     told("measuring", done, total)
                     text, n, s = runner.run(point.candidate, ids, new_tokens)
