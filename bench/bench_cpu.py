@@ -15,10 +15,10 @@ import os
 import sys
 import time
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from bench.plot import OTHERS, OURS, Bar, bars
 from pipespec.demo import prompts
 from pipespec.demo.comparison import (
     HEADER,
@@ -34,7 +34,6 @@ from pipespec.demo.comparison import (
 from pipespec.progress import quiet_transformers, say, working
 
 _CALIBRATION = 4
-_BEGIN, _END = "<!-- table:begin -->", "<!-- table:end -->"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the measurement there, and a picture beside it"
     )
-    parser.add_argument("--readme", type=Path, metavar="FILE", help=f"rewrite the table between {_BEGIN} and {_END}")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the table between its comments there")
     parser.add_argument(
         "--from", dest="earlier", type=Path, metavar="FILE", help="do not measure: show this measurement"
     )
@@ -118,38 +117,24 @@ def write_table(readme: Path, results: list[Result], below: str, image: Path | N
     replace_table(readme, table)
 
 
-def replace_table(document: Path, table: str) -> None:
-    """Put ``table`` between the two comments. ``ValueError`` if they are not there."""
+def replace_table(document: Path, table: str, name: str = "table") -> None:
+    """Put ``table`` between the two comments ``name:begin`` and ``name:end``. ``ValueError`` if they are not there."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     text = document.read_text(encoding="utf-8")
-    if text.count(_BEGIN) != 1 or text.count(_END) != 1:
-        raise ValueError(f"{document} must have {_BEGIN} and {_END} once each")
-    before, rest = text.split(_BEGIN)
-    document.write_text(f"{before}{_BEGIN}\n{table}\n{_END}{rest.split(_END)[1]}", encoding="utf-8")
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{document} must have {begin} and {end} once each")
+    before, rest = text.split(begin)
+    document.write_text(f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def picture(results: list[Result], caption: str) -> str:
-    """Bars of tokens/s with the ratio to ``generate()`` beside them, as SVG (by hand: no plotting library needed)."""
-    bar, left, scale = 24, 250, 330 / max(result.tokens_per_second for result in results)
-    height = bar * len(results) + 60
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="760" height="{height}" fill="white"/>',
-        '<text x="10" y="22" font-weight="bold">tokens/s, the same text in every row</text>',
-    ]
-    for i, result in enumerate(results):
-        y = 36 + i * bar
-        colour = {"plain": "#888888"}.get(result.key, "#2a78b8" if result.acceptance_rate else "#c9c9c9")
-        width = result.tokens_per_second * scale
-        label = f"{result.tokens_per_second:.0f}" + (
-            f"  ({result.ratio_to_plain:.2f}x)" if result.ratio_to_plain else ""
-        )
-        parts += [
-            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(result.label)}</text>',
-            f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{bar - 6}" fill="{colour}"/>',
-            f'<text x="{left + width + 6:.1f}" y="{y + 15}">{label}</text>',
-        ]
-    parts.append(f'<text x="10" y="{height - 8}" font-size="10" fill="#555555">{escape(caption)}</text></svg>')
-    return "\n".join(parts) + "\n"
+    """Bars of tokens/s with the ratio to ``generate()`` beside them, as SVG."""
+    rows = []
+    for result in results:
+        colour = {"plain": "#888888"}.get(result.key, OURS if result.acceptance_rate else OTHERS)
+        ratio = f"  ({result.ratio_to_plain:.2f}x)" if result.ratio_to_plain else ""
+        rows.append(Bar(result.label, result.tokens_per_second, f"{result.tokens_per_second:.0f}{ratio}", colour))
+    return bars("tokens/s, the same text in every row", rows, caption)
 
 
 if __name__ == "__main__":

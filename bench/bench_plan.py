@@ -4,7 +4,7 @@
     python -m bench.bench_plan auto --json bench/results/auto.json
 
 ``survey``: the bundled family; every schedule, subset of drafts and window, and the plan's own choice. ``auto``: a good, a useless and a slow
-draft; the contenders take turns prompt by prompt, medians over the repeats.
+draft; medians over pairs of calls with the same prompt, one after the other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import argparse
 import copy
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.harness import machine
+from bench.theory import replace_blocks, table_of
 from pipespec.demo import prompts
 from pipespec.demo.comparison import Family
+from pipespec.drivers import WorkersDriver
+from pipespec.drivers.base import Policy
 from pipespec.pipeline import Pipeline
 from pipespec.planning import planner
 from pipespec.planning.auto import Auto
 from pipespec.planning.planner import Candidate
+from pipespec.planning.profile import Profiler
 from pipespec.planning.survey import Runner, calibrate, call_of, picture, settings, survey, table
 from pipespec.progress import quiet_transformers, say, working
 
@@ -53,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--svg", type=Path, metavar="FILE")
+    parser.add_argument("--docs", type=Path, metavar="DIR", help="write the summary into theory.md there")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     before = machine()
@@ -62,7 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
         with working("loading the models"):
             family = Family.load()
         texts = [family.encode(text) for text in prompts(args.prompts + _CALIBRATION[args.what])]
-        measured, calibration = texts[: args.prompts], texts[args.prompts :]
+        # Every so many: neighbours in the list come from one module and are alike.
+        chosen = {round(i * (len(texts) - 1) / max(1, args.prompts - 1)) for i in range(args.prompts)}
+        measured = [ids for i, ids in enumerate(texts) if i in chosen]
+        calibration = [ids for i, ids in enumerate(texts) if i not in chosen]
         run = _survey if args.what == "survey" else _auto
         record = {"machine": before, "load_average_after": os.getloadavg(), **run(args, family, measured, calibration)}
         record["load_average_after"] = os.getloadavg()
@@ -73,10 +83,68 @@ def main(arguments: list[str] | None = None) -> int:
         "new_tokens": args.new_tokens,
         "dtype": "float32",
     }
+    if args.docs:
+        page = args.docs / "theory.md"
+        block = _survey_block(record) if args.what == "survey" else _auto_block(record)
+        page.write_text(replace_blocks(page.read_text(encoding="utf-8"), block), encoding="utf-8")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _survey_block(record: dict[str, Any]) -> dict[str, str]:
+    """For docs/theory.md."""
+
+    def errors(key: str, schedule: str | None) -> list[float]:
+        found = [p for p in record["points"] if schedule in (None, p["schedule"])]
+        return [abs(p[key] / p["median"] - 1) for p in found]
+
+    def share(x: float) -> str:
+        return f"{100 * x:.1f}%"
+
+    rows = []
+    for name, schedule in (("all", None), ("plain", "plain"), ("lockstep", "lockstep"), ("workers", "workers")):
+        own, replayed = errors("predicted", schedule), errors("replayed", schedule)
+        both = [share(f(e)) for e in (own, replayed) for f in (statistics.median, max)]
+        rows.append([name, str(len(own)), *both])
+    head = ["schedule", "settings", "median error", "largest", "measured texts replayed", "largest"]
+    lines = [table_of(head, rows), ""]
+    stages = record["profile"]["stages"]
+    head = ["draft", "its steps beside the target", "the target's beside it", "first step after the target's"]
+    rows = [
+        [name, f"+{share(s['contention'])}", f"+{share(s['burden'])}", f"+{1e3 * s['cold_s']:.2f} ms"]
+        for name, s in zip(record["names"][:-1], stages[:-1], strict=True)
+    ]
+    lines += [table_of(head, rows), ""]
+    rates = record["rates_of_the_plan"]
+    what = {
+        "ideal": "the steps of each stage as it has them alone, nothing else takes time",
+        "looks": "and the time between two steps, and to wake up",
+        "sharing": "and steps beside the other stages'",
+        "measured": "",
+    }
+    rows = [[n, f"{r:.1f}", f"{r / rates['ideal']:.2f}", what[n]] for n, r in rates.items()]
+    lines += [table_of(["the plan's choice", "tokens/s", "of ideal", ""], rows)]
+    return {"plan": "\n".join(lines)}
+
+
+def _auto_block(record: dict[str, Any]) -> dict[str, str]:
+    rows = []
+    for name, s in record["scenarios"].items():
+        low, high = s["versus_plain_quartiles"]
+        chosen = sorted({d[0] for d in s["decisions"][-len(s["auto"]) :]})
+        rows.append(
+            [
+                name,
+                ", ".join(chosen),
+                f"{s['versus_plain']:.3f}x ({low:.3f} to {high:.3f})",
+                f"{s['versus_best']:.3f}x",
+                str(len(s["auto"])),
+            ]
+        )
+    head = ["drafts", "decoded by", "of plain decoding (quartiles)", "of the best by hand", "pairs of calls"]
+    return {"auto": table_of(head, rows)}
 
 
 class _Progress:
@@ -94,26 +162,63 @@ def _survey(
     models = [*family.drafts.values(), family.target]
     names = [*family.drafts, "target"]
     auto = Auto(models)
-    profile = auto.profile
+    first, cores = auto.profile, auto.cores
     auto.close()
     answers = calibrate(models, calibration, args.new_tokens)
-    own = planner.plan(profile, answers, call_of(measured, args.new_tokens))
-    candidates = list(dict.fromkeys([*settings(profile), *(c for c in own.candidates)]))
-    points = survey(models, profile, answers, candidates, measured, args.new_tokens, args.repeats, _Progress())
+    call = call_of(measured, args.new_tokens)
+    own = planner.plan(first, answers, call, cores=cores)
+    candidates = list(dict.fromkeys([*settings(first), *own.candidates]))
+    # The machine changes from minute to minute: it is profiled among the measurements, so that both see the same of it.
+    profiler, chain = Profiler(models, names), WorkersDriver(models, Policy((8,) * len(models[:-1])))
+
+    def between() -> None:
+        profiler.round()
+        profiler.beside(chain)
+
+    try:
+        points = survey(
+            models,
+            first,
+            answers,
+            candidates,
+            measured,
+            args.new_tokens,
+            args.repeats,
+            _Progress(),
+            between=between,
+        )
+    finally:
+        chain.close()
+    profile = profiler.profile()
+    for point in points:
+        point.candidate = planner.predict(profile, answers, point.candidate, call, cores=cores)
     print(table(points, names))
     errors = [abs(p.error) for p in points]
     # What is left when the drafts' luck with the measured texts is known: the error of the step times and of the simulation.
     replay = calibrate(models, measured, args.new_tokens)
-    call = call_of(measured, args.new_tokens)
-    replayed = [planner.predict(profile, replay, p.candidate, call).rate for p in points]
+    replayed = [planner.predict(profile, replay, p.candidate, call, cores=cores).rate for p in points]
     rest = [abs(r / p.median - 1) for r, p in zip(replayed, points, strict=True)]
     print(
         f"replaying the measured texts: median error {100 * statistics.median(rest):.1f} %, largest {100 * max(rest):.1f} %"
     )
-    chosen = next(p for p in points if p.candidate.key == own.chosen.key and p.candidate.windows == own.chosen.windows)
-    share = chosen.median / own.chosen.ideal
     print(f"median error {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %")
+    chosen = points[candidates.index(own.chosen)]
+    # One cause of lost time after the other, on the measured texts.
+    apart = replace(profile, stages=tuple(replace(s, contention=0.0, burden=0.0) for s in profile.stages))
+    rates = {
+        "ideal": planner.predict(profile, replay, chosen.candidate, call, ideal=True).rate,
+        "looks": planner.predict(apart, replay, chosen.candidate, call).rate,
+        "sharing": planner.predict(profile, replay, chosen.candidate, call, cores=cores).rate,
+        "measured": chosen.median,
+    }
+    share = rates["measured"] / rates["ideal"]
     print(f"the plan: {own.why}; measured {share:.2f} of its ideal")
+    print(", ".join(f"{name} {rate:.1f}" for name, rate in rates.items()))
+    print(f"slowness {profile.slowness:.3f}")
+    for s in profile.stages[:-1]:
+        print(
+            f"{s.name}: {s.contention:+.2f} beside the target, which has {s.burden:+.2f}; cold {1e3 * s.cold_s:.2f} ms"
+        )
     if args.svg:
         load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
         caption = f"Bundled family, fp32, {machine()['cores']} cores, medians of {args.repeats} repeats, load {load}."
@@ -127,6 +232,7 @@ def _survey(
         "median_error_replayed": statistics.median(rest),
         "median_error": statistics.median(errors),
         "of_ideal": share,
+        "rates_of_the_plan": rates,
         "identical": all(p.identical for p in points),
     }
 
@@ -174,14 +280,23 @@ def _scenario(
     measured: list[torch.Tensor],
     calibration: list[torch.Tensor],
 ) -> dict[str, Any]:
-    """Auto (the last contender) against plain decoding (the first) and what somebody would try."""
+    """Auto against plain decoding and what somebody would try.
+
+    First everybody in turn over the calibration prompts: auto looks around, and the best setting by hand is found. Then, over the measured
+    prompts, plain decoding, that setting and auto; their order is drawn anew each time.
+    """
     threads = torch.get_num_threads()
     candidates = [Candidate("plain", (), (), 0, threads, 0.0), *_hand_picked(len(drafts), threads)]
     progress, decisions = _Progress(), []
     runner = Runner([*drafts, target])
+    generator = random.Random(0)
+    texts: dict[int, torch.Tensor] = {}
+    identical = True
     with Pipeline(target, drafts, schedule="auto") as auto:
 
-        def run(i: int, ids: torch.Tensor) -> tuple[torch.Tensor, int, float]:
+        def run(i: int, ids: torch.Tensor) -> tuple[int, float]:
+            """Tokens and seconds of contender ``i``; auto is the last."""
+            nonlocal identical
             began = time.perf_counter()
             if i < len(candidates):
                 text, tokens, _ = runner.run(candidates[i], ids, args.new_tokens)
@@ -189,51 +304,58 @@ def _scenario(
                 text = auto.generate(ids, max_new_tokens=args.new_tokens, do_sample=False)
                 assert auto.report is not None
                 tokens = auto.report.tokens
-            return text, tokens, time.perf_counter() - began  # what a caller waits for, learning included
+                decisions.append([auto.report.schedule, *(auto.report.decisions or ())])
+            seconds = time.perf_counter() - began  # what a caller waits for, learning included
+            identical &= torch.equal(text, texts.setdefault(id(ids), text))
+            return tokens, seconds
 
-        everyone = range(len(candidates) + 1)
-        for done, ids in enumerate(calibration):  # to warm up; auto looks around meanwhile
-            progress("warming up", done, len(calibration))
-            for i in everyone:
-                run(i, ids)
-        rates: list[list[float]] = [[] for _ in everyone]
-        identical = True
+        everyone = [*range(len(candidates) + 1)]
+        found: list[list[float]] = [[] for _ in everyone]
+        for done, ids in enumerate(calibration):
+            progress("looking for the best setting by hand", done, len(calibration))
+            for i in generator.sample(everyone, len(everyone)):
+                tokens, seconds = run(i, ids)
+                if done > 0:  # the first warms up
+                    found[i].append(tokens / seconds)
+        medians = [statistics.median(r) for r in found[:-1]]
+        best = max(range(len(candidates)), key=lambda i: medians[i])
+        duel = list(dict.fromkeys([0, best, len(candidates)]))
+        rates: dict[int, list[float]] = {i: [] for i in duel}
         for repeat in range(args.repeats):
-            total = [[0, 0.0] for _ in everyone]
             for number, ids in enumerate(measured):
                 progress("measuring", repeat * len(measured) + number, args.repeats * len(measured))
-                turn = (repeat * len(measured) + number) % len(everyone)
-                wanted = None
-                for i in (*everyone[turn:], *everyone[:turn]):
-                    text, tokens, seconds = run(i, ids)
-                    total[i][0] += tokens
-                    total[i][1] += seconds
-                    wanted = text if wanted is None else wanted
-                    identical &= torch.equal(text, wanted)
-                    if i == len(candidates) and auto.report is not None:
-                        decisions.append([auto.report.schedule, *(auto.report.decisions or ())])
-            for i in everyone:
-                rates[i].append(total[i][0] / total[i][1])
+                for i in generator.sample(duel, len(duel)):
+                    tokens, seconds = run(i, ids)
+                    rates[i].append(tokens / seconds)
         plan = auto.plan
     runner.close()
-    medians = [statistics.median(r) for r in rates]
-    best = max(range(len(candidates)), key=lambda i: medians[i])
-    versus_plain = statistics.median(a / b for a, b in zip(rates[-1], rates[0], strict=True))
-    versus_best = statistics.median(a / b for a, b in zip(rates[-1], rates[best], strict=True))
+    own = rates[duel[-1]]
+
+    def versus(i: int) -> tuple[float, list[float]]:
+        """Auto over contender ``i``, prompt by prompt: the median, and the quartiles."""
+        ratios = [a / b for a, b in zip(own, rates[i], strict=True)]
+        return statistics.median(ratios), statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2
+
+    (versus_plain, plain_quartiles), (versus_best, best_quartiles) = versus(0), versus(best)
     print(plan)
-    print(
-        f"plain {medians[0]:.1f}, auto {medians[-1]:.1f}: {versus_plain:.3f}x plain, {versus_best:.3f}x the best by hand"
-    )
-    for c, m in zip(candidates, medians, strict=False):
+    for c, m in zip(candidates, medians, strict=True):
         print(f"  {c.schedule:<9} drafts {c.drafts!s:<7} windows {c.windows!s:<7} wait {c.wait}: {m:.1f}")
+    print(
+        f"plain {statistics.median(rates[0]):.1f}, auto {statistics.median(own):.1f}: {versus_plain:.3f}x plain "
+        f"({plain_quartiles[0]:.3f} to {plain_quartiles[1]:.3f}), {versus_best:.3f}x the best by hand"
+    )
     return {
         "versus_plain": versus_plain,
+        "versus_plain_quartiles": plain_quartiles,
         "versus_best": versus_best,
-        "auto": rates[-1],
+        "versus_best_quartiles": best_quartiles,
+        "auto": own,
+        "plain": rates[0],
         "best": best,
+        "best_rates": rates[best],
         "hand_picked": [
             {"schedule": c.schedule, "drafts": c.drafts, "windows": c.windows, "wait": c.wait, "rates": r}
-            for c, r in zip(candidates, rates, strict=False)
+            for c, r in zip(candidates, found, strict=False)
         ],
         "plan": None if plan is None else plan.to_dict(),
         "decisions": decisions,

@@ -1,4 +1,4 @@
-"""Line charts as plain SVG, in a few lines: enough for the figures of docs/, no dependency."""
+"""Line charts and bars as plain SVG, in a few lines: enough for the figures of docs/, no dependency."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 _COLOURS = ("#2a78b8", "#d1603d", "#4c9a5b", "#8a5ba6", "#888888", "#b8912a")
+OURS, OTHERS = "#2a78b8", "#c9c9c9"  # of bars
 _LEFT, _TOP, _WIDTH, _HEIGHT = 60, 40, 420, 260
 
 
@@ -78,3 +79,35 @@ def _ticks(low: float, high: float) -> list[float]:
     step = 10 ** math.floor(math.log10(span / 5))
     step *= next(f for f in (1, 2, 5, 10) if span / (step * f) <= 7)
     return [round(k * step, 10) for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """``text`` stands behind the bar. ``value`` 0: no bar, only the text."""
+
+    label: str
+    value: float
+    text: str
+    colour: str = OTHERS
+
+
+def bars(title: str, rows: Sequence[Bar], caption: str = "") -> str:
+    """The picture: one bar below the other, all from 0. Raises ``ValueError`` where none has a length."""
+    bar, left, longest = 24, 250, max((row.value for row in rows), default=0.0)
+    if not longest > 0:
+        raise ValueError(f"{title}: nothing to draw")
+    height = bar * len(rows) + 60
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="760" height="{height}" fill="white"/>',
+        f'<text x="10" y="22" font-weight="bold">{escape(title)}</text>',
+    ]
+    for i, row in enumerate(rows):
+        y, width = 36 + i * bar, row.value * 330 / longest
+        parts += [
+            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(row.label)}</text>',
+            f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{bar - 6}" fill="{row.colour}"/>',
+            f'<text x="{left + width + 6:.1f}" y="{y + 15}">{escape(row.text)}</text>',
+        ]
+    parts.append(f'<text x="10" y="{height - 8}" font-size="10" fill="#555555">{escape(caption)}</text></svg>')
+    return "\n".join(parts) + "\n"

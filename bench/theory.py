@@ -162,7 +162,7 @@ def speed(tokens: int = 500_000) -> list[tuple[str, float]]:
 # --- tables and figures --------------------------------------------------------------------------------------------
 
 
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(
         ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
     )
@@ -185,7 +185,7 @@ def _summary(name: str, rows: Sequence[Comparison]) -> list[str]:
 def error_tables(tokens: int) -> dict[str, str]:
     """Markdown by the name of the block that it fills."""
     published, chains = published_grid(tokens), chain_grid(tokens)
-    summary = _markdown(
+    summary = table_of(
         ["form", "settings", "mean error", "rms", "largest", "noise of the simulation"],
         [
             _summary("published, g = c - 1, corrected at once", published),
@@ -196,14 +196,14 @@ def error_tables(tokens: int) -> dict[str, str]:
             _summary("SPD's law", spd_grid(tokens)),
         ],
     )
-    by_setting = _markdown(
+    by_setting = table_of(
         ["a", "c", "formula", "simulated", "error"],
         [
             [f"{r.setting['a']:g}", f"{r.setting['c']:g}", f"{r.formula:.3f}", f"{r.simulated:.3f}", f"{r.error:+.2%}"]
             for r in published
         ],
     )
-    three = _markdown(
+    three = table_of(
         ["a01", "a12", "published", "simulated", "error", "generalised", "simulated", "error"],
         [
             [
@@ -215,19 +215,19 @@ def error_tables(tokens: int) -> dict[str, str]:
         ],
     )
     crossover = (5, 6, 8, 10, 15, 20, 40)
-    lock = _markdown(
+    lock = table_of(
         ["c", *map(str, crossover)],
         [["a*(c)", *(f"{closed_form.crossover_acceptance(c):.2f}" if c > 5 else "none" for c in crossover)]],
     )
     ratios = (1.0, 1.2, 1.5, 2.0, 3.5)
-    even = _markdown(
+    even = table_of(
         ["verify / plain", *(f"{r:g}" for r in ratios)],
         [
             ["no wait", *(f"{closed_form.break_even_acceptance(1, 10 * r, 10):.2f}" for r in ratios)],
             ["wait 4", *(f"{closed_form.break_even_acceptance(1, 10 * r, 10, wait=4):.2f}" for r in ratios)],
         ],
     )
-    fast = _markdown(["setting", "million simulated tokens per second"], [[n, f"{v / 1e6:.1f}"] for n, v in speed()])
+    fast = table_of(["setting", "million simulated tokens per second"], [[n, f"{v / 1e6:.1f}"] for n, v in speed()])
     return {
         "errors": summary,
         "published": by_setting,

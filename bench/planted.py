@@ -1,0 +1,375 @@
+"""Models of LLaMA's shapes that agree with each other at a chosen rate: weights for measuring speed, not for reading.
+
+Nothing is trained or loaded. All models of a chain share one random cycle through the vocabulary, and each carries it in its own
+embedding and head: the residual stream begins as the token's embedding ``e(v)``, and the head's row of a token holds the embeddings of
+the two tokens that it may follow. After token ``v`` at place ``p`` of the cycle these are the tokens at ``p + 1`` (*next*) and, by
+``m(v)`` less likely, at ``p + 1 + V / 2`` (its *mate*). Which one wins is decided by what the layers, random and of full size, add to the
+stream in one direction ``u``, mostly attention over all of the text:
+
+    logit(next) - logit(mate)  ~  S * (m(v) + 2 * c * k * <h, u>),     c = +1 or -1, the half of the cycle that ``next`` lies in
+
+So ``k``, the weight of ``u`` in the head, is the one number that sets how often a model takes the mate. The target takes it seldom
+(``wander``: its text depends on all of its context, and yet near-ties are rare); a draft as often as leaves the agreement that was
+asked for. Every text moves through the places of the cycle modulo ``V / 2`` one by one, so none repeats itself within ``V / 2`` tokens.
+``m(v)`` is common to all models: where one errs, another is somewhat likelier to err, and the same way.
+
+Every matrix is dense and random, every parameter takes part. Embedding and head are two matrices in every shape; the originals of 1B and
+3B share one. A step reads the head's and one row of the other, so the bytes of a step are the same, those held are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a LLaMA, under its configuration's names."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int = 128256
+    max_position_embeddings: int = 8192
+
+
+SHAPES = {
+    "1B": Shape(2048, 8192, 16, 32, 8),
+    "3B": Shape(3072, 8192, 28, 24, 8),
+    "8B": Shape(4096, 14336, 32, 32, 8),
+    # For tests: as deep and wide as it takes for the sizes to differ.
+    "tiny-small": Shape(96, 192, 2, 4, 2, vocab_size=512),
+    "tiny-medium": Shape(128, 256, 3, 4, 2, vocab_size=512),
+    "tiny-target": Shape(160, 320, 4, 8, 2, vocab_size=512),
+}
+"""Llama-3.2-1B, Llama-3.2-3B and Llama-3-8B."""
+
+SCALE = 18.0
+"""``S``: the logit of the likelier token, about; others lie around 0."""
+
+MARGINS = (0.1, 0.9)
+"""``m(v)`` is drawn between these."""
+
+_SHARPNESS = 1.5  # of queries and keys: attention scores have this squared as their standard deviation
+_ATTENTION, _MLP = 0.6, 0.3  # what all layers together add to the stream, in units of the embedding
+_SILU = 0.6  # root mean square of silu(a) * b for standard normal a, b
+
+LEAST = 0.55  # agreement; a draft that takes either token at random reaches a half
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What all models of a chain share, on the CPU. ``order [V]``: tokens by place; ``place [V]`` its inverse; ``margin [V]``: m by token."""
+
+    order: torch.Tensor
+    place: torch.Tensor
+    margin: torch.Tensor
+
+    @staticmethod
+    def draw(vocabulary: int, seed: int) -> Cycle:
+        """Raises ``ValueError`` for an odd vocabulary, which has no halves."""
+        if vocabulary % 2:
+            raise ValueError(f"planted models need an even vocabulary, not {vocabulary}")
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(vocabulary, generator=generator)
+        low, high = MARGINS
+        margin = low + (high - low) * torch.rand(vocabulary, generator=generator)
+        return Cycle(order, order.argsort(), margin)
+
+    def next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The likelier follower of each token."""
+        return self.order[(self.place[tokens] + 1) % len(self.order)]
+
+    def mate(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens half a cycle away."""
+        size = len(self.order)
+        return self.order[(self.place[tokens] + size // 2) % size]
+
+    def sign(self, tokens: torch.Tensor) -> torch.Tensor:
+        """c: +1 in the first half of the cycle, -1 in the second."""
+        return 1.0 - 2.0 * (self.place[tokens] >= len(self.order) // 2)
+
+
+@dataclass
+class _Seeded:
+    """A model and its direction ``u [H]`` (unit length); ``k`` is 0 until it is set."""
+
+    model: LlamaForCausalLM
+    direction: torch.Tensor
+    cycle: Cycle
+
+    def look(self, ids: torch.Tensor, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """logit(next) - logit(mate) at columns ``begin ..`` of ``ids [n, T]`` with k = 0, and what a unit of k adds to it; both float64."""
+        model, cycle = self.model, self.cycle
+        differences, effects = [], []
+        head = model.lm_head.weight
+        for row in ids:
+            hidden = model.model(row[None].to(head.device)).last_hidden_state[0, begin:]
+            follower = cycle.next(row[begin:].cpu())
+            pair = (head[follower] - head[cycle.mate(follower)]).double()
+            differences.append((hidden.double() * pair).sum(-1).cpu())
+            along = hidden.double() @ self.direction.double()
+            effects.append(2 * SCALE * cycle.sign(follower).double() * along.cpu())
+        return torch.stack(differences), torch.stack(effects)
+
+    def set(self, k: float) -> None:
+        """Once."""
+        head = self.model.lm_head.weight
+        sign = self.cycle.sign(torch.arange(len(head))).to(head)
+        head.addr_(sign, self.direction.to(head.dtype), alpha=SCALE * k)
+
+
+def bytes_per_step(model: nn.Module) -> int:
+    """Bytes of weights that a forward of ``model`` reads: all but the embedding, of which it reads a row, unless the head is the same."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return total if embedding is head else total - embedding.numel() * embedding.element_size()
+
+
+def _config(shape: Shape) -> LlamaConfig:
+    return LlamaConfig(
+        **asdict(shape),
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+@torch.no_grad()
+def _seeded(shape: Shape, cycle: Cycle, seed: int, device: torch.device, dtype: torch.dtype) -> _Seeded:
+    """The model with random layers, k = 0. Made where it stays; nothing is initialised twice."""
+    config = _config(shape)
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    model = model.to_empty(device=device).eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)  # its tables were made on meta, too
+    generator = torch.Generator(device).manual_seed(seed)
+    hidden, layers = shape.hidden_size, shape.num_hidden_layers
+
+    def normal(weight: torch.Tensor, scale: float) -> None:
+        weight.normal_(0.0, scale, generator=generator)
+
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for projection, gain in ((attention.q_proj, _SHARPNESS), (attention.k_proj, _SHARPNESS), (attention.v_proj, 1)):
+            normal(projection.weight, gain / math.sqrt(hidden))
+        normal(attention.o_proj.weight, _ATTENTION / math.sqrt(layers * attention.o_proj.in_features))
+        normal(mlp.gate_proj.weight, 1 / math.sqrt(hidden))
+        normal(mlp.up_proj.weight, 1 / math.sqrt(hidden))
+        normal(mlp.down_proj.weight, _MLP / (_SILU * math.sqrt(layers * shape.intermediate_size)))
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight.normal_(1.0, 0.1, generator=generator)
+    model.model.norm.weight.normal_(1.0, 0.1, generator=generator)
+
+    direction = torch.empty(hidden, dtype=torch.float32, device=device).normal_(generator=generator)
+    direction /= direction.norm()
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    normal(embedding, 1.0)
+    # What an embedding has along u would be an opinion that no context changes.
+    embedding.addr_((embedding @ direction.to(dtype)), direction.to(dtype), alpha=-1.0)
+    # A row of the head: the embeddings of the token that it is next to, and of the one whose next is its mate.
+    order, place = cycle.order.to(device), cycle.place.to(device)
+    before = order[(place - 1) % len(order)]
+    mates_before = order[(place + len(order) // 2 - 1) % len(order)]
+    weight = (1 - cycle.margin.to(device))[mates_before].to(dtype)
+    for rows in torch.arange(len(order), device=device).split(
+        1 << 14
+    ):  # a piece at a time: bounds what is held besides
+        both = embedding[before[rows]] + weight[rows, None] * embedding[mates_before[rows]]
+        head[rows] = both * (SCALE / hidden)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.requires_grad_(False)
+    return _Seeded(model, direction, cycle)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a chain does, by :func:`measure`.
+
+    ``agreement[i][j]``: share of positions of the target's text at which models i and j choose the same token; ``wander``: share of its
+    tokens that are mates; ``flips``: share of positions at which the target, fed the text as a whole, chooses another token than step by
+    step, which is rounding; ``margin``: its median lead over the second-best logit; ``near_ties``: share of leads below two steps of bfloat16.
+    """
+
+    positions: int
+    agreement: tuple[tuple[float, ...], ...]
+    wander: float
+    flips: float
+    margin: float
+    near_ties: float
+
+    def with_target(self) -> tuple[float, ...]:
+        """Of each draft."""
+        return tuple(row[-1] for row in self.agreement[:-1])
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Planted models, the target last. ``asked``: the drafts' agreement with the target; ``measured``: on prompts of its own."""
+
+    names: tuple[str, ...]
+    models: tuple[LlamaForCausalLM, ...]
+    cycle: Cycle
+    asked: tuple[float, ...]
+    weights: tuple[float, ...]
+    measured: Measured
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "names": self.names,
+            "asked": self.asked,
+            "k": self.weights,
+            "measured": asdict(self.measured),
+            "parameters": {n: m.num_parameters() for n, m in zip(self.names, self.models, strict=True)},
+            "bytes_per_step": {n: bytes_per_step(m) for n, m in zip(self.names, self.models, strict=True)},
+        }
+
+
+def random_prompts(vocabulary: int, count: int, tokens: int, seed: int) -> torch.Tensor:
+    """LongTensor ``[count, tokens]``."""
+    return torch.randint(0, vocabulary, (count, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def nested(agreement: float | Sequence[float], drafts: int) -> tuple[float, ...]:
+    """Agreement of each draft with the target, smallest first: one number is the smallest's, and each next one halves what is missing.
+
+    Raises ``ValueError`` for a wrong number of them, for one outside of ``LEAST .. 1``, and where a larger draft would agree less.
+    """
+    rates = (
+        tuple(1 - (1 - agreement) / 2**i for i in range(drafts))
+        if isinstance(agreement, (int, float))
+        else tuple(agreement)
+    )
+    if len(rates) != drafts:
+        raise ValueError(f"agreement: one number, or one per draft ({drafts}), not {len(rates)}")
+    if any(not LEAST <= rate <= 1 for rate in rates):
+        raise ValueError(
+            f"agreement must lie between {LEAST} and 1, not {rates}: planted models choose between two tokens"
+        )
+    if list(rates) != sorted(rates):
+        raise ValueError(f"agreement must not fall from a smaller draft to a larger one: {rates}")
+    return rates
+
+
+@torch.no_grad()
+def write(model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """The model's greedy text, LongTensor ``[n, P + new_tokens]``, on the CPU."""
+    ids = prompts.to(model.device)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+    return out.cpu()
+
+
+@torch.no_grad()
+def measure(models: Sequence[LlamaForCausalLM], cycle: Cycle, prompts: torch.Tensor, new_tokens: int) -> Measured:
+    """What ``models`` choose along the text that the last one writes after ``prompts [n, P]``."""
+    texts = write(models[-1], prompts, new_tokens)
+    written = texts[:, prompts.shape[1] :]
+    choices = []
+    for model in models:
+        logits = (model(t[None, :-1].to(model.device), logits_to_keep=new_tokens).logits[0] for t in texts)
+        best = [row.float().topk(2) for row in logits]
+        choices.append(torch.stack([b.indices[:, 0] for b in best]).cpu())
+    leading = torch.stack([b.values for b in best]).cpu()  # the target's
+    lead = leading[..., 0] - leading[..., 1]
+    step = 2.0 ** (leading[..., 0].abs().log2().floor() - 7)  # of bfloat16 at the best logit
+    followed = texts[:, prompts.shape[1] - 1 : -1]
+    return Measured(
+        positions=written.numel(),
+        agreement=tuple(tuple(float((a == b).double().mean()) for b in choices) for a in choices),
+        wander=float((written != cycle.next(followed)).double().mean()),
+        flips=float((choices[-1] != written).double().mean()),
+        margin=float(lead.median()),
+        near_ties=float((lead < 2 * step).double().mean()),
+    )
+
+
+def _bisect(rate: Callable[[float], float], wanted: float) -> float:
+    """The k at which ``rate``, which falls from 1 about to a half, is ``wanted``."""
+    low, high = 0.0, 1e-3
+    while rate(high) > wanted and high < 1e3:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rate(middle) > wanted else (low, middle)
+    return (low + high) / 2
+
+
+@torch.no_grad()
+def plant(
+    names: Sequence[str],
+    agreement: float | Sequence[float] = 0.8,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    wander: float = 0.01,
+    prompt_tokens: int = 32,
+    new_tokens: int = 128,
+    texts: int = 8,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Chain:
+    """A chain of the shapes ``names`` (keys of :data:`SHAPES`, the target last), calibrated and measured.
+
+    ``agreement``: see :func:`nested`; it holds for texts of about this length, ``texts`` of which calibrate and as many others measure.
+    Deterministic by ``seed`` on one kind of device. Raises ``ValueError`` for shapes that do not exist or have other vocabularies,
+    and for rates that cannot be.
+    """
+    unknown = [name for name in names if name not in SHAPES]
+    if unknown or not names:
+        raise ValueError(f"no shape {', '.join(map(repr, unknown)) or 'given'}; there are {', '.join(SHAPES)}")
+    shapes = [SHAPES[name] for name in names]
+    if len({shape.vocab_size for shape in shapes}) > 1:
+        raise ValueError(f"the shapes {', '.join(names)} have different vocabularies")
+    rates = nested(agreement, len(names) - 1)
+    if not 0 <= wander < 0.2:
+        raise ValueError(f"wander must lie in [0, 0.2), not {wander}")
+    if rates and rates[-1] > 1 - wander:
+        raise ValueError(f"an agreement of {rates[-1]} needs a target that wanders less than {wander}: lower wander")
+    device = torch.device(device)
+    cycle = Cycle.draw(shapes[0].vocab_size, seed)
+    seeded = []
+    for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        progress(f"planting {name}")
+        seeded.append(_seeded(shape, cycle, seed * 1000 + i + 1, device, dtype))
+    models = [s.model for s in seeded]
+
+    def taken(model: _Seeded, ids: torch.Tensor, wanted: torch.Tensor) -> Callable[[float], float]:
+        """Of k: how often the model would choose ``wanted [n, T]`` (a next or a mate) behind the prompts in ``ids``."""
+        begin = prompt_tokens - 1
+        difference, effect = model.look(ids, begin)
+        is_next = wanted == cycle.next(ids[:, begin:])
+        return lambda k: float(((difference + k * effect > 0) == is_next).double().mean())
+
+    progress(f"calibrating {names[-1]}")
+    vocabulary = shapes[0].vocab_size
+    prompts = random_prompts(vocabulary, texts, prompt_tokens, seed + 1)
+    ids = prompts
+    for _ in range(new_tokens):  # what it writes while it never wanders: a text for its own calibration
+        ids = torch.cat([ids, cycle.next(ids[:, -1:])], dim=1)
+    own = taken(seeded[-1], ids[:, :-1], ids[:, prompt_tokens:])
+    weights = [_bisect(own, 1 - wander) if wander else 0.0]
+    seeded[-1].set(weights[0])
+    text = write(models[-1], prompts, new_tokens)
+    for model, name, rate in reversed(list(zip(seeded, names, rates, strict=False))):
+        progress(f"calibrating {name}")
+        k = _bisect(taken(model, text[:, :-1], text[:, prompt_tokens:]), rate) if rate < 1 else 0.0
+        model.set(k)
+        weights.insert(0, k)
+    progress("measuring the agreement")
+    fresh = random_prompts(vocabulary, texts, prompt_tokens, seed + 2)
+    return Chain(tuple(names), tuple(models), cycle, rates, tuple(weights), measure(models, cycle, fresh, new_tokens))
