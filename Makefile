@@ -89,8 +89,10 @@ native-test: $(DEV)
 	$(CMAKE) -B build/check-address -DPIPESPEC_MODULES=OFF -DPIPESPEC_SANITIZE=address
 	$(call build_and_ctest,build/check-address)
 
+# Two tests at a time, in two processes: CI has two cores, and most tests use one.
+AT_ONCE = -n 2 --dist worksteal
 pytest: $(DEV)
-	$(PY) -m pytest
+	$(PY) -m pytest $(AT_ONCE)
 
 # The oldest transformers that pyproject.toml allows, in an environment of its own. The package is not installed there: it is
 # this tree, with the native modules that are built in it.
@@ -99,11 +101,11 @@ OLDEST_TESTS = $(patsubst %,tests/pipespec/test_%.py,conformance inputs generate
 	@echo "making the environment .venv-oldest"
 	$(PY) -m venv --clear .venv-oldest
 	.venv-oldest/bin/python -m pip --disable-pip-version-check install -q -c constraints-oldest.txt \
-	  torch transformers numpy safetensors rich pytest hypothesis psutil
+	  torch transformers numpy safetensors rich pytest pytest-xdist hypothesis psutil
 	@touch $@
 
 test-oldest: .venv-oldest/stamp native
-	PYTHONPATH=$(CURDIR):$(CURDIR)/python .venv-oldest/bin/python -m pytest -m 'not slow' $(OLDEST_TESTS)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/python .venv-oldest/bin/python -m pytest $(AT_ONCE) -m 'not slow' $(OLDEST_TESTS)
 
 bench: $(RUNTIME) native
 	$(PY) -m bench.bench_cpu --json build/bench/cpu.json

@@ -67,7 +67,7 @@ def test_cuda_kernels_spill_nothing() -> None:
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kernels = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", listed)
     archs = len(_native.build_info()["cuda_archs"])
-    for name in ("PlanKernel", "CommitKernel"):
+    for name in ("PlanKernel", "CommitKernel", "CloseStepKernel", "LitmusWriteKernel", "LitmusReadKernel"):
         found = [kernel[1:] for kernel in kernels if name in kernel[0]]
         assert len(found) == archs
         for registers, stack, local in found:
@@ -151,7 +151,76 @@ def test_environment_of_this_installation() -> None:
     assert 1 <= found["cpu"]["usable_cores"] <= found["cpu"]["cores"]
     assert found["cpu"]["simd"] in ("portable", "avx2", "avx512")
     assert found["memory_bytes"] >= found["memory_available_bytes"] > 0
+    assert found["memory_limit_bytes"] is None or found["memory_limit_bytes"] > 0
     assert all(isinstance(problem, str) for problem in env.problems(found))
+
+
+GIB = 1 << 30
+
+
+def groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[str, str]:
+    """A made-up ``/proc/self/cgroup`` and ``/sys/fs/cgroup``."""
+    root = folder / "cgroup"
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content + "\n")
+    (folder / "membership").write_text(membership + "\n")
+    return str(folder / "membership"), str(root)
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/", {"memory.max": f"{8 * GIB}", "memory.current": f"{3 * GIB}"}, (8 * GIB, 5 * GIB)),
+        # What is kept of files counts as free.
+        (
+            "0::/",
+            {"memory.max": f"{8 * GIB}", "memory.current": f"{3 * GIB}", "memory.stat": f"anon 5\ninactive_file {GIB}"},
+            (8 * GIB, 6 * GIB),
+        ),
+        ("0::/", {"memory.max": "max", "memory.current": "5"}, (None, None)),
+        ("0::/", {}, (None, None)),
+        ("", {}, (None, None)),
+        # The groups around it bind, too: the tightest limit and the least that is left need not be the same group's.
+        (
+            "0::/batch/job",
+            {
+                "batch/memory.max": f"{16 * GIB}",
+                "batch/memory.current": f"{15 * GIB}",
+                "batch/job/memory.max": f"{8 * GIB}",
+                "batch/job/memory.current": f"{2 * GIB}",
+            },
+            (8 * GIB, GIB),
+        ),
+        # A container sees its own group as the root, whatever it is called outside.
+        ("0::/docker/4711", {"memory.max": f"{2 * GIB}", "memory.current": "0"}, (2 * GIB, 2 * GIB)),
+        ("0::/../other", {"memory.max": f"{2 * GIB}", "memory.current": "0"}, (2 * GIB, 2 * GIB)),
+        (
+            "4:memory:/job\n3:cpuset,cpu:/\n0::/",
+            {
+                "memory/memory.limit_in_bytes": f"{2**63 - 4096}",
+                "memory/memory.usage_in_bytes": f"{9 * GIB}",
+                "memory/job/memory.limit_in_bytes": f"{4 * GIB}",
+                "memory/job/memory.usage_in_bytes": f"{3 * GIB}",
+                "memory/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}",
+            },
+            (4 * GIB, 2 * GIB),
+        ),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/memory.usage_in_bytes": "5"}, (None, None)),
+    ],
+)
+def test_what_the_container_allows(tmp_path: Path, membership: str, files: dict[str, str], expected: tuple) -> None:
+    assert env._group_memory(*groups(tmp_path, membership, files)) == expected
+
+
+def test_the_memory_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "_group_memory", lambda: (None, None))
+    total, free = env.host_memory()
+    assert total == env.collect_env()["memory_bytes"] >= free > 0
+    monkeypatch.setattr(env, "_group_memory", lambda: (GIB // 4, 5))
+    assert env.host_memory() == (GIB // 4, 5)
+    monkeypatch.setattr(env, "_group_memory", lambda: (total + 1, 6))
+    assert env.host_memory() == (total, 6)
 
 
 def test_environment_with_nothing_installed(copy: Path) -> None:
