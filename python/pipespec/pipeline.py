@@ -18,7 +18,7 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
 from pipespec.checks import check_angles, check_chain, check_schedule
 from pipespec.compat import lost_arguments
-from pipespec.drivers import Driver, LockstepDriver, RoundsDriver, StreamsDriver, WorkersDriver
+from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Policy, StageFailure
 from pipespec.drivers.fixed import FixedDriver
 from pipespec.generation import Generation
@@ -319,7 +319,7 @@ class Pipeline(BasePipeline):
         self, windows: int | Sequence[int] | None, wait: int | None, decode_meanwhile: bool, graphs: bool, trace: int
     ) -> Driver:
         if self.schedule == "plain":
-            return self._make_fixed(RoundsDriver if graphs else None, self.models[-1:], Policy(), trace)
+            return self._make_or_replace("plain", self.models[-1:], Policy(), trace, graphs)
         wait = _DEFAULT_WAIT if wait is None else wait
         policy = Policy(_windows(windows, len(self.models) - 1, self.schedule), wait, decode_meanwhile)
         if policy.wait < 0:
@@ -328,30 +328,25 @@ class Pipeline(BasePipeline):
             raise ValueError(
                 "decode_meanwhile is for schedule='workers' or 'streams' with wait=, the number of drafts worth a verification"
             )
-        if self.schedule == "workers":
-            return WorkersDriver(self.models, policy, trace)
-        kind = StreamsDriver if self.schedule == "streams" else RoundsDriver if graphs else None
-        return self._make_fixed(kind, self.models, policy, trace)
+        return self._make_or_replace(self.schedule, self.models, policy, trace, graphs)
 
-    def _make_fixed(
-        self, kind: type[FixedDriver] | None, models: Sequence[PreTrainedModel], policy: Policy, trace: int
+    def _make_or_replace(
+        self, schedule: str, models: Sequence[PreTrainedModel], policy: Policy, trace: int, graphs: bool
     ) -> Driver:
-        """One with captured steps, or what runs instead of it; None: lockstep as it is."""
-        if kind is None:
-            return LockstepDriver(models, policy, trace)
+        """The schedule's driver, or what runs instead of one whose steps cannot be captured."""
         try:
-            return kind(models, policy, trace)
+            return make_driver(schedule, models, policy, trace, graphs=graphs)
         except NotCapturable as error:
             reason = str(error)
-        if kind is StreamsDriver:
+        if schedule == "streams":
             try:
-                driver = WorkersDriver(models, policy, trace)
+                driver = make_driver("workers", models, policy, trace)
                 _warn_of(f"{reason}; schedule='workers' is used instead")
                 return driver
             except (ValueError, RuntimeError) as error:
                 reason = f"{reason}; nor are there worker processes ({error})"
         _warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")
-        return LockstepDriver(models, policy, trace)
+        return make_driver("lockstep", models, policy, trace)
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.schedule != "plain" else self.models[-1:]
