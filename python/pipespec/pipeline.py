@@ -6,7 +6,7 @@ import functools
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pipespec.drivers.fixed import FixedDriver
 from pipespec.generation import Generation
 from pipespec.loading import load_model
 from pipespec.observe import Report
-from pipespec.placement import Devices, NotCapturable, arrange, check_memory, check_placement
+from pipespec.placement import Devices, DoesNotFit, NotCapturable, arrange, check_memory, check_placement
 from pipespec.planning.auto import Auto
 from pipespec.planning.planner import Plan
 from pipespec.progress import level_of_caller
@@ -205,9 +205,7 @@ class BasePipeline(ABC):
                 check_angles(self.target, most)
                 names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
                 caching = {names[id(model)]: model for model in self._caching()}
-                self._held = check_memory(
-                    caching, len(generation.prompts), longest, most, graphs=self._graphs, held=self._held
-                )
+                self._check_memory(caching, len(generation.prompts), longest, most)
                 self.partial = None
                 if own_streamer is not None and not prompt_streamed:
                     own_streamer.put(input_ids.cpu())
@@ -218,6 +216,10 @@ class BasePipeline(ABC):
                 self._owner = None
                 if generation is not None:
                     generation.close()
+
+    def _check_memory(self, caching: Mapping[str, PreTrainedModel], rows: int, longest: int, most: int) -> None:
+        """See :func:`pipespec.placement.check_memory`."""
+        self._held = check_memory(caching, rows, longest, most, graphs=self._graphs, held=self._held)
 
     def _run(self, generation: Generation) -> None:
         try:
@@ -241,7 +243,8 @@ class Pipeline(BasePipeline):
         another size where ``tokenizer.json`` lies beside the weights of both and is the same.
     schedule: ``"lockstep"`` runs all stages in turn in this process; ``"workers"`` runs each draft in a process of its own, at the
         same time as the target; ``"plain"`` ignores the drafts. ``"auto"`` measures the models (once: the profile is kept on disk) and chooses
-        among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose.
+        among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose. Where all
+        models are on GPUs, ``"streams"`` and the graphs of ``"plain"`` and ``"lockstep"`` take part.
         ``"streams"`` is for GPUs: all stages in this process at the same time, each step a captured CUDA graph. (On a CPU the same steps run
         uncaptured, as threads: to try it out; ``"workers"`` is faster there.)
     windows: per draft, how many tokens it may be ahead of the stage after it (an integer: for all).
@@ -351,9 +354,21 @@ class Pipeline(BasePipeline):
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.schedule != "plain" else self.models[-1:]
 
+    def _check_memory(self, caching: Mapping[str, PreTrainedModel], rows: int, longest: int, most: int) -> None:
+        if self._auto is not None:
+            self._graphs = bool(self._auto.captured)
+        try:
+            super()._check_memory(caching, rows, longest, most)
+            return
+        except DoesNotFit:
+            if self._auto is None or not self._graphs:
+                raise
+        self._graphs = False  # caches that grow may do
+        super()._check_memory(caching, rows, longest, most)
+
     def _generate(self, generation: Generation) -> Report:
         if self._auto is not None:
-            return self._auto.run(generation)
+            return self._auto.run(generation, has_room=self._graphs)
         assert self._driver is not None
         generation.run(self._driver)
         ran_as = self._driver.ran_as if self.schedule != "plain" else self.schedule
