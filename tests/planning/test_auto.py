@@ -751,13 +751,12 @@ def test_what_a_round_takes_corrects_its_prediction(monkeypatch, own, one_core):
 def test_on_a_gpu_everything_is_measured_and_the_text_is_the_same(own, monkeypatch, tmp_path):
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     prompts = [p[None].cuda() for p in random_prompts(3, seed=3)]
-    target = own.cuda()
+    draft, target = noisy(own, 0.02).cuda(), own.cuda()
     wanted = [target.generate(p, max_new_tokens=64, do_sample=False) for p in prompts]
-    with Pipeline(target, [noisy(own.cpu(), 0.02).cuda()], schedule="auto") as pipe:
+    with Pipeline(target, [draft], schedule="auto") as pipe:
         ways = {c.way for c in pipe.plan.candidates}
         assert {"plain", "lockstep", "plain, graphs", "lockstep, graphs", "streams"} <= ways
         assert all(s.has(1, captured=True) for s in pipe._auto.profile.stages)
-        assert pipe.plan.chosen.captured  # steps of models this small are all overhead
         for prompt, text in zip(prompts, wanted, strict=True):
             assert torch.equal(pipe.generate(prompt, max_new_tokens=64, do_sample=False), text)
     assert target.config._attn_implementation == "sdpa"
