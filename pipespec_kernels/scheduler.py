@@ -23,6 +23,11 @@ _LOOK_NS = 50_000_000
 """How often the caller comes back to Python while nothing happens: the most that Ctrl-C has to wait."""
 
 
+def widths(most: int) -> list[int]:
+    """Columns of the steps that a stage is launched with: 1, 2, 4, ... and ``most``."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+
+
 class Rectangle(Protocol):
     """What a model is asked, for one step; int32 views that are good while it runs.
 

@@ -6,7 +6,7 @@ import functools
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
 from pipespec.checks import check_angles, check_chain, check_schedule
 from pipespec.compat import lost_arguments
-from pipespec.drivers import Driver, LockstepDriver, RoundsDriver, StreamsDriver, WorkersDriver
+from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Policy, StageFailure
 from pipespec.drivers.fixed import FixedDriver
 from pipespec.generation import Generation
 from pipespec.loading import load_model
 from pipespec.observe import Report
-from pipespec.placement import Devices, NotCapturable, arrange, check_memory, check_placement
+from pipespec.placement import Devices, DoesNotFit, NotCapturable, arrange, check_memory, check_placement
 from pipespec.planning.auto import Auto
 from pipespec.planning.planner import Plan
 from pipespec.progress import level_of_caller
@@ -205,9 +205,7 @@ class BasePipeline(ABC):
                 check_angles(self.target, most)
                 names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
                 caching = {names[id(model)]: model for model in self._caching()}
-                self._held = check_memory(
-                    caching, len(generation.prompts), longest, most, graphs=self._graphs, held=self._held
-                )
+                self._check_memory(caching, len(generation.prompts), longest, most)
                 self.partial = None
                 if own_streamer is not None and not prompt_streamed:
                     own_streamer.put(input_ids.cpu())
@@ -218,6 +216,10 @@ class BasePipeline(ABC):
                 self._owner = None
                 if generation is not None:
                     generation.close()
+
+    def _check_memory(self, caching: Mapping[str, PreTrainedModel], rows: int, longest: int, most: int) -> None:
+        """See :func:`pipespec.placement.check_memory`."""
+        self._held = check_memory(caching, rows, longest, most, graphs=self._graphs, held=self._held)
 
     def _run(self, generation: Generation) -> None:
         try:
@@ -241,7 +243,8 @@ class Pipeline(BasePipeline):
         another size where ``tokenizer.json`` lies beside the weights of both and is the same.
     schedule: ``"lockstep"`` runs all stages in turn in this process; ``"workers"`` runs each draft in a process of its own, at the
         same time as the target; ``"plain"`` ignores the drafts. ``"auto"`` measures the models (once: the profile is kept on disk) and chooses
-        among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose.
+        among these, which drafts, and windows and wait; it goes on choosing from what calls show, and decodes plainly where drafts lose. Where all
+        models are on GPUs, ``"streams"`` and the graphs of ``"plain"`` and ``"lockstep"`` take part.
         ``"streams"`` is for GPUs: all stages in this process at the same time, each step a captured CUDA graph. (On a CPU the same steps run
         uncaptured, as threads: to try it out; ``"workers"`` is faster there.)
     windows: per draft, how many tokens it may be ahead of the stage after it (an integer: for all).
@@ -319,7 +322,7 @@ class Pipeline(BasePipeline):
         self, windows: int | Sequence[int] | None, wait: int | None, decode_meanwhile: bool, graphs: bool, trace: int
     ) -> Driver:
         if self.schedule == "plain":
-            return self._make_fixed(RoundsDriver if graphs else None, self.models[-1:], Policy(), trace)
+            return self._make_or_replace("plain", self.models[-1:], Policy(), trace, graphs)
         wait = _DEFAULT_WAIT if wait is None else wait
         policy = Policy(_windows(windows, len(self.models) - 1, self.schedule), wait, decode_meanwhile)
         if policy.wait < 0:
@@ -328,37 +331,44 @@ class Pipeline(BasePipeline):
             raise ValueError(
                 "decode_meanwhile is for schedule='workers' or 'streams' with wait=, the number of drafts worth a verification"
             )
-        if self.schedule == "workers":
-            return WorkersDriver(self.models, policy, trace)
-        kind = StreamsDriver if self.schedule == "streams" else RoundsDriver if graphs else None
-        return self._make_fixed(kind, self.models, policy, trace)
+        return self._make_or_replace(self.schedule, self.models, policy, trace, graphs)
 
-    def _make_fixed(
-        self, kind: type[FixedDriver] | None, models: Sequence[PreTrainedModel], policy: Policy, trace: int
+    def _make_or_replace(
+        self, schedule: str, models: Sequence[PreTrainedModel], policy: Policy, trace: int, graphs: bool
     ) -> Driver:
-        """One with captured steps, or what runs instead of it; None: lockstep as it is."""
-        if kind is None:
-            return LockstepDriver(models, policy, trace)
+        """The schedule's driver, or what runs instead of one whose steps cannot be captured."""
         try:
-            return kind(models, policy, trace)
+            return make_driver(schedule, models, policy, trace, graphs=graphs)
         except NotCapturable as error:
             reason = str(error)
-        if kind is StreamsDriver:
+        if schedule == "streams":
             try:
-                driver = WorkersDriver(models, policy, trace)
+                driver = make_driver("workers", models, policy, trace)
                 _warn_of(f"{reason}; schedule='workers' is used instead")
                 return driver
             except (ValueError, RuntimeError) as error:
                 reason = f"{reason}; nor are there worker processes ({error})"
         _warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")
-        return LockstepDriver(models, policy, trace)
+        return make_driver("lockstep", models, policy, trace)
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.schedule != "plain" else self.models[-1:]
 
+    def _check_memory(self, caching: Mapping[str, PreTrainedModel], rows: int, longest: int, most: int) -> None:
+        if self._auto is not None:
+            self._graphs = bool(self._auto.captured)
+        try:
+            super()._check_memory(caching, rows, longest, most)
+            return
+        except DoesNotFit:
+            if self._auto is None or not self._graphs:
+                raise
+        self._graphs = False  # caches that grow may do
+        super()._check_memory(caching, rows, longest, most)
+
     def _generate(self, generation: Generation) -> Report:
         if self._auto is not None:
-            return self._auto.run(generation)
+            return self._auto.run(generation, has_room=self._graphs)
         assert self._driver is not None
         generation.run(self._driver)
         ran_as = self._driver.ran_as if self.schedule != "plain" else self.schedule

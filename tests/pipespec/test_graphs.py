@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,12 +24,16 @@ from pipespec.drivers.fixed import FixedDriver
 from pipespec.drivers.rounds import RoundsDriver, parts
 from pipespec.drivers.step import FixedStage, HostPort
 from pipespec.placement import NotCapturable
+from pipespec.planning import profile as profiles
+from pipespec.planning.auto import Auto
 from pipespec.sampling import Selection
 from pipespec.stage import Start
 from pipespec_kernels import _native
 from pipespec_kernels.scheduler import HostLauncher
 from pipespec_kernels.state import Action, StateBlock
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.planning.test_planner import captured
+from tests.planning.test_planner import chain as made_up
 
 pytest.importorskip("pipespec_kernels._cuda")
 
@@ -381,3 +387,44 @@ def test_pinned_memory_grows_with_the_block(gpu):
     block.reset([2, 3, 4], [9, 9, 9], [5, 6, 7], [])
     assert block.tokens(1, 2, 3, 4) == [7]
     assert block.kv(1, 2) == 3
+
+
+def test_auto_measures_captures_and_falls_back(model, gpu, monkeypatch, tmp_path):
+    """Each width of each model is a graph while it is measured; a model that cannot be captured is named, and auto goes on without."""
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("pipespec.planning.auto.os.sched_getaffinity", lambda pid: {0})
+    models = [noisy(model, 0.05), model]
+    found = profiles.measure_captured(models, ["draft 0", "target"], widths=(1, 4))
+    assert gpu.captured == 2 * (1 + 2)  # and the trial; the short text has the long one's
+    assert all(t.widths == (1, 4) and min(t.seconds) > 0 for times in found for t in times)
+    profile = captured(made_up(1e-3, 1e-2), 2e-4, 5e-3)
+    options = {
+        "profile": profile,
+        "tables": {"greedy": np.zeros((64, 1), dtype=np.uint8)},
+        "captured": ("plain", "lockstep"),
+    }
+    monkeypatch.setattr("pipespec.pipeline.Auto", functools.partial(Auto, **options))
+    with Pipeline(model, models[:1], schedule="auto") as pipe:
+        assert pipe.plan.chosen.way == "lockstep, graphs"
+        monkeypatch.setattr(pipe._auto, "learn", lambda *a: None)  # the plan stays
+        monkeypatch.setattr(pipe._auto, "correct", lambda *a: None)
+        check(pipe)
+        assert pipe.report.stages[-1].accepted > 0
+        before = gpu.captured
+        check(pipe)
+        assert gpu.captured == before
+
+    def fails(stage):
+        if gpu.capturing:
+            raise RuntimeError("it looks at its numbers")
+
+    gpu.fails = fails
+    with pytest.warns(
+        StageFailure, match=r"draft 0 cannot be captured .*: it looks at its numbers; it goes on without"
+    ) as told:
+        pipe = Pipeline(model, models[:1], schedule="auto")
+    assert len(told) == 1
+    with pipe:
+        assert pipe.plan.chosen.way == "lockstep"
+        check(pipe)
+    assert model.config._attn_implementation == "sdpa"

@@ -32,11 +32,11 @@ from pipespec.drivers.base import Policy, StageFailure
 from pipespec.drivers.graphs import Running
 from pipespec.drivers.rounds import Part, parts
 from pipespec.drivers.step import Kind
-from pipespec.drivers.streams import widths
 from pipespec.forward import forward
 from pipespec.placement import NotCapturable
 from pipespec.sampling import Selection
 from pipespec.stage import Stage
+from pipespec_kernels.scheduler import widths
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import CALLS, Faulty
 

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.drivers import LockstepDriver
+from pipespec import pipeline as pipelines
+from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, making
 from pipespec.drivers.base import Policy, StageFailure
+from pipespec.drivers.fixed import FixedDriver
+from pipespec.placement import DoesNotFit, NotCapturable
 from pipespec.planning import auto as autos
 from pipespec.planning import planner
 from pipespec.planning import profile as profiles
@@ -25,7 +28,7 @@ from pipespec.sampling import Selection
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.pipespec.test_lossless import check
-from tests.planning.test_planner import chain
+from tests.planning.test_planner import captured, chain
 
 # --- steering --------------------------------------------------------------------------------------------------------
 
@@ -288,11 +291,8 @@ def test_processes_that_were_measured_with_count_as_gone(monkeypatch, target, tm
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(autos, "WorkersDriver", InOurProcess)
-    measure = profiles.measure_stages
-    monkeypatch.setattr(
-        profiles, "measure_stages", lambda *a, **k: measure(*a, **(k | {"beside": None, "budget_s": 0.5}))
-    )
+    monkeypatch.setattr(making, "WorkersDriver", InOurProcess)
+    monkeypatch.setattr(profiles, "measure_stages", lambda *a, **k: chain(9e-3, 1e-2))
     auto = Auto([random_llama(4, layers=1), target])  # of no use
     assert len(made) == 1
     assert not auto.plan.speculates
@@ -387,7 +387,7 @@ def test_where_no_process_can_be_started(monkeypatch, target, capsys):
     def refuse(*args):
         raise RuntimeError("no more processes")
 
-    monkeypatch.setattr(autos, "WorkersDriver", refuse)
+    monkeypatch.setattr(making, "WorkersDriver", refuse)
     with pipeline(monkeypatch, [always_right(target), target], chain(5e-3, 1e-2), table(0.9)) as pipe:
         assert "no more processes" in capsys.readouterr().err
         assert "workers" not in {c.schedule for c in pipe.plan.candidates}
@@ -404,7 +404,7 @@ def test_what_was_measured_without_processes_is_not_kept(monkeypatch, target, tm
     def refuse(*args):
         raise RuntimeError("no more processes")
 
-    monkeypatch.setattr(autos, "WorkersDriver", refuse)
+    monkeypatch.setattr(making, "WorkersDriver", refuse)
     Auto([random_llama(4, layers=1), target]).close()
     assert "no more processes); the profile is not kept" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -480,14 +480,14 @@ class Chaos:
         type(self).switches += 1
 
 
-def _chaos(monkeypatch, family, profile, schedule, tables):
+def _chaos(monkeypatch, family, profile, schedule, tables, **more):
     monkeypatch.setattr(Chaos, "generator", random.Random(7))
     monkeypatch.setattr(Chaos, "switches", 0)
     monkeypatch.setattr(autos, "_SHARE", 0.0)
     seen = set()
     ties = rows = 0
     target = family[-1]
-    with pipeline(monkeypatch, family, profile, tables, steering=Chaos) as pipe:
+    with pipeline(monkeypatch, family, profile, tables, steering=Chaos, **more) as pipe:
         assert pipe.plan.chosen.schedule == schedule
         pipe._auto._seen |= dict.fromkeys(("greedy", "sampled"), 10**6)  # nothing is learnt: the schedule stays
         for number, batch in enumerate((1, 3, 1, 2)):
@@ -535,3 +535,228 @@ def test_measured_planned_and_run_for_real(monkeypatch, target, tmp_path):
             assert check(target, [prompt], wanted, got, len(prompt), "auto") <= 1
             assert pipe.report.decisions
     assert len(list(tmp_path.iterdir())) == 1
+
+
+# --- captured steps, which on a CPU run uncaptured -------------------------------------------------------------------
+
+EVERY = ("plain", "lockstep", "streams")
+WAYS = {
+    "plain": (chain(9e-3, 1e-2), (5e-3, 5e-3)),
+    "lockstep": (chain(1e-3, 1e-2), (2e-4, 5e-3)),
+    "streams": (chain(1e-3, 1e-2), (3e-3, 5e-3)),
+}
+"""By schedule, made-up profiles for which it is chosen, and the seconds of captured steps."""
+
+
+def graphs_profile(schedule):
+    profile, steps = WAYS[schedule]
+    return captured(profile, *steps, devices=(0, 1) if schedule == "streams" else ())
+
+
+def with_graphs(monkeypatch, target, schedule, draft=None, **more) -> Pipeline:
+    models = [draft or always_right(target), target]
+    return pipeline(monkeypatch, models, graphs_profile(schedule), table(0.9), captured=EVERY, **more)
+
+
+@pytest.fixture
+def own():
+    """Not the session's: while a pipeline with captured steps is open, its models have another attention."""
+    return random_llama(0)
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_captured_steps_are_chosen_and_give_the_same_text(monkeypatch, own, target, schedule, one_core):
+    with with_graphs(monkeypatch, own, schedule) as pipe:
+        assert pipe.plan.chosen.schedule == schedule
+        assert pipe.plan.chosen.captured
+        pipe._auto._seen |= dict.fromkeys(("greedy", "sampled"), 10**6)  # nothing is learnt: the plan stays
+        monkeypatch.setattr(autos, "_SHARE", 0.0)
+        pipe._auto.correct = pipe._auto.set_correction = lambda *a: None
+        for prompt in random_prompts(3, seed=8):
+            wanted = target.generate(prompt[None], max_new_tokens=60, do_sample=False)
+            got = pipe.generate(prompt[None], max_new_tokens=60, do_sample=False)
+            assert check(target, [prompt], wanted, got, len(prompt), schedule) <= 1
+            report = pipe.report
+            assert report.schedule == schedule
+            assert report.decisions[0].startswith(pipe.plan.chosen.way + ":")
+            assert [s.name for s in report.stages] == (["target"] if schedule == "plain" else ["draft 0", "target"])
+        drivers = pipe._auto._drivers
+        assert {type(d) for d in drivers.values()} == {StreamsDriver if schedule == "streams" else RoundsDriver}
+        with Pipeline(target, schedule="plain") as plain:
+            arguments = {"max_new_tokens": 24, "do_sample": True, "seed": 3, "temperature": 0.9, "top_k": 0}
+            assert torch.equal(pipe.generate(prompt[None], **arguments), plain.generate(prompt[None], **arguments))
+    assert own.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+def test_streams_switched_at_random_give_the_same_text(monkeypatch, own):
+    profile = captured(chain(1e-3, 1e-2), 2e-3, 5e-3, devices=(0, 1))
+    _chaos(monkeypatch, [noisy(own, 0.02), own], profile, "streams", table(0.9), captured=EVERY)
+
+
+def test_on_a_cpu_nothing_is_captured(monkeypatch, target, one_core):
+    monkeypatch.setattr(profiles, "measure_captured", None)
+    with pipeline(monkeypatch, [always_right(target), target], graphs_profile("lockstep"), table(0.9)) as pipe:
+        assert pipe._auto.captured == ()
+        assert not any(c.captured for c in pipe.plan.candidates)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores and output_logits"),
+        ({"no_repeat_ngram_size": 3}, "run by the host, position by position: NoRepeatNGram"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+    ],
+)
+def test_a_call_that_needs_the_host_is_planned_without_graphs(monkeypatch, own, target, arguments, why, one_core):
+    prompt = random_prompts(1, seed=8)[0][None]
+    options = {"max_new_tokens": 24, "do_sample": False}
+    with with_graphs(monkeypatch, own, "lockstep") as pipe:
+        pipe._auto._seen["greedy"] = 10**6
+        monkeypatch.setattr(autos, "_SHARE", 0.0)
+        rounds = next(iter(pipe._auto._drivers.values()))
+        pipe.generate(prompt, **options)
+        rooms = list(rounds.target.rooms())
+        got = pipe.generate(prompt, **options, **arguments)
+        assert not pipe.plan.chosen.captured
+        assert pipe.report.schedule in ("plain", "lockstep")
+        assert any(d.startswith("without CUDA graphs: ") and why in d for d in pipe.report.decisions)
+        assert rounds.remarks == ()
+        wanted = target.generate(prompt, **options, **arguments)
+        if not isinstance(got, torch.Tensor):
+            got, wanted = got.sequences, wanted.sequences
+        assert torch.equal(got, wanted)
+        # And the next one as before, in what was captured.
+        pipe.generate(prompt, **options)
+        assert pipe.plan.chosen.captured
+        assert not any("without" in d for d in pipe.report.decisions)
+        assert all(a is b for a, b in zip(rooms, rounds.target.rooms(), strict=True))
+
+
+def test_a_call_whose_fixed_caches_do_not_fit(monkeypatch, own, one_core):
+    checked = []
+
+    def check_memory(*args, graphs, held, **more):
+        checked.append(graphs)
+        if graphs:
+            raise DoesNotFit("no room")
+        return held
+
+    monkeypatch.setattr(pipelines, "check_memory", check_memory)
+    with with_graphs(monkeypatch, own, "lockstep") as pipe:
+        report = reports(pipe, 1)[0]
+        assert checked == [True, False]
+        assert any("do not fit the memory" in d for d in report.decisions)
+        assert not pipe.plan.chosen.captured
+        (rounds,) = (d for d in pipe._auto._drivers.values() if isinstance(d, RoundsDriver))
+        assert rounds.target.rooms() == []  # what it held is given back
+
+
+def refuse_capture(*args, **more):
+    raise NotCapturable("target", "model.layers.0.mlp (Strange)", "RuntimeError: it looks at its numbers")
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["profile", "measuring"])
+def test_models_that_cannot_be_captured(monkeypatch, own, target, stored, one_core):
+    """Told once; then it is as if there were no graphs."""
+    monkeypatch.setattr(FixedDriver, "__init__", refuse_capture)
+    profile = graphs_profile("lockstep") if stored else chain(1e-3, 1e-2)
+    models = [always_right(own), own]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pipeline(monkeypatch, models, profile, table(0.9), captured=EVERY) as pipe:
+            assert pipe._auto.captured == ()
+            assert pipe.plan.chosen.way == "lockstep"
+            got = reports(pipe, 2)
+    assert [str(w.message).partition(" cannot be")[0] for w in told if w.category is StageFailure] == [
+        f"schedule='auto': {'target' if stored else 'draft 0'}"
+    ]
+    assert "without CUDA graphs" in str(told[0].message)
+    assert {report.schedule for report in got} <= {"plain", "lockstep"}
+
+
+def test_a_call_that_cannot_be_captured_is_the_last_one_tried(monkeypatch, own, target, one_core):
+    """It is run step by step by the same stages, its time is not taken for that of graphs, and no further call is tried."""
+    with with_graphs(monkeypatch, own, "lockstep") as pipe:
+        rounds = next(iter(pipe._auto._drivers.values()))
+        monkeypatch.setattr(rounds, "on_gpu", True)
+        monkeypatch.setattr(rounds, "_capture", refuse_capture)
+        monkeypatch.setattr(rounds, "_drop_graphs", lambda: None)
+        prompt = random_prompts(1, seed=8)[0][None]
+        wanted = target.generate(prompt, max_new_tokens=24, do_sample=False)
+        with pytest.warns(StageFailure, match="it looks at its numbers; this call is run in lockstep") as told:
+            got = pipe.generate(prompt, max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
+        assert torch.equal(got.sequences, wanted)
+        assert got.past_key_values is not None
+        assert len(told) == 1
+        assert any("step by step" in d for d in pipe.report.decisions)
+        assert ("lockstep, graphs", (0,), 2) not in pipe._auto._corrections.get(1, {})
+        assert own.config._attn_implementation == "sdpa"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert all("graphs" not in d for report in reports(pipe, 2) for d in report.decisions)
+
+
+def test_captured_steps_are_measured_when_they_are_missing(monkeypatch, own, tmp_path, one_core):
+    """Of a profile from before, and of a batch; and kept."""
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    measure = profiles.measure_stages
+    monkeypatch.setattr(profiles, "measure_stages", lambda *a, **k: measure(*a, **(k | {"budget_s": 0.0})))
+    asked = []
+    capture = profiles.measure_captured
+    monkeypatch.setattr(
+        profiles, "measure_captured", lambda *a, rows: asked.append(rows) or capture(*a, rows=rows, widths=(1, 4))
+    )
+    models = [random_llama(4, layers=1), own]
+    Auto(models).close()
+    assert asked == []
+    Auto(models, captured=EVERY).close()
+    assert asked == [1]
+    Auto(models, captured=EVERY).close()
+    assert asked == [1]
+    Auto(models).close()
+    monkeypatch.setattr("pipespec.pipeline.Auto", functools.partial(Auto, captured=EVERY))
+    ids, mask = left_pad(random_prompts(3, seed=1))
+    for _ in range(2):
+        with Pipeline(own, models[:1], schedule="auto") as pipe:
+            pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+            assert pipe._auto.profile.target.has(4, captured=True)
+        assert asked == [1, 4]
+
+
+def test_what_a_round_takes_corrects_its_prediction(monkeypatch, own, one_core):
+    """On a clock of its own, where each of its steps is a hundredth of a second. What a text gives per step is not its merit."""
+    now, ended = [0.0], []
+    look, end = autos._Session._mark, autos._Session.end
+
+    def tick(session):
+        now[0] += 0.01
+        look(session)
+
+    monkeypatch.setattr(autos._Session, "_mark", tick)
+    monkeypatch.setattr(autos._Session, "end", lambda session, *a: ended.append(session) or end(session, *a))
+    with with_graphs(monkeypatch, own, "lockstep", clock=lambda: now[0]) as pipe:
+        chosen = pipe.plan.chosen
+        reports(pipe, 1, new=60)
+        (session,) = ended
+        assert pipe._auto._corrections[1] == {chosen.key: pytest.approx(session._step_s() / 0.01)}
+        assert session._steps_per_look() == 1.0
+        session._looks /= 2  # as where a scheduler tells of two steps at once
+        assert session._steps_per_look() == pytest.approx(2.0, rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_everything_is_measured_and_the_text_is_the_same(own, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    prompts = [p[None].cuda() for p in random_prompts(3, seed=3)]
+    draft, target = noisy(own, 0.02).cuda(), own.cuda()
+    wanted = [target.generate(p, max_new_tokens=64, do_sample=False) for p in prompts]
+    with Pipeline(target, [draft], schedule="auto") as pipe:
+        ways = {c.way for c in pipe.plan.candidates}
+        assert {"plain", "lockstep", "plain, graphs", "lockstep, graphs", "streams"} <= ways
+        assert all(s.has(1, captured=True) for s in pipe._auto.profile.stages)
+        for prompt, text in zip(prompts, wanted, strict=True):
+            assert torch.equal(pipe.generate(prompt, max_new_tokens=64, do_sample=False), text)
+    assert target.config._attn_implementation == "sdpa"

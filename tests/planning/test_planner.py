@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipespec.drivers.base import Policy
+from pipespec.drivers.rounds import parts
 from pipespec.planning import planner
 from pipespec.planning.planner import Call, plan
 from pipespec.planning.profile import Profile, StageProfile, StepTimes
 from pipespec.planning.simulator import Answers
+from pipespec_kernels.scheduler import widths
 
 
 def stage(
@@ -27,6 +30,15 @@ def chain(*steps: float, contention: float = 0.0, threads: int = 2, **more) -> P
     shared = {"contention": contention, "burden": contention}
     stages = tuple(stage(n, s, **(shared | more)) for n, s in zip(names, steps, strict=True))
     return Profile(stages, threads)
+
+
+def captured(profile: Profile, *steps: float, slope: float = 0.0, devices=()) -> Profile:
+    """With steps as graphs; ``devices``: of the stages, where it is not one."""
+    widths = (1, 2, 4, 8, 16, 32)
+    times = [[StepTimes(2, 1, 64, widths, tuple(s * (1 + slope * w) for w in widths), captured=True)] for s in steps]
+    found = profile.adding(times)
+    placed = [replace(s, device=d) for s, d in zip(found.stages, devices or (0,) * len(steps), strict=True)]
+    return replace(found, stages=tuple(placed))
 
 
 @pytest.fixture(autouse=True)
@@ -280,3 +292,96 @@ def test_zero_times():
 def test_calls_that_cannot_be():
     with pytest.raises(ValueError, match="at least 1"):
         Call(rows=0)
+
+
+# --- captured steps --------------------------------------------------------------------------------------------------
+
+EVERY = ("plain", "lockstep", "streams")
+
+
+def test_captured_steps_are_considered_when_asked():
+    profile = captured(chain(1e-3, 1e-2), 2e-4, 5e-3)
+    assert plan(profile, Answers((0.85,))) == plan(chain(1e-3, 1e-2), Answers((0.85,)))
+    found = plan(profile, Answers((0.85,)), captured=EVERY)
+    assert {c.way for c in found.candidates} == {
+        "plain", "lockstep", "workers", "plain, graphs", "lockstep, graphs", "streams",
+    }  # fmt: skip
+    assert found.plain.way == "plain, graphs"
+    assert found.plain.rate == pytest.approx(1 / 5e-3)
+    assert found.chosen.way in ("lockstep, graphs", "streams")
+    assert found.why.startswith(found.chosen.way)
+    assert found.chosen.way in str(found)
+    with pytest.raises(ValueError, match="no captured steps were measured"):
+        plan(chain(1e-3, 1e-2), Answers((0.85,)), captured=EVERY)
+
+
+def test_drafts_are_compared_with_plain_decoding_as_graphs():
+    """They gain on eager plain decoding, and nothing on the captured one."""
+    profile = captured(chain(1e-3, 1e-2), 4e-3, 4e-3)
+    found = plan(profile, Answers((0.5,)), captured=EVERY)
+    assert found.chosen.way == "plain, graphs"
+    assert not found.speculates
+    assert found.why.startswith("plain, graphs: ")
+    eager = planner.decide(planner.eager_only(found), {})
+    assert eager.speculates
+    assert not any(c.captured for c in eager.candidates)
+
+
+def test_graphs_that_gain_nothing_are_left_alone():
+    found = plan(captured(chain(1e-2, 1e-2), 1e-2, 0.99e-2), Answers((0.5,)), captured=EVERY)
+    assert found.chosen.way == "plain"
+
+
+def test_stages_on_one_gpu_share_it():
+    one = captured(chain(1e-3, 1e-2), 1e-3, 1e-2)
+    two = captured(chain(1e-3, 1e-2), 1e-3, 1e-2, devices=(0, 1))
+    busy = planner.Candidate("streams", (0,), (8,), 0, 2, 0.0, captured=True)  # drafts all the time
+    shared, alone = (planner.predict(profile, Answers((0.85,)), busy, Call()) for profile in (one, two))
+    ideal = planner.predict(one, Answers((0.85,)), busy, Call(), ideal=True)
+    assert shared.rate < 0.9 * alone.rate
+    assert alone.rate == pytest.approx(ideal.rate)
+    ways = [{c.way for c in plan(p, Answers((0.85,)), captured=EVERY).candidates} for p in (one, two)]
+    assert ways[0] - ways[1] == {"lockstep, graphs"}  # a round is one graph, on one device
+
+
+@pytest.mark.parametrize("windows", [(2,), (4,), (8,), (16,), (3, 8)])
+def test_a_captured_step_is_charged_with_all_its_columns(windows):
+    streams = planner.Candidate("streams", tuple(range(len(windows))), windows, 0, 1, 0.0, captured=True)
+    policy = Policy(windows)
+    most = 1 + max(windows)
+    for place in range(len(windows) + 1):
+        fed = {w: planner.columns(streams, place, w) for w in range(1, most + 1)}
+        assert set(fed.values()) <= set(widths(most))
+        assert all(w <= c < 2 * w for w, c in fed.items())
+    rounds = replace(streams, schedule="lockstep")
+    for part in parts(policy):  # room for a token of the stage's own, or some, and all hints
+        assert part.width >= planner.columns(rounds, part.stage, 1) >= 1 + policy.max_hints(part.stage)
+    assert parts(policy)[-1].width == planner.columns(rounds, len(windows), 1)
+    assert planner.columns(replace(rounds, captured=False), len(windows), 1) == 1
+
+
+def test_wide_captured_steps_cost_what_they_are_padded_to():
+    """Hints that fill half of a step are as dear as a full one."""
+    cheap, dear = (
+        plan(captured(chain(1e-3, 1e-2), 1e-3, 5e-3, slope=slope), Answers((0.6,)), captured=EVERY)
+        for slope in (0.0, 0.5)
+    )
+    widest = {c.way: max(c.windows, default=0) for c in cheap.candidates}
+    assert all(max(c.windows, default=0) <= widest[c.way] for c in dear.candidates if c.captured)
+    rate = {c.way: c.rate for c in dear.candidates}
+    assert rate["streams"] < max(c.rate for c in cheap.candidates if c.way == "streams")
+
+
+def test_steering_of_captured_steps():
+    profile = captured(chain(1e-3, 1e-2), 1e-3, 5e-3, devices=(0, 1))
+    streams = planner.Candidate("streams", (0,), (4,), 0, 2, 0.0, captured=True)
+    rungs = planner.ladder(profile, Answers((0.5,)), streams, Call())
+    assert rungs[0].windows[0] < rungs[-1].windows[0]
+    assert planner.ladder(profile, Answers((0.5,)), replace(streams, schedule="lockstep"), Call()) == ()
+
+
+def test_what_a_drivers_rests_are():
+    found = plan(captured(chain(1e-3, 1e-2), 2e-4, 5e-3), Answers((0.85,)), captured=EVERY)
+    for c in found.candidates:
+        assert planner.plain_of(found, c).captured == c.captured
+        assert planner.plain_of(found, c).schedule == "plain"

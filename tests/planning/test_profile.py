@@ -12,6 +12,8 @@ import torch
 from pipespec import Pipeline
 from pipespec.drivers import Request, WorkersDriver
 from pipespec.drivers.base import Policy
+from pipespec.drivers.step import FixedStage
+from pipespec.placement import NotCapturable
 from pipespec.planning import profile as profiles
 from pipespec.planning.profile import Profile, ProfileWarning, StageProfile, StepTimes, Stored
 from pipespec.sampling import Selection
@@ -114,6 +116,58 @@ def test_all_stages_with_every_number_of_threads():
 def test_a_hurried_profile_has_fewer_widths():
     found = profiles.measure_stages([random_llama(0)], ["a"], budget_s=0.0)
     assert 1 < len(found.stages[0].times[0].widths) < len(profiles.WIDTHS)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_captured_steps_have_the_width_they_are_measured_for(monkeypatch, rows):
+    """Through the driver's own steps, and with the prompts beside them."""
+    models = [random_llama(1, layers=1), random_llama(0)]
+    fed = []
+    body = FixedStage.body
+    monkeypatch.setattr(
+        FixedStage, "body", lambda s, tokens, *more: fed.append(tuple(tokens.shape)) or body(s, tokens, *more)
+    )
+    found = profiles.measure_captured(models, ["a", "b"], rows=rows, widths=(1, 4))
+    assert set(fed) == {(rows, 1), (rows, 4)}
+    for times in found:
+        short, long = times
+        assert short.context < long.context
+        for t in times:
+            assert (t.rows, t.widths, t.captured) == (rows, (1, 4), True)
+            assert min(t.seconds) > 0
+            assert t.prefill_s > 0
+    assert all(m.config._attn_implementation == "sdpa" for m in models)
+    profile = profiles.measure_stages(models, ["a", "b"], rows=rows, budget_s=0.0)
+    assert not profile.target.has(rows, captured=True)
+    both = profile.adding(found)
+    assert both.target.has(rows, captured=True)
+    assert both.target.seconds(4, threads=1, rows=rows, captured=True) == pytest.approx(found[1][0].at(4))
+    eager = {"threads": 1, "rows": rows}
+    assert both.target.seconds(4, **eager) == profile.target.seconds(4, **eager)
+    assert Profile.from_json(json.loads(json.dumps(both.to_json()))) == both
+
+
+def test_what_cannot_be_captured_is_named_as_in_the_chain(monkeypatch):
+    models = [random_llama(1, layers=1), random_llama(0)]
+    monkeypatch.setattr(models[0], "set_attn_implementation", lambda name: None)
+    with pytest.raises(NotCapturable, match="small cannot be captured"):
+        profiles.measure_captured(models, ["small", "big"])
+    with torch.autocast("cpu"), pytest.raises(NotCapturable, match=r"big cannot be captured .* autocast"):
+        profiles.measure_captured(models[1:], ["big"])
+    assert models[1].config._attn_implementation == "sdpa"
+
+
+def test_a_file_from_before_there_were_captured_steps(tmp_path):
+    stored = Stored(a_profile(), {})
+    profiles.store(stored, tmp_path)
+    file = tmp_path / "some.json"
+    data = json.loads(file.read_text())
+    for s in data["profile"]["stages"]:
+        del s["device"]
+        for t in s["times"]:
+            del t["captured"]
+    file.write_text(json.dumps(data))
+    assert profiles.load("some", 2, tmp_path).profile == stored.profile
 
 
 class Scripted:

@@ -15,15 +15,10 @@ import torch
 from pipespec.drivers.base import Request
 from pipespec.drivers.fixed import FixedDriver
 from pipespec.drivers.step import FixedStage
-from pipespec_kernels.scheduler import HostLauncher, Rectangle
+from pipespec_kernels.scheduler import HostLauncher, Rectangle, widths
 
 if TYPE_CHECKING:
     from pipespec.drivers.graphs import Graph, Graphs
-
-
-def widths(most: int) -> list[int]:
-    """Columns of the steps that there are: 1, 2, 4, ... and ``most``."""
-    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
 
 class StreamsDriver(FixedDriver):

@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,13 +19,16 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.compat import head_size
-from pipespec.drivers import Driver, LockstepDriver, Request, WorkersDriver
+from pipespec.drivers import Driver, Request, WorkersDriver, make_driver
 from pipespec.drivers.base import Policy, StageFailure
+from pipespec.drivers.fixed import FixedDriver
+from pipespec.drivers.step import why_not
 from pipespec.generation import Generation
 from pipespec.observe import Report
+from pipespec.placement import NotCapturable, check_streams
 from pipespec.planning import planner
 from pipespec.planning import profile as profiles
-from pipespec.planning.planner import Call, Candidate, Plan
+from pipespec.planning.planner import Call, Candidate, Key, Plan
 from pipespec.planning.profile import Profile, Stored
 from pipespec.planning.simulator import Answers
 from pipespec.planning.steering import Counts, Ledger, Steering
@@ -48,7 +52,7 @@ _CALIBRATION_S = 10.0
 _FADES = 0.01
 _LONG_PROMPT = 48
 _MOVED = 0.05
-_Key = tuple[str, tuple[int, ...], int]
+_CAPTURED = ("plain", "lockstep", "streams")
 
 
 class Steer(Protocol):
@@ -66,6 +70,8 @@ class Auto:
     ----------
     models: drafts, then the target.
     profile, tables: instead of measuring (tests). ``tables``: agreement by mode, ``"greedy"`` and ``"sampled"``.
+    captured: schedules that are considered with captured steps. None: all, where all models are on GPUs and can be captured; on a CPU
+        the same steps run uncaptured (tests).
     clock: of steering and learning. steering: what makes a call's. names: of the stages. trace: as for a driver.
     """
 
@@ -75,6 +81,7 @@ class Auto:
         *,
         profile: Profile | None = None,
         tables: dict[str, np.ndarray] | None = None,
+        captured: Sequence[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         steering: Callable[..., Steer] = Steering,
         names: Sequence[str] | None = None,
@@ -85,11 +92,13 @@ class Auto:
         self._trace = trace
         self.clock, self.steering = clock, steering
         self.cores = len(os.sched_getaffinity(0))
-        self._drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}
+        self.captured = _capturable(self.models) if captured is None else tuple(captured)
+        self._drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}  # by way and drafts
+        self._has_room = True
         self._plans: dict[tuple[int, str], Plan] = {}
-        self._ladders: dict[tuple[int, str, _Key], tuple[planner.Rung, ...]] = {}
-        self._ledgers: dict[tuple[int, _Key], Ledger] = {}
-        self._corrections: dict[int, dict[_Key, float]] = {}
+        self._ladders: dict[tuple[int, str, Key], tuple[planner.Rung, ...]] = {}
+        self._ledgers: dict[tuple[int, Key], Ledger] = {}
+        self._corrections: dict[int, dict[Key, float]] = {}
         self._trials: dict[int, int] = {}
         self._seen: dict[str, int] = {}  # positions of this user's texts that a mode's table was made of
         self._asked = bool(tables)  # the first prompt, before anything is known
@@ -108,11 +117,15 @@ class Auto:
         self.tables: dict[str, np.ndarray] = dict(tables or {})
         try:
             self.profile = profile if profile is not None else self._measure()
-            if stored is None and self._key:
+            known = stored is not None and not self._lacks_captured(1)
+            if self._lacks_captured(1):
+                self._measure_captured(1)
+            if not known:
                 self._store()
             self.plan = self._planned(Call(), "greedy")
             chosen = None
-            if self.plan.speculates:  # processes take seconds to start: not in the first call
+            # Processes take seconds to start, and what cannot be captured should be told: not in the first call.
+            if self.plan.speculates or self.plan.chosen.captured:
                 self.plan, _, chosen = self._driver_for(self.plan, self.plan.chosen, "greedy")
             for at, driver in list(self._drivers.items()):  # measured with, and not needed now
                 if driver is not chosen:
@@ -144,6 +157,31 @@ class Auto:
                 self.tables["greedy"] = profiles.agreement_on(self.models, text, first, own_text=True)
             return found
 
+    def _lacks_captured(self, rows: int) -> bool:
+        return bool(self.captured) and not self.profile.target.has(rows, captured=True)
+
+    def _measure_captured(self, rows: int) -> None:
+        """Captured step times of a batch; none, and no such schedules, where a model cannot be captured or the memory does not suffice."""
+        try:
+            with working(f"measuring captured steps (batches of {rows})"):
+                found = profiles.measure_captured(self.models, self.names, rows=rows)
+        except (ValueError, RuntimeError) as error:
+            self._give_up_graphs(str(error))
+            return
+        self.profile = self.profile.adding(found)
+
+    def _give_up_graphs(self, why: str | None) -> None:
+        """From here on no captured steps. ``why``: for the user; None: who has been told."""
+        self.captured = ()
+        self._plans.clear()
+        self._ladders.clear()
+        for at, driver in list(self._drivers.items()):
+            if isinstance(driver, FixedDriver):
+                driver.close()
+                del self._drivers[at]
+        if why is not None:
+            _tell_failure(why, "it goes on without CUDA graphs")
+
     def _calibration_text(self, found: Profile) -> tuple[np.ndarray, int]:
         """Something that the target says when nobody has asked it anything, and where its own words begin."""
         config = self.models[-1].generation_config
@@ -167,15 +205,22 @@ class Auto:
         table = self.tables.get(mode, self.tables.get("greedy"))
         return Answers(table=table) if table is not None else Answers(acceptance=(0.5,) * (len(self.models) - 1))
 
-    def _planned(self, call: Call, mode: str) -> Plan:
-        """The plan for calls of so many rows; the length that the first of them had is taken for all."""
+    def _planned(self, call: Call, mode: str, *, graphs: bool = True) -> Plan:
+        """The plan for calls of so many rows; the length that the first of them had is taken for all. ``graphs``: whether the call can be
+        run in captured steps."""
         at = (_bucket(call.rows), mode)
         if at not in self._plans:
             schedules = ("lockstep", "workers") if self.cores > 1 else ("lockstep",)
             self._plans[at] = planner.plan(
-                self.profile, self.answers(mode), replace(call, rows=at[0]), schedules=schedules, cores=self.cores
+                self.profile,
+                self.answers(mode),
+                replace(call, rows=at[0]),
+                schedules=schedules,
+                captured=self.captured,
+                cores=self.cores,
             )
-        return planner.decide(self._plans[at], self._corrections.get(at[0], {}))
+        plan = self._plans[at]
+        return planner.decide(plan if graphs else planner.eager_only(plan), self._corrections.get(at[0], {}))
 
     def _replan(self, mode: str) -> None:
         """Forget what followed from a table that has changed."""
@@ -193,10 +238,10 @@ class Auto:
                 if candidate.rate < max(_NEAR * plan.chosen.rate, planner.MARGIN * plan.plain.rate):
                     break
                 # To start processes takes seconds: only what the plan chooses is worth that.
-                is_there = candidate.schedule != "workers" or (candidate.schedule, candidate.drafts) in self._drivers
+                is_there = candidate.schedule != "workers" or (candidate.way, candidate.drafts) in self._drivers
                 if candidate.key not in known and candidate.schedule != "plain" and is_there:
                     self._trials[rows] = self._trials.get(rows, 0) + 1
-                    self._decisions.append(f"{candidate.schedule} {plan.label(candidate)} is tried")
+                    self._decisions.append(f"{candidate.way} {plan.label(candidate)} is tried")
                     return candidate
         return plan.chosen
 
@@ -204,45 +249,51 @@ class Auto:
 
     def _driver(self, candidate: Candidate) -> Driver:
         """The driver of this schedule and these drafts; made at its first use and kept."""
-        at = (candidate.schedule, candidate.drafts)
+        at = (candidate.way, candidate.drafts)
         driver = self._drivers.get(at)
         policy = Policy(candidate.windows, candidate.wait, candidate.decode_meanwhile)
         if driver is None:
             models = [*(self.models[i] for i in candidate.drafts), self.models[-1]]
-            if candidate.schedule == "workers":
-                with working("starting draft processes"):
-                    driver = WorkersDriver(models, policy, self._trace)
-            else:
-                driver = LockstepDriver(models, policy, self._trace)
+            with working("starting draft processes") if candidate.schedule == "workers" else nullcontext():
+                driver = make_driver(candidate.schedule, models, policy, self._trace, graphs=candidate.captured)
             self._drivers[at] = driver
         driver.steer(policy)
         for other in self._drivers.values():
-            if other is not driver:
+            # A call in between that needs the host does not cost the others their graphs, unless it needs their memory.
+            if other is not driver and not (
+                self._has_room and not candidate.captured and isinstance(other, FixedDriver)
+            ):
                 other.forget()
         return driver
 
-    def _driver_for(self, plan: Plan, candidate: Candidate, mode: str) -> tuple[Plan, Candidate, Driver]:
-        """The candidate's driver; where no processes can be started, that of a plan without them."""
+    def _driver_for(
+        self, plan: Plan, candidate: Candidate, mode: str, *, graphs: bool = True
+    ) -> tuple[Plan, Candidate, Driver]:
+        """The candidate's driver; where no processes can be started, or steps not be captured, that of a plan without them."""
         try:
             return plan, candidate, self._driver(candidate)
         except (ValueError, RuntimeError) as error:
-            if candidate.schedule != "workers":
+            if candidate.captured:
+                self._give_up_graphs(str(error))
+            elif candidate.schedule == "workers":
+                say(f"schedule='auto': no worker processes here ({error})")
+                self.cores = 1
+                self._plans.clear()
+            else:
                 raise
-            say(f"schedule='auto': no worker processes here ({error})")
-            self.cores = 1
-            self._plans.clear()
-            plan = self._planned(plan.call, mode)
-            return plan, plan.chosen, self._driver(plan.chosen)
+        plan = self._planned(plan.call, mode, graphs=graphs)
+        return self._driver_for(plan, plan.chosen, mode, graphs=graphs)
 
-    def run(self, generation: Generation) -> Report:
-        """Run one call and learn from it."""
-        session = self._begin(generation)
+    def run(self, generation: Generation, *, has_room: bool = True) -> Report:
+        """Run one call and learn from it. ``has_room``: whether caches of captured steps, which cannot grow, fit the memory."""
+        session = self._begin(generation, has_room)
         session.run(generation)
         seconds, traces = generation.seconds, session.driver.traces()
+        ran_as = session.driver.ran_as if session.candidate.schedule != "plain" else "plain"
         decisions = session.end(generation, seconds)
-        return generation.report(session.candidate.schedule, session.names, decisions, seconds, traces)
+        return generation.report(ran_as, session.names, decisions, seconds, traces)
 
-    def _begin(self, generation: Generation) -> _Session:
+    def _begin(self, generation: Generation, has_room: bool) -> _Session:
         """Driver and steering for a call that is about to run."""
         selection: Selection = generation.request.start.selection
         mode = "greedy" if selection.seeds is None else "sampled"
@@ -252,9 +303,18 @@ class Auto:
             rows, max(len(p) for p in prompts), max(1, max(n - len(p) for p, n in zip(prompts, limits, strict=True)))
         )
         began = self.clock()
-        if len(self.models) > 1 and not self.profile.target.has(_bucket(rows)):
+        self._has_room, needs_host = has_room, None
+        if self.captured:
+            needs_host = why_not(generation.request, self.models[-1].device.type)
+            if needs_host is None and not has_room:
+                needs_host = "caches that cannot grow do not fit the memory"
+            if needs_host is not None:
+                self._decisions.append(f"without CUDA graphs: {needs_host}")
+        graphs = needs_host is None
+        lacks = not self.profile.target.has(_bucket(rows)) or (graphs and self._lacks_captured(_bucket(rows)))
+        if len(self.models) > 1 and lacks:
             try:
-                self._measure_rows(_bucket(rows))
+                self._measure_rows(_bucket(rows), graphs=graphs)
             except Exception as error:
                 _tell_failure(f"batches of {rows} could not be measured ({type(error).__name__}: {error})")
         prompt = max(prompts, key=len)
@@ -265,23 +325,24 @@ class Auto:
             if found is not None:
                 self.tables["greedy"] = found
                 self._replan("greedy")
-        plan = self.plan = self._planned(call, mode)
+        plan = self.plan = self._planned(call, mode, graphs=graphs)
         candidate = self._choose(plan, _bucket(rows))
-        self.plan, candidate, driver = self._driver_for(plan, candidate, mode)
+        self.plan, candidate, driver = self._driver_for(plan, candidate, mode, graphs=graphs)
         plan = self.plan
         session = _Session(self, driver, candidate, plan, mode, _bucket(rows))
         self._learning += self.clock() - began
         return session
 
-    def _measure_rows(self, rows: int) -> None:
+    def _measure_rows(self, rows: int, *, graphs: bool) -> None:
         """Step times of a batch, when the first comes."""
-        with working(f"measuring batches of {rows}"):
-            found = profiles.measure_stages(
-                self.models, self.names, rows=rows, widths=(1, 2, 4, 9), budget_s=0.7 * len(self.models)
-            )
-        stages = zip(self.profile.stages, found.stages, strict=True)
-        merged = tuple(replace(stage, times=(*stage.times, *more.times)) for stage, more in stages)
-        self.profile = replace(self.profile, stages=merged)
+        if not self.profile.target.has(rows):
+            with working(f"measuring batches of {rows}"):
+                found = profiles.measure_stages(
+                    self.models, self.names, rows=rows, widths=(1, 2, 4, 9), budget_s=0.7 * len(self.models)
+                )
+            self.profile = self.profile.adding([stage.times for stage in found.stages])
+        if graphs and self._lacks_captured(rows):
+            self._measure_captured(rows)
         self._store()
 
     def close(self) -> None:
@@ -294,11 +355,11 @@ class Auto:
         """Of one way of plain decoding."""
         at = (rows, plain.key)
         if at not in self._ledgers:
-            step = self.profile.target.seconds(1, threads=plain.threads, rows=call.rows, context=call.context)
-            self._ledgers[at] = Ledger((self.profile.slowness * step + planner.BETWEEN_S) / call.rows)
+            step = planner.step_s(self.profile, self.profile.target, 1, plain, call, plain.threads)
+            self._ledgers[at] = Ledger((step + planner.between_s(plain)) / call.rows)
         return self._ledgers[at]
 
-    def correct(self, rows: int, key: _Key, ratio: float) -> None:
+    def correct(self, rows: int, key: Key, ratio: float) -> None:
         """Measured over predicted, of one call."""
         known = self._corrections.setdefault(rows, {})
         ratio = min(max(ratio, 0.05), 5.0)
@@ -307,10 +368,10 @@ class Auto:
     def fade(self, rows: int) -> None:
         """What was measured of chains counts a little less with each call that is decoded plainly, so that they are tried again some day."""
         for key, ratio in self._corrections.get(rows, {}).items():
-            if key[0] != "plain":
+            if not key[0].startswith("plain"):
                 self._corrections[rows][key] = ratio + _FADES * (1.0 - ratio)
 
-    def set_correction(self, rows: int, key: _Key, ratio: float) -> None:
+    def set_correction(self, rows: int, key: Key, ratio: float) -> None:
         self._corrections.setdefault(rows, {})[key] = ratio
 
     def learn(self, session: _Session, generation: Generation, seconds: float) -> None:
@@ -387,30 +448,31 @@ class _Session:
         self.steering: Steer | None = None
         self._threads = torch.get_num_threads()
         # What it is compared with while it runs: plain decoding, or plain decoding with other threads.
+        self._reference: Candidate | None = planner.plain_of(plan, candidate)
         if candidate.schedule == "plain":
-            others = [c for c in plan.candidates if c.schedule == "plain" and c.key != candidate.key]
-            self._reference = others[0] if others else None
-        else:
-            self._reference = plan.plain
+            others = [c for c in plan.candidates if c.schedule == "plain" and c.way == candidate.way]
+            self._reference = next((c for c in others if c.key != candidate.key), None)
         self._ledger = auto.ledger(rows, self._reference or candidate, plan.call)
         self._tokens: Callable[[], int] = lambda: 0
         self._marks: list[tuple[int, float]] = []
+        self._looks, self._texts = 0, 0  # how often steps of the target's were told; rows of the call
 
     def _start(self, generation: Generation) -> Callable[[], None]:
         """Before the driver runs; returns what is to be called after each step of the target's."""
         auto, block, rows = self.auto, self.driver.block, len(generation.prompts)
         target = block.target
         starts = sum(len(p) for p in generation.prompts)
+        self._texts = rows
 
         def tokens() -> int:
             return sum(block.length(target, row) for row in range(rows)) - starts
 
         self._tokens = tokens
+        if self._reference is None or (self.candidate.captured and self.candidate.schedule == "lockstep"):
+            return self._mark  # what it does now cannot be changed: a captured round drafts, whatever its windows are
         common = {"ledger": self._ledger, "tokens": tokens, "clock": auto.clock, "rows": rows}
         if self.candidate.schedule == "plain":
             other = self._reference
-            if other is None:
-                return self._mark
             # The same machinery: is another number of threads better, now?
             threads = (self.candidate.threads, other.threads)
             self.steering = auto.steering(
@@ -430,12 +492,14 @@ class _Session:
             found = [block.counters(target, row) for row in range(rows)]
             return Counts(tokens(), *(sum(c[k] for c in found) for k in ("drafted", "accepted", "steps")))
 
+        plain = self._reference
+
         def apply(windows: tuple[int, ...], wait: int) -> None:
             rests = not any(windows)
-            threads = self.plan.plain.threads if rests else None
+            threads = plain.threads if rests else None
             self.driver.steer(Policy(windows, wait, self.candidate.decode_meanwhile, threads))
             if self.candidate.schedule == "lockstep":
-                torch.set_num_threads(self.plan.plain.threads if rests else self.candidate.threads)
+                torch.set_num_threads(plain.threads if rests else self.candidate.threads)
 
         self.steering = auto.steering(
             policy=(self.candidate.windows, self.candidate.wait),
@@ -448,6 +512,7 @@ class _Session:
         return self.steering.look
 
     def _mark(self) -> None:
+        """Where it began: what came before holds the start of everything."""
         if not self._marks:
             self._marks.append((self._tokens(), self.auto.clock()))
 
@@ -462,7 +527,12 @@ class _Session:
 
     def run(self, generation: Generation) -> None:
         """Run it with the threads of the plan."""
-        after_step = self._start(generation)
+        look = self._start(generation)
+
+        def after_step() -> None:
+            self._looks += 1
+            look()
+
         if self.candidate.schedule == "workers":
             generation.run(self.driver, after_step)
         else:
@@ -472,18 +542,26 @@ class _Session:
     def end(self, generation: Generation, seconds: float) -> tuple[str, ...]:
         """Afterwards: what was learnt and decided."""
         auto, key = self.auto, self.candidate.key
-        if isinstance(self.steering, Steering) and self.steering.speculated:
+        if (
+            self.candidate.captured and self.driver.remarks
+        ):  # it was run step by step after all, and the user was told why
+            auto._give_up_graphs(None)
+        elif isinstance(self.steering, Steering) and self.steering.speculated:
             tokens, passed, steps = (sum(column) for column in zip(*self.steering.speculated, strict=True))
             if self.candidate.schedule == "plain":
                 auto.ledger(self.rows, self.candidate, self.plan.call).learn(passed / tokens)
             else:
                 # By its steps: how many tokens one gives is the text's luck, which the table of agreement has.
-                auto.correct(self.rows, key, self._step_s() * steps / passed)
+                auto.correct(self.rows, key, self._step_s() * steps * self._steps_per_look() / passed)
         elif self._marks:
             before, began = self._marks[0]
             now, new = auto.clock(), self._tokens() - before
             if new >= 16 and now > began:
-                auto.ledger(self.rows, self.candidate, self.plan.call).learn((now - began) / new)
+                if self.candidate.schedule == "plain":
+                    auto.ledger(self.rows, self.candidate, self.plan.call).learn((now - began) / new)
+                else:
+                    steps = (self._looks - 1) * self._steps_per_look()
+                    auto.correct(self.rows, key, self._step_s() * steps / (now - began))
         if self.candidate.schedule == "plain":
             auto.fade(self.rows)
         for plain in (c for c in self.plan.candidates if c.schedule == "plain"):
@@ -492,24 +570,40 @@ class _Session:
                 auto.set_correction(self.rows, plain.key, ledger.predicted_s / ledger.plain_s)
         auto.learn(self, generation, seconds)
         own = self.steering.decisions if self.steering is not None else []
-        return (self.plan.why, *auto.told(), *own)
+        return (self.plan.why, *auto.told(), *own, *self.driver.remarks)
+
+    def _steps_per_look(self) -> float:
+        """Of the target's: a scheduler tells of several at once where they end faster than it is heard."""
+        block = self.driver.block
+        if not self.candidate.captured:
+            return 1.0
+        steps = max(block.counters(block.target, row)["steps"] for row in range(self._texts))
+        return max(1.0, steps / max(1, self._looks))
 
     def _step_s(self) -> float:
         """Seconds of a step of the target's, as predicted."""
         profile, call = self.auto.profile, self.plan.call
         raw = self.auto._plans.get((self.rows, self.mode))
         candidate = next((c for c in (raw or self.plan).candidates if c.key == self.candidate.key), self.candidate)
-        threads = self.candidate.threads
-        drafts = self.candidate.drafts if self.candidate.schedule == "lockstep" else ()
-        prompt = profile.slowness * sum(
-            profile.stages[i].prompt_s(call.prompt, threads=threads, rows=call.rows) for i in (*drafts, -1)
-        )
+        prompt = planner.start_s(profile, candidate, call)
         decoding = call.rows * call.tokens / candidate.rate - prompt
         return max(decoding, 1e-9) * candidate.tokens_per_step / call.tokens
 
 
-def _tell_failure(what: str) -> None:
-    warnings.warn(f"schedule='auto': {what}; it goes on with what it knows", StageFailure, stacklevel=level_of_caller())
+def _capturable(models: Sequence[PreTrainedModel]) -> tuple[str, ...]:
+    """Schedules that are considered with captured steps."""
+    if any(model.device.type != "cuda" for model in models):
+        return ()
+    try:
+        check_streams(models)
+    except (NotCapturable, ValueError) as error:
+        say(f"schedule='auto': {error}; it goes on without CUDA graphs")
+        return ()
+    return _CAPTURED
+
+
+def _tell_failure(what: str, then: str = "it goes on with what it knows") -> None:
+    warnings.warn(f"schedule='auto': {what}; {then}", StageFailure, stacklevel=level_of_caller())
 
 
 def _threads(count: int) -> str:

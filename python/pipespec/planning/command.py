@@ -54,7 +54,9 @@ def run_plan(
             )
         with working("asking every model about the target's text"):
             answers = calibrate(models, prompts, new_tokens) if drafts else planner.Answers()
-        plan = planner.plan(auto.profile, answers, call_of(prompts, new_tokens), cores=auto.cores)
+        plan = planner.plan(
+            auto.profile, answers, call_of(prompts, new_tokens), captured=auto.captured, cores=auto.cores
+        )
         record = plan.to_dict() | {"profile": auto.profile.to_json()}
         if not as_json:
             print(plan)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipespec.planning._checks import positive
-from pipespec.planning.simulator import Answers, Policy, StageModel, simulate
+from pipespec.planning.simulator import WIDTH, Answers, Policy, StageModel, simulate
 
 MARGIN = 1.05
 """Speculate only where it is predicted to be this much faster than plain decoding."""
@@ -30,7 +30,7 @@ _FEW_TOKENS, _MOST_TOKENS = 512, 2048  # of a simulation: of many settings, and 
 _PIECE = 64
 _MOST_WIDTH = 34  # half of a step's columns, and own tokens
 _MOST_DRAFTS = 3  # of which all subsets are tried; of more, each alone, all, and all without one
-_WINDOWS = {"lockstep": (1, 2, 3, 4, 6, 8), "workers": (2, 4, 8, 16)}
+_WINDOWS = {"lockstep": (1, 2, 3, 4, 6, 8), "workers": (2, 4, 8, 16), "streams": (2, 4, 8, 16)}
 _WAITS = (
     (0, False),
     (1, False),
@@ -44,6 +44,10 @@ _WAITS = (
 _LADDER = (0.1, 0.3, 0.5, 0.65, 0.8, 0.9, 0.97)
 
 
+Key = tuple[str, tuple[int, ...], int]
+"""See :attr:`Candidate.key`."""
+
+
 class Stage(Protocol):
     @property
     def name(self) -> str: ...
@@ -55,8 +59,12 @@ class Stage(Protocol):
     def burden(self) -> float: ...
     @property
     def cold_s(self) -> float: ...
-    def prompt_s(self, tokens: int, *, threads: int, rows: int = 1) -> float: ...
-    def seconds(self, width: float, *, threads: int, rows: int = 1, context: float = 64) -> float: ...
+    @property
+    def device(self) -> int: ...
+    def prompt_s(self, tokens: int, *, threads: int, rows: int = 1, captured: bool = False) -> float: ...
+    def seconds(
+        self, width: float, *, threads: int, rows: int = 1, context: float = 64, captured: bool = False
+    ) -> float: ...
 
 
 class Chain(Protocol):
@@ -91,7 +99,8 @@ class Call:
 class Candidate:
     """One way to run the chain. ``drafts``: indices into the profile's stages, in order; ``rate``: predicted tokens per second of a
     whole call, prompt included; ``ideal``: the same if steps took as long beside other stages as they take alone, and nothing but steps took
-    time; ``decode_meanwhile``: what a target with fewer hints than ``wait`` does, else it sleeps."""
+    time; ``decode_meanwhile``: what a target with fewer hints than ``wait`` does, else it sleeps; ``captured``: its steps are CUDA graphs, as
+    those of ``streams`` always are."""
 
     schedule: str
     drafts: tuple[int, ...]
@@ -102,11 +111,22 @@ class Candidate:
     tokens_per_step: float = 1.0
     ideal: float = 0.0
     decode_meanwhile: bool = False
+    captured: bool = False
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...], int]:
+    def way(self) -> str:
+        """Its schedule, as it is told to the user."""
+        return f"{self.schedule}, graphs" if self.captured and self.schedule != "streams" else self.schedule
+
+    @property
+    def waits(self) -> bool:
+        """Whether its stages run at the same time, so that one can wait for another."""
+        return self.schedule in ("workers", "streams")
+
+    @property
+    def key(self) -> Key:
         """What cannot be changed while it runs."""
-        return (self.schedule, self.drafts, self.threads)
+        return (self.way, self.drafts, self.threads)
 
 
 @dataclass(frozen=True)
@@ -145,11 +165,11 @@ class Plan:
             lines.append(
                 (
                     "->" if c == self.chosen else "",
-                    c.schedule,
+                    c.way,
                     self.label(c),
                     str(c.threads),
                     "/".join(map(str, c.windows)) or "-",
-                    f"{c.wait}{'+' if c.decode_meanwhile else ''}" if c.schedule == "workers" else "-",
+                    f"{c.wait}{'+' if c.decode_meanwhile else ''}" if c.waits else "-",
                     f"{c.tokens_per_step:.2f}",
                     f"{c.rate:.1f}",
                     f"{c.rate / self.plain.rate:.2f}x",
@@ -180,6 +200,50 @@ def _as_dict(c: Candidate) -> dict[str, Any]:
     return {**vars(c), "drafts": list(c.drafts), "windows": list(c.windows)}
 
 
+def _pace(profile: Chain, candidate: Candidate) -> float:
+    """How much longer things last than the profile says: captured steps know nothing of the host's moods."""
+    return 1.0 if candidate.captured else profile.slowness
+
+
+def step_s(profile: Chain, stage: Stage, width: int, candidate: Candidate, call: Call, threads: int) -> float:
+    """Seconds of a step that feeds ``width`` columns, as ``candidate`` runs it."""
+    shape = {"threads": threads, "rows": call.rows}
+    return _pace(profile, candidate) * stage.seconds(width, context=call.context, captured=candidate.captured, **shape)
+
+
+def prompt_s(profile: Chain, stage: Stage, candidate: Candidate, call: Call, threads: int) -> float:
+    """Seconds that the call's prompts take one stage."""
+    shape = {"threads": threads, "rows": call.rows}
+    return _pace(profile, candidate) * stage.prompt_s(call.prompt, captured=candidate.captured, **shape)
+
+
+def start_s(profile: Chain, candidate: Candidate, call: Call) -> float:
+    """Seconds until the target takes its first step: stages in one process read their prompts in turn."""
+    read = () if candidate.schedule == "workers" else candidate.drafts
+    return sum(prompt_s(profile, profile.stages[i], candidate, call, candidate.threads) for i in (*read, -1))
+
+
+def between_s(candidate: Candidate) -> float:
+    """From the end of a step to the next; the time of a captured step has it."""
+    return 0.0 if candidate.captured else BETWEEN_S
+
+
+def columns(candidate: Candidate, place: int, width: int) -> int:
+    """Columns of the step in which the stage at ``place`` of the chain feeds ``width``.
+
+    An eager step has no more than it needs; ``streams`` launches the next of :func:`pipespec_kernels.scheduler.widths`, and a captured round of
+    ``lockstep`` has room for all hints of a full window in each step.
+    """
+    if not candidate.captured:
+        return width
+    hints = [0, *(min(window, WIDTH // 2) for window in candidate.windows)]
+    if candidate.schedule != "streams":
+        return max(width, 1 + hints[place])
+    from pipespec_kernels.scheduler import widths
+
+    return next((w for w in widths(max(2, 1 + max(hints))) if w >= width), width)
+
+
 def predict(
     profile: Chain,
     answers: Answers,
@@ -191,28 +255,32 @@ def predict(
     cores: int | None = None,
 ) -> Candidate:
     """``candidate`` with its predicted rate. ``answers`` are of all drafts of the profile; a table is replayed as a whole, up to
-    2048 positions. ``ideal``: see :class:`Candidate`. ``cores``: that stages share (None: one for each)."""
+    2048 positions. ``ideal``: see :class:`Candidate`. ``cores``: that processes share (None: one for each).
+
+    What stages at once cost each other was measured of ``workers``. Of ``streams`` it is a bound: stages on one GPU share what one alone has,
+    since decoding is reading weights; kernels that leave room for others do better. Not modelled of captured rounds: stages in the middle
+    take a fixed number of steps, where lockstep asks for as many as fill the window.
+    """
     rows, target = call.rows, len(profile.stages) - 1
-    slowness, between = profile.slowness, 0.0 if ideal else BETWEEN_S
-    is_parallel = candidate.schedule == "workers"
-    stages, start = [], 0.0
-    for i in (*candidate.drafts, target):
+    between = 0.0 if ideal else between_s(candidate)
+    in_processes = candidate.schedule == "workers"
+    start = start_s(profile, candidate, call)
+    stages = []
+    for place, i in enumerate((*candidate.drafts, target)):
         stage = profile.stages[i]
-        threads = candidate.threads if i == target or not is_parallel else 1
-        prompt = slowness * stage.prompt_s(call.prompt, threads=threads, rows=rows)
-        start = prompt if is_parallel else start + prompt
-        widths = range(1, 2 if candidate.schedule == "plain" else _MOST_WIDTH + 1)
-        times = [stage.seconds(w, threads=threads, rows=rows, context=call.context) for w in widths]
+        threads = candidate.threads if i == target or not in_processes else 1
+        most = range(1, 2 if candidate.schedule == "plain" else _MOST_WIDTH + 1)
+        times = [step_s(profile, stage, columns(candidate, place, w), candidate, call, threads) for w in most]
         for t in times:
             positive(t, f"a step time of {stage.name}")
         beside = [profile.stages[j].burden for j in candidate.drafts] if i == target else [stage.contention]
         stages.append(
             StageModel(
-                [slowness * t + between for t in times],
-                start,
-                device=0,
-                sensitivity=sum(beside) / max(1, len(beside)),
-                cold_s=0.0 if is_parallel else slowness * stage.cold_s,
+                [t + between for t in times],
+                prompt_s(profile, stage, candidate, call, threads) if in_processes else start,
+                device=stage.device if candidate.schedule == "streams" else 0,
+                sensitivity=1.0 if candidate.schedule == "streams" else sum(beside) / max(1, len(beside)),
+                cold_s=0.0 if candidate.waits or candidate.captured else profile.slowness * stage.cold_s,
             )
         )
     if candidate.schedule == "plain":
@@ -222,7 +290,7 @@ def predict(
     # Enough of them for the mean, not one text's luck.
     many = max(1, min(max(_FEW_TOKENS, 0 if own.table is None else len(own.table)), _MOST_TOKENS) // rows)
     result = simulate(
-        "workers" if is_parallel else "lockstep",
+        "workers" if candidate.waits else "lockstep",
         stages,
         own,
         many,
@@ -230,12 +298,12 @@ def predict(
             candidate.windows,
             candidate.wait,
             decode_meanwhile=candidate.decode_meanwhile,
-            wake_s=0.0 if ideal or not is_parallel else WAKE_S,
+            wake_s=0.0 if ideal or not candidate.waits else WAKE_S,
         ),
         rows=rows,
         seed=seed,
         contention=0.0 if ideal else 1.0,
-        cores=None if ideal or not is_parallel else cores,
+        cores=None if ideal or not in_processes else cores,
     )
     seconds = start + (result.seconds - start) * call.tokens / many
     return replace(candidate, rate=rows * call.tokens / seconds, tokens_per_step=result.tokens_per_step)
@@ -264,7 +332,7 @@ def subsets(profile: Chain) -> list[tuple[int, ...]]:
 def _grid(schedule: str, drafts: int) -> list[tuple[tuple[int, ...], int, bool]]:
     """Windows, waits, and whether to decode meanwhile, to try."""
     sizes = _WINDOWS[schedule]
-    waits = _WAITS if schedule == "workers" else _WAITS[:1]
+    waits = _WAITS[:1] if schedule == "lockstep" else _WAITS
     # The same window for all but the last draft: the product of all would be too many.
     pairs = (
         [(w,) for w in sizes] if drafts == 1 else [(a,) * (drafts - 1) + (b,) for a in sizes[1:4] for b in sizes[1:]]
@@ -278,14 +346,17 @@ def plan(
     call: Call | None = None,
     *,
     schedules: Sequence[str] = ("lockstep", "workers"),
-    corrections: dict[tuple[str, tuple[int, ...], int], float] | None = None,
+    captured: Sequence[str] = (),
+    corrections: dict[Key, float] | None = None,
     cores: int | None = None,
     seed: int = 0,
 ) -> Plan:
     """The fastest way to run the chain, by simulation.
 
-    ``answers``: of all drafts. ``corrections``: measured over predicted, per :attr:`Candidate.key`. ``cores``: more processes than this are
-    not considered. Raises ``ValueError`` for times or probabilities that make no sense.
+    ``answers``: of all drafts. ``schedules``: that are considered beside plain decoding, eager; ``captured``: with captured steps, ``"plain"``,
+    ``"lockstep"`` and ``"streams"``, for which the profile must have times. ``corrections``: measured over predicted, per
+    :attr:`Candidate.key`. ``cores``: more processes than this are not considered. Raises ``ValueError`` for times or probabilities that make
+    no sense.
     """
     call = call or Call()
     corrections = corrections or {}
@@ -300,15 +371,26 @@ def plan(
 
     found = [predicted(Candidate("plain", (), (), 0, n, 0.0)) for n in counts]
     plain = _plain(found)
+    ways = [(schedule, False, plain.threads) for schedule in schedules]
+    for schedule in captured:
+        if schedule == "plain":
+            found.append(predicted(Candidate("plain", (), (), 0, profile.threads, 0.0, captured=True)))
+        else:
+            ways.append((schedule, True, profile.threads))
     if target > 0:
         answers.check(len(profile.stages))
-        for schedule in schedules:
+        for schedule, is_captured, threads in ways:
+            if schedule == "workers" and cores is not None and cores < 2:
+                continue
             for drafts in subsets(profile):
-                threads = max(1, profile.threads - len(drafts)) if schedule == "workers" else plain.threads
-                if schedule == "workers" and cores is not None and cores < 2:
-                    continue
+                devices = {profile.stages[i].device for i in (*drafts, target)}
+                if is_captured and schedule == "lockstep" and len(devices) > 1:
+                    continue  # a round is one graph
+                own = Candidate(schedule, drafts, (), 0, threads, 0.0, captured=is_captured)
+                if schedule == "workers":
+                    own = replace(own, threads=max(1, profile.threads - len(drafts)))
                 tried = [
-                    predicted(Candidate(schedule, drafts, windows, wait, threads, 0.0, decode_meanwhile=meanwhile))
+                    predicted(replace(own, windows=windows, wait=wait, decode_meanwhile=meanwhile))
                     for windows, wait, meanwhile in _grid(schedule, len(drafts))
                 ]
                 found.append(predicted(max(tried, key=lambda c: c.rate), answers))
@@ -326,13 +408,27 @@ def _thinned(answers: Answers) -> Answers:
 
 
 def _plain(candidates: Sequence[Candidate]) -> Candidate:
-    """Plain decoding, with the threads that the user allows unless fewer are clearly faster."""
-    found = sorted((c for c in candidates if c.schedule == "plain"), key=lambda c: -c.threads)
+    """Plain decoding: eager, with the threads that the user allows unless fewer are clearly faster; captured, where that is faster by the margin."""
+    found = sorted((c for c in candidates if c.schedule == "plain" and not c.captured), key=lambda c: -c.threads)
     fewer = max(found, key=lambda c: c.rate)
-    return fewer if fewer.rate > _THREADS_GAIN * found[0].rate else found[0]
+    eager = fewer if fewer.rate > _THREADS_GAIN * found[0].rate else found[0]
+    captured = [c for c in candidates if c.schedule == "plain" and c.captured and c.rate > MARGIN * eager.rate]
+    return max(captured, key=lambda c: c.rate, default=eager)
 
 
-def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float]) -> Plan:
+def plain_of(plan: Plan, candidate: Candidate) -> Candidate:
+    """What ``candidate``'s driver does while its drafts rest: plain decoding in steps of its kind."""
+    if candidate.captured:
+        return next((c for c in plan.candidates if c.schedule == "plain" and c.captured), plan.plain)
+    return _plain([c for c in plan.candidates if not c.captured])
+
+
+def eager_only(plan: Plan) -> Plan:
+    """What there is of it for a call whose steps need the host; to be decided anew."""
+    return replace(plan, candidates=tuple(c for c in plan.candidates if not c.captured))
+
+
+def decide(plan: Plan, corrections: dict[Key, float]) -> Plan:
     """The same candidates, their rates corrected by what was measured, and the choice anew. Cheap.
 
     What has not been measured is taken to be as far off as plain decoding: the machine is what they have in common.
@@ -348,15 +444,16 @@ def decide(plan: Plan, corrections: dict[tuple[str, tuple[int, ...], int], float
     if best.schedule == "plain":
         chosen = plain
         others = [c for c in corrected if c.schedule != "plain"]
-        why = "plain: there are no drafts" if not others else "plain: no chain of drafts is predicted to be faster"
+        cause = "there are no drafts" if not others else "no chain of drafts is predicted to be faster"
+        why = f"{plain.way}: {cause}"
     elif gain < MARGIN:
         chosen, why = (
             plain,
-            f"plain: {best.schedule} would gain {100 * (gain - 1):.0f} %, less than the margin of {100 * (MARGIN - 1):.0f} %",
+            f"{plain.way}: {best.way} would gain {100 * (gain - 1):.0f} %, less than the margin of {100 * (MARGIN - 1):.0f} %",
         )
     else:
         chosen = best
-        why = f"{best.schedule}: predicted {gain:.2f}x of plain decoding, {best.tokens_per_step:.2f} tokens per verification"
+        why = f"{best.way}: predicted {gain:.2f}x of plain decoding, {best.tokens_per_step:.2f} tokens per verification"
     corrected.sort(key=lambda c: -c.rate)
     return replace(plan, chosen=chosen, plain=plain, candidates=tuple(corrected), why=why)
 
@@ -366,13 +463,14 @@ def ladder(
 ) -> tuple[Rung, ...]:
     """The best windows and wait of ``candidate`` for acceptance rates other than the expected one: what it is steered by.
 
-    The last draft's agreement with the target varies, that of drafts with each other stays.
+    The last draft's agreement with the target varies, that of drafts with each other stays. None for a captured round: it is a graph with
+    windows of its own.
     """
-    if candidate.schedule == "plain":
+    if candidate.schedule == "plain" or (candidate.captured and candidate.schedule == "lockstep"):
         return ()
     between = neighbours(answers, candidate.drafts, len(profile.stages))
     rungs = []
-    waits = sorted({0, 2, 4, candidate.wait}) if candidate.schedule == "workers" else [0]
+    waits = sorted({0, 2, 4, candidate.wait}) if candidate.waits else [0]
     settings = [
         ((*candidate.windows[:-1], window), wait)
         for window in _WINDOWS[candidate.schedule]

@@ -1,7 +1,7 @@
 """Profile: what the planner must know of a user's stages, measured through the engine itself, and kept on disk.
 
-A stage's step time by width, context, rows and threads; how much stages slow each other down when they run at the same time;
-which tokens they choose over the same text (``agreement``), as the table that the simulator replays.
+A stage's step time by width, context, rows and threads, step by step and captured; how much stages slow each other down when they run at the
+same time; which tokens they choose over the same text (``agreement``), as the table that the simulator replays.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from transformers import PreTrainedModel
 
 from pipespec.cache import RowCache
 from pipespec.compat import embedding_size, head_size
-from pipespec.drivers import Request, WorkersDriver
+from pipespec.drivers import Request, StreamsDriver, WorkersDriver
+from pipespec.drivers.base import Policy
 from pipespec.drivers.workers import target_threads
 from pipespec.forward import forward
+from pipespec.placement import NotCapturable
 from pipespec.planning._checks import non_negative, positive, same_length
 from pipespec.sampling import Selection
 from pipespec.stage import PREFILL_CHUNK, Stage, Start
@@ -40,6 +42,9 @@ from pipespec_kernels.state import Action, StateBlock
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 17, 33)
 """Of the steps that are measured: up to a full window's drafts and the token before them."""
+CAPTURED_WIDTHS = (1, 2, 4, 8, 16, 32)
+"""Of the captured steps that are measured: each is a graph."""
+_CAPTURED_STEPS = 16
 _SHORT, _LONG = 64, 1024
 _QUARTER = 0.25
 """The quantile of a step's rounds that is taken for the step itself; what the mean has above it is the machine's."""
@@ -57,7 +62,7 @@ class ProfileWarning(UserWarning):
 @dataclass(frozen=True)
 class StepTimes:
     """``seconds[i]`` of a step that feeds ``widths[i]`` columns to ``rows`` rows behind ``context`` tokens, with ``threads`` threads;
-    ``prefill_s``: seconds per token of a prompt (all rows)."""
+    ``prefill_s``: seconds per token of a prompt (all rows). ``captured``: of a step that needs no host, from its end to the next one's."""
 
     threads: int
     rows: int
@@ -65,6 +70,7 @@ class StepTimes:
     widths: tuple[int, ...]
     seconds: tuple[float, ...]
     prefill_s: float = 0.0
+    captured: bool = False
 
     def __post_init__(self) -> None:
         same_length("seconds", self.seconds, len(self.widths), "width")
@@ -91,7 +97,7 @@ class StepTimes:
 class StageProfile:
     """One stage. Of a draft: ``contention``, how much longer its steps last beside the target's (0: no longer; 1: twice as long),
     ``burden``, how much longer the target's last beside its, and ``cold_s``, by how much its first step after one of the target's is longer
-    in the same process."""
+    in the same process. ``device``: stages with one number are on the same one."""
 
     name: str
     parameters: int
@@ -99,6 +105,7 @@ class StageProfile:
     contention: float = 0.0
     burden: float = 0.0
     cold_s: float = 0.0
+    device: int = 0
 
     def __post_init__(self) -> None:
         if not self.times:
@@ -106,28 +113,31 @@ class StageProfile:
         for what in ("contention", "burden", "cold_s"):
             non_negative(getattr(self, what), what)
 
-    def has(self, rows: int) -> bool:
-        return any(t.rows == rows for t in self.times)
+    def has(self, rows: int, *, captured: bool = False) -> bool:
+        return any((t.rows, t.captured) == (rows, captured) for t in self.times)
 
-    def _nearest(self, threads: int, rows: int) -> list[StepTimes]:
+    def _nearest(self, threads: int, rows: int, captured: bool) -> list[StepTimes]:
         """Of one number of threads and rows, by context; of those that were not measured the nearest."""
-        best = min(self.times, key=lambda t: (abs(math.log(t.rows / rows)), abs(t.threads - threads)))
-        return sorted(
-            (t for t in self.times if (t.threads, t.rows) == (best.threads, best.rows)), key=lambda t: t.context
-        )
+        found = [t for t in self.times if t.captured == captured]
+        if not found:
+            raise ValueError(f"{self.name}: no {'captured' if captured else 'eager'} steps were measured")
+        best = min(found, key=lambda t: (abs(math.log(t.rows / rows)), abs(t.threads - threads)))
+        return sorted((t for t in found if (t.threads, t.rows) == (best.threads, best.rows)), key=lambda t: t.context)
 
-    def seconds(self, width: float, *, threads: int, rows: int = 1, context: float = _SHORT) -> float:
+    def seconds(
+        self, width: float, *, threads: int, rows: int = 1, context: float = _SHORT, captured: bool = False
+    ) -> float:
         """Of one step. Between contexts it is interpolated; for threads or rows that were not measured the nearest is taken."""
-        same = self._nearest(threads, rows)
+        same = self._nearest(threads, rows, captured)
         low, high = same[0], same[-1]
         a, b = low.at(width), high.at(width)
         if high.context == low.context:
             return a
         return max(min(a, b), a + (b - a) * (context - low.context) / (high.context - low.context))
 
-    def prompt_s(self, tokens: int, *, threads: int, rows: int = 1) -> float:
+    def prompt_s(self, tokens: int, *, threads: int, rows: int = 1, captured: bool = False) -> float:
         """Seconds that prompts of so many tokens take."""
-        same = self._nearest(threads, rows)
+        same = self._nearest(threads, rows, captured)
         nearest = min(same, key=lambda t: abs(math.log(t.context / max(tokens, 1))))
         return nearest.prefill_s * tokens * rows / nearest.rows
 
@@ -156,6 +166,11 @@ class Profile:
     def target(self) -> StageProfile:
         return self.stages[-1]
 
+    def adding(self, times: Sequence[Sequence[StepTimes]]) -> Profile:
+        """With more step times, per stage."""
+        stages = (replace(s, times=(*s.times, *more)) for s, more in zip(self.stages, times, strict=True))
+        return replace(self, stages=tuple(stages))
+
     def to_json(self) -> dict[str, Any]:
         stages = [
             {
@@ -164,6 +179,7 @@ class Profile:
                 "contention": s.contention,
                 "burden": s.burden,
                 "cold_s": s.cold_s,
+                "device": s.device,
                 "times": [
                     {
                         "threads": t.threads,
@@ -172,6 +188,7 @@ class Profile:
                         "widths": list(t.widths),
                         "seconds": list(t.seconds),
                         "prefill_s": t.prefill_s,
+                        "captured": t.captured,
                     }
                     for t in s.times
                 ],
@@ -182,7 +199,8 @@ class Profile:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Profile:
-        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything that :meth:`to_json` has not made."""
+        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything that :meth:`to_json` has not made. What older versions have not
+        written is as if it had not been measured."""
         stages = tuple(
             StageProfile(
                 str(s["name"]),
@@ -195,10 +213,14 @@ class Profile:
                         tuple(t["widths"]),
                         tuple(t["seconds"]),
                         float(t["prefill_s"]),
+                        bool(t.get("captured", False)),
                     )
                     for t in s["times"]
                 ),
-                *(float(s[what]) for what in ("contention", "burden", "cold_s")),
+                contention=float(s["contention"]),
+                burden=float(s["burden"]),
+                cold_s=float(s["cold_s"]),
+                device=int(s.get("device", 0)),
             )
             for s in data["stages"]
         )
@@ -231,6 +253,8 @@ class _Bench:
         self._draft = self._block.port(0, 64)
         began = time.perf_counter()
         self._stage.prefill(replace(self._start, reuse=reuse))
+        if self._stage.model.device.type == "cuda":  # it is only queued
+            torch.cuda.synchronize(self._stage.model.device)
         return time.perf_counter() - began
 
     def step(self, width: int) -> float:
@@ -242,6 +266,12 @@ class _Bench:
         began = time.perf_counter()
         self._stage.step(0, width - 1)
         return time.perf_counter() - began
+
+
+def _contexts(models: Sequence[PreTrainedModel]) -> tuple[int, int]:
+    """Tokens behind which steps are measured: few, and as many as all of the models may have."""
+    limit = min(getattr(m.config, "max_position_embeddings", None) or _LONG + 256 for m in models)
+    return _SHORT, min(_LONG, max(2 * _SHORT, limit - 192))
 
 
 @contextmanager
@@ -280,8 +310,7 @@ class Profiler:
         self.models, self.names, self.rows = list(models), list(names), rows
         self.threads = torch.get_num_threads()
         self._counts = thread_counts(len(models))
-        limit = min(getattr(m.config, "max_position_embeddings", None) or _LONG + 256 for m in models)
-        contexts = (_SHORT, min(_LONG, max(2 * _SHORT, limit - 192)))
+        contexts = _contexts(models)
         self._benches = [[_Bench(model, rows, c, 2 * len(widths) + _WARM + 2) for c in contexts] for model in models]
         # Seconds of a step, by stage, context, threads and width; of a prompt's token, with width 0.
         self._steps: dict[tuple[int, int, int, int], list[float]] = {}
@@ -371,6 +400,7 @@ class Profiler:
         """Of all rounds so far; at least one."""
         ratios = []
         stages = []
+        places = _places(self.models)
         for stage, (name, model, benches) in enumerate(zip(self.names, self.models, self._benches, strict=True)):
             times = []
             for threads in self._counts:
@@ -391,7 +421,9 @@ class Profiler:
             beside = self._beside.get(stage, [(0.0, 0.0)])
             contention, burden = (max(0.0, statistics.mean(either)) for either in zip(*beside, strict=True))
             cold = max(0.0, statistics.median(self._cold.get(stage, [0.0])))
-            stages.append(StageProfile(name, model.num_parameters(), tuple(times), contention, burden, cold))
+            stages.append(
+                StageProfile(name, model.num_parameters(), tuple(times), contention, burden, cold, places[stage])
+            )
         return Profile(tuple(stages), self.threads, statistics.median(ratios))
 
 
@@ -416,6 +448,74 @@ def measure_stages(
         if spent * (done + 1) / done > budget_s:
             break
     return profiler.profile()
+
+
+class _OneWidth(StreamsDriver):
+    """Captured steps of one width, whatever they have to do: all their columns are fed and scored."""
+
+    columns = 1
+
+    def _widths(self) -> list[int]:
+        return [self.columns]
+
+
+def measure_captured(
+    models: Sequence[PreTrainedModel],
+    names: Sequence[str],
+    *,
+    rows: int = 1,
+    widths: Sequence[int] = CAPTURED_WIDTHS,
+) -> list[tuple[StepTimes, ...]]:
+    """Per model the times of its captured steps, for :meth:`Profile.adding`. On a CPU the same steps run uncaptured.
+
+    Each model decodes alone, as a chain of one under the very driver and scheduler that ``"streams"`` has; what is taken is the median time from
+    one step's end to the next one's, what lies between them included. What stages at once cost each other is not measured; see
+    :func:`pipespec.planning.planner.predict`.
+
+    Raises :class:`pipespec.placement.NotCapturable`, ``ValueError``.
+    """
+    contexts, threads = _contexts(models), torch.get_num_threads()
+    found = []
+    for model, name in zip(models, names, strict=True):
+        try:
+            driver = _OneWidth([model], Policy(), trace=2 * _CAPTURED_STEPS)
+        except NotCapturable as error:
+            raise NotCapturable(name, error.part, error.cause) from error
+        try:
+            # The long text first: its caches and graphs are there for the short one.
+            times = [_captured_times(driver, name, rows, context, widths, threads) for context in reversed(contexts)]
+        finally:
+            driver.close()
+        found.append(tuple(reversed(times)))
+    return found
+
+
+def _captured_times(
+    driver: _OneWidth, name: str, rows: int, context: int, widths: Sequence[int], threads: int
+) -> StepTimes:
+    vocabulary = embedding_size(driver.models[-1])
+    random = np.random.default_rng(1)
+    prompts = [random.integers(0, vocabulary, context).astype(np.int32) for _ in range(rows)]
+    start = Start(prompts, [context + _WARM + _CAPTURED_STEPS] * rows, Selection(), vocabulary)
+    seconds, prefills = [], []
+    for width in widths:
+        driver.columns = width
+        driver.run(Request(start, []))
+        if driver.remarks:
+            raise NotCapturable(name, "its step", driver.remarks[0])
+        (trace,) = driver.traces().values()
+        prompt, steps = trace[trace["prefill"] > 0], trace[trace["prefill"] == 0]
+        seconds.append(1e-9 * float(np.median(np.diff(steps["end_ns"])[_WARM - 1 :])))
+        # Until the first step is launched: the device has been waited for.
+        prefills.append(1e-9 * float(steps["launched_ns"][0] - prompt["start_ns"][0]) / context)
+    per_token = max(0.0, statistics.median(prefills))
+    return StepTimes(threads, rows, context, tuple(widths), tuple(seconds), per_token, captured=True)
+
+
+def _places(models: Sequence[PreTrainedModel]) -> list[int]:
+    """Of each model's device, a number: models with the same one are on the same."""
+    devices = list(dict.fromkeys(model.device for model in models))
+    return [devices.index(model.device) for model in models]
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------
@@ -501,9 +601,10 @@ def digest(models: Sequence[PreTrainedModel], *, threads: int) -> str:
     env = collect_env()
     facts: list[Any] = [_FORMAT, threads, env["cpu"]["model"], env["cpu"]["usable_cores"], platform.machine()]
     facts += [torch.__version__, transformers.__version__, __version__]
-    for model in models:
+    for model, place in zip(models, _places(models), strict=True):
         config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
-        device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
+        # Which of several GPUs of one kind is no matter, but who shares one is.
+        device = (torch.cuda.get_device_name(model.device), place) if model.device.type == "cuda" else "cpu"
         facts += [config, str(model.dtype), device, model.num_parameters(), _sample(model)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -46,6 +46,7 @@ class Point:
         c = self.candidate
         return {
             "schedule": c.schedule,
+            "captured": c.captured,
             "drafts": list(c.drafts),
             "windows": list(c.windows),
             "wait": c.wait,
@@ -100,9 +101,10 @@ class Runner:
         self._pipes: dict[tuple[str, tuple[int, ...]], Pipeline] = {}
 
     def pipe(self, c: Candidate) -> Pipeline:
-        at = (c.schedule, c.drafts)
+        at = (c.way, c.drafts)
         if at not in self._pipes:
-            self._pipes[at] = Pipeline(self.models[-1], [self.models[i] for i in c.drafts], schedule=c.schedule)
+            drafts = [self.models[i] for i in c.drafts]
+            self._pipes[at] = Pipeline(self.models[-1], drafts, schedule=c.schedule, graphs=c.captured)
         return self._pipes[at]
 
     def run(self, c: Candidate, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, int, float]:
@@ -165,13 +167,13 @@ def survey(
 
 def table(points: Sequence[Point], names: Sequence[str]) -> str:
     """Predicted and measured, line by line."""
-    lines = [f"{'schedule':<10}{'stages':<28}{'windows':>9}{'wait':>6}{'predicted':>11}{'measured':>10}{'error':>8}"]
+    lines = [f"{'schedule':<18}{'stages':<28}{'windows':>9}{'wait':>6}{'predicted':>11}{'measured':>10}{'error':>8}"]
     for p in points:
         c = p.candidate
         stages = " > ".join([*(names[i] for i in c.drafts), names[-1]])
         windows = "/".join(map(str, c.windows)) or "-"
         lines.append(
-            f"{c.schedule:<10}{stages:<28}{windows:>9}{c.wait:>6}{c.rate:>11.1f}{p.median:>10.1f}{100 * p.error:>7.1f}%"
+            f"{c.way:<18}{stages:<28}{windows:>9}{c.wait:>6}{c.rate:>11.1f}{p.median:>10.1f}{100 * p.error:>7.1f}%"
         )
     return "\n".join(lines)
 
@@ -189,7 +191,7 @@ def picture(points: Sequence[Point], names: Sequence[str], caption: str) -> str:
             plain = p
             continue
         if c.wait == 0:
-            groups.setdefault((c.schedule, len(c.drafts) + 1), {}).setdefault(c.drafts, []).append(p)
+            groups.setdefault((c.way, len(c.drafts) + 1), {}).setdefault(c.drafts, []).append(p)
     if not groups:
         raise ValueError("nothing to draw: no setting has a draft")
     top = max(max(p.candidate.rate, max(p.measured, default=0.0)) for p in points) * 1.08
