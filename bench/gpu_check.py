@@ -188,7 +188,9 @@ def is_well(part: Part, found: dict[str, Any]) -> bool:
 
 def show(part: Part, found: dict[str, Any]) -> None:
     """Prints a part's lines of the table."""
-    how = "passed" if found["well"] else "STOPPED" if found["status"] is None else f"FAILED ({found['status']})"
+    status = found["status"]
+    how = "STOPPED" if status is None else f"FAILED ({f'status {status}' if status else 'nothing to show'})"
+    how = "passed" if found["well"] else how
     print(f"{part.name:24}{how}, {found['seconds']:.0f} of {found['limit']} s", end="")
     if part.kind == "tests":
         _show_tests(found["tests"])
@@ -230,7 +232,9 @@ def _show_generations(found: dict[str, Any]) -> None:
     from bench import bench_generate
     from pipespec.demo.comparison import aligned
 
-    rows = [bench_generate.Result(**row) for row in found.get("rows", [])]
+    if "rows" not in found:
+        return
+    rows = [bench_generate.Result(**row) for row in found["rows"]]
     measured = [row for row in rows if row.reason is None]
     if measured:
         print(aligned([bench_generate.HEADER, *map(bench_generate.cells, measured)]))

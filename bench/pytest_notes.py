@@ -38,10 +38,13 @@ class _Notes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            lines = report.longreprtext.strip().splitlines()
-            # A skip's reason is at its end; of a failure, pytest marks the lines that say what was wrong.
-            marked = [line[1:].strip() for line in lines if line.startswith("E ")] or lines[-1:]
-            self._note(test=report.nodeid, outcome=report.outcome, seconds=report.duration, why=marked[:6])
+            if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
+                why = [report.longrepr[2].removeprefix("Skipped: ")]
+            else:
+                lines = report.longreprtext.strip().splitlines()
+                # pytest marks the lines that say what was wrong.
+                why = [line[1:].strip() for line in lines if line.startswith("E ")] or lines[-1:]
+            self._note(test=report.nodeid, outcome=report.outcome, seconds=report.duration, why=why[:6])
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
