@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,29 @@ def test_nothing_runs_where_nothing_can(
     assert not Check(tmp_path, 300, [script("a", "")]).run()
     assert "ImportError: no triton" in capsys.readouterr().out
     assert json.loads((tmp_path / "gpu_check.json").read_text())["parts"] == {}
+
+
+def test_modules_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What `pip install .` has built is used where the tree has none; what the tree has stays."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    installed, tree = tmp_path / "site" / "pipespec_kernels", tmp_path / "tree"
+    for folder in (installed, tree, out := tmp_path / "out"):
+        folder.mkdir(parents=True)
+    for name in ("_native", "_cuda"):
+        (installed / f"{name}{suffix}").write_text("installed")
+    (installed / "_native.other-python.so").write_text("of another Python")
+    (tree / f"_native{suffix}").write_text("own")
+    monkeypatch.setattr(gpu_check, "TREE", tree)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "site"))
+    monkeypatch.setattr(gpu_check, "_IS_BUILT", f"open({str(tree / f'_cuda{suffix}')!r})")
+    monkeypatch.setattr(gpu_check, "_FACTS", "print('{}')")
+    check = Check(out, 300, ())
+    assert check.prepare()
+    assert "build" not in check.record
+    assert {path.name: path.read_text() for path in tree.iterdir()} == {
+        f"_native{suffix}": "own",
+        f"_cuda{suffix}": "installed",
+    }
 
 
 def test_limits_leave_the_others_theirs() -> None:
