@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +39,7 @@ import torch
 from bench import contenders, gpu
 from bench.bench_cpu import replace_table
 from bench.contenders import Attention, Contender, Field, Outcome, Sampling
-from bench.harness import last_level_cache_bytes, machine, seconds
+from bench.harness import last_level_cache_bytes, machine, replace, seconds
 from bench.planted import SHAPES, bytes_per_step, plant, random_prompts
 from bench.plot import OTHERS, OURS, Bar, bars
 from pipespec.demo import prompts
@@ -47,6 +50,10 @@ from pipespec_kernels import _native
 CALIBRATION = 2
 PATIENCE_S = 5.0  # between two lines of progress
 SLOW_START_SHARE, TUNING_SHARE = 0.3, 0.5  # of --seconds: who takes long starts before, and tuning ends
+TURN_SHARE, LEAST_TURN = (
+    0.3,
+    10.0,
+)  # of --seconds, and seconds: a start or a text that takes longer than both has failed
 POSITIONS = (
     1024  # at least, by which the agreement of planted models is calibrated, and as many by which it is measured
 )
@@ -102,6 +109,8 @@ class Bench:
         self.runs: dict[str, dict[tuple[int, int], Run]] = {c.key: {} for c in everybody}
         self.counted: dict[str, tuple[float, float]] = {}
         self.bytes = {name: bytes_per_step(model) for name, model in field.models.items()}
+        self.lost: str | None = None
+        """Why nothing can be run any more: an error on a GPU can be the end of its context. What was measured before stays."""
         self._attention = Attention(list(field.models.values()))
         self._began, self._said = time.monotonic(), 0.0
 
@@ -111,7 +120,7 @@ class Bench:
 
     @property
     def active(self) -> list[Contender]:
-        return [c for c in self.contenders if c.key not in self.reasons]
+        return [] if self.lost else [c for c in self.contenders if c.key not in self.reasons]
 
     def _say(self, what: str) -> None:
         if time.monotonic() - self._said > PATIENCE_S:
@@ -127,30 +136,44 @@ class Bench:
         except Exception as further:
             say(f"{contender.label}, closing: {type(further).__name__}: {further}")
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except Exception as further:
+                self.lost = f"the GPU could not be used any more after {contender.label} had failed"
+                say(f"{self.lost}: {str(further).splitlines()[0]}")
 
     def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> Run | None:
         """Generates once; None if the contender failed, which ends its part."""
         try:
-            with self._attention.of(contender.key):
+            with self._attention.of(contender.key), within(max(LEAST_TURN, TURN_SHARE * self.limit)):
+                ids = ids.to(self.device)
+                self._synchronize()
                 began = time.perf_counter()
-                outcome = contender.run(ids.to(self.device), new_tokens or self.field.new_tokens, self.seed)
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                return Run(outcome, time.perf_counter() - began)
+                outcome = contender.run(ids, new_tokens or self.field.new_tokens, self.seed)
+                self._synchronize()
+                run = Run(outcome, time.perf_counter() - began)
+                contender.rest()
+                return run
         except Exception as error:
             self._fails(contender, error)
             return None
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def start(self, ids: torch.Tensor) -> None:
         """Makes everybody ready and lets each generate once, unmeasured."""
         for contender in sorted(self.contenders, key=lambda c: c.slow):
             self._say(f"starting: {contender.label}")
+            if self.lost:
+                continue
             if self.past > self.limit * (SLOW_START_SHARE if contender.slow else 1):
                 self.reasons[contender.key] = "not started: the time was over"
                 continue
             try:
-                with self._attention.of(contender.key):
+                with self._attention.of(contender.key), within(max(LEAST_TURN, TURN_SHARE * self.limit)):
                     contender.start(self.field)
             except Exception as error:
                 self._fails(contender, error)
@@ -177,7 +200,9 @@ class Bench:
             elif contender.settings and contender.key not in self.reasons:
                 contender.use(contender.settings[0])
 
-    def measure(self, texts: Sequence[torch.Tensor], repeats: int) -> None:
+    def measure(
+        self, texts: Sequence[torch.Tensor], repeats: int, after_round: Callable[[], None] = lambda: None
+    ) -> None:
         """Everybody generates each of ``texts``, ``repeats`` times; ends early when time is up (whole rounds only)."""
         longest_round = 0.0
         for repeat in range(repeats):
@@ -192,10 +217,13 @@ class Bench:
                 order = self.active
                 turn = (repeat * len(texts) + prompt) % max(len(order), 1)
                 for contender in (*order[turn:], *order[:turn]):
-                    run = self.run(contender, ids)
+                    run = None if self.lost else self.run(contender, ids)
                     if run is not None:
                         self.runs[contender.key][repeat, prompt] = run
                 longest_round = max(longest_round, self.past - began)
+                after_round()
+                if self.lost:
+                    return
 
     def count(self, ids: torch.Tensor) -> None:
         """Syncs and launches per token, on a GPU, from the difference of two runs: what a call costs by itself falls out."""
@@ -207,7 +235,11 @@ class Bench:
             if not contender.visible:
                 continue
             self._say(f"counting launches: {contender.label}")
-            few, more = (self._profile(contender, ids, n) for n in PROFILED)
+            try:
+                few, more = (self._profile(contender, ids, n) for n in PROFILED)
+            except Exception as error:  # of the profiler
+                say(f"counting launches: {type(error).__name__}: {error}")
+                return
             if few is None or more is None or more[2] <= few[2]:
                 continue
             tokens = more[2] - few[2]
@@ -253,7 +285,7 @@ class Bench:
         if contender.setting is not None:
             result.setting = str(contender.setting)
         if not speeds[key]:
-            result.reason = result.reason or "not measured: the time was over"
+            result.reason = result.reason or self.lost or "not measured: the time was over"
             return result
         result.note = "; ".join(dict.fromkeys(run.outcome.note for run in runs.values() if run.outcome.note))
         result.repeats = tuple(speeds[key])
@@ -287,6 +319,25 @@ class Bench:
     def close(self) -> None:
         for contender in self.active:
             contender.close()
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """``TimeoutError`` in what takes longer, as far as Python gets to say so; only in the main thread, and nothing for infinity."""
+    if seconds == float("inf") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def over(number: int, frame: object) -> None:
+        raise TimeoutError(f"not over after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _total(calls: dict[str, int], names: set[str]) -> int:
@@ -463,7 +514,7 @@ def write(path: Path | None, record: dict[str, Any]) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    replace(path, json.dumps(record, indent=1) + "\n")
     results = [Result(**row) for row in record["rows"]]
     if any(r.tokens_per_second for r in results):
         path.with_suffix(".svg").write_text(picture(results, summary(record)), encoding="utf-8")
@@ -563,7 +614,7 @@ def _models(args: argparse.Namespace) -> tuple[Family, list[torch.Tensor], dict[
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """A new measurement. With ``--json`` it is written after each part, so that one that is stopped leaves what it has."""
+    """A new measurement. With ``--json`` it is written after each round, so that one that is stopped leaves what it has."""
     import transformers
 
     began = time.monotonic()
@@ -609,9 +660,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     try:
         bench.start(calibration[0])
-        bench.tune(calibration, args.settings)
-        bench.measure(measured, args.repeats)
         write(args.json, record())
+        bench.tune(calibration, args.settings)
+        bench.measure(measured, args.repeats, lambda: write(args.json, record()))
         bench.count(calibration[0])
         found = record()
         write(args.json, found)

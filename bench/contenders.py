@@ -1,7 +1,12 @@
-"""Who takes part in ``bench.bench_generate``: transformers' ways to a text, the published schedules, and ours, behind one interface."""
+"""Who takes part in ``bench.bench_generate``: transformers' ways to a text, the published schedules, and ours, behind one interface.
+
+They share models and a process, and each shall be as fast as it would be alone. So attention is everybody's own (:class:`Attention`); on a CPU those that
+move a draft's weights to where other processes see them move copies (:func:`moved`), and threads of stages end with their turn (:meth:`Contender.rest`).
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -90,6 +95,9 @@ class Contender(ABC):
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Outcome:
         """Generate behind ``ids [1, P]``."""
 
+    def rest(self) -> None:
+        """After each turn: stop what would slow the others down. Not timed."""
+
     def close(self) -> None:
         """Release what was started. Also after a ``start`` that failed."""
 
@@ -167,7 +175,10 @@ class _Published(Contender):
     def start(self, field: Field) -> None:
         if field.sampling is not None:
             raise ValueError("the published system is greedy only")
-        models = [*(field.family.drafts[name] for name in self.drafts), field.family.target]
+        drafts = [field.family.drafts[name] for name in self.drafts]
+        if self.schedule == "asynchronous":
+            drafts = moved(drafts)
+        models = [*drafts, field.family.target]
         cores = max(1, field.threads // len(models))
         if self.schedule == "asynchronous":
             room = field.longest + field.new_tokens + 256
@@ -211,6 +222,8 @@ class _Ours(Contender):
     def start(self, field: Field) -> None:
         super().start(field)
         drafts = [field.family.drafts[name] for name in self.drafts]
+        if self.schedule == "workers":
+            drafts = moved(drafts)
         self.pipe = Pipeline(field.family.target, drafts, schedule=self.schedule, **self.options)
         self.sampling = field.sampling.options() if field.sampling else {"do_sample": False}
 
@@ -232,6 +245,13 @@ class _Ours(Contender):
         last = report.stages[-1]
         return Outcome(output[0, ids.shape[1] :].tolist(), forwards, last.steps, last.produced, "; ".join(notes))
 
+    def rest(self) -> None:
+        # On a CPU its stages are threads, each with threads of torch's. While there are more of those than cores, OpenMP lets no thread of the
+        # process spin for its next piece of work, and a small model's operations are too short to be woken for. On a GPU nothing like that waits,
+        # and graphs would have to be captured again.
+        if self.schedule == "streams" and self.pipe is not None and self.field.family.target.device.type == "cpu":
+            self.pipe.close()
+
     def close(self) -> None:
         if self.pipe is not None:
             self.pipe.close()
@@ -252,6 +272,11 @@ def everybody(drafts: Sequence[str]) -> list[Contender]:
             label = f"{schedule}, {' + '.join(chain)}" + (", graphs" if options else "")
             found.append(_Ours(f"{schedule}{graphs}-{'+'.join(chain)}", label, schedule, chain, **options))
     return found
+
+
+def moved(drafts: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
+    """``drafts`` for a contender that puts their weights into shared memory: on a CPU, where that moves the model's own, copies."""
+    return [copy.deepcopy(draft) if draft.device.type == "cpu" else draft for draft in drafts]
 
 
 class Attention:

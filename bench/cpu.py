@@ -9,7 +9,7 @@ Rivals may be far slower: each gets half a second, or one call (``repeats`` in t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,9 +33,8 @@ def measure(
     threads: int,
     cold: int,
     axes: tuple[str, str, str] = ("B", "Q", "V"),
-) -> list[dict[str, Any]]:
-    """Times a case for each shape, of inputs of so many bytes, and prints the table as it grows."""
-    results: list[dict[str, Any]] = []
+) -> Iterator[dict[str, Any]]:
+    """Times a case for each shape, of inputs of so many bytes; prints a line of the table and yields the result."""
     print(f"{axes[0]:>4}{axes[1]:>4}{axes[2]:>8}  {'dtype':10}{'us':>11}{'GB/s':>8}{'of read':>9}   times ours")
     for shape in shapes:
         copies = max(2, min(64, -(-cold // input_bytes(shape, dtype))))
@@ -78,10 +77,9 @@ def measure(
             rival_us = median_us(times[name])
             result["rivals"][name] = {"us": rival_us, "repeats": len(times[name]), "times_ours": rival_us / us}
             others += f"  {name} {rival_us / us:.1f}"
-        results.append(result)
         print(
             f"{shape[0]:4}{shape[1]:4}{shape[2]:8}  {result['dtype']:10}{us:11.1f}{result['gb_per_s']:8.1f}"
             f"{result['fraction_of_read']:9.2f} {others}",
             flush=True,
         )
-    return results
+        yield result

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -107,13 +107,12 @@ def measure(
     repeats: int,
     copy: float,
     axes: tuple[str, str, str] = ("B", "Q", "V"),
-) -> list[dict[str, Any]]:
-    """Times a case for each shape, of inputs of so many bytes, and prints the table as it grows.
+) -> Iterator[dict[str, Any]]:
+    """Times a case for each shape, of inputs of so many bytes; prints a line of the table and yields the result.
 
     A shape is left out where two copies would take more than ``MOST_BYTES`` and a quarter of the memory. What fails is an
     ``error`` in the results; the next one is tried all the same.
     """
-    results: list[dict[str, Any]] = []
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     print(
         f"{axes[0]:>4}{axes[1]:>4}{axes[2]:>8}  {'dtype':10}{'':6}{'us':>9}{'GB/s':>9}{'of copy':>9}   "
@@ -126,11 +125,11 @@ def measure(
         copies = copies_for(nbytes)
         result = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "copies": copies}
         result |= measure_one(make, shape, dtype, copies, repeats)
-        results.append(result)
-        torch.cuda.empty_cache()  # now that nothing holds the inputs any more
         line = f"{shape[0]:4}{shape[1]:4}{shape[2]:8}  {result['dtype']:10}"
         if "error" in result:
             print(f"{line}FAILED: {result['error'].splitlines()[0][:120]}", flush=True)
+            yield result
+            torch.cuda.empty_cache()  # raises where the error was the end of the context: the others could not run
             continue
         result["cold"] = copies * nbytes >= 2 * properties.L2_cache_size
         result["fraction_of_copy"] = result["gb_per_s"] / copy
@@ -143,7 +142,8 @@ def measure(
             f"{result['gb_per_s']:9.0f}{result['fraction_of_copy']:9.2f} {others}",
             flush=True,
         )
-    return results
+        yield result
+        torch.cuda.empty_cache()  # now that nothing holds the inputs any more
 
 
 def measure_one(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repeats: int) -> dict[str, Any]:

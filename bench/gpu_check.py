@@ -1,191 +1,370 @@
 """Does everything hold on this GPU, and how fast is it? ``python -m bench.gpu_check --out DIR``
 
-Runs the tests that need a GPU, then the kernels' benchmarks on a few shapes, then whole generations by planted models of LLaMA's
-sizes against everybody else's (``bench.bench_generate``); prints short tables, and writes
-``DIR/gpu_check.json`` with all results (and each step's output beside it, as it was printed). Every step has a time
-limit; together they stay under eight minutes: the benchmarks share what the tests leave them. Exit status: 0, all well;
-1, a step failed; 2, there is no GPU.
+In parts, those that tell most first: the protocol between host and device, the texts of captured stages, the other tests that need a GPU, each
+kernel's benchmark on a few shapes, and whole generations by planted models of LLaMA's sizes against everybody else's (``bench.bench_generate``).
+
+Each part is a process of its own with a time limit of its own; what it had found when it failed or was stopped is kept. ``DIR/gpu_check.json`` is written
+after each part, ``DIR/gpu_check.log`` has what they printed, and the table the last lines of those that failed. All together end
+within ``--seconds``. What is checked is this source tree; native modules that are not in it are taken from an installed pipespec, or built. Exit status: 0, all well;
+1, a part failed; 2, there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from bench import bench_generate
-from bench.gpu import gpu_machine, refuse_without_gpu
-from bench.kernels import MODULES
-from pipespec.demo.comparison import aligned
+from bench import pytest_notes
 
 ROOT = Path(__file__).parents[1]
-ALL_SECONDS, TEST_SECONDS = 460, 180
-GENERATE_SECONDS = 120  # kept free for the generations
-GRACE_SECONDS = 5  # for a step that is out of time to write what it has
+TREE = ROOT / "pipespec_kernels"
+ALL_SECONDS = 460
 AGREEMENT = 0.8
+LAST_LINES, MOST_OUTPUT = 12, 1 << 20  # of a part that failed, in the table; bytes of a part in the log
 
-CHAINS = (
-    (("1B", "8B"), 24, 60, ()),
-    (("1B", "3B", "8B"), 40, 75, ("1B+3B", "assisted-3B", "ours-plain")),
+INTERRUPTED, ABORTED = 8.0, 3.0
+"""So many seconds before its end a part is interrupted, to write what it has, and then made to say where it hangs (faulthandler)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """``command``: of Python; ``{file}`` is where its results go, ``{seconds}`` what it has to finish by itself. ``kind``: of the results.
+
+    ``most``: its time limit; ``least``: the seconds below which it is left out, which earlier parts leave it if it is ``required``. ``gib``: of GPU
+    memory.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    most: int
+    least: int
+    kind: str = ""
+    required: bool = True
+    gib: int = 0
+
+
+def _tests(name: str, paths: Sequence[str], most: int, least: int, slow: bool = False) -> Part:
+    marked = "gpu and slow" if slow else "gpu and not slow"
+    notes = ("-p", "bench.pytest_notes", "--notes", "{file}", "-o", "faulthandler_timeout=40")
+    command = ("-m", "pytest", *paths, "-m", marked, "-q", "--tb=short", "-p", "no:cacheprovider", *notes)
+    return Part(name, command, most, least, "tests", required=not slow)
+
+
+def _kernel(module: str) -> Part:
+    command = ("-m", f"bench.{module}", "--device", "cuda", "--quick", "--json", "{file}")
+    return Part(module, command, 40, 18, "kernel")
+
+
+def _chain(names: Sequence[str], most: int, least: int, required: bool, gib: int, rows: Sequence[str] = ()) -> Part:
+    options = ("--device", "cuda", "--planted", *names, "--agreement", str(AGREEMENT), "--quick", "--json", "{file}")
+    command = ("-m", "bench.bench_generate", *options, "--seconds", "{seconds}", *(("--only", *rows) if rows else ()))
+    return Part(" -> ".join(names), command, most, least, "generations", required, gib)
+
+
+PROTOCOL = ("tests/kernels/test_cuda_launcher.py", "tests/kernels/test_state_histories.py")
+TEXTS = ("tests/pipespec/test_streams.py", "tests/pipespec/test_attention.py")
+KERNELS = ("bench_verify", "bench_attention", "bench_select", "bench_verify_ratio", "bench_cutoff", "bench_kv")
+
+PARTS = (
+    _tests("tests: protocol", PROTOCOL, 60, 40),
+    _tests("tests: texts", TEXTS, 110, 60),
+    _tests("tests: others", ("tests", *(f"--ignore={path}" for path in (*PROTOCOL, *TEXTS))), 100, 55),
+    *map(_kernel, KERNELS),
+    _chain(("1B", "8B"), 170, 125, True, 40),
+    _chain(("1B", "3B", "8B"), 120, 75, False, 60, ("1B+3B", "assisted-3B", "ours-plain")),
+    _tests("tests: slow", ("tests",), 120, 45, slow=True),
 )
-"""Planted chains: their shapes, the memory in GiB and the seconds below which they are left out, and the rows (none named: all)."""
 
 
-def share(past: float, steps: int) -> int:
-    """The time limit of the next kernel's benchmark, where so many seconds have passed and so many such steps are to come."""
-    return int((ALL_SECONDS - GENERATE_SECONDS - past) / steps) - GRACE_SECONDS
+def limit_of(parts: Sequence[Part], left: float) -> int:
+    """Seconds for the first of ``parts`` where so many are left: what the required ones behind it do not need."""
+    return min(parts[0].most, int(left) - sum(part.least for part in parts[1:] if part.required))
 
 
-def step(command: list[str], log: Path, limit: int) -> dict[str, Any]:
-    """Runs one step in a process of its own: an error on the device is the end of a CUDA context, not of the others."""
+# ---- running
+
+
+def run(command: Sequence[str], log: Path, limit: float) -> dict[str, Any]:
+    """Python with ``command``, ended after ``limit`` seconds with all its processes; its ``status`` (None: it was stopped), ``seconds``, ``last_lines``."""
     begin = time.monotonic()
-    with log.open("w") as output:
-        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        status: int | None = None
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # pytest then writes its report
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            output.write(f"\nstopped after {limit} s\n")
-    return {"command": command, "status": status, "seconds": round(time.monotonic() - begin, 1), "log": log.name}
-
-
-def run_tests(out: Path) -> dict[str, Any]:
-    report = out / "tests.xml"
-    report.unlink(missing_ok=True)
-    command = ["-m", "pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    result = step(command, out / "tests.log", TEST_SECONDS)
-    try:
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    except (OSError, ElementTree.ParseError):  # a crash leaves none, or half of one
-        cases = []
-    outcomes = {kind: [c for c in cases if c.find(kind) is not None] for kind in ("failure", "error", "skipped")}
-    result["tests"] = {
-        "passed": len(cases) - sum(map(len, outcomes.values())),
-        "skipped": len(outcomes["skipped"]),
-        "failed": [f"{c.get('classname')}::{c.get('name')}" for c in outcomes["failure"] + outcomes["error"]],
+    # This tree and nothing that is installed; a traceback of all threads from one that crashes or hangs.
+    paths = [str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
     }
-    return result
+    with log.open("ab") as output:
+        output.write(f"\n==== {' '.join(command)}\n".encode())
+        output.flush()
+        before = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = _wait(process, begin + limit)
+        finally:
+            with suppress(ProcessLookupError):  # what it has started, and itself
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot be ended: the others go on
+                process.wait(2)
+    if status is None:
+        with log.open("ab") as output:
+            output.write(f"\nstopped after {limit:.0f} s\n".encode())
+    text = _shorten(log, before)
+    lines = [line for line in text.splitlines() if line.strip()][-LAST_LINES:]
+    return {"status": status, "seconds": round(time.monotonic() - begin, 1), "last_lines": lines}
 
 
-def run_benchmark(module: str, out: Path, limit: int) -> dict[str, Any]:
-    written = out / f"{module}.json"
-    written.unlink(missing_ok=True)
-    command = ["-m", f"bench.{module}", "--device", "cuda", "--quick", "--json", str(written)]
-    result = step(command, out / f"{module}.log", limit)
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Its exit status, or None after the gentler ways to end it."""
+    for before_end, message in ((INTERRUPTED, signal.SIGINT), (ABORTED, signal.SIGABRT), (0.5, signal.SIGKILL)):
+        try:
+            status = process.wait(max(0.0, deadline - before_end - time.monotonic()))
+            return status if message is signal.SIGINT else None
+        except subprocess.TimeoutExpired:
+            process.send_signal(message)
+    return None
+
+
+def _shorten(log: Path, begin: int) -> str:
+    """What was printed behind ``begin``; of what is too long, the middle is taken out of the file."""
+    with log.open("r+b") as file:
+        file.seek(begin)
+        data = file.read()
+        if len(data) > MOST_OUTPUT:
+            half = MOST_OUTPUT // 2
+            data = data[:half] + b"\n[...]\n" + data[-half:]
+            file.seek(begin)
+            file.write(data)
+            file.truncate()
+    return data.decode(errors="replace")
+
+
+def results(part: Part, file: Path) -> dict[str, Any]:
+    """What a part has written, however it ended."""
+    if part.kind == "tests":
+        return {"tests": pytest_notes.read(file)}
     try:
-        result |= json.loads(written.read_text())
+        found: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):
-        pass
-    return result
+        return {}
+    return found
 
 
-def run_chain(names: Sequence[str], rows: Sequence[str], out: Path, limit: int) -> dict[str, Any]:
-    """A benchmark of whole generations: its record, with the step's status."""
-    name = "generate_" + "_".join(names)
-    written = out / f"{name}.json"
-    written.unlink(missing_ok=True)
-    command = ["-m", "bench.bench_generate", "--device", "cuda", "--planted", *names, "--agreement", str(AGREEMENT)]
-    command += ["--quick", "--seconds", str(limit - 15), *(["--only", *rows] if rows else []), "--json", str(written)]
-    result = step(command, out / f"{name}.log", limit)
-    try:
-        result |= json.loads(written.read_text())
-    except (OSError, ValueError):
-        pass
-    return result
+def is_well(part: Part, found: dict[str, Any]) -> bool:
+    """Nothing failed, and there was something to run."""
+    if part.kind == "tests":
+        tests = found["tests"]
+        nothing = 5  # pytest's status where it has collected none
+        fine = found["status"] == 0 or (found["status"] == nothing and not part.required)
+        return fine and not tests["failed"] and (tests["passed"] > 0 or not part.required)
+    if part.kind == "kernel":
+        measured = found.get("results", [])
+        return found["status"] == 0 and bool(measured) and not any("error" in result for result in measured)
+    if part.kind == "generations":
+        return found["status"] == 0 and any(row.get("tokens_per_second") for row in found.get("rows", []))
+    return bool(found["status"] == 0)
 
 
-def generate(out: Path, begin: float, memory_gib: float) -> tuple[dict[str, Any], bool]:
-    """The chains for which there is memory and time, and whether all is well; prints their tables."""
-    found: dict[str, Any] = {}
-    good = True
-    for done, (names, gib, least, rows) in enumerate(CHAINS):
-        name = " -> ".join(names)
-        left = int(ALL_SECONDS - (time.monotonic() - begin)) - GRACE_SECONDS
-        # The first leaves the next one its least, where that leaves the first enough.
-        after = sum(least_of_next for _, need, least_of_next, _ in CHAINS[done + 1 :] if need <= memory_gib)
-        limit = left - after if left - after >= least else left
-        if memory_gib < gib or limit < least:
-            missing = f"{gib} GiB of memory" if memory_gib < gib else f"{least} s"
-            found[name] = {"left_out": f"it needs {missing}"}
-            print(f"{name}: left out, it needs {missing}")
+# ---- the table
+
+
+def show(part: Part, found: dict[str, Any]) -> None:
+    """Prints a part's lines of the table."""
+    status = found["status"]
+    how = "STOPPED" if status is None else f"FAILED ({f'status {status}' if status else 'nothing to show'})"
+    how = "passed" if found["well"] else how
+    print(f"{part.name:24}{how}, {found['seconds']:.0f} of {found['limit']} s", end="")
+    if part.kind == "tests":
+        _show_tests(found["tests"])
+    else:
+        print()
+        with suppress(Exception):  # what is half written, or does not import, must not end the others
+            {"kernel": _show_kernel, "generations": _show_generations}.get(part.kind, len)(found)
+    if not found["well"]:
+        for line in found["last_lines"]:
+            print(f"    | {line[:200]}")
+    sys.stdout.flush()
+
+
+def _show_tests(tests: dict[str, Any]) -> None:
+    print(f": {tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed")
+    for test, why in tests["failed"].items():
+        print(f"    {test}", *(f"        {line[:200]}" for line in why[:2]), sep="\n")
+    for test in tests["unfinished"]:
+        print(f"    {test} had not ended")
+    for reason, count in tests["reasons"].items():
+        print(f"    {count} skipped: {reason[:150]}")
+
+
+def _show_kernel(found: dict[str, Any]) -> None:
+    for r in found.get("results", []):
+        batch, width, size = r["shape"]
+        line = f"    {r['benchmark']:16}{batch:4}{width:4}{size:8}"
+        if "error" in r:
+            print(f"{line} FAILED: {r['error'].splitlines()[0][:120]}")
             continue
-        result = found[name] = run_chain(names, rows, out, limit)
-        print(f"\n{name}, agreement {AGREEMENT} asked for")
-        if result["status"] != 0:
-            good = False
-            print(f"FAILED: see {out / result['log']}")
-        results = [bench_generate.Result(**row) for row in result.get("rows", [])]
-        measured = [r for r in results if r.reason is None]
-        if measured:
-            print(aligned([bench_generate.HEADER, *map(bench_generate.cells, measured)]))
-            for line in (*bench_generate.verdict(results), *bench_generate.footnotes(results)):
-                print(line[:300])
-        elif result["status"] == 0:
-            good = False
-            print("FAILED: nobody generated anything")
-    return found, good
+        rivals = r["rivals"].items()
+        others = "".join(f"  {name} {x['times_ours']:.1f}" if "us" in x else f"  {name} failed" for name, x in rivals)
+        print(
+            f"{line}{r['us']:9.2f} us{r['gb_per_s']:7.0f} GB/s{r['fraction_of_copy']:6.2f} of copy; times ours:{others}"
+        )
+
+
+def _show_generations(found: dict[str, Any]) -> None:
+    from bench import bench_generate
+    from pipespec.demo.comparison import aligned
+
+    if "rows" not in found:
+        return
+    rows = [bench_generate.Result(**row) for row in found["rows"]]
+    measured = [row for row in rows if row.reason is None]
+    if measured:
+        print(aligned([bench_generate.HEADER, *map(bench_generate.cells, measured)]))
+    for line in (*bench_generate.verdict(rows), *bench_generate.footnotes(rows)):
+        print(line[:300])
+
+
+# ---- all together
+
+_FACTS = "import json; from bench.gpu import gpu_machine; print(json.dumps(gpu_machine()))"
+_HAS_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 2)"
+_IS_BUILT = "from pipespec_kernels import _native, _cuda"
+
+
+class Check:
+    """One run over ``parts``; everything it finds is in ``record``, which is on the disk after each step."""
+
+    def __init__(self, out: Path, seconds: float, parts: Sequence[Part] = PARTS) -> None:
+        self.out, self.seconds, self.parts = out, seconds, parts
+        self.log, self.begin = out / "gpu_check.log", time.monotonic()
+        self.record: dict[str, Any] = {"machine": {}, "parts": {}, "well": False}
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.begin)
+
+    def write(self) -> None:
+        self.record["seconds"] = round(time.monotonic() - self.begin, 1)
+        half = self.out / "gpu_check.json.new"
+        half.write_text(json.dumps(self.record, indent=1) + "\n")
+        half.replace(self.out / "gpu_check.json")
+
+    def prepare(self) -> bool:
+        """The native modules, and what the machine is; False where nothing can be run."""
+        kept = sum(part.least for part in self.parts if part.required)
+        # As `pip install .` leaves it: the modules are beside the installed package, which the source tree hides.
+        if not self._is_built() and not (self._take_installed() and self._is_built()):
+            built = run(["setup.py", "-q", "build_ext", "--inplace"], self.log, max(60.0, self.left - kept))
+            self.record["build"] = built
+            print(f"{'build':24}{'passed' if built['status'] == 0 else 'FAILED'}, {built['seconds']:.0f} s", flush=True)
+        facts = run(["-c", _FACTS], self.log, 60)
+        try:
+            info = self.record["machine"] = json.loads(facts["last_lines"][-1])
+        except (IndexError, ValueError):
+            for line in (*self.record.get("build", {}).get("last_lines", ()), *facts["last_lines"]):
+                print(f"    | {line[:200]}")
+            print("nothing can be run: see above")
+            return False
+        versions = (f"{name} {info.get(name)}" for name in ("torch", "cuda", "triton", "python", "commit"))
+        print(f"{info.get('gpu')}, {', '.join(versions)}", flush=True)
+        return True
+
+    def _is_built(self) -> bool:
+        return run(["-c", _IS_BUILT], self.log, 60)["status"] == 0
+
+    def _take_installed(self) -> bool:
+        """Whether there were any."""
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        found = [
+            module
+            for module in Path(sysconfig.get_path("platlib"), "pipespec_kernels").glob(f"_*{suffix}")
+            if not (TREE / module.name).exists()
+        ]
+        for module in found:
+            shutil.copy2(module, TREE)
+        return bool(found)
+
+    def run(self) -> bool:
+        """All parts; whether all is well."""
+        self.write()
+        if not self.prepare():
+            self.write()
+            return False
+        memory = self.record["machine"].get("gpu_memory_bytes", 0) / 2**30
+        well = True
+        parts = [part for part in self.parts if part.gib <= memory]
+        for part in self.parts:
+            if part not in parts:
+                self._leave_out(part, f"it needs {part.gib} GiB of GPU memory")
+        with tempfile.TemporaryDirectory() as folder:
+            for i, part in enumerate(parts):
+                limit = limit_of(parts[i:], self.left)
+                if limit < part.least:
+                    well = well and not part.required
+                    self._leave_out(part, f"it needs {part.least} s, and {max(limit, 0)} s were left")
+                    continue
+                file = Path(folder, f"{i}.json")
+                finish = str(int(limit - INTERRUPTED - 12))  # of which the imports take some
+                command = [w.replace("{file}", str(file)).replace("{seconds}", finish) for w in part.command]
+                found = run(command, self.log, limit) | {"limit": limit, "command": part.command}
+                found |= results(part, file)
+                found["well"] = is_well(part, found)
+                self.record["parts"][part.name] = found
+                self.write()
+                well = well and found["well"]
+                show(part, found)
+        self.record["well"] = well
+        self.write()
+        return well
+
+    def _leave_out(self, part: Part, why: str) -> None:
+        self.record["parts"][part.name] = {"left_out": why}
+        self.write()
+        print(f"{part.name:24}left out: {why}", flush=True)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)  # through the finally that ends the part
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="GPU tests, kernels' benchmarks and generations in one go.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; made if it is not there")
+    parser.add_argument("--seconds", type=float, default=ALL_SECONDS, help="for all parts together (%(default)s)")
     options = parser.parse_args()
-    refuse_without_gpu("bench.gpu_check")
+    # In a process of its own: this one never touches torch before the parts have run, so nothing can hang it.
+    if subprocess.run([sys.executable, "-c", _HAS_GPU], stdin=subprocess.DEVNULL, timeout=120).returncode != 0:
+        print("bench.gpu_check: no GPU is visible to torch; nothing was run.", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _terminated)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-
-    begin = time.monotonic()
-    info = gpu_machine()
-    print(
-        f"{info['gpu']}, torch {info['torch']}, CUDA {info['cuda']}, triton {info['triton']}, commit {info['commit']}"
-    )
-    tests = run_tests(out)
-    counts = tests["tests"]
-    # Nothing passed is a failure, too: on a GPU there is something to run.
-    good = tests["status"] == 0 and counts["passed"] > 0
-    print(
-        f"tests           {'passed' if good else 'FAILED'}: {counts['passed']} passed, {counts['skipped']} skipped, "
-        f"{len(counts['failed'])} failed, {tests['seconds']:.0f} s"
-    )
-    for failed in counts["failed"]:
-        print(f"    {failed}")
-
-    benchmarks = {}
-    print(f"{'':16}{'B':>4}{'Q':>4}{'V or S':>8}{'us':>9}{'GB/s':>8}{'of copy':>9}   times ours")
-    for done, module in enumerate(MODULES):
-        limit = share(time.monotonic() - begin, len(MODULES) - done)
-        result = benchmarks[module] = run_benchmark(module, out, limit)
-        if result["status"] != 0:
-            good = False
-            print(f"{module:16}FAILED: see {out / result['log']}")
-        for r in result.get("results", []):
-            batch, width, size = r["shape"]
-            line = f"{r['benchmark']:16}{batch:4}{width:4}{size:8}"
-            if "error" in r:
-                print(f"{line} FAILED: {r['error'].splitlines()[0][:80]}")
-                continue
-            others = "".join(f"  {name} {x['times_ours']:.1f}" for name, x in r["rivals"].items() if "us" in x)
-            print(f"{line}{r['us']:9.2f}{r['gb_per_s']:8.0f}{r['fraction_of_copy']:9.2f} {others}", flush=True)
-    chains, well = generate(out, begin, info["gpu_memory_bytes"] / 2**30)
-    good &= well
-    written = out / "gpu_check.json"
-    record = {"machine": info, "tests": tests, "benchmarks": benchmarks, "generate": chains}
-    written.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{'all well' if good else 'NOT all well'}; written to {written}")
-    return 0 if good else 1
+    (out / "gpu_check.log").write_bytes(b"")
+    check = Check(out, options.seconds)
+    well = check.run()
+    print(f"{'all well' if well else 'NOT all well'}, {check.record['seconds']:.0f} s; written to {out}/gpu_check.json")
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

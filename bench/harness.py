@@ -71,9 +71,11 @@ def machine() -> dict[str, Any]:
         for line in cpuinfo.read_text().split("\n\n")[0].splitlines():
             key, _, value = line.partition(":")
             info[key.strip()] = value.strip()
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
+    try:
+        describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        commit = ""
     return {
         "cpu": info.get("model name", platform.processor()),
         "cpu_family_model_stepping": [info.get(k) for k in ("cpu family", "model", "stepping")],
@@ -86,15 +88,21 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "pipespec_kernels": __version__,
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
 def write(path: Path | None, info: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """The results and the machine as JSON, if a file is named."""
-    info["load_average_after"] = machine()["load_average"]
+    """The results so far and the machine as JSON, if a file is named."""
+    info["load_average_after"] = os.getloadavg()
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
-        print(f"written to {path}")
+        replace(path, json.dumps({"machine": info, "results": results}, indent=1) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """The file is what it was or what it becomes, whenever this process is killed."""
+    half = path.with_name(path.name + ".half")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ def rivals(device: str, quick: bool, eager: Callable[..., object]) -> dict[str, 
 
 
 def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
-    """Runs them on a device, prints a table each, writes one JSON; returns how many shapes failed."""
+    """Runs them on a device, prints a table each, writes one JSON, anew after each shape; returns how many shapes failed."""
     on_gpu = options.device == "cuda"
     torch.manual_seed(0)
     if on_gpu:
@@ -79,7 +80,7 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
             f"{info['cpu']}, {info['cores']} cores, {info['simd']}, {options.threads} threads, torch {info['torch']}, "
             f"load {info['load_average'][0]:.1f}"
         )
-    results = []
+    results: list[dict[str, Any]] = []
     for benchmark in benchmarks:
         print(f"\n{benchmark.name}")
         make = benchmark.make(options.device, options.quick)
@@ -91,8 +92,11 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
                 part = gpu.measure(*what, repeats, info["copy_gb_per_s"], benchmark.axes)
             else:
                 part = cpu.measure(*what, options.threads, info["cold_bytes"], benchmark.axes)
-            results += [{"benchmark": benchmark.name} | result for result in part]
-    write(options.json, info, results)
+            for result in part:
+                results.append({"benchmark": benchmark.name} | result)
+                write(options.json, info, results)
+    if options.json:
+        print(f"written to {options.json}")
     return sum("error" in result for result in results)
 
 

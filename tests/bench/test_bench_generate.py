@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ class Scripted(Contender):
         self.fails_at: int | None = options.get("fails_at")
         self.refuses: str | None = options.get("refuses")
         self.forwards = options.get("forwards", {"target": 3})
-        self.calls = self.closed = 0
+        self.calls = self.closed = self.rested = 0
 
     def start(self, field: Field) -> None:
         if self.refuses:
@@ -50,6 +51,9 @@ class Scripted(Contender):
 
     def seconds(self) -> float:
         return len(self.text) / (self.speed * (self.setting or 1))
+
+    def rest(self) -> None:
+        self.rested += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -143,6 +147,100 @@ def test_failures_are_rows(make: Callable[..., ScriptedBench]) -> None:
     assert "syncs" not in text
     bench.close()
     assert late.closed == 1
+
+
+def test_a_gpu_that_is_lost(make: Callable[..., ScriptedBench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who broke it has failed; what the others had measured stays, and nothing more is run."""
+    breaks = Scripted("breaks", "ours", 5.0, fails_at=3)  # the warm-up, a round, and then, before the others
+    bench = make(Scripted("plain", "hf", 10.0), breaks, Scripted("after", "ours", 9.0))
+    bench.device = types.SimpleNamespace(type="cuda")  # type: ignore[assignment]
+
+    def synchronize() -> None:
+        if breaks.calls == breaks.fails_at:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    rounds: list[float] = []
+    bench.measure(TEXTS, 3, lambda: rounds.append(bench.past))
+    bench.count(TEXTS[0])
+    found = by_key(bench)
+    assert found["breaks"].reason == "RuntimeError: out of luck"
+    assert [found[key].tokens_per_second for key in ("plain", "after")] == pytest.approx([10.0, 9.0])
+    assert len(rounds) == 2
+    assert len(bench.runs["after"]) == len(bench.runs["plain"]) == 1
+    late = Bench(bench.field, [Scripted("late", "ours", 1.0)], 1e9, math.inf)
+    late.lost = "the GPU could not be used any more"
+    late.start(TEXTS[0])
+    assert by_key(late)["late"].reason == late.lost
+
+
+def test_who_hangs_fails(make: Callable[..., ScriptedBench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_generate, "LEAST_TURN", 0.2)
+
+    class Hanging(Scripted):
+        def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Outcome:
+            time.sleep(60)
+            raise AssertionError("nobody has ended this")
+
+    bench = make(Hanging("hangs", "ours", 10.0), Scripted("plain", "hf", 10.0), limit=1.0)
+    assert bench.reasons["hangs"].startswith("TimeoutError: not over after")
+    assert "plain" not in bench.reasons
+
+
+def test_everybody_rests_after_each_turn(make: Callable[..., ScriptedBench]) -> None:
+    contender = Scripted("a", "ours", 10.0)
+    make(contender).measure(TEXTS, 2)
+    assert contender.rested == contender.calls == 5
+
+
+def test_nobody_changes_what_others_run_on(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a turn of each: attention, the draft's memory and the threads of this process are what they were."""
+    given: list[Sequence[LlamaForCausalLM]] = []
+
+    def asynchronous(models: Sequence[LlamaForCausalLM], *_: object) -> contenders.Lockstep:
+        given.append(models)  # whose weights it would move, to send them to its processes
+        return contenders.Lockstep(models, 3)
+
+    class Workers(contenders.Pipeline):
+        def __init__(self, model: LlamaForCausalLM, drafts: Sequence[LlamaForCausalLM], schedule: str, **options: Any):
+            if schedule == "workers":
+                given.append((*drafts, model))
+            super().__init__(model, drafts, schedule="lockstep" if schedule == "workers" else schedule, **options)
+
+    monkeypatch.setattr(contenders, "Asynchronous", asynchronous)
+    monkeypatch.setattr(contenders, "Pipeline", Workers)
+    draft = noisy(target, 0.05)
+    family = Family("test", copy.deepcopy(target), {"small": draft}, None)
+    field = Field(family, 6, 3, None, 1)
+    changing = ("streams", "lockstep-graphs", "workers", "reference-asynchronous")
+    everybody = [c for c in contenders.everybody(["small"]) if c.key.startswith(changing)]
+    assert len(everybody) == len(changing)
+
+    def state() -> object:
+        attention = [model.config._attn_implementation for model in field.models.values()]
+        weights = [p.data_ptr() for model in field.models.values() for p in model.parameters()]
+        return attention, weights, torch.get_num_threads()
+
+    before = state()
+    bench = Bench(field, everybody, 1e9, math.inf)
+    try:
+        bench.start(TEXTS[0])
+        assert not bench.reasons
+        assert state() == before
+        assert len(given) == 2
+        for models in given:
+            assert models[0] is not draft
+            assert models[-1] is family.target  # stays in this process
+        streams = next(c for c in everybody if c.key.startswith("streams"))
+        bench.run(streams, TEXTS[1])
+        assert state() == before
+        rested = {thread.name for thread in Path("/proc/self/task").iterdir()}
+        streams.close()  # finds no thread to end
+        assert rested <= {thread.name for thread in Path("/proc/self/task").iterdir()}
+    finally:
+        bench.close()
 
 
 def test_tuning_takes_the_best(make: Callable[..., ScriptedBench]) -> None:
