@@ -246,9 +246,8 @@ class _Ours(Contender):
         return Outcome(output[0, ids.shape[1] :].tolist(), forwards, last.steps, last.produced, "; ".join(notes))
 
     def rest(self) -> None:
-        # On a CPU its stages are threads, each with threads of torch's. While there are more of those than cores, OpenMP lets no thread of the
-        # process spin for its next piece of work, and a small model's operations are too short to be woken for. On a GPU nothing like that waits,
-        # and graphs would have to be captured again.
+        # On a CPU everybody else in the process is slower while its stages' threads, each with threads of torch's, are there (docs/speed.md). On a
+        # GPU nothing like that waits, and graphs would have to be captured again.
         if self.schedule == "streams" and self.pipe is not None and self.field.family.target.device.type == "cpu":
             self.pipe.close()
 
