@@ -114,6 +114,11 @@ class Generation:
 
     # ---- a cache from outside
 
+    @property
+    def adopted(self) -> RowCache | None:
+        """What the target will go on with, where the caller gave a cache."""
+        return self._own_cache
+
     def _adopted(self, target: PreTrainedModel) -> RowCache:
         """The caller's cache as a RowCache that holds a part of every prompt."""
         cache = self._cache

@@ -6,7 +6,7 @@ import functools
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from pipespec.placement import Devices, NotCapturable, arrange, check_memory, ch
 from pipespec.planning.auto import Auto
 from pipespec.planning.planner import Plan
 from pipespec.progress import level_of_caller
-from pipespec.stage import WIDTH, stage_names
+from pipespec.stage import stage_names
 from pipespec_kernels.trace import MOST_ENTRIES
 
 SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
@@ -46,7 +46,6 @@ class BasePipeline(ABC):
         self.partial: torch.Tensor | None = None
         """After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it."""
         self._graphs = False  # whether caches have all their room from the beginning
-        self._held: dict[str, int] = {}  # bytes per device that caches of earlier calls may take
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that is inside
 
@@ -61,6 +60,13 @@ class BasePipeline(ABC):
     def _caching(self) -> Sequence[PreTrainedModel]:
         """The models that will hold caches."""
         return self.models
+
+    def _keeps(self, generation: Generation) -> Mapping[str, int]:
+        """Bytes per device that a call takes over from earlier ones."""
+        return {}
+
+    def _spare(self, generation: Generation) -> None:
+        """Give back what a call does not go on with."""
 
     @torch.no_grad()
     def generate(
@@ -201,12 +207,18 @@ class BasePipeline(ABC):
                     attention_mask=attention_mask,
                     position_ids=position_ids,
                 )
-                longest, most = max(map(len, generation.prompts)), max(generation.limits) + WIDTH
+                longest, most = max(map(len, generation.prompts)), generation.request.start.most
                 check_angles(self.target, most)
                 names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
                 caching = {names[id(model)]: model for model in self._caching()}
-                self._held = check_memory(
-                    caching, len(generation.prompts), longest, most, graphs=self._graphs, held=self._held
+                check_memory(
+                    caching,
+                    len(generation.prompts),
+                    longest,
+                    most,
+                    graphs=self._graphs,
+                    kept=functools.partial(self._keeps, generation),
+                    spare=functools.partial(self._spare, generation),
                 )
                 self.partial = None
                 if own_streamer is not None and not prompt_streamed:
@@ -355,6 +367,19 @@ class Pipeline(BasePipeline):
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.schedule != "plain" else self.models[-1:]
+
+    @property
+    def _holder(self) -> Driver | Auto:
+        """Who has the caches."""
+        holder = self._driver or self._auto
+        assert holder is not None
+        return holder
+
+    def _keeps(self, generation: Generation) -> Mapping[str, int]:
+        return self._holder.keeps(generation.request.start, generation.adopted)
+
+    def _spare(self, generation: Generation) -> None:
+        self._holder.spare(generation.request.start, generation.adopted)
 
     def _generate(self, generation: Generation) -> Report:
         if self._auto is not None:

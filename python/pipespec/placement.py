@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -336,29 +336,34 @@ def check_memory(
     most: int,
     *,
     graphs: bool = False,
-    held: dict[str, int] | None = None,
-    facts: Sequence[DeviceFacts] | None = None,
-) -> dict[str, int]:
+    kept: Callable[[], Mapping[str, int]] = dict,
+    spare: Callable[[], None] = lambda: None,
+) -> None:
     """Raises :class:`DoesNotFit` if a call on loaded models cannot have the memory that its caches and forwards need.
 
     ``models``: those that will hold caches, by the names of their stages; ``rows`` texts, prompts of ``longest`` tokens, at most ``most``
     positions. Where caches grow, what they begin with must be free, and what they may grow to must fit at all; with ``graphs`` they do not
-    grow. ``held``: bytes per device in caches and graphs of earlier calls, which this one takes over or gives back. Returns ``held`` for the next call.
+    grow. ``kept``: bytes per device that the call takes over of what earlier ones have left there. ``spare``: gives back what it does not go
+    on with; called where there is too little room otherwise.
     """
     stages = [
         StageFacts(name, text_config(m.config), compute_dtype(m), 0, str(m.device), True) for name, m in models.items()
     ]
     devices = list(dict.fromkeys(stage.device for stage in stages))
-    found = device_facts(devices) if facts is None else [f for f in facts if f.name in devices]
+
+    def room() -> list[DeviceFacts]:
+        taken_over = kept()
+        return [replace(f, free=min(f.total, f.free + taken_over.get(f.name, 0))) for f in device_facts(devices)]
+
     most = fixed_capacity(most) if graphs else most
     whole = estimate(stages, rows, most, graphs=graphs)
+    found = room()
     whole.check([replace(f, free=f.total) for f in found])
     first = whole if graphs else estimate(stages, rows, first_capacity(longest, most))
-    held = held or {}
-    first.check([replace(f, free=min(f.total, f.free + held.get(f.name, 0))) for f in found])
-    kept = GRAPH_ALLOWANCE if graphs else 0
-    granted = {d: sum(n.caches + (kept if d != "cpu" else 0) for n in whole.needs if n.device == d) for d in devices}
-    return {d: max(granted.get(d, 0), held.get(d, 0)) for d in {*granted, *held}}
+    if any(first.on(f.name) > f.free for f in found if f.total):
+        spare()
+        found = room()
+    first.check(found)
 
 
 # ---- which stage where

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,7 @@ from pipespec.placement import (
     stage_names,
     weight_bytes,
 )
+from pipespec.spd import SpeculativePipeline
 from pipespec.stage import WIDTH
 from tests.conftest import always_right, noisy, random_llama
 
@@ -273,30 +275,139 @@ def on_gpu(model, name: str):
     return other
 
 
-def test_a_call_must_fit_beside_what_is_there(model):
+def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
     models = {"draft 0": on_gpu(noisy(model, 0.1), "cuda:1"), "target": on_gpu(model, "cuda:0")}
-    per_position = RowCache.bytes_for(model.config, 1, 1, torch.float32)
+    free = 0
 
-    def check(free, rows=2, longest=10, most=100_000, total=GIB, **kwargs):
-        facts = [DeviceFacts("cuda:0", total, free), DeviceFacts("cuda:1", total, total)]
-        return check_memory(models, rows, longest, most, facts=facts, **kwargs)
+    def check(available, rows=2, longest=10, most=100_000, total=GIB, **kwargs):
+        nonlocal free
+        free = available
+        monkeypatch.setattr(
+            "pipespec.placement.device_facts",
+            lambda names: [DeviceFacts("cuda:0", total, free), DeviceFacts("cuda:1", total, total)],
+        )
+        check_memory(models, rows, longest, most, **kwargs)
 
     first = estimate([StageFacts.of_model("target", model)], 2, 10 + 1024 + 64).needs[0]
-    held = check(first.sum)  # caches grow: what they begin with must be free
-    assert held == {"cuda:0": 2 * 100_000 * per_position, "cuda:1": 2 * 100_000 * per_position}
+    check(first.sum)  # caches grow: what they begin with must be free
     with pytest.raises(DoesNotFit, match=r"2 x 1098 positions(.|\n)*lower max_new_tokens or the batch"):
         check(first.sum - 1)
-    # What an earlier call holds is taken over or given back.
-    assert check(first.sum - 1, held={"cuda:0": 1}) == held
-    assert check(first.sum, rows=1, held=held) == held
+    check(first.sum - 1, kept=lambda: {"cuda:0": 1})
+    with pytest.raises(DoesNotFit):
+        check(first.sum - 1, kept=lambda: {"cuda:1": 1})
     with pytest.raises(DoesNotFit, match="1000000 positions"):  # all that there is would not do
         check(first.sum, most=1_000_000)
     with pytest.raises(DoesNotFit, match="131072 positions"):  # graphs need it all at once, rounded up
         check(first.sum, graphs=True)
     check(2 * GIB, graphs=True, total=2 * GIB)
-    held = check(GIB, most=1024, graphs=True)
-    assert check(first.sum - first.caches, most=1024, graphs=True, held=held) == held  # its graphs are there, too
-    assert check_memory({}, 2, 10, 100, held={"cpu": 7}) == {"cpu": 7}  # the caches are elsewhere
+
+    def spare():
+        nonlocal free
+        free += 7
+
+    check(first.sum - 7, spare=spare)
+    assert free == first.sum
+    check(first.sum, spare=spare)  # not asked for where there is room
+    assert free == first.sum
+    with pytest.raises(DoesNotFit):
+        check(first.sum - 8, spare=spare)
+
+
+class Live:
+    """The caches that there are, and a machine that has ``total`` bytes for them and for forwards."""
+
+    def __init__(self, monkeypatch, total: int):
+        self.caches: weakref.WeakSet[RowCache] = weakref.WeakSet()
+        self.total = total
+        allocate = RowCache._allocate
+
+        def watched(cache, capacity, dtype, device):
+            self.caches.add(cache)
+            return allocate(cache, capacity, dtype, device)
+
+        monkeypatch.setattr(RowCache, "_allocate", watched)
+        monkeypatch.setattr("pipespec.placement.host_memory", lambda: (GIB, self.total - self.bytes()))
+
+    def bytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+
+def shape(cache: RowCache) -> tuple[int, int]:
+    return cache.rows, cache.capacity
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({"schedule": "streams"}, 128),
+        ({"graphs": True}, 128),
+        ({}, 4 + 20 + WIDTH),
+    ],
+    ids=str,
+)
+def test_caches_that_a_call_does_not_use_give_way(model, monkeypatch, options, last):
+    """Only where there is no room beside them; then they are gone before anything is allocated, and no room is promised twice."""
+    wanted = model.generate(PROMPT.repeat(4, 1), max_new_tokens=20, do_sample=False)
+    live = Live(monkeypatch, GIB)
+    with warnings.catch_warnings(), Pipeline(model, noisy(model, 0.1), **options) as pipe:
+        warnings.simplefilter("error")  # a call for which there is too little memory
+        here = len(pipe._driver.stages)
+        for rows, new in ((1, 300), (2, 300), (3, 20)):
+            pipe.generate(PROMPT.repeat(rows, 1), max_new_tokens=new, max_time=0.0)
+        assert len(live.caches) == (3 if last == 128 else 1) * here
+        stages = [StageFacts.of_model("target", m) for m in pipe.models]
+        live.total = estimate(stages, 4, last).on("cpu")  # for the next call, and nothing else
+        assert torch.equal(pipe.generate(PROMPT.repeat(4, 1), max_new_tokens=20), wanted)
+        assert [shape(cache) for cache in live.caches] == [(4, last)] * here
+        kept = set(map(id, live.caches))
+        assert torch.equal(pipe.generate(PROMPT.repeat(4, 1), max_new_tokens=20), wanted)
+        assert set(map(id, live.caches)) == kept  # taken over
+        with pytest.raises(RuntimeWarning, match="unless others give some back"):
+            pipe.generate(PROMPT.repeat(5, 1), max_new_tokens=20)
+
+
+def test_what_an_earlier_call_might_have_grown_to_is_not_counted(model, monkeypatch):
+    """A limit of 100 000 tokens, one of which came, makes no room for a batch that needs as much."""
+    long = copy.deepcopy(model)
+    long.config.max_position_embeddings = 200_000
+    live = Live(monkeypatch, GIB)
+    pipe = Pipeline(long)
+    pipe.generate(PROMPT, max_new_tokens=100_000, max_time=0.0)
+    live.total = live.bytes() + (1 << 20)
+    with pytest.warns(RuntimeWarning, match="unless others give some back"):
+        pipe.generate(PROMPT.repeat(16, 1), max_new_tokens=1500, max_time=0.0)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "streams"}, {}], ids=str)
+def test_a_conversation_goes_on_in_tight_memory(model, monkeypatch, options):
+    """What the target and the drafts go on with is not given back, nor asked for a second time."""
+    plain_text = model.generate(PROMPT, max_new_tokens=40, do_sample=False)
+    live = Live(monkeypatch, GIB)
+    with warnings.catch_warnings(), Pipeline(model, noisy(model, 0.1), **options) as pipe:
+        warnings.simplefilter("error")
+        given = {"return_dict_in_generate": True, "use_cache": True}
+        said = pipe.generate(PROMPT, max_new_tokens=80, max_time=0.0, **given)
+        draft = pipe._driver.stages[0]._cache
+        stages = [StageFacts.of_model("target", m) for m in pipe.models]
+        live.total = live.bytes() + sum(need.rest for need in estimate(stages, 1, 128).needs)
+        for new in (10, 20):
+            length = said.sequences.shape[1]
+            said = pipe.generate(said.sequences, past_key_values=said.past_key_values, max_new_tokens=new, **given)
+            assert torch.equal(said.sequences, plain_text[:, : length + new])
+            assert pipe._driver.stages[0]._cache is draft
+
+
+def test_stages_of_a_partition_give_way(model, monkeypatch):
+    wanted = model.generate(PROMPT.repeat(4, 1), max_new_tokens=20, do_sample=False)
+    live = Live(monkeypatch, GIB)
+    pipe = SpeculativePipeline(model, noisy(model, 0.1), stages=2)
+    pipe.generate(PROMPT.repeat(3, 1), max_new_tokens=200)
+    stages = [StageFacts.of_model("target", m) for m in pipe.models]
+    live.total = estimate(stages, 4, 24 + WIDTH).on("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(pipe.generate(PROMPT.repeat(4, 1), max_new_tokens=20), wanted)
+    assert {cache.rows for cache in live.caches} == {4}
 
 
 def test_each_call_is_checked(model, monkeypatch):

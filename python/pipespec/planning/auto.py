@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.cache import RowCache
 from pipespec.compat import head_size
 from pipespec.drivers import Driver, LockstepDriver, Request, WorkersDriver
 from pipespec.drivers.base import Policy, StageFailure
@@ -283,6 +285,14 @@ class Auto:
         merged = tuple(replace(stage, times=(*stage.times, *more.times)) for stage, more in stages)
         self.profile = replace(self.profile, stages=merged)
         self._store()
+
+    def keeps(self, start: Start, given: RowCache | None) -> Counter[str]:
+        """As :meth:`Driver.keeps`: whichever driver runs a call, the others give back theirs first."""
+        return sum((driver.keeps(start, given) for driver in self._drivers.values()), Counter())
+
+    def spare(self, start: Start, given: RowCache | None) -> None:
+        for driver in self._drivers.values():
+            driver.spare(start, given)
 
     def close(self) -> None:
         for driver in self._drivers.values():

@@ -70,6 +70,9 @@ class SpeculativePipeline(BasePipeline):
         super().__init__([*drafts, model])
         self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, self.drafter)
 
+    def _spare(self, generation: Generation) -> None:
+        self._driver.forget()
+
     def _generate(self, generation: Generation) -> SpeculativeReport:
         return run(generation, self._driver, "spd")
 

@@ -454,6 +454,9 @@ class RanksPipeline(BasePipeline):
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models[:-1]  # the target's caches are elsewhere
 
+    def _spare(self, generation: Generation) -> None:
+        self._driver.forget()
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`pipespec.Pipeline.generate`, on rank 0. ``RuntimeError`` on others, ``RankError`` when a rank is lost."""
         if not self.is_controller:
