@@ -46,6 +46,7 @@ class BasePipeline(ABC):
         self.partial: torch.Tensor | None = None
         """After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it."""
         self._graphs = False  # whether caches have all their room from the beginning
+        self._copies = False  # whether what is returned of them is a copy
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that is inside
 
@@ -217,6 +218,7 @@ class BasePipeline(ABC):
                     longest,
                     most,
                     graphs=self._graphs,
+                    copied=generation.copies(self._copies),
                     kept=functools.partial(self._keeps, generation),
                     spare=functools.partial(self._spare, generation),
                 )
@@ -320,7 +322,7 @@ class Pipeline(BasePipeline):
             self._auto = Auto(self.models, trace=trace)
         else:
             self._driver = self._make_driver(windows, wait, decode_meanwhile, graphs or schedule == "streams", trace)
-            self._graphs = isinstance(self._driver, FixedDriver)
+            self._graphs = self._copies = isinstance(self._driver, FixedDriver)
 
     @property
     def plan(self) -> Plan | None:

@@ -336,6 +336,7 @@ def check_memory(
     most: int,
     *,
     graphs: bool = False,
+    copied: bool = False,
     kept: Callable[[], Mapping[str, int]] = dict,
     spare: Callable[[], None] = lambda: None,
 ) -> None:
@@ -343,7 +344,7 @@ def check_memory(
 
     ``models``: those that will hold caches, by the names of their stages; ``rows`` texts, prompts of ``longest`` tokens, at most ``most``
     positions. Where caches grow, what they begin with must be free, and what they may grow to must fit at all; with ``graphs`` they do not
-    grow. ``kept``: bytes per device that the call takes over of what earlier ones have left there. ``spare``: gives back what it does not go
+    grow. ``copied``: whether the target's keys and values are handed to the caller as a copy. ``kept``: bytes per device that the call takes over of what earlier ones have left there. ``spare``: gives back what it does not go
     on with; called where there is too little room otherwise.
     """
     stages = [
@@ -355,11 +356,18 @@ def check_memory(
         taken_over = kept()
         return [replace(f, free=min(f.total, f.free + taken_over.get(f.name, 0))) for f in device_facts(devices)]
 
-    most = fixed_capacity(most) if graphs else most
-    whole = estimate(stages, rows, most, graphs=graphs)
+    def needed(capacity: int) -> Estimate:
+        found = estimate(stages, rows, capacity, graphs=graphs)
+        if not copied:
+            return found
+        target = stages[-1]
+        size = RowCache.bytes_for(target.config, rows, min(capacity, most), target.dtype)
+        return replace(found, needs=(*found.needs, StageNeed("its copy", target.device, 0, size, 0, target.dtype)))
+
+    whole = needed(fixed_capacity(most) if graphs else most)
     found = room()
     whole.check([replace(f, free=f.total) for f in found])
-    first = whole if graphs else estimate(stages, rows, first_capacity(longest, most))
+    first = whole if graphs else needed(first_capacity(longest, most))
     if any(first.on(f.name) > f.free for f in found if f.total):
         spare()
         found = room()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import warnings
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -395,6 +397,44 @@ def test_a_conversation_goes_on_in_tight_memory(model, monkeypatch, options):
             said = pipe.generate(said.sequences, past_key_values=said.past_key_values, max_new_tokens=new, **given)
             assert torch.equal(said.sequences, plain_text[:, : length + new])
             assert pipe._driver.stages[0]._cache is draft
+
+
+@pytest.mark.parametrize("how", ["streams", "lockstep", "stages"])
+def test_the_copy_that_is_returned_is_counted(model, monkeypatch, how):
+    """Whoever keeps its cache returns a copy, and a DynamicCache is written anew; then as much again must be free."""
+    asked = []
+    monkeypatch.setattr(pipeline, "check_memory", lambda *args, copied, **kwargs: asked.append(copied))
+    keeps_its_own = how != "lockstep"
+    pipe = SpeculativePipeline(model, stages=2) if how == "stages" else Pipeline(model, noisy(model, 0.1), schedule=how)
+
+    def text_and_copy(ids, cache=None, new=20, **options):
+        out = pipe.generate(ids, past_key_values=cache, max_new_tokens=new, **options)
+        return (out.sequences if options else out), asked.pop()
+
+    with contextlib.closing(pipe) if how == "streams" else contextlib.nullcontext():
+        given = {"return_dict_in_generate": True}
+        assert not text_and_copy(PROMPT)[1]
+        assert text_and_copy(PROMPT, **given)[1] == keeps_its_own
+        assert not text_and_copy(PROMPT, use_cache=False, **given)[1]
+        assert text_and_copy(PROMPT, DynamicCache(config=model.config))[1]
+        cache = RowCache.for_model(model, 1, 40)
+        text, copied = text_and_copy(PROMPT, cache)  # there is room in it
+        assert not copied
+        assert text_and_copy(text, cache)[1] == keeps_its_own
+
+
+def test_a_copy_takes_memory_on_the_targets_device(model, monkeypatch):
+    models = {"draft 0": on_gpu(noisy(model, 0.1), "cuda:1"), "target": on_gpu(model, "cuda:0")}
+    need = estimate([StageFacts.of_model("target", model)], 2, 128, graphs=True).needs[0]
+    copy_of_it = 2 * 100 * RowCache.bytes_for(model.config, 1, 1, torch.float32)
+    for free, fits in (
+        (need.sum + GRAPH_ALLOWANCE + copy_of_it, True),
+        (need.sum + GRAPH_ALLOWANCE + copy_of_it - 1, False),
+    ):
+        facts = [DeviceFacts("cuda:0", GIB, free), DeviceFacts("cuda:1", GIB, need.sum + GRAPH_ALLOWANCE)]
+        monkeypatch.setattr("pipespec.placement.device_facts", lambda names, facts=facts: facts)
+        with contextlib.nullcontext() if fits else pytest.raises(DoesNotFit, match="its copy  cuda:0"):
+            check_memory(models, 2, 4, 100, graphs=True, copied=True)
 
 
 def test_stages_of_a_partition_give_way(model, monkeypatch):
