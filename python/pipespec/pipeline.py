@@ -187,14 +187,9 @@ class BasePipeline(ABC):
                 raise NotImplementedError(
                     f"generate(): {name} would be passed to the model's forward(), which drafts do not see"
                 )
-        if self._owner == threading.get_ident():
-            raise RuntimeError(
-                "generate() was called from inside of a call of the same pipeline; use another Pipeline there"
-            )
-        with self._lock:
+        with self._turn("generate()", "use another Pipeline there"):
             generation = None
             try:
-                self._owner = threading.get_ident()
                 check_placement(self.models)  # they may have been moved or cast since
                 generation = Generation(
                     self.target,
@@ -229,9 +224,20 @@ class BasePipeline(ABC):
                 assert self.report is not None
                 return generation.output(self.report)
             finally:
-                self._owner = None
                 if generation is not None:
                     generation.close()
+
+    @contextmanager
+    def _turn(self, what: str, instead: str) -> Iterator[None]:
+        """One thread at a time. ``RuntimeError`` for ``what`` from inside of a call: it would wait for itself."""
+        if self._owner == threading.get_ident():
+            raise RuntimeError(f"{what} was called from inside of a call of the same pipeline; {instead}")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
 
     def _run(self, generation: Generation) -> None:
         try:
@@ -392,10 +398,14 @@ class Pipeline(BasePipeline):
         return generation.report(ran_as, decisions=self._driver.remarks or None, traces=self._driver.traces())
 
     def close(self) -> None:
-        """End worker processes. Also done on leaving a ``with`` block, at exit, and when the pipeline is garbage."""
-        for held in (self._driver, self._auto):
-            if held is not None:
-                held.close()
+        """End worker processes, drop graphs, give the models their attention back. Also done on leaving a ``with`` block, at exit, and when the
+        pipeline is garbage.
+
+        It takes its turn: a call in another thread, and those that wait for theirs before this, come to their ends first, with their text.
+        ``RuntimeError`` from inside of a call (a streamer, a processor). A later call makes anew what it needs.
+        """
+        with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
+            self._holder.close()
 
     def __enter__(self) -> Pipeline:
         return self
