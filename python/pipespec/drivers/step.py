@@ -337,8 +337,26 @@ class HostPort:
 _borrowed: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()
 
 
+class _Lent(str):
+    """``"pipespec"`` in the configuration of a model that has borrowed it. A copy or a pickle has the model's ``own``: nobody would give it back there."""
+
+    own: str
+
+    @classmethod
+    def to_owner_of(cls, own: str) -> _Lent:
+        lent = cls(ATTENTION)
+        lent.own = own
+        return lent
+
+    def __deepcopy__(self, memo: object) -> str:
+        return self.own
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.own,)
+
+
 class Attention:
-    """``attn_implementation="pipespec"`` of some models for as long as it is held; then each has its own again.
+    """``attn_implementation="pipespec"`` of some models for as long as it is held; then each has its own again, as their copies have at once.
 
     Several may hold the same model: the last one gives it back. Raises :class:`NotCapturable` for one that takes no other attention.
     """
@@ -353,6 +371,8 @@ class Attention:
             try:
                 if model.config._attn_implementation != ATTENTION:
                     model.set_attn_implementation(ATTENTION)
+                    if model.config._attn_implementation == ATTENTION:
+                        model.config._attn_implementation = _Lent.to_owner_of(own)
             except (ValueError, ImportError) as error:
                 cause = str(error)
             if model.config._attn_implementation != ATTENTION:
