@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.cache import RowCache
 from pipespec.compat import compute_dtype, text_config
-from pipespec.loading import load_config
+from pipespec.loading import DoesNotFit, load_config
 from pipespec.progress import level_of_caller
 from pipespec.stage import FIRST_ROOM, PREFILL_CHUNK, WIDTH, first_capacity, fixed_capacity, stage_names
 from pipespec_kernels.env import host_memory
@@ -262,12 +262,6 @@ class Estimate:
         if any(n.name != "target" for n in here):
             ways.append("another device for a draft (device={'draft 0': 'cuda:1'}), or fewer drafts")
         return "What helps: " + "; ".join(ways)
-
-
-class DoesNotFit(ValueError):
-    """The stages do not fit the memory. Its text has several lines: what, a table, what helps."""
-
-    in_lines = True
 
 
 def _gib(size: int) -> str:

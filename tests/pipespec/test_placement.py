@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import warnings
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -744,6 +746,41 @@ def test_quantised_models_run_in_this_process(model, head, dtype):
             assert pipe._driver.target._cache.dtype == dtype
     original = model.generate(PROMPT, max_new_tokens=12, do_sample=False)
     assert torch.equal(Pipeline(model, packed(noisy(model, 0.02))).generate(PROMPT, max_new_tokens=12), original)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+        MemoryError(),
+    ],
+    ids=["GPU", "CPU", "Python"],
+)
+@pytest.mark.parametrize("at", ["reading", "converting"])
+def test_no_memory_for_the_weights_is_told_as_that(model, tmp_path, monkeypatch, error, at):
+    """Not as damaged ones. What fails while transformers quantises a weight it only logs."""
+    folder = save(model, tmp_path / "model")
+
+    def fails(*args, **kwargs):
+        if at == "converting":
+            logging.getLogger("transformers.modeling_utils").warning(f"CONVERSION {type(error).__name__}: {error}")
+            raise RuntimeError("We encountered some issues during automatic conversion of the weights.")
+        raise error
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fails)
+    with pytest.raises(DoesNotFit, match=rf"{folder}: cpu ran out of memory while its weights were read"):
+        loading.load_model(folder)
+    assert not any(type(h) is logging.Handler for h in logging.getLogger("transformers").handlers)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", partial(raise_, RuntimeError("size mismatch")))
+    with pytest.raises(ValueError, match="damaged"):
+        loading.load_model(folder)
+
+
+def raise_(error, *args, **kwargs):
+    raise error
 
 
 def test_a_quantised_target_beside_workers(model):
