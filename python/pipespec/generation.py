@@ -12,6 +12,7 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
+from pipespec import ending
 from pipespec.arguments import check_options, refusal
 from pipespec.cache import RowCache
 from pipespec.compat import head_size
@@ -202,6 +203,7 @@ class Generation:
 
     def _on_commit(self) -> None:
         """After each step of the target's: new tokens are looked at one by one, then handed on."""
+        ending.check()
         if self._first is None:
             self._first = time.perf_counter() - self._began
         raw = [self._block.length(self._index, row) for row in range(len(self.prompts))]

@@ -15,6 +15,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
+from pipespec import ending
 from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
 from pipespec.checks import check_angles, check_chain, check_schedule
 from pipespec.compat import lost_arguments
@@ -97,7 +98,7 @@ class BasePipeline(ABC):
 
         Raises as :func:`pipespec.arguments.check_arguments`; ``RuntimeError`` for a call from inside of one (a streamer, a processor).
         """
-        with _ends_on_failure(streamer):
+        with ending.call(), _ends_on_failure(streamer):
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
             ids, mask, config = check_arguments(
@@ -141,7 +142,7 @@ class BasePipeline(ABC):
     ) -> Any:
         """For ``model.generate(..., custom_generate=pipe)``; ``model`` must be the target."""
         lost = lost_arguments()
-        with _ends_on_failure(lost.get("streamer")):
+        with ending.call(), _ends_on_failure(lost.get("streamer")):
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
@@ -190,6 +191,7 @@ class BasePipeline(ABC):
         with self._turn("generate()", "use another Pipeline there"):
             generation = None
             try:
+                ending.check()
                 check_placement(self.models)  # they may have been moved or cast since
                 generation = Generation(
                     self.target,

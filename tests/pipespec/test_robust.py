@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -262,3 +266,49 @@ def test_close_from_inside_of_a_call(model, how):
     with pytest.raises(RuntimeError, match="from inside of a call"):
         model.generate(PROMPT, max_new_tokens=20, streamer=streamer)
     detach(model)
+
+
+# ---- the end of the program
+
+
+@pytest.mark.parametrize("how", ["lockstep", "streams"])
+def test_a_program_may_end_while_a_daemon_thread_generates(tmp_path, how):
+    """Also with another thread that waits for its turn, a call within a call, and one in a handler that runs later."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import atexit, threading, torch
+from pipespec import Pipeline
+from tests.conftest import noisy, random_llama
+
+model = random_llama(3)
+pipe, inner = (Pipeline(model, noisy(model, 0.1), schedule={how!r}) for _ in range(2))
+ids = torch.tensor([[5, 6, 7, 8]])
+begun = threading.Event()
+atexit.register(lambda: print(pipe.generate(ids, max_new_tokens=4).shape[1], flush=True))
+
+class Streamer:
+    puts = 0
+    def put(self, value):
+        self.puts += 1
+        if self.puts == 4:
+            begun.set()
+        inner.generate(ids, max_new_tokens=4)
+    def end(self):
+        pass
+
+def run():
+    while True:
+        pipe.generate(ids, max_new_tokens=400, streamer=Streamer())
+
+for _ in range(2):
+    threading.Thread(target=run, daemon=True).start()
+begun.wait()
+"""
+    )
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), *(p for p in sys.path if p)])
+    done = subprocess.run(
+        [sys.executable, script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
