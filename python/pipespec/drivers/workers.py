@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -245,7 +246,7 @@ class WorkersDriver(Driver):
     def run(self, request: Request) -> None:
         try:
             self._begin(request)
-            with _restored_threads() as self._all_threads:
+            with restored_threads() as self._all_threads:
                 self._is_running = True
                 self._share_threads()
                 self._target.prefill(request.start, request.record)
@@ -328,13 +329,35 @@ def _shut_down(workers: dict[int, _Worker]) -> None:
 
 def target_threads(drafts: int) -> int:
     """Threads of a target beside ``drafts`` workers, each of which has one."""
-    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - drafts)
+    with _threads_lock:
+        return max(1, min(_users_threads(), len(os.sched_getaffinity(0))) - drafts)
+
+
+# torch's number of threads is the process's: what one thread lowers for a while, others find, and would put back for good.
+_threads_lock = threading.Lock()
+_lowering: set[int] = set()  # threads that will put it back
+_before_all = 0  # what it was when the first of them began
+
+
+def _users_threads() -> int:
+    is_others = bool(_lowering) and threading.get_ident() not in _lowering
+    return _before_all if is_others else torch.get_num_threads()
 
 
 @contextmanager
-def _restored_threads() -> Iterator[int]:
-    before = torch.get_num_threads()
+def restored_threads() -> Iterator[int]:
+    """torch's number of threads, which is this again afterwards, whatever other threads do meanwhile in here."""
+    global _before_all
+    thread = threading.get_ident()
+    with _threads_lock:
+        before, is_first = _users_threads(), thread not in _lowering
+        if not _lowering:
+            _before_all = before
+        _lowering.add(thread)
     try:
         yield before
     finally:
-        torch.set_num_threads(before)
+        with _threads_lock:
+            torch.set_num_threads(before)
+            if is_first:
+                _lowering.discard(thread)

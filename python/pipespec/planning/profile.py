@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from pipespec.cache import RowCache
 from pipespec.compat import embedding_size, head_size
 from pipespec.drivers import Request, WorkersDriver
-from pipespec.drivers.workers import target_threads
+from pipespec.drivers.workers import restored_threads, target_threads
 from pipespec.forward import forward
 from pipespec.planning._checks import non_negative, positive, same_length
 from pipespec.sampling import Selection
@@ -246,12 +246,9 @@ class _Bench:
 
 @contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
+    with restored_threads():
+        torch.set_num_threads(count)
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def thread_counts(stages: int) -> list[int]:
