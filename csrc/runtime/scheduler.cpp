@@ -42,6 +42,7 @@ Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
   if (rides(target_)) throw std::invalid_argument("the target needs steps of its own");
   for (u32 s = 0; s <= target_; ++s) {
     lanes_.push_back(std::make_unique<Lane>());
+    if (options.trace > 0) lanes_[s]->trace = std::make_unique<TraceBuffer>(options.trace);
     if (!rides(s)) lanes_[s]->scratch.resize(widest(s));
   }
   steer(steering);
@@ -57,7 +58,7 @@ void Scheduler::start() {
     lane->ended = 0;
     lane->deadline_ns = 0;
     lane->dead = false;
-    lane->trace = options_.trace > 0 ? std::make_unique<TraceBuffer>(options_.trace) : nullptr;
+    if (lane->trace != nullptr) lane->trace->clear();
   }
   target_steps_ = 0;
   launcher_->begin([this](u32 stage) { noticed(stage); });

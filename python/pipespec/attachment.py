@@ -74,12 +74,16 @@ def attached(model: PreTrainedModel) -> Pipeline | None:
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Undo :func:`attach`: ``model.generate()`` is transformers' own again, worker processes end.
+    """Undo :func:`attach`: ``model.generate()`` is transformers' own again, worker processes end. Calls under way come to their ends first.
 
-    Raises ``ValueError`` for a model that is not attached.
+    Raises ``ValueError`` for a model that is not attached; ``RuntimeError``, and it stays attached, from inside of a call.
     """
     pipeline = attached(model)
     if pipeline is None:
         raise ValueError("this model is not attached to a pipeline")
-    del model.generate
-    pipeline.close()
+    generate = model.__dict__.pop("generate")
+    try:
+        pipeline.close()
+    except BaseException:
+        model.generate = generate
+        raise

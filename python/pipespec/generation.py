@@ -12,6 +12,7 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
+from pipespec import ending
 from pipespec.arguments import check_options, refusal
 from pipespec.cache import RowCache
 from pipespec.compat import head_size
@@ -114,6 +115,21 @@ class Generation:
 
     # ---- a cache from outside
 
+    @property
+    def adopted(self) -> RowCache | None:
+        """What the target will go on with, where the caller gave a cache."""
+        return self._own_cache
+
+    def copies(self, always: bool) -> bool:
+        """Whether the caller gets a copy of the target's keys and values, beside the cache itself. ``always``: of whoever does not give its own away."""
+        if not self._returns_cache():
+            return False
+        own = self._own_cache
+        return self._cache is not own or (always and (own is None or own.capacity < max(self.limits)))
+
+    def _returns_cache(self) -> bool:
+        return self._own_cache is not None or bool(self.config.return_dict_in_generate and self.config.use_cache)
+
     def _adopted(self, target: PreTrainedModel) -> RowCache:
         """The caller's cache as a RowCache that holds a part of every prompt."""
         cache = self._cache
@@ -187,6 +203,7 @@ class Generation:
 
     def _on_commit(self) -> None:
         """After each step of the target's: new tokens are looked at one by one, then handed on."""
+        ending.check()
         if self._first is None:
             self._first = time.perf_counter() - self._began
         raw = [self._block.length(self._index, row) for row in range(len(self.prompts))]
@@ -346,7 +363,7 @@ class Generation:
 
     def _returned_cache(self) -> Cache | None:
         """The target's keys and values of all but each row's last token, where the caller asked for them or gave some."""
-        if self._own_cache is None and not (self.config.return_dict_in_generate and self.config.use_cache):
+        if not self._returns_cache():
             return None
         own = self._driver.target.release([n - 1 for n in self._lengths])
         if own is None or self._cache is None or self._cache is own:

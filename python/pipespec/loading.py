@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+
+class DoesNotFit(ValueError):
+    """The stages do not fit the memory. Its text may have several lines: what, a table, what helps."""
+
+    in_lines = True
 
 
 def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -55,8 +64,8 @@ def load_model(
     Weights pass through this machine's memory on their way to a GPU, one model after the other; quantised ones are read on the device itself,
     which needs the package accelerate.
 
-    Raises as :func:`load_config`; ``ValueError`` if the weights are damaged or incomplete, ``ImportError`` where a package is missing
-    that they need, ``TypeError`` for anything that is neither a model nor a path.
+    Raises as :func:`load_config`; ``ValueError`` if the weights are damaged or incomplete, :class:`DoesNotFit` where the memory does not suffice
+    to read them, ``ImportError`` where a package is missing that they need, ``TypeError`` for anything that is neither a model nor a path.
     """
     if isinstance(model, PreTrainedModel):
         return model.eval()
@@ -64,18 +73,21 @@ def load_model(
     # Its packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     in_place = device is not None and getattr(config, "quantization_config", None) is not None
     try:
-        loaded, found = AutoModelForCausalLM.from_pretrained(
-            model,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **({"device_map": {"": device}} if in_place else {}),
-        )
+        with _heard() as heard:
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                model,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **({"device_map": {"": device}} if in_place else {}),
+            )
     except OSError as error:
         raise _no_model(model, error) from error
-    except (SafetensorError, RuntimeError) as error:
+    except (MemoryError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or _is_of_memory(str(error), *heard):
+            raise _too_large(model, device if in_place else None, error) from error
         raise _damaged(model, error) from error
     if found["missing_keys"]:
         # transformers would make them up at random, with a warning.
@@ -89,6 +101,37 @@ def load_model(
 
 def _no_model(model: str | Path, error: Exception) -> FileNotFoundError:
     return FileNotFoundError(f"{model} holds no model that can be loaded: {error}")
+
+
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What transformers logs meanwhile: it quantises weights as it reads them, and tells only there why that has failed."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
+
+
+def _is_of_memory(*said: str) -> bool:
+    """Of torch's allocators on GPUs and CPUs and of other libraries; only the first has a class of its own."""
+    return any(
+        words in text
+        for text in said
+        for words in ("out of memory", "MemoryError", "can't allocate memory", "not enough memory")
+    )
+
+
+def _too_large(model: str | Path, device: torch.device | str | None, error: Exception) -> DoesNotFit:
+    where = "cpu" if device is None else device
+    return DoesNotFit(
+        f"{model}: {where} ran out of memory while its weights were read, which may take more than they do afterwards: {error}\n"
+        "What helps: another device for a stage (device=), fewer drafts, or weights that are stored smaller"
+    )
 
 
 def _damaged(model: str | Path, error: Exception) -> ValueError:

@@ -15,6 +15,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
+from pipespec import ending
 from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
 from pipespec.checks import check_angles, check_chain, check_schedule
 from pipespec.compat import lost_arguments
@@ -28,7 +29,7 @@ from pipespec.placement import Devices, DoesNotFit, NotCapturable, arrange, chec
 from pipespec.planning.auto import Auto
 from pipespec.planning.planner import Plan
 from pipespec.progress import level_of_caller
-from pipespec.stage import WIDTH, stage_names
+from pipespec.stage import stage_names
 from pipespec_kernels.trace import MOST_ENTRIES
 
 SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
@@ -46,7 +47,7 @@ class BasePipeline(ABC):
         self.partial: torch.Tensor | None = None
         """After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it."""
         self._graphs = False  # whether caches have all their room from the beginning
-        self._held: dict[str, int] = {}  # bytes per device that caches of earlier calls may take
+        self._copies = False  # whether what is returned of them is a copy
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that is inside
 
@@ -61,6 +62,13 @@ class BasePipeline(ABC):
     def _caching(self) -> Sequence[PreTrainedModel]:
         """The models that will hold caches."""
         return self.models
+
+    def _keeps(self, generation: Generation) -> Mapping[str, int]:
+        """Bytes per device that a call takes over from earlier ones."""
+        return {}
+
+    def _spare(self, generation: Generation) -> None:
+        """Give back what a call does not go on with."""
 
     @torch.no_grad()
     def generate(
@@ -90,7 +98,7 @@ class BasePipeline(ABC):
 
         Raises as :func:`pipespec.arguments.check_arguments`; ``RuntimeError`` for a call from inside of one (a streamer, a processor).
         """
-        with _ends_on_failure(streamer):
+        with ending.call(), _ends_on_failure(streamer):
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
             ids, mask, config = check_arguments(
@@ -134,7 +142,7 @@ class BasePipeline(ABC):
     ) -> Any:
         """For ``model.generate(..., custom_generate=pipe)``; ``model`` must be the target."""
         lost = lost_arguments()
-        with _ends_on_failure(lost.get("streamer")):
+        with ending.call(), _ends_on_failure(lost.get("streamer")):
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
@@ -180,14 +188,10 @@ class BasePipeline(ABC):
                 raise NotImplementedError(
                     f"generate(): {name} would be passed to the model's forward(), which drafts do not see"
                 )
-        if self._owner == threading.get_ident():
-            raise RuntimeError(
-                "generate() was called from inside of a call of the same pipeline; use another Pipeline there"
-            )
-        with self._lock:
+        with self._turn("generate()", "use another Pipeline there"):
             generation = None
             try:
-                self._owner = threading.get_ident()
+                ending.check()
                 check_placement(self.models)  # they may have been moved or cast since
                 generation = Generation(
                     self.target,
@@ -201,11 +205,11 @@ class BasePipeline(ABC):
                     attention_mask=attention_mask,
                     position_ids=position_ids,
                 )
-                longest, most = max(map(len, generation.prompts)), max(generation.limits) + WIDTH
+                longest, most = max(map(len, generation.prompts)), generation.request.start.most
                 check_angles(self.target, most)
                 names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
                 caching = {names[id(model)]: model for model in self._caching()}
-                self._check_memory(caching, len(generation.prompts), longest, most)
+                self._check_memory(generation, caching, longest, most)
                 self.partial = None
                 if own_streamer is not None and not prompt_streamed:
                     own_streamer.put(input_ids.cpu())
@@ -213,13 +217,35 @@ class BasePipeline(ABC):
                 assert self.report is not None
                 return generation.output(self.report)
             finally:
-                self._owner = None
                 if generation is not None:
                     generation.close()
 
-    def _check_memory(self, caching: Mapping[str, PreTrainedModel], rows: int, longest: int, most: int) -> None:
+    def _check_memory(
+        self, generation: Generation, caching: Mapping[str, PreTrainedModel], longest: int, most: int
+    ) -> None:
         """See :func:`pipespec.placement.check_memory`."""
-        self._held = check_memory(caching, rows, longest, most, graphs=self._graphs, held=self._held)
+        check_memory(
+            caching,
+            len(generation.prompts),
+            longest,
+            most,
+            graphs=self._graphs,
+            copied=generation.copies(self._copies),
+            kept=functools.partial(self._keeps, generation),
+            spare=functools.partial(self._spare, generation),
+        )
+
+    @contextmanager
+    def _turn(self, what: str, instead: str) -> Iterator[None]:
+        """One thread at a time. ``RuntimeError`` for ``what`` from inside of a call: it would wait for itself."""
+        if self._owner == threading.get_ident():
+            raise RuntimeError(f"{what} was called from inside of a call of the same pipeline; {instead}")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
 
     def _run(self, generation: Generation) -> None:
         try:
@@ -311,7 +337,7 @@ class Pipeline(BasePipeline):
             self._auto = Auto(self.models, trace=trace)
         else:
             self._driver = self._make_driver(windows, wait, decode_meanwhile, graphs or schedule == "streams", trace)
-            self._graphs = isinstance(self._driver, FixedDriver)
+            self._graphs = self._copies = isinstance(self._driver, FixedDriver)
 
     @property
     def plan(self) -> Plan | None:
@@ -354,17 +380,32 @@ class Pipeline(BasePipeline):
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.schedule != "plain" else self.models[-1:]
 
-    def _check_memory(self, caching: Mapping[str, PreTrainedModel], rows: int, longest: int, most: int) -> None:
+    def _check_memory(
+        self, generation: Generation, caching: Mapping[str, PreTrainedModel], longest: int, most: int
+    ) -> None:
         if self._auto is not None:
-            self._graphs = bool(self._auto.captured)
+            self._graphs = self._copies = bool(self._auto.captured)
         try:
-            super()._check_memory(caching, rows, longest, most)
+            super()._check_memory(generation, caching, longest, most)
             return
         except DoesNotFit:
             if self._auto is None or not self._graphs:
                 raise
-        self._graphs = False  # caches that grow may do
-        super()._check_memory(caching, rows, longest, most)
+        self._graphs = self._copies = False  # caches that grow may do
+        super()._check_memory(generation, caching, longest, most)
+
+    @property
+    def _holder(self) -> Driver | Auto:
+        """Who has the caches."""
+        holder = self._driver or self._auto
+        assert holder is not None
+        return holder
+
+    def _keeps(self, generation: Generation) -> Mapping[str, int]:
+        return self._holder.keeps(generation.request.start, generation.adopted)
+
+    def _spare(self, generation: Generation) -> None:
+        self._holder.spare(generation.request.start, generation.adopted)
 
     def _generate(self, generation: Generation) -> Report:
         if self._auto is not None:
@@ -375,10 +416,14 @@ class Pipeline(BasePipeline):
         return generation.report(ran_as, decisions=self._driver.remarks or None, traces=self._driver.traces())
 
     def close(self) -> None:
-        """End worker processes. Also done on leaving a ``with`` block, at exit, and when the pipeline is garbage."""
-        for held in (self._driver, self._auto):
-            if held is not None:
-                held.close()
+        """End worker processes, drop graphs, give the models their attention back. Also done on leaving a ``with`` block, at exit, and when the
+        pipeline is garbage.
+
+        It takes its turn: a call in another thread, and those that wait for theirs before this, come to their ends first, with their text.
+        ``RuntimeError`` from inside of a call (a streamer, a processor). A later call makes anew what it needs.
+        """
+        with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
+            self._holder.close()
 
     def __enter__(self) -> Pipeline:
         return self

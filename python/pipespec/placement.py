@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.cache import RowCache
 from pipespec.compat import compute_dtype, text_config
-from pipespec.loading import load_config
+from pipespec.loading import DoesNotFit, load_config
 from pipespec.progress import level_of_caller
 from pipespec.stage import FIRST_ROOM, PREFILL_CHUNK, WIDTH, first_capacity, fixed_capacity, stage_names
 from pipespec_kernels.env import host_memory
@@ -264,12 +264,6 @@ class Estimate:
         return "What helps: " + "; ".join(ways)
 
 
-class DoesNotFit(ValueError):
-    """The stages do not fit the memory. Its text has several lines: what, a table, what helps."""
-
-    in_lines = True
-
-
 def _gib(size: int) -> str:
     return f"{size / _GIB:.2f}" if size < 100 * _GIB else f"{size / _GIB:.0f}"
 
@@ -336,29 +330,42 @@ def check_memory(
     most: int,
     *,
     graphs: bool = False,
-    held: dict[str, int] | None = None,
-    facts: Sequence[DeviceFacts] | None = None,
-) -> dict[str, int]:
+    copied: bool = False,
+    kept: Callable[[], Mapping[str, int]] = dict,
+    spare: Callable[[], None] = lambda: None,
+) -> None:
     """Raises :class:`DoesNotFit` if a call on loaded models cannot have the memory that its caches and forwards need.
 
     ``models``: those that will hold caches, by the names of their stages; ``rows`` texts, prompts of ``longest`` tokens, at most ``most``
     positions. Where caches grow, what they begin with must be free, and what they may grow to must fit at all; with ``graphs`` they do not
-    grow. ``held``: bytes per device in caches and graphs of earlier calls, which this one takes over or gives back. Returns ``held`` for the next call.
+    grow. ``copied``: whether the target's keys and values are handed to the caller as a copy. ``kept``: bytes per device that the call takes over of what earlier ones have left there. ``spare``: gives back what it does not go
+    on with; called where there is too little room otherwise.
     """
     stages = [
         StageFacts(name, text_config(m.config), compute_dtype(m), 0, str(m.device), True) for name, m in models.items()
     ]
     devices = list(dict.fromkeys(stage.device for stage in stages))
-    found = device_facts(devices) if facts is None else [f for f in facts if f.name in devices]
-    most = fixed_capacity(most) if graphs else most
-    whole = estimate(stages, rows, most, graphs=graphs)
+
+    def room() -> list[DeviceFacts]:
+        taken_over = kept()
+        return [replace(f, free=min(f.total, f.free + taken_over.get(f.name, 0))) for f in device_facts(devices)]
+
+    def needed(capacity: int) -> Estimate:
+        found = estimate(stages, rows, capacity, graphs=graphs)
+        if not copied:
+            return found
+        target = stages[-1]
+        size = RowCache.bytes_for(target.config, rows, min(capacity, most), target.dtype)
+        return replace(found, needs=(*found.needs, StageNeed("its copy", target.device, 0, size, 0, target.dtype)))
+
+    whole = needed(fixed_capacity(most) if graphs else most)
+    found = room()
     whole.check([replace(f, free=f.total) for f in found])
-    first = whole if graphs else estimate(stages, rows, first_capacity(longest, most))
-    held = held or {}
-    first.check([replace(f, free=min(f.total, f.free + held.get(f.name, 0))) for f in found])
-    kept = GRAPH_ALLOWANCE if graphs else 0
-    granted = {d: sum(n.caches + (kept if d != "cpu" else 0) for n in whole.needs if n.device == d) for d in devices}
-    return {d: max(granted.get(d, 0), held.get(d, 0)) for d in {*granted, *held}}
+    first = whole if graphs else needed(first_capacity(longest, most))
+    if any(first.on(f.name) > f.free for f in found if f.total):
+        spare()
+        found = room()
+    first.check(found)
 
 
 # ---- which stage where

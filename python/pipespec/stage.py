@@ -58,6 +58,16 @@ class Start:
     chunk: int = PREFILL_CHUNK
     reuse: bool = False
 
+    @property
+    def most(self) -> int:
+        """Positions that a stage may come to use."""
+        return max(self.limits) + WIDTH
+
+    @property
+    def capacity(self) -> int:
+        """Positions for which a cache that grows has room at first: a limit is often the model's, and far away."""
+        return first_capacity(max(len(p) for p in self.prompts), self.most)
+
 
 class Stage:
     """A model at place ``index`` of the chain.
@@ -94,6 +104,20 @@ class Stage:
         """Give the cache back to the system; the next prefill makes a new one."""
         self._cache = None
 
+    def keeps(self, start: Start, given: RowCache | None) -> int:
+        """Bytes that a call need not allocate, since a cache is there that it takes over; ``given``: which it will have adopted."""
+        cache, capacity = self._cache if given is None else given, start.capacity
+        if cache is None or not cache.fits(len(start.prompts), capacity) or not cache.suits(self.model):
+            return 0
+        # A larger one spares it no more than the one that it would have made.
+        return cache.nbytes * capacity // cache.capacity
+
+    def spare(self, start: Start, given: RowCache | None) -> None:
+        """As :meth:`forget`, unless the cache holds what a call goes on with."""
+        cache = self._cache
+        if cache is None or given is not None or not (start.reuse and cache.rows == len(start.prompts)):
+            self.forget()
+
     def release(self, lengths: Sequence[int]) -> RowCache:
         """Hand the cache over, truncated to ``lengths``; the next prefill makes a new one."""
         cache, self._cache = self._cache, None
@@ -107,7 +131,7 @@ class Stage:
         """Start the rows of a generation: cache the keys and values of each prompt but its last token."""
         began = time.perf_counter_ns()
         prompts = start.prompts
-        rows, most = len(prompts), max(start.limits) + WIDTH
+        rows, most = len(prompts), start.most
         self._fit_vocabulary(start.vocabulary)
         held = [0] * rows
         if self._cache is not None and not self._cache.suits(self.model):  # it was moved, or cast
@@ -149,9 +173,7 @@ class Stage:
 
     def _room(self, start: Start, held: list[int]) -> RowCache:
         """A cache for the rows of a call, from here on the stage's. What the one before has of them, ``held[r]`` tokens, it has, too."""
-        # Room for a while: a limit is often the model's, and far away. step() makes more.
-        rows, longest = len(start.prompts), max(len(p) for p in start.prompts)
-        capacity = first_capacity(longest, max(start.limits) + WIDTH)
+        rows, capacity = len(start.prompts), start.capacity
         cache = self._cache
         if cache is not None and start.reuse and cache.rows == rows:
             cache.reserve(capacity)

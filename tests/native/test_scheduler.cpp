@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <new>
 #include <thread>
 
 #include "check.hpp"
@@ -24,6 +26,21 @@ using fake::Tokens;
 using fake::Truth;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
+
+namespace {
+
+// Arrays of a megabyte and more that this program has allocated.
+std::atomic<u64> large_arrays{0};
+
+}  // namespace
+
+void* operator new[](std::size_t size) {
+  if (size >= 1 << 20) ++large_arrays;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -778,6 +795,28 @@ TEST(nobody_launches_for_nothing) {
 }
 
 // --- bad input -----------------------------------------------------------------------------------
+
+// A trace of many entries is megabytes per stage, and only the present generation's are told.
+TEST(trace_buffers_are_made_once) {
+  Task task(2, 1, 60, 5);
+  task.truth.eos_rate = 0;
+  Chain chain(task, {1}, false);
+  const u64 at_first = large_arrays;
+  Scheduler scheduler(chain.launcher(), {.trace = 1 << 16}, {.windows = {0}});
+  const u64 made = large_arrays;
+  CHECK_EQ(made, at_first + 2);
+  for (const u32 tokens : {40u, 10u}) {
+    task.limits = {static_cast<u32>(task.prompts[0].size()) + tokens};
+    chain.reset();
+    scheduler.start();
+    scheduler.finish();
+    chain.check_text();
+    const std::vector<TraceEntry> trace = scheduler.trace(1);
+    CHECK_EQ(trace.size(), std::size_t{tokens});
+    for (u64 n = 0; n < trace.size(); ++n) CHECK_EQ(trace[n].step, n);
+  }
+  CHECK_EQ(large_arrays, made);
+}
 
 TEST(settings_that_make_no_sense_are_refused) {
   const Task task(3, 1, 10, 1);

@@ -12,6 +12,7 @@ import functools
 import gc
 import itertools
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -255,6 +256,43 @@ def test_a_round_is_one_graph(model, gpu):
     check(pipe, rows=2, temperature=0.8)
     pipe.close()
     assert not any(room.graphs for stage in driver._stages for room in stage.rooms())
+
+
+def test_rounds_over_a_drafts_old_weights_are_dropped(model, gpu):
+    """Before the new ones are captured; those for other batch sizes and kinds of choice, too, and no others."""
+    with chain(model, drafts=2, graphs=True) as pipe:
+        driver = pipe._driver
+
+        def graphs_of(rows: int):
+            return next(room.graphs for room in driver.target.rooms() if room.cache.rows == rows)
+
+        check(pipe, rows=3)
+        check(pipe)
+        check(pipe, temperature=0.8)
+        old = [weakref.ref(graph) for graph in graphs_of(1).values()]
+        other = [weakref.ref(graph) for graph in graphs_of(3).values()]
+        assert (len(old), len(other)) == (2, 1)
+        norm = pipe.models[0].model.norm
+        norm.weight = torch.nn.Parameter(norm.weight * -1)
+        capture, there = driver._make_graph, []
+
+        def watched(*args):
+            gc.collect()
+            there.append([ref() for ref in old])
+            return capture(*args)
+
+        driver._make_graph = watched
+        check(pipe)
+        assert there == [[None, None]]
+        assert len(graphs_of(1)) == 1
+        assert other[0]() is not None  # its draft's room is the old one until a call of three rows finds out
+        check(pipe, rows=3)
+        gc.collect()
+        assert other[0]() is None
+        assert (len(graphs_of(1)), len(graphs_of(3))) == (1, 1)
+        before = gpu.captured
+        check(pipe)
+        assert gpu.captured == before
 
 
 def test_a_capture_leaves_what_the_caches_hold(model, gpu):

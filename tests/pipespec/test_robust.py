@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from pipespec import Pipeline, generation
+from pipespec import Pipeline, attach, detach, generation
 from pipespec import stage as stages
 from pipespec.drivers.base import StageFailure
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
@@ -186,3 +191,124 @@ def test_the_partial_text_comes_with_the_error(model):
     text = greedy(model)
     assert PROMPT.shape[1] < pipeline.partial.shape[1] <= PROMPT.shape[1] + 9
     assert torch.equal(pipeline.partial, text[:, : pipeline.partial.shape[1]])
+
+
+# ---- close() while a call runs
+
+
+class Held:
+    """A streamer that stands still behind the first token until it is let go, then ``does`` something."""
+
+    def __init__(self, does=lambda: None):
+        self.inside, self.go, self.puts = threading.Event(), threading.Event(), 0
+        self.does = does
+
+    def put(self, value):
+        self.puts += 1
+        if self.puts == 2:  # behind the prompt
+            self.inside.set()
+            assert self.go.wait(60)
+            self.does()
+
+    def end(self):
+        pass
+
+
+EVERY_WAY = [
+    {"schedule": "plain"},
+    {"schedule": "plain", "graphs": True},
+    {"schedule": "lockstep"},
+    {"schedule": "lockstep", "graphs": True},
+    {"schedule": "streams"},
+    {"schedule": "workers"},
+]
+
+
+@pytest.mark.parametrize("how", EVERY_WAY, ids=str)
+def test_close_waits_for_the_call(model, how, monkeypatch):
+    """In another thread: that call has its whole text, and nothing is taken from it before."""
+    wanted = greedy(model)
+    pipe = Pipeline(model, noisy(model, 0.02), **how)
+    order, got, streamer = [], [], Held()
+    close = pipe._driver.close
+    monkeypatch.setattr(pipe._driver, "close", lambda: (order.append("closed"), close()))
+
+    def call():
+        got.append(pipe.generate(PROMPT, max_new_tokens=20, streamer=streamer))
+
+    calling, closing = threading.Thread(target=call), threading.Thread(target=pipe.close)
+    streamer.end = lambda: order.append("ended")
+    calling.start()
+    assert streamer.inside.wait(60)
+    closing.start()
+    closing.join(0.1)  # time to do it too early
+    streamer.go.set()
+    calling.join(60)
+    closing.join(60)
+    assert order == ["ended", "closed"]
+    assert torch.equal(got[0], wanted)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20), wanted)  # it may be used again
+    pipe.close()
+
+
+@pytest.mark.parametrize("how", [{"schedule": "lockstep"}, {"schedule": "streams"}], ids=str)
+def test_close_from_inside_of_a_call(model, how):
+    streamer = Held(does=lambda: pipe.close())
+    streamer.go.set()
+    with Pipeline(model, noisy(model, 0.02), **how) as pipe:
+        with pytest.raises(RuntimeError, match=r"close\(\) was called from inside of a call"):
+            pipe.generate(PROMPT, max_new_tokens=20, streamer=streamer)
+        assert pipe.generate(PROMPT, max_new_tokens=20).shape[1] == PROMPT.shape[1] + 20
+    attach(model, noisy(model, 0.02), **how)
+    streamer = Held(does=lambda: detach(model))
+    streamer.go.set()
+    with pytest.raises(RuntimeError, match="from inside of a call"):
+        model.generate(PROMPT, max_new_tokens=20, streamer=streamer)
+    detach(model)
+
+
+# ---- the end of the program
+
+
+@pytest.mark.parametrize("how", ["lockstep", "streams"])
+def test_a_program_may_end_while_a_daemon_thread_generates(tmp_path, how):
+    """Also with another thread that waits for its turn, a call within a call, and one in a handler that runs later."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import atexit, threading, torch
+from pipespec import Pipeline
+from tests.conftest import noisy, random_llama
+
+model = random_llama(3)
+pipe, inner = (Pipeline(model, noisy(model, 0.1), schedule={how!r}) for _ in range(2))
+ids = torch.tensor([[5, 6, 7, 8]])
+begun = threading.Event()
+atexit.register(lambda: print(pipe.generate(ids, max_new_tokens=4).shape[1], flush=True))
+
+class Streamer:
+    puts = 0
+    def put(self, value):
+        self.puts += 1
+        if self.puts == 4:
+            begun.set()
+        inner.generate(ids, max_new_tokens=4)
+    def end(self):
+        pass
+
+def run():
+    while True:
+        pipe.generate(ids, max_new_tokens=400, streamer=Streamer())
+
+for _ in range(2):
+    threading.Thread(target=run, daemon=True).start()
+begun.wait()
+"""
+    )
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), *(p for p in sys.path if p)])
+    done = subprocess.run(
+        [sys.executable, script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")

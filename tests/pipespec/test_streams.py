@@ -11,6 +11,7 @@ import copy
 import gc
 import itertools
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -629,6 +630,28 @@ def test_the_attention_is_borrowed(model):
     gc.collect()
     assert gone() is None
     assert twin.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_copies_have_the_models_own_attention(model, own, tmp_path):
+    """Made while the attention is borrowed: nobody would give it back there."""
+    target = copy.deepcopy(model)
+    target.set_attn_implementation(own)
+    ids, mask = batch(2)
+    wanted = target.generate(ids, attention_mask=mask, **GREEDY)
+    with make(target, drafts_of(model, "g"), "streams") as pipe:
+        made = [copy.deepcopy(target), pickle.loads(pickle.dumps(target))]
+        assert target.config._attn_implementation == "pipespec"
+        assert torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
+        target.save_pretrained(tmp_path)
+    for other in made:
+        assert type(other.config._attn_implementation) is str
+        assert {m.config._attn_implementation for m in other.modules() if hasattr(m, "config")} == {own}
+        assert torch.equal(other.generate(ids, attention_mask=mask, **GREEDY), wanted)
+    assert "pipespec" not in (tmp_path / "config.json").read_text()
+    target.set_attn_implementation("pipespec")
+    with make(target, drafts_of(model, "g"), "streams"):
+        assert copy.deepcopy(target).config._attn_implementation == "pipespec"  # its own
 
 
 def test_a_driver_is_collected_with_its_threads(model):

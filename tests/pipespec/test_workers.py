@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import torch
 from pipespec import Pipeline
 from pipespec.drivers import workers
 from pipespec.drivers.base import StageFailure
+from pipespec.drivers.workers import restored_threads, target_threads
 from pipespec.planning import simulator
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
@@ -448,6 +450,58 @@ def test_a_failure_may_be_made_an_error(rig):
 
 
 # ---- the end
+
+
+class Own(threading.Thread):
+    """A thread that does one thing after the other, when it is told to."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.todo, self.done = queue.SimpleQueue(), queue.SimpleQueue()
+        self.start()
+
+    def run(self):
+        while (what := self.todo.get()) is not None:
+            self.done.put(what())
+
+    def do(self, what):
+        self.todo.put(what)
+        return self.done.get(timeout=60)
+
+
+def interrupted():
+    with restored_threads():
+        torch.set_num_threads(2)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_torchs_threads_after_calls_in_two_threads(first):
+    """Whichever ends first, and inside of each other: the number is the user's again, here and in threads to come."""
+    before, own = torch.get_num_threads(), [Own(), Own()]
+    try:
+        torch.set_num_threads(5)
+        calls = [restored_threads(), restored_threads()]
+        for thread, call, number in zip(own, calls, (1, 2), strict=True):
+            assert thread.do(call.__enter__) == 5
+            thread.do(lambda number=number: torch.set_num_threads(number))
+            assert thread.do(lambda: Own().do(lambda: target_threads(0))) == min(5, len(os.sched_getaffinity(0)))
+            inner = restored_threads()
+            assert thread.do(inner.__enter__) == number
+            thread.do(lambda: torch.set_num_threads(4))
+            thread.do(lambda inner=inner: inner.__exit__(None, None, None))
+            assert thread.do(torch.get_num_threads) == number
+        for i in (first, 1 - first):
+            own[i].do(lambda i=i: calls[i].__exit__(None, None, None))
+            assert own[i].do(torch.get_num_threads) == 5
+        assert torch.get_num_threads() == Own().do(torch.get_num_threads) == 5
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
+        for thread in own:
+            thread.todo.put(None)
 
 
 def test_close_and_collection():

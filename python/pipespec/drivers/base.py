@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -171,9 +172,27 @@ class Driver(ABC):
             return {}
         return {name: self._trace_memory.read(i) for i, name in enumerate(stage_names(len(self.models)))}
 
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Those in this process, the target last."""
+        return [self.target]
+
     def forget(self) -> None:
         """Give back the caches of the stages in this process, until the next call. While none runs."""
-        self.target.forget()
+        for stage in self.stages:
+            stage.forget()
+
+    def keeps(self, start: Start, given: RowCache | None) -> Counter[str]:
+        """Per device, bytes that a call need not allocate: see :meth:`Stage.keeps`. ``given``: the cache that the target will adopt."""
+        found: Counter[str] = Counter()
+        for stage in self.stages:
+            found[str(stage.model.device)] += stage.keeps(start, given if stage is self.target else None)
+        return found
+
+    def spare(self, start: Start, given: RowCache | None) -> None:
+        """Give back what a call does not go on with: see :meth:`Stage.spare`. While none runs."""
+        for stage in self.stages:
+            stage.spare(start, given if stage is self.target else None)
 
     def close(self) -> None:
         """Release what the driver holds beyond memory. May be called more than once."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.cache import RowCache
 from pipespec.compat import embedding_size
 from pipespec.drivers.base import Policy, Request, StageFailure
 from pipespec.drivers.lockstep import LockstepDriver
@@ -288,6 +289,11 @@ class FixedDriver(LockstepDriver):
     def forget(self) -> None:
         self._scheduler = None
         super().forget()
+
+    def spare(self, start: Start, given: RowCache | None) -> None:
+        if self.on_gpu:
+            self._scheduler = None  # it holds the graphs of the call before
+        super().spare(start, given)
 
     def close(self) -> None:
         self._drop_graphs()

@@ -54,9 +54,9 @@ class LockstepDriver(Driver):
         """One step of the target's, behind the drafts that its windows ask for."""
         return self._advance(len(self._stages) - 1)
 
-    def forget(self) -> None:
-        for stage in self._stages:
-            stage.forget()
+    @property
+    def stages(self) -> Sequence[Stage]:
+        return self._stages
 
     def _advance(self, i: int) -> Action:
         """Give stage ``i`` its drafts, then let it take one step."""

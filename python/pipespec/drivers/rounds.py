@@ -121,6 +121,17 @@ class RoundsDriver(FixedDriver):
     def _rooms_key(self, stage: FixedStage) -> Hashable:
         return tuple(s.room.code for s in self._stages)
 
+    def _capture(self) -> None:
+        # A draft with other weights, or another cache, has another room: what was captured over the old one is of no use any more.
+        there = {room.number for stage in self._stages for room in stage.rooms()}
+        for room in self.target.rooms():
+            old = [name for name in room.graphs if not all(number in there for number, _ in name[0])]
+            for name in old:
+                del room.graphs[name]
+            if old:
+                self._scheduler = None  # it may hold them, too
+        super()._capture()
+
     def _make_graph(self, graphs: Graphs, stage: FixedStage, name: Hashable) -> Graph:
         from pipespec.drivers.graphs import Turn
 

@@ -20,9 +20,9 @@ from pipespec.attention import ATTENTION
 from pipespec.cache import RowCache
 from pipespec.drivers.base import Request
 from pipespec.forward import forward
-from pipespec.placement import NotCapturable
+from pipespec.placement import GRAPH_ALLOWANCE, NotCapturable
 from pipespec.sampling import Record, Selection, nothing_to_draw
-from pipespec.stage import WIDTH, Stage, Start, fixed_capacity, stage_names
+from pipespec.stage import Stage, Start, fixed_capacity, stage_names
 from pipespec_kernels import _native, ops
 from pipespec_kernels.noise import Noise
 from pipespec_kernels.state import Action, StateBlock
@@ -188,7 +188,7 @@ class FixedStage(Stage):
 
     def prepare(self, start: Start) -> Room:
         """The room for the rows of a call, with its selection: that of an earlier call where it fits. :meth:`prefill` comes next."""
-        rows, need = len(start.prompts), max(start.limits) + WIDTH
+        rows, capacity = len(start.prompts), fixed_capacity(start.most)
         self._fit_vocabulary(start.vocabulary)
         self._scored = start.vocabulary
         weights = hash(
@@ -196,11 +196,11 @@ class FixedStage(Stage):
         )
         self.__dict__.pop("room", None)
         found = self._rooms.pop(rows, None)
-        if found is None or not found.cache.fits(rows, need) or not found.cache.suits(self.model):
+        if found is None or not found.cache.fits(rows, capacity) or not found.cache.suits(self.model):
             if found is not None and found.cache is self._cache and not start.reuse:
                 self._cache = None
             del found  # before the new one is allocated
-            cache = RowCache.for_model(self.model, rows, fixed_capacity(need), fixed=True)
+            cache = RowCache.for_model(self.model, rows, capacity, fixed=True)
             found = Room(cache, Choice(rows, cache.device, self.judges), next(_numbers), weights, {})
         elif found.weights != weights:  # graphs read the old ones
             found = found._replace(number=next(_numbers), weights=weights, graphs={})
@@ -213,6 +213,25 @@ class FixedStage(Stage):
     def rooms(self) -> Sequence[Room]:
         """All that are kept."""
         return list(self._rooms.values())
+
+    def keeps(self, start: Start, given: RowCache | None) -> int:
+        """As :meth:`Stage.keeps`, graphs included. What is given is copied."""
+        rows, capacity = len(start.prompts), fixed_capacity(start.most)
+        room = self._rooms.get(rows)
+        if room is None or not room.cache.fits(rows, capacity) or not room.cache.suits(self.model):
+            return 0
+        return room.cache.nbytes * capacity // room.cache.capacity + (GRAPH_ALLOWANCE if room.graphs else 0)
+
+    def spare(self, start: Start, given: RowCache | None) -> None:
+        """Give back the rooms that a call would not use, and the one that is larger than it needs, unless it goes on with its content."""
+        rows = len(start.prompts)
+        own = self._rooms.get(rows)
+        goes_on = given is None and start.reuse and own is not None and own.cache is self._cache
+        kept = own is not None and (goes_on or own.cache.capacity == fixed_capacity(start.most))
+        self._rooms = {rows: own} if own is not None and kept else {}
+        if own is None or not kept or own.cache is not self._cache:
+            self._cache = None
+        self.__dict__.pop("room", None)
 
     def _room(self, start: Start, held: list[int]) -> RowCache:
         if "room" not in self.__dict__:  # it could not be prepared; what is wrong is told once more
@@ -318,8 +337,26 @@ class HostPort:
 _borrowed: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()
 
 
+class _Lent(str):
+    """``"pipespec"`` in the configuration of a model that has borrowed it. A copy or a pickle has the model's ``own``: nobody would give it back there."""
+
+    own: str
+
+    @classmethod
+    def to_owner_of(cls, own: str) -> _Lent:
+        lent = cls(ATTENTION)
+        lent.own = own
+        return lent
+
+    def __deepcopy__(self, memo: object) -> str:
+        return self.own
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.own,)
+
+
 class Attention:
-    """``attn_implementation="pipespec"`` of some models for as long as it is held; then each has its own again.
+    """``attn_implementation="pipespec"`` of some models for as long as it is held; then each has its own again, as their copies have at once.
 
     Several may hold the same model: the last one gives it back. Raises :class:`NotCapturable` for one that takes no other attention.
     """
@@ -334,6 +371,8 @@ class Attention:
             try:
                 if model.config._attn_implementation != ATTENTION:
                     model.set_attn_implementation(ATTENTION)
+                    if model.config._attn_implementation == ATTENTION:
+                        model.config._attn_implementation = _Lent.to_owner_of(own)
             except (ValueError, ImportError) as error:
                 cause = str(error)
             if model.config._attn_implementation != ATTENTION:

@@ -11,8 +11,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,12 +23,14 @@ from multiprocessing.connection import Connection
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.cache import RowCache
+from pipespec.compat import compute_dtype
 from pipespec.drivers.base import Driver, Policy, Request
 from pipespec.drivers.weights import SharedWeights, share
 from pipespec.drivers.worker import Failed, Run, Setup
 from pipespec.placement import check_shareable
 from pipespec.sampling import Selection
-from pipespec.stage import Stage
+from pipespec.stage import Stage, Start
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
@@ -79,6 +83,7 @@ class _Worker:
         timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self.conn = Connection(ours.detach())
+        self.cache = (0, 0)  # rows, and positions that it has at least
         self.busy = 0  # generation it was told to run and has not reported the end of
         self.last_words: Failed | None = None
         with suppress(OSError):  # it was killed at once: await_ready() will say so
@@ -113,6 +118,8 @@ class _Worker:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with status {code}"
 
     def run(self, run: Run) -> None:
+        rows, capacity = len(run.start.prompts), run.start.capacity
+        self.cache = (rows, max(capacity, self.cache[1]) if rows == self.cache[0] else capacity)
         self.busy = run.generation
         try:
             self.conn.send(run)
@@ -239,7 +246,7 @@ class WorkersDriver(Driver):
     def run(self, request: Request) -> None:
         try:
             self._begin(request)
-            with _restored_threads() as self._all_threads:
+            with restored_threads() as self._all_threads:
                 self._is_running = True
                 self._share_threads()
                 self._target.prefill(request.start, request.record)
@@ -259,6 +266,19 @@ class WorkersDriver(Driver):
             # The steps that are under way belong to the call: its trace and its counters are to agree.
             for worker in self._workers.values():
                 worker.await_idle()
+
+    def keeps(self, start: Start, given: RowCache | None) -> Counter[str]:
+        found = super().keeps(start, given)
+        rows = len(start.prompts)
+        for i, worker in self._workers.items():
+            model, (had_rows, had) = self.models[i], worker.cache
+            grows = start.reuse and rows == had_rows and start.capacity > had  # it holds both while it copies
+            if not grows and not worker.is_dead():
+                sizes = ((had_rows, had), (rows, start.capacity))
+                found[str(model.device)] += min(
+                    RowCache.bytes_for(model.config, *size, compute_dtype(model)) for size in sizes
+                )
+        return found
 
     def steer(self, policy: Policy) -> None:
         super().steer(policy)
@@ -309,13 +329,35 @@ def _shut_down(workers: dict[int, _Worker]) -> None:
 
 def target_threads(drafts: int) -> int:
     """Threads of a target beside ``drafts`` workers, each of which has one."""
-    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - drafts)
+    with _threads_lock:
+        return max(1, min(_users_threads(), len(os.sched_getaffinity(0))) - drafts)
+
+
+# torch's number of threads is the process's: what one thread lowers for a while, others find, and would put back for good.
+_threads_lock = threading.Lock()
+_lowering: set[int] = set()  # threads that will put it back
+_before_all = 0  # what it was when the first of them began
+
+
+def _users_threads() -> int:
+    is_others = bool(_lowering) and threading.get_ident() not in _lowering
+    return _before_all if is_others else torch.get_num_threads()
 
 
 @contextmanager
-def _restored_threads() -> Iterator[int]:
-    before = torch.get_num_threads()
+def restored_threads() -> Iterator[int]:
+    """torch's number of threads, which is this again afterwards, whatever other threads do meanwhile in here."""
+    global _before_all
+    thread = threading.get_ident()
+    with _threads_lock:
+        before, is_first = _users_threads(), thread not in _lowering
+        if not _lowering:
+            _before_all = before
+        _lowering.add(thread)
     try:
         yield before
     finally:
-        torch.set_num_threads(before)
+        with _threads_lock:
+            torch.set_num_threads(before)
+            if is_first:
+                _lowering.discard(thread)

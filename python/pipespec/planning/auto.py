@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.cache import RowCache
 from pipespec.compat import head_size
 from pipespec.drivers import Driver, Request, WorkersDriver, make_driver
 from pipespec.drivers.base import Policy, StageFailure
@@ -344,6 +346,14 @@ class Auto:
         if graphs and self._lacks_captured(rows):
             self._measure_captured(rows)
         self._store()
+
+    def keeps(self, start: Start, given: RowCache | None) -> Counter[str]:
+        """As :meth:`Driver.keeps`: whichever driver runs a call, the others give back theirs first."""
+        return sum((driver.keeps(start, given) for driver in self._drivers.values()), Counter())
+
+    def spare(self, start: Start, given: RowCache | None) -> None:
+        for driver in self._drivers.values():
+            driver.spare(start, given)
 
     def close(self) -> None:
         for driver in self._drivers.values():

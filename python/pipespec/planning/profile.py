@@ -30,7 +30,7 @@ from pipespec.cache import RowCache
 from pipespec.compat import embedding_size, head_size
 from pipespec.drivers import Request, StreamsDriver, WorkersDriver
 from pipespec.drivers.base import Policy
-from pipespec.drivers.workers import target_threads
+from pipespec.drivers.workers import restored_threads, target_threads
 from pipespec.forward import forward
 from pipespec.placement import NotCapturable
 from pipespec.planning._checks import non_negative, positive, same_length
@@ -276,12 +276,9 @@ def _contexts(models: Sequence[PreTrainedModel]) -> tuple[int, int]:
 
 @contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
+    with restored_threads():
+        torch.set_num_threads(count)
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def thread_counts(stages: int) -> list[int]:

@@ -91,3 +91,6 @@ class ChainDrafter(Drafter):
 
     def finish(self) -> None:
         self._texts = []
+
+    def forget(self) -> None:
+        self._driver.forget()

@@ -179,6 +179,10 @@ class SpeculativeDriver(ABC):
         if on_commit is not None:
             on_commit()
 
+    def forget(self) -> None:
+        """Give back the caches in this process, until the next call. While none runs."""
+        self.drafter.forget()
+
     def _begin(self, end: list[int]) -> list[int]:
         """Per row the positions that need no prefill."""
         return [0] * len(end)
@@ -310,6 +314,11 @@ class LocalDriver(SpeculativeDriver):
         self._complete = False
         super().run(request)
         self._complete = True
+
+    def forget(self) -> None:
+        super().forget()
+        for stage in self.stages:
+            stage.close()
 
     # ---- keys and values from outside, and for outside
 

@@ -41,3 +41,6 @@ class Drafter(abc.ABC):
 
     def finish(self) -> None:
         """The call is over: let go of what belongs to it."""
+
+    def forget(self) -> None:
+        """Give back what is kept between calls only to save time: caches. Between calls."""

@@ -68,7 +68,11 @@ class SpeculativePipeline(BasePipeline):
         self.partition = partition_of(model, stages)
         self.drafter, drafts = resolve_drafter(drafter, model, target, self.partition, **options)
         super().__init__([*drafts, model])
+        self._copies = True
         self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, self.drafter)
+
+    def _spare(self, generation: Generation) -> None:
+        self._driver.forget()
 
     def _generate(self, generation: Generation) -> SpeculativeReport:
         return run(generation, self._driver, "spd")

@@ -454,6 +454,9 @@ class RanksPipeline(BasePipeline):
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models[:-1]  # the target's caches are elsewhere
 
+    def _spare(self, generation: Generation) -> None:
+        self._driver.forget()
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`pipespec.Pipeline.generate`, on rank 0. ``RuntimeError`` on others, ``RankError`` when a rank is lost."""
         if not self.is_controller:
@@ -482,11 +485,12 @@ class RanksPipeline(BasePipeline):
         self._link.failed(f"{type(error).__name__} while {doing}")
 
     def close(self) -> None:
-        """Let all ranks go. Also done on leaving a ``with`` block."""
-        if self.is_controller and not self._link.broken:
-            for rank in range(1, self._link.world):
-                self._link.send(torch.full((_HEAD,), _CLOSE, dtype=torch.int64), rank, _CONTROL)
-        self._link.close()
+        """Let all ranks go. Also done on leaving a ``with`` block. As :meth:`pipespec.Pipeline.close` it waits for a call in another thread."""
+        with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
+            if self.is_controller and not self._link.broken:
+                for rank in range(1, self._link.world):
+                    self._link.send(torch.full((_HEAD,), _CLOSE, dtype=torch.int64), rank, _CONTROL)
+            self._link.close()
 
     def __enter__(self) -> RanksPipeline:
         return self
