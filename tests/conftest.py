@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.waiting import no_more_threads
 
 VOCABULARY = 320
 
@@ -108,6 +111,12 @@ def left_pad(prompts: list[torch.Tensor], pad: int = 0) -> tuple[torch.Tensor, t
         ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
     return ids, mask
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    with no_more_threads():
+        yield
 
 
 @pytest.fixture(scope="session")

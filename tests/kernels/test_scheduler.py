@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ import pipespec_kernels
 from pipespec_kernels import env
 from pipespec_kernels.scheduler import HostLauncher, Rectangle, Scheduler, Steering, TargetFailed
 from pipespec_kernels.state import StateBlock
+from tests.waiting import until
 
 EOS = 1
 CUDA_MODULES = list(Path(pipespec_kernels.__file__).parent.glob("_cuda.*so"))
@@ -79,20 +79,9 @@ def text_of(block: StateBlock, row: int) -> list[int]:
     return prompt + block.tokens(block.target, row, len(prompt), block.length(block.target, row))
 
 
-def threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-@pytest.fixture
-def no_thread_is_left():
-    before = threads()
-    yield
-    # A thread that has been joined may still be listed for a moment.
-    deadline = time.monotonic() + 30
-    while threads() != before and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert threads() == before
+def wait_for_the_stop(scheduler: Scheduler) -> None:
+    """In a step: until the caller wants no more. Otherwise the text can be complete before the caller gets to do anything."""
+    until(lambda: not scheduler._native.wait(0, 0)[1], "the stages are to stop")
 
 
 @pytest.mark.parametrize("schedule", ["streams", "lockstep"])
@@ -145,7 +134,7 @@ def test_a_draft_that_fails_leaves_the_others_running(no_thread_is_left: None) -
 
     def after_the_failure(step: int) -> None:
         # Otherwise the target can be through before the draft's first step is run.
-        assert failed.wait(60)
+        until(failed.is_set, "the draft has failed")
 
     block = block_for(PROMPTS, LIMITS, 3)
     models = [Model(PROMPTS), Model(PROMPTS, before=fail), Model(PROMPTS, before=after_the_failure)]
@@ -176,18 +165,24 @@ def test_a_target_that_fails_ends_the_text(no_thread_is_left: None) -> None:
 def test_steering_and_ending_rows_while_it_runs() -> None:
     limits = [400, 400]
     block = block_for(PROMPTS, limits, 3)
-    models = [Model(PROMPTS, 5), Model(PROMPTS, 9), Model(PROMPTS)]
+
+    def after_the_caller(step: int) -> None:
+        # Else the text can be complete before the caller has seen nine of its steps.
+        until(lambda: seen >= min(step - 1, 9), "the caller has seen the step before")
+
+    models = [Model(PROMPTS, 5), Model(PROMPTS, 9), Model(PROMPTS, before=after_the_caller)]
     scheduler = Scheduler(HostLauncher(block, models, [1, 4, 8], mirrored=True), Steering(windows=(3, 3)))
-    commits = 0
+    commits = seen = 0
 
     def on_commit() -> None:
-        nonlocal commits
+        nonlocal commits, seen
         commits += 1
         scheduler.steer(Steering(windows=(commits % 4, commits % 7), wait=commits % 3))
         if commits == 5:
             scheduler.end_row(0)
         if commits == 9:
             scheduler.end_row(1)
+        seen = commits
 
     scheduler.run(on_commit)
     for row in range(2):
@@ -202,9 +197,9 @@ def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
     def interrupt(step: int) -> None:
         if step == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.001)  # so that the text is not complete before the caller hears of it
+            wait_for_the_stop(scheduler)
 
-    limits = [60_000, 60_000]
+    limits = [400, 400]
     block = block_for(PROMPTS, limits, 2)
     models = [Model(PROMPTS), Model(PROMPTS, before=interrupt)]
     scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3,)))
@@ -213,7 +208,7 @@ def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
     steps = [model.steps for model in models]
     text = text_of(block, 0)
     assert text == plain(PROMPTS[0], len(text))
-    assert len(text) < 60_000
+    assert len(text) < 400
     time.sleep(0.02)
     assert [model.steps for model in models] == steps
     # The next generation is none the worse for it.
@@ -228,11 +223,18 @@ def test_an_exception_of_the_caller_stops_the_stages(no_thread_is_left: None) ->
     def on_commit() -> None:
         raise KeyError("mine")
 
-    block = block_for(PROMPTS, [60_000, 60_000], 2)
-    scheduler = Scheduler(HostLauncher(block, [Model(PROMPTS), Model(PROMPTS)], [1, 4]), Steering(windows=(3,)))
+    def wait(step: int) -> None:
+        if step == 5:
+            wait_for_the_stop(scheduler)
+
+    block = block_for(PROMPTS, [400, 400], 2)
+    models = [Model(PROMPTS), Model(PROMPTS, before=wait)]
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3,)))
     with pytest.raises(KeyError, match="mine"):
         scheduler.run(on_commit)
-    assert block.length(1, 0) < 60_000
+    assert block.length(1, 0) < 400
+    assert models[1].steps <= 5
+    models[1].before = None  # it refers to the scheduler, whose threads end with it
 
 
 def test_a_request_from_another_thread_stops_it() -> None:

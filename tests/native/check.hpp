@@ -4,6 +4,8 @@
 // part of their name.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <exception>
@@ -75,6 +77,17 @@ bool check_equal(const A& a, const B& b, const char* text, const char* file, int
   if (equal(a, b)) return true;
   fail(file, line, std::string("CHECK_EQ(") + text + "): " + show(a) + " is not " + show(b));
   return false;
+}
+
+// Waits for something that is certain to come, however busy the machine is: who runs out of time
+// here would have waited for ever. Use: CHECK(check::comes([&] { return done.load(); })).
+template <class Condition>
+bool comes(Condition condition) {
+  for (int tenths_ms = 0; tenths_ms < 1'200'000; ++tenths_ms) {
+    if (condition()) return true;
+    usleep(100);
+  }
+  return condition();
 }
 
 inline int run(int argc, char** argv) {

@@ -113,8 +113,12 @@ TEST(L2_within_one_epoch_a_reader_sees_one_text) {
   const Sequence seen(memory.block(), 1, 0);
   u64 consistent = 0, dropped = 0, wrong = 0;
   Tokens read(kLength);
-  const std::int64_t end = now_ns() + 3 * kSecond;
-  while ((consistent < 20'000 / kSlow || dropped < 1'000 / kSlow) && now_ns() < end) {
+  // With one core for both, or less, there are few that are dropped: so many as that takes no time,
+  // and one in any case.
+  const std::int64_t begin = now_ns();
+  while (consistent < 20'000 / kSlow || dropped < 1'000 / kSlow) {
+    const std::int64_t took = now_ns() - begin;
+    if (took > kForever || (took > 3 * kSecond && consistent > 0 && dropped > 0)) break;
     const Word word = seen.word();
     for (u32 p = 0; p < word.length; ++p) read[p] = seen.token(p);
     if (seen.word().epoch != word.epoch) {
@@ -321,8 +325,8 @@ TEST(ringing_while_the_other_lies_down) {
     line_up(2 * i + 1);
     spin(random.below(40));
     const std::int64_t asleep = now_ns();
-    bells.park(kForever / 4);
-    over = !CHECK(now_ns() - asleep < kForever / 8) || i == 50'000 || now_ns() > end;
+    bells.park(kForever);
+    over = !CHECK(now_ns() - asleep < kForever / 2) || i == 50'000 || now_ns() > end;
     line_up(2 * i + 2);
   }
   publisher.join();
@@ -759,10 +763,12 @@ TEST(rows_are_ended_from_outside) {
         Worker(memory.base(), s, task.widths[s], task.models[s], task.prompts).run(1, seed);
       });
     }
-    usleep(random.below(3000));
-    end_row(block, 0);
-    usleep(random.below(1000));
-    end_row(block, 1);
+    u32 stood[2];
+    for (const u32 r : {0u, 1u}) {
+      usleep(random.below(r == 0 ? 3000 : 1000));
+      end_row(block, r);
+      stood[r] = Sequence(block, 2, r).word().length;
+    }
     threads.back().join();
     start(block, 0);
     for (u32 s = 0; s < 2; ++s) threads[s].join();
@@ -770,8 +776,8 @@ TEST(rows_are_ended_from_outside) {
       const Tokens text = fake::plain(task.models.back(), task.prompts[r], 2000);
       const u32 length = Sequence(block, 2, r).word().length;
       const auto begin = static_cast<u32>(task.prompts[r].size()) - 1;
-      // A step that was under way may still land, or its first tokens.
-      CHECK(length >= block.span(r).limit && length <= block.span(r).limit + 1 + 12);
+      // A step that was under way may still land, or its first tokens: nine hints and one more.
+      CHECK(length >= block.span(r).limit && length <= stood[r] + 10);
       if (!CHECK_EQ(tokens(block, 2, r, begin, length),
                     Tokens(text.begin() + begin, text.begin() + length))) {
         return;

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import threading
-import time
 
 import psutil
 import pytest
@@ -19,6 +18,7 @@ from pipespec import Pipeline
 from pipespec.attachment import attached
 from pipespec.demo import family_path
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.waiting import until
 
 NEW = 16
 
@@ -110,10 +110,7 @@ def test_detach_ends_the_workers(model):
     assert torch.equal(model.generate(ids[None], max_new_tokens=NEW), plain(model, ids[None], max_new_tokens=NEW))
     assert pipe.report.schedule == "workers"
     pipespec.detach(model)
-    deadline = time.monotonic() + 10
-    while children() & started and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not children() & started
+    until(lambda: not children() & started, "the worker has ended")
     assert torch.equal(model.generate(ids[None], max_new_tokens=4), plain(model, ids[None], max_new_tokens=4))
 
 

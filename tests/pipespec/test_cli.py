@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -28,6 +27,7 @@ from pipespec.pipeline import Pipeline
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, uniform_stages
 from tests.conftest import noisy, random_llama
+from tests.waiting import SECONDS, until
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -252,13 +252,27 @@ def test_debug_shows_where(capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_workers_and_keeps_the_text(family, tmp_path):
-    slow = tmp_path / "slow"
-    model = random_llama(0, layers=24, hidden=256)
-    model.save_pretrained(slow)
-    byte_tokenizer().save_pretrained(slow)
-    arguments = ["generate", "--target", str(slow), "--draft", str(family / "small"), "--schedule", "workers"]
+    # Whatever it prints after its first steps it prints very slowly: the text is not complete when it hears of Ctrl-C.
+    code = """
+import itertools, sys, time
+from pipespec.cli import main
+from pipespec.drivers import WorkersDriver
+
+step, steps = WorkersDriver._step, itertools.count()
+
+
+def slow(driver):
+    time.sleep(60 if next(steps) > 20 else 0)
+    return step(driver)
+
+
+WorkersDriver._step = slow
+sys.exit(main())
+"""
+    arguments = ["generate", "--target", str(family / "target"), "--draft", str(family / "small")]
+    arguments += ["--schedule", "workers", "--prompt", "hello", "--max-new-tokens", "400"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipespec.cli", *arguments, "--prompt", "hello", "--max-new-tokens", "500"],
+        [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -267,15 +281,12 @@ def test_ctrl_c_ends_the_workers_and_keeps_the_text(family, tmp_path):
     first = process.stdout.read(1)  # it is generating
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130, err.decode()
     assert (first + out).endswith(b"\n")
     assert b"Traceback" not in err
     assert children
-    deadline = time.monotonic() + 10
-    while any(child.is_running() for child in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(child.is_running() for child in children)
+    until(lambda: not any(child.is_running() for child in children), "the workers have ended")
 
 
 # --- the streamer --------------------------------------------------------------------------------------------------

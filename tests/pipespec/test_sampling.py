@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.oracle import Oracle, Sampling
+from tests.waiting import abreast
 
 NEW = 16
 EOS = [17, 101, 230]
@@ -95,15 +97,18 @@ def test_the_text_is_the_target_s(grid, k, schedule):
                     prompts = grid.prompts[begin : begin + batch]
                     ids, mask = left_pad(prompts)
                     seeds = grid.seeds[begin : begin + batch]
-                    got = new_tokens(
-                        pipeline,
-                        ids,
-                        attention_mask=mask,
-                        seed=seeds,
-                        max_new_tokens=NEW,
-                        eos_token_id=EOS,
-                        **arguments(sampling),
-                    )
+                    # How many hints come in time is the machine's affair: in the first call the target waits for them.
+                    in_turn = schedule == "workers" and begin == 0
+                    with abreast(pipeline, [len(p) + NEW for p in prompts], EOS) if in_turn else nullcontext():
+                        got = new_tokens(
+                            pipeline,
+                            ids,
+                            attention_mask=mask,
+                            seed=seeds,
+                            max_new_tokens=NEW,
+                            eos_token_id=EOS,
+                            **arguments(sampling),
+                        )
                     for prompt, seed, a, b in zip(prompts, seeds, wanted[begin:], got, strict=False):
                         texts += 1
                         ended += len(a) < NEW
@@ -127,7 +132,7 @@ def test_the_text_is_the_target_s(grid, k, schedule):
     if schedule == "lockstep":
         assert accepted > texts
         assert rejected > texts // 4
-    else:  # how many come in time depends on the machine
+    else:
         assert accepted > 0
 
 

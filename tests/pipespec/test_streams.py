@@ -7,6 +7,7 @@ sdpa; where something else could hide behind that, with plain decoding under the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -39,7 +40,8 @@ from pipespec.sampling import Selection
 from pipespec.stage import Stage
 from pipespec_kernels.scheduler import widths
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.faulty import CALLS, Faulty
+from tests.pipespec.faulty import Faulty
+from tests.waiting import abreast, until
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -93,6 +95,12 @@ def make(model, drafts, how: str, device: str = "cpu", **options):
     if how == "streams":
         return Pipeline(model, drafts, schedule="streams", **options)
     return Pipeline(model, drafts, schedule=how, graphs=True, **options)
+
+
+def paced(pipe, how: str, ids, mask=None):
+    """Around a call with ``GREEDY``: where the stages run as they like, the target waits for the drafts before each step."""
+    starts = torch.full((len(ids),), ids.shape[1]) if mask is None else mask.sum(1)
+    return abreast(pipe, (starts + NEW).tolist()) if how == "streams" else contextlib.nullcontext()
 
 
 CHAINS = [
@@ -262,7 +270,8 @@ def test_conversations(model, how, rows, monkeypatch):
     ids = torch.stack(random_prompts(rows, seed=9, shortest=12, longest=12))
     with make(model, drafts_of(model, "g"), how) as pipe:
         given = GREEDY | {"return_dict_in_generate": True}
-        first = pipe.generate(ids, **given)
+        with paced(pipe, how, ids):  # so that the draft has something to keep
+            first = pipe.generate(ids, **given)
         assert torch.equal(first.sequences, plain_of(pipe, ids, GREEDY))
         assert first.past_key_values.lengths == (ids.shape[1] + NEW - 1,) * rows
         more = torch.cat([first.sequences, torch.stack(random_prompts(rows, seed=10, shortest=4, longest=4))], 1)
@@ -285,7 +294,7 @@ def test_conversations(model, how, rows, monkeypatch):
 def test_a_cache_is_given_back_after_a_failure(model, how):
     target = Faulty.like(model)
     ids, _ = batch(1)
-    with make(target, drafts_of(model, "g"), how) as pipe:
+    with make(target, drafts_of(model, "g"), how, windows=3) as pipe:  # there are four steps, at least
         cache = pipe.generate(ids, **GREEDY | {"return_dict_in_generate": True, "max_new_tokens": 4}).past_key_values
         lengths, more = cache.lengths, torch.cat([ids, ids, ids], 1)
         more[:, : lengths[0]] = torch.from_numpy(cache.text[0])
@@ -359,22 +368,15 @@ def test_a_draft_that_fails(model, how, stage, call):
     drafts = [Faulty.like(draft) for draft in drafts_of(model, "gg")]
     ids, mask = batch(2)
     options = GREEDY | {"attention_mask": mask}
-
-    def patient(*_):
-        """The target gives the draft time for its step."""
-        deadline = time.monotonic() + 0.2
-        while drafts[stage].switches[CALLS] < call and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    target = copy.deepcopy(model)
-    with make(target, drafts, how, windows=3) as pipe:
+    with make(model, drafts, how, windows=3) as pipe:
         wanted = plain_of(pipe, ids, options)
         drafts[stage].set(fail_at=call)
-        waits = target.register_forward_pre_hook(patient)
-        with pytest.warns(StageFailure, match=rf"draft stage {stage} failed \(ArithmeticError: made to fail\)") as told:
+        with (
+            paced(pipe, how, ids, mask),  # of four tokens and fewer: each draft takes a step for each of them
+            pytest.warns(StageFailure, match=rf"draft stage {stage} failed \(ArithmeticError: made to fail\)") as told,
+        ):
             assert torch.equal(pipe.generate(ids, **options), wanted)
         assert len(told) == 1
-        waits.remove()
         drafts[stage].set()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -403,7 +405,8 @@ def test_a_draft_that_finds_no_memory(model, how, monkeypatch):
             assert pipe.report.schedule == "lockstep"
             assert "draft 0 cannot be prepared (OutOfMemoryError: no memory is left)" in str(pipe.report)
             assert pipe.report.stages[1].steps > 0
-        assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+        with paced(pipe, how, ids):
+            assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
         assert pipe.report.schedule == how
         assert pipe.report.decisions is None
         assert pipe.report.stages[0].steps > 0
@@ -412,7 +415,7 @@ def test_a_draft_that_finds_no_memory(model, how, monkeypatch):
 def test_a_target_that_fails(model):
     target = Faulty.like(model)
     ids, _ = batch(1)
-    with make(target, drafts_of(model, "g"), "streams") as pipe:
+    with make(target, drafts_of(model, "g"), "streams", windows=2) as pipe:  # it takes eight steps, at least
         wanted = plain_of(pipe, ids, GREEDY)
         target.set(fail_at=8)
         with pytest.raises(
@@ -426,16 +429,11 @@ def test_a_target_that_fails(model):
         assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
 
 
-def threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def test_ctrl_c(model):
+def test_ctrl_c(model, no_thread_is_left):
     """The stages stop, no thread is left after close(), the pipeline goes on."""
     ids, _ = batch(1)
     target = Faulty.like(model)
-    before = threads()
-    with make(target, drafts_of(model, "g"), "streams") as pipe:
+    with make(target, drafts_of(model, "g"), "streams", windows=2) as pipe:
         wanted = plain_of(pipe, ids, GREEDY)
 
         class Interrupts:
@@ -447,18 +445,26 @@ def test_ctrl_c(model):
                     os.kill(os.getpid(), signal.SIGINT)
                 return torch.zeros(len(ids), dtype=torch.bool)
 
+        steps = 0
+
+        def wait_for_the_stop(*_):
+            """The seventh step of the target's ends when there is to be no other: else the text can be complete before the caller has seen six."""
+            nonlocal steps
+            steps += pipe._driver.block.scheduler is not None  # else it is the prefill
+            if steps == 7:
+                scheduler = pipe._driver._scheduler
+                until(lambda: not scheduler._native.wait(0, 0)[1], "the stages are to stop")
+
+        hook = target.register_forward_pre_hook(wait_for_the_stop)
         with pytest.raises(KeyboardInterrupt):
             pipe.generate(ids, stopping_criteria=StoppingCriteriaList([Interrupts()]), **GREEDY)
+        hook.remove()
         assert torch.equal(pipe.partial, wanted[:, : pipe.partial.shape[1]])
         assert pipe.partial.shape[1] < wanted.shape[1]
         calls = target.switches.tolist()
         time.sleep(0.02)
         assert target.switches.tolist() == calls
         assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
-    deadline = time.monotonic() + 30
-    while threads() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threads() <= before
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
@@ -654,8 +660,7 @@ def test_copies_have_the_models_own_attention(model, own, tmp_path):
         assert copy.deepcopy(target).config._attn_implementation == "pipespec"  # its own
 
 
-def test_a_driver_is_collected_with_its_threads(model):
-    before = threads()
+def test_a_driver_is_collected_with_its_threads(model, no_thread_is_left):
     ids, _ = batch(1)
     pipe = make(model, drafts_of(model, "g"), "streams")
     pipe.generate(ids, **GREEDY)
@@ -663,10 +668,6 @@ def test_a_driver_is_collected_with_its_threads(model):
     del pipe
     gc.collect()
     assert held() is None
-    deadline = time.monotonic() + 30
-    while threads() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threads() <= before
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from pipespec.observe.trace import chrome_trace, not_kept, save_trace, summary
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.waiting import abreast
 
 FULL = np.dtype(
     [
@@ -197,8 +199,12 @@ def test_rollbacks_and_verdicts_show(target) -> None:
 
 @pytest.mark.parametrize("schedule", ["lockstep", "streams"])
 def test_the_oldest_steps_are_overwritten(target, schedule) -> None:
-    with Pipeline(target, [noisy(target, 0.1)], schedule=schedule, trace=4) as pipe:
-        pipe.generate(random_prompts(1, seed=10, shortest=3)[0][None], max_new_tokens=40)
+    ids = random_prompts(1, seed=10, shortest=3)[0][None]
+    with Pipeline(target, [noisy(target, 0.1)], schedule=schedule, windows=4, trace=4) as pipe:
+        # The draft is to have more than four steps, too.
+        in_turn = abreast(pipe, [ids.shape[1] + 40]) if schedule == "streams" else contextlib.nullcontext()
+        with in_turn:
+            pipe.generate(ids, max_new_tokens=40)
     report = pipe.report
     for name, steps in report.trace.items():
         assert len(steps) == 4

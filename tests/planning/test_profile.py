@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from pipespec.planning.profile import Profile, ProfileWarning, StageProfile, Ste
 from pipespec.sampling import Selection
 from pipespec.stage import Start
 from tests.conftest import VOCABULARY, always_right, always_wrong, noisy, random_llama, random_prompts
+from tests.pipespec.faulty import Faulty
 
 
 def stage(name="draft 0", step=1e-3, **more) -> StageProfile:
@@ -198,11 +200,29 @@ def test_a_bad_moment_is_the_machines_and_not_the_steps(monkeypatch):
             assert t.prefill_s == pytest.approx(1e-4)
 
 
+class AtWork(WorkersDriver):
+    """Says how many tokens a draft has when it has more than the last time: on a busy machine it may have taken no step in between."""
+
+    @contextmanager
+    def drafting(self, request, draft):
+        last = -1
+
+        with super().drafting(request, draft) as drafted:
+
+            def more(at_least: int) -> int:
+                nonlocal last
+                last = drafted(max(at_least, last + 1))
+                return last
+
+            yield more
+
+
 @pytest.mark.slow
 def test_a_draft_at_work_beside_the_target(target):
-    draft = random_llama(4, layers=1)
+    draft = Faulty.like(random_llama(4, layers=1))
     profiler = profiles.Profiler([draft, target], ["draft", "target"], widths=(1, 2))
-    driver = WorkersDriver([draft, target], Policy((4,)))
+    driver = AtWork([draft, target], Policy((4,)))
+    draft.set(delay=-0.1)  # it does not come to its end meanwhile
     try:
         for _ in range(3):
             profiler.beside(driver)
@@ -216,9 +236,10 @@ def test_a_draft_at_work_beside_the_target(target):
             profiler.beside(driver)  # started anew, or nothing is learnt
     finally:
         driver.close()
+        draft.set()
     profiler.round()
     found = profiler.profile()
-    assert [len(seen) for seen in profiler._beside.values()] in ([3], [4], [])
+    assert [len(seen) for seen in profiler._beside.values()] in ([3], [4])
     assert found.stages[0].contention >= 0.0
     assert found.stages[1].burden == 0.0
 

@@ -1,0 +1,104 @@
+"""Tests that hold however slow or busy the machine is: waiting for what is certain to come, and an order where the stages' own is any.
+
+A deadline here is no claim about speed: who runs out of time would have waited for ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipespec import Pipeline
+
+SECONDS = 120.0
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Sleep until ``condition()`` holds. ``what`` says in words what is awaited."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {SECONDS:.0f} s in vain until {what}"
+        time.sleep(0.001)
+
+
+# ---- threads
+
+
+def threads() -> dict[int, str]:
+    """The threads of this process by their number, with the names they have in Python or, without one, in the kernel."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found[int(task.name)] = (task / "comm").read_text().strip()
+    return found | {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id in found}
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Every thread that is started within has ended soon afterwards. Those that were there before may end, too."""
+    before = threads()
+
+    def left() -> list[str]:
+        gc.collect()
+        return [f"{name} ({number})" for number, name in threads().items() if number not in before]
+
+    yield
+    deadline = time.monotonic() + SECONDS
+    while left() and time.monotonic() < deadline:  # one that has been joined may still be listed for a moment
+        time.sleep(0.01)
+    assert not left(), f"threads that are left: {', '.join(left())}"
+
+
+# ---- stages
+
+
+@contextmanager
+def abreast(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = ()) -> Iterator[None]:
+    """Under ``workers`` and ``streams``: no step of the target's begins before each draft that lives has gone as far as it may.
+
+    So every draft takes at least one step for each of the target's, and the target has all the hints that its windows allow, as in lockstep. Around one
+    call without stopping criteria; ``limits``: per row the position at which it ends at the latest, ``eos``: what ends it before.
+    """
+    driver = pipe._driver
+    assert driver.schedule in ("workers", "streams"), f"{driver.schedule} has an order of its own"
+    target = driver.block.target
+
+    def ended(stage: int, row: int) -> bool:
+        length = driver.block.length(stage, row)
+        if length >= limits[row]:
+            return True
+        with suppress(IndexError):  # taken back since
+            return driver.block.tokens(stage, row, length - 1, length)[0] in eos
+        return False
+
+    def rests(stage: int) -> bool:
+        if driver.schedule == "streams":
+            return stage in driver._dead or not driver.block.is_alive(stage)
+        return stage not in driver._workers or driver._workers[stage].is_dead()
+
+    def is_far(stage: int, row: int) -> bool:
+        length = driver.block.length
+        reached = max(length(stage + 1, row), length(target, row)) + driver.policy.windows[stage]
+        # Behind one that has come to the end there is nothing to do.
+        return length(stage, row) >= min(reached, limits[row]) or ended(stage, row) or ended(stage + 1, row)
+
+    def wait(*_: object) -> None:
+        if driver.schedule == "streams" and driver.block.scheduler is None:
+            return  # this is the prefill, and the drafts begin after it
+        rows = [row for row in range(len(limits)) if not ended(target, row)]
+        until(
+            lambda: all(rests(stage) or is_far(stage, row) for stage in range(target) for row in rows),
+            "the drafts have filled their windows",
+        )
+
+    hook = pipe.target.register_forward_pre_hook(wait)
+    try:
+        yield
+    finally:
+        hook.remove()
