@@ -15,6 +15,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
+from pipespec.angles import LengthAngles
 from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
 from pipespec.checks import check_angles, check_chain, check_schedule
 from pipespec.compat import lost_arguments
@@ -61,6 +62,10 @@ class BasePipeline(ABC):
     def _caching(self) -> Sequence[PreTrainedModel]:
         """The models that will hold caches."""
         return self.models
+
+    def _check_angles(self, generation: Generation) -> None:
+        """Warn where rotary angles that depend on the length cannot be ``generate()``'s."""
+        check_angles(self.target, max(generation.limits) + WIDTH)
 
     @torch.no_grad()
     def generate(
@@ -202,7 +207,7 @@ class BasePipeline(ABC):
                     position_ids=position_ids,
                 )
                 longest, most = max(map(len, generation.prompts)), max(generation.limits) + WIDTH
-                check_angles(self.target, most)
+                self._check_angles(generation)
                 names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
                 caching = {names[id(model)]: model for model in self._caching()}
                 self._held = check_memory(
@@ -298,6 +303,7 @@ class Pipeline(BasePipeline):
         super().__init__([load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)])
         check_chain(self.models, given)
         self.schedule = schedule if drafts else "plain"
+        self._told_of_angles = False
         self._auto: Auto | None = None
         self._driver: Driver | None = None
         if self.schedule == "auto":
@@ -355,6 +361,19 @@ class Pipeline(BasePipeline):
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.schedule != "plain" else self.models[-1:]
+
+    def _check_angles(self, generation: Generation) -> None:
+        angles, most = LengthAngles.of(self.target), max(generation.limits)
+        if angles is None or not generation.follows(angles):
+            check_angles(self.target, most)
+        elif most > angles.limit and self.schedule != "plain" and not self._told_of_angles:
+            self._told_of_angles = True
+            warnings.warn(
+                f"beyond {angles.limit} tokens the target's rotary angles depend on the length of the text: from there on it decodes one "
+                "token per step, as generate() does, and the drafts rest",
+                UserWarning,
+                stacklevel=level_of_caller(),
+            )
 
     def _generate(self, generation: Generation) -> Report:
         if self._auto is not None:

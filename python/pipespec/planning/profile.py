@@ -26,6 +26,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from pipespec.angles import angles_change_at
 from pipespec.cache import RowCache
 from pipespec.compat import embedding_size, head_size
 from pipespec.drivers import Request, WorkersDriver
@@ -280,7 +281,9 @@ class Profiler:
         self.models, self.names, self.rows = list(models), list(names), rows
         self.threads = torch.get_num_threads()
         self._counts = thread_counts(len(models))
-        limit = min(getattr(m.config, "max_position_embeddings", None) or _LONG + 256 for m in models)
+        # Beyond where its angles change a target takes no hints.
+        ends = (angles_change_at(m) or getattr(m.config, "max_position_embeddings", None) for m in models)
+        limit = min(end or _LONG + 256 for end in ends)
         contexts = (_SHORT, min(_LONG, max(2 * _SHORT, limit - 192)))
         self._benches = [[_Bench(model, rows, c, 2 * len(widths) + _WARM + 2) for c in contexts] for model in models]
         # Seconds of a step, by stage, context, threads and width; of a prompt's token, with width 0.
