@@ -96,7 +96,7 @@ pytest: $(DEV)
 
 # The oldest transformers that pyproject.toml allows, in an environment of its own. The package is not installed there: it is
 # this tree, with the native modules that are built in it.
-OLDEST_TESTS = $(patsubst %,tests/pipespec/test_%.py,conformance inputs generate cache forward attention)
+OLDEST_TESTS = $(patsubst %,tests/pipespec/test_%.py,conformance inputs generate cache forward attention angles)
 .venv-oldest/stamp: constraints-oldest.txt $(RUNTIME)
 	@echo "making the environment .venv-oldest"
 	$(PY) -m venv --clear .venv-oldest

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from pipespec.angles import rope_type
 from pipespec.compat import embedding_size
 from pipespec_kernels.state import MAX_EOS
 
@@ -180,7 +181,8 @@ def check_arguments(
     pads = _as_ids("pad_token_id", config.pad_token_id)
     mask = _check_mask(attention_mask, ids, pads, eos)
     maximum = getattr(model.config, "max_position_embeddings", None)
-    if maximum is not None and ids.shape[1] > maximum:
+    grows = "dynamic" in rope_type(model)  # the angles are made for longer texts: that is where they change
+    if maximum is not None and ids.shape[1] > maximum and not grows:
         raise ValueError(
             f"the prompt has {ids.shape[1]} tokens, but the model's limit (max_position_embeddings) is {maximum}; shorten it"
         )

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.compat import angles_change_at, embedding_size, head_size, text_config
+from pipespec.angles import angles_change_at, rope_type
+from pipespec.compat import embedding_size, head_size
 from pipespec.placement import check_placement
 from pipespec.progress import level_of_caller
 from pipespec.stage import stage_names
@@ -70,13 +71,13 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
 
 
 def check_angles(target: PreTrainedModel, most: int) -> None:
-    """Warns (``RuntimeWarning``) where a text of ``most`` tokens can differ from ``generate()``'s: how wide a forward is shows in it."""
+    """Warns (``RuntimeWarning``) where a text of ``most`` tokens can differ from ``generate()``'s: which tokens it feeds at once shows in it."""
     limit = angles_change_at(target)
     if limit is not None and most > limit:
         warnings.warn(
             f"beyond {limit} tokens the target's rotary angles depend on the longest position of each forward "
-            f"({text_config(target.config).rope_parameters['rope_type']}), and forwards of several tokens are others than generate()'s: "
-            "around there and from there on the text may differ from it",
+            f"({rope_type(target)}), and forwards are others here than generate()'s: around there and from there on the text may differ "
+            "from it",
             RuntimeWarning,
             stacklevel=level_of_caller(),
         )

@@ -50,16 +50,6 @@ def _rows(module: Any, declared: str) -> int:
     return int(getattr(module, declared))
 
 
-def angles_change_at(model: Any) -> int | None:
-    """Beyond how many positions a model's rotary angles depend on the longest position of a forward; None: never."""
-    config = text_config(model.config)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = str(rope.get("rope_type", ""))
-    if "dynamic" in kind:
-        return int(config.max_position_embeddings)
-    return int(rope.get("original_max_position_embeddings", 0)) if kind == "longrope" else None
-
-
 def query_length(query: int | torch.Tensor) -> int:
     """Columns of a forward as ``Cache.get_mask_sizes`` is told: an int, or (in 5.0) the 1-D ``cache_position``."""
     return query if isinstance(query, int) else query.shape[0]

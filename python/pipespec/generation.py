@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from pipespec import ending
+from pipespec.angles import LengthAngles
 from pipespec.arguments import check_options, refusal
 from pipespec.cache import RowCache
 from pipespec.compat import head_size
@@ -91,13 +92,18 @@ class Generation:
                 [[] for _ in range(rows)] if config.output_logits else None,
             )
         self._own_cache = self._adopted(target) if cache is not None else None
+        # Columns that are padding in every row do not count.
+        longest, chunk = max(lengths), config.prefill_chunk_size
+        held = max(self._own_cache.lengths) if self._own_cache is not None else 0
+        ends = (min(end, width) + longest - width for end in range(held + chunk, width + chunk, chunk)) if chunk else ()
         start = Start(
             self.prompts,
             self.limits,
             Selection.of(logits_processor, seeds=self.seeds, padding=self._padding, ends=eos),
             head_size(target),
-            chunk=config.prefill_chunk_size or PREFILL_CHUNK,
+            chunk=chunk or PREFILL_CHUNK,
             reuse=cache is not None,
+            forwards=tuple(end for end in ends if end > 0),
         )
         self.request = Request(start, eos, self._on_commit, self._record)
         self._target = target
@@ -112,6 +118,11 @@ class Generation:
         self._judged = 0
         self._over = torch.zeros(rows, dtype=torch.bool, device="cpu")  # rows that some criterion has called over
         self._streamed = 0  # new tokens per row handed to the streamer
+
+    def follows(self, angles: LengthAngles) -> bool:
+        """Whether the call's rotary angles can be those of ``generate()``."""
+        in_chunks, padded = self.config.prefill_chunk_size is not None, min(map(len, self._padding)) > 0
+        return angles.are_followed(in_chunks=in_chunks, padded=padded)
 
     # ---- a cache from outside
 

@@ -16,6 +16,7 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedMod
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from pipespec import ending
+from pipespec.angles import LengthAngles
 from pipespec.arguments import ARGUMENTS, How, check_arguments, refusal
 from pipespec.checks import check_angles, check_chain, check_schedule
 from pipespec.compat import lost_arguments
@@ -69,6 +70,10 @@ class BasePipeline(ABC):
 
     def _spare(self, generation: Generation) -> None:
         """Give back what a call does not go on with."""
+
+    def _check_angles(self, generation: Generation) -> None:
+        """Warn where rotary angles that depend on the length cannot be ``generate()``'s."""
+        check_angles(self.target, generation.request.start.most)
 
     @torch.no_grad()
     def generate(
@@ -206,7 +211,7 @@ class BasePipeline(ABC):
                     position_ids=position_ids,
                 )
                 longest, most = max(map(len, generation.prompts)), generation.request.start.most
-                check_angles(self.target, most)
+                self._check_angles(generation)
                 names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
                 caching = {names[id(model)]: model for model in self._caching()}
                 self._check_memory(generation, caching, longest, most)
@@ -327,6 +332,7 @@ class Pipeline(BasePipeline):
         super().__init__([load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)])
         check_chain(self.models, given)
         self.schedule = schedule if drafts else "plain"
+        self._told_of_angles = False
         self._auto: Auto | None = None
         self._driver: Driver | None = None
         if self.schedule == "auto":
@@ -406,6 +412,19 @@ class Pipeline(BasePipeline):
 
     def _spare(self, generation: Generation) -> None:
         self._holder.spare(generation.request.start, generation.adopted)
+
+    def _check_angles(self, generation: Generation) -> None:
+        angles, most = LengthAngles.of(self.target), max(generation.limits)
+        if angles is None or not generation.follows(angles):
+            check_angles(self.target, most)
+        elif most > angles.limit and self.schedule != "plain" and not self._told_of_angles:
+            self._told_of_angles = True
+            warnings.warn(
+                f"beyond {angles.limit} tokens the target's rotary angles depend on the length of the text: from there on it decodes one "
+                "token per step, as generate() does, and the drafts rest",
+                UserWarning,
+                stacklevel=level_of_caller(),
+            )
 
     def _generate(self, generation: Generation) -> Report:
         if self._auto is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipespec.angles import depend_on_length
 from pipespec.cache import RowCache
 from pipespec.compat import compute_dtype, text_config
 from pipespec.loading import DoesNotFit, load_config
@@ -723,7 +724,7 @@ def _never_fixed(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             yield at, "it has attention sinks, which attention by lengths does not know"
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+            if depend_on_length(kind):
                 yield (
                     at,
                     f"rotary angles of type {kind!r} depend on the longest position of a forward, padding included, and are chosen anew in each",

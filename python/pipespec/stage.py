@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.angles import LengthAngles
 from pipespec.cache import RowCache
 from pipespec.compat import embedding_size
 from pipespec.forward import forward
@@ -48,7 +50,8 @@ class Start:
 
     ``prompts``: per row int32 token ids ``[P_r]`` without padding; ``limits``: per row the length it may grow to; ``selection``: how
     tokens are chosen; ``chunk``: tokens per row and forward in the prefill; ``reuse``: keep what the cache holds of the prompts
-    from the call before; ``vocabulary``: the target's.
+    from the call before; ``vocabulary``: the target's; ``forwards``: lengths of the longest row behind each forward of ``generate()``'s
+    prefill (for angles that depend on it), if that has more than one.
     """
 
     prompts: Sequence[np.ndarray]
@@ -57,6 +60,7 @@ class Start:
     vocabulary: int
     chunk: int = PREFILL_CHUNK
     reuse: bool = False
+    forwards: Sequence[int] = ()
 
     @property
     def most(self) -> int:
@@ -90,6 +94,9 @@ class Stage:
         self._held: list[int] = []  # per row, how much of it that is
         self._vocabulary: int = embedding_size(model)
         self._clamp: int | None = None
+        self._angles: LengthAngles | None = None
+        self.takes_hints = True
+        """False from where on drafts are of no more use in this call."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         """Go on with a cache from elsewhere; ``text``: per row the tokens it holds."""
@@ -138,6 +145,10 @@ class Stage:
             self._cache = None
         if self._cache is not None and start.reuse and self._cache.rows == rows:
             held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
+        judges = self.index == self.block.target
+        longest = self._fit_angles(prompts, judges)
+        if self._angles is not None and self._angles.recomputes and max(held) <= self._angles.limit < longest:
+            held = [0] * rows
         cache = self._room(start, held)
         cache.truncate(held)
         self._text = np.zeros((rows, most), dtype=np.int32)
@@ -145,7 +156,11 @@ class Stage:
             self._text[row, : len(prompt)] = prompt
         self._held = [len(p) - 1 for p in prompts]
         filling = time.perf_counter_ns()
-        self._fill(cache, held, self._held, start.chunk)
+        self._chunk, filled = start.chunk, held
+        for seen in (self._angles is not None and start.forwards) or (longest,):
+            until = [min(max(b, seen - r), e) for b, r, e in zip(filled, self._behind, self._held, strict=True)]
+            self._fill(cache, filled, until, seen)
+            filled = until
         new = [n - h for n, h in zip(self._held, held, strict=True)]
         if self._trace is not None and any(new):
             self._trace.prefill(began, filling, time.perf_counter_ns(), min(start.chunk, max(new)), sum(new))
@@ -153,7 +168,6 @@ class Stage:
         selection = start.selection
         if self._clamp is not None and selection.stepwise:
             selection = replace(selection, processors=())  # they may name tokens that it does not have
-        judges = self.index == self.block.target
         self._select = Selector(selection, self._text, record, start.vocabulary, judges)
         self.port = self.block.port(self.index, WIDTH)
         self.port.trace(self._trace)
@@ -171,6 +185,18 @@ class Stage:
         # A draft whose vocabulary is padded less than the target's cannot be fed every token of it.
         self._clamp = self._vocabulary - 1 if self._vocabulary < targets else None
 
+    def _fit_angles(self, prompts: Sequence[np.ndarray], judges: bool) -> int:
+        """See how the model's angles depend on the length. Returns the longest row's."""
+        longest = max(len(prompt) for prompt in prompts)
+        angles = LengthAngles.of(self.model)
+        if angles is not None:
+            angles.reset()
+        self._angles = angles if judges else None  # a draft may say what it likes
+        self._behind = np.array([longest - len(prompt) for prompt in prompts])
+        self._is_short = angles is not None and longest <= angles.limit
+        self.takes_hints = self._angles is None or longest < self._angles.limit
+        return longest
+
     def _room(self, start: Start, held: list[int]) -> RowCache:
         """A cache for the rows of a call, from here on the stage's. What the one before has of them, ``held[r]`` tokens, it has, too."""
         rows, capacity = len(start.prompts), start.capacity
@@ -182,25 +208,26 @@ class Stage:
             self._cache = cache = RowCache.for_model(self.model, rows, capacity)
         return cache
 
-    def _fill(self, cache: RowCache, begin: list[int], end: list[int], chunk: int) -> None:
-        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row."""
+    def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int) -> None:
+        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the angles of a forward of ``seen`` tokens."""
         device, level = self.model.device, not any(begin)
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
-            q = min(chunk, missing, cache.capacity - max(cache.lengths))
+            q = min(self._chunk, missing, cache.capacity - max(cache.lengths))
             columns = np.zeros((len(end), q), dtype=np.int32)
             for row, (b, e) in enumerate(zip(begin, end, strict=True)):
                 columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
-            self._forward(torch.from_numpy(columns).to(device), cache, keep=0)
+            self._forward(torch.from_numpy(columns).to(device), cache, keep=0, seen=seen)
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
             if not level:  # what is complete must not eat up the room of the others
                 cache.truncate(begin)
         cache.truncate(end)
 
-    def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+    def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int, seen: int) -> torch.Tensor:
         if self._clamp is not None:
             fed = fed.clamp(max=self._clamp)
         try:
-            return forward(self.model, fed, cache, keep=keep)
+            with nullcontext() if self._angles is None else self._angles.seeing(seen):
+                return forward(self.model, fed, cache, keep=keep)
         except BaseException:
             # Half of a feed lies beyond the lengths, which grow when it is complete.
             self._held = [min(n, have) for n, have in zip(self._held, cache.lengths, strict=True)]
@@ -220,7 +247,8 @@ class Stage:
         cache = self._cache
         assert cache is not None
         cache.truncate(self._kv)
-        columns = port.columns
+        seen = 0 if self._angles is None else self._hold_back(cache, self._angles)
+        columns = port.columns if self._angles is None else int(self._n_fed.max())
         need = cache.get_seq_length() + columns
         if need > cache.capacity:
             cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
@@ -233,7 +261,7 @@ class Stage:
         if selecting.any():
             # Logits of the columns before the first that is needed are not computed.
             first = int((self._n_select - self._n_hint)[selecting].min()) - 1
-            logits = self._forward(fed, cache, keep=columns - first)
+            logits = self._forward(fed, cache, keep=columns - first, seen=seen)
             selected = self._select(
                 logits,
                 fed[:, first:],
@@ -243,12 +271,36 @@ class Stage:
             )
             port.commit(selected.data_ptr(), columns - first)
         else:
-            self._forward(fed, cache, keep=0)
+            self._forward(fed, cache, keep=0, seen=seen)
             port.commit(0, 0)  # rows that only catch up select nothing
         took = time.perf_counter_ns() - began
         self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
         port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
         return action
+
+    def _hold_back(self, cache: RowCache, angles: LengthAngles) -> int:
+        """Of what was planned, leave what ``generate()`` would feed with the same angles; returns the length that they belong to.
+
+        ``generate()`` feeds one token of each row at a time, and the longest row's length counts, ended or not. Up to the limit it makes
+        no difference. Beyond, all rows go together, without hints: another number of columns would be another length.
+        """
+        feeds = self._n_fed > 0
+        # The longest row's length when it is the turn of the token that each row has last.
+        at = self._kv + self._n_fed - self._n_hint + self._behind
+        first = int(at[feeds].min())
+        seen = max(angles.limit, first)
+        hints = np.minimum(self._n_hint, np.maximum(seen - at, 0))
+        for counts in (self._n_select, self._n_fed):
+            np.maximum(counts - (self._n_hint - hints), 0, out=counts)
+            counts[at > seen] = 0
+        self._n_hint[:] = hints
+        self.takes_hints = bool((at[feeds] + 1 < angles.limit).any())
+        if self._is_short and first > angles.limit:
+            self._is_short = False
+            if angles.recomputes:
+                cache.truncate([0] * self._rows)
+                self._fill(cache, [0] * self._rows, self._kv.tolist(), seen)
+        return seen
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

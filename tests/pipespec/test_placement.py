@@ -966,21 +966,6 @@ def test_rotary_angles_that_depend_on_the_length_are_not_captured(kind):
         check_streams([other])
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_texts_that_pass_where_the_angles_change(kind):
-    """Short of there they are generate()'s; a call that may get there, by its own length or by the width of a step, is warned of."""
-    target = with_rope(kind)
-    pipe = Pipeline(target, noisy(target, 0.02))
-    short = 128 - WIDTH - PROMPT.shape[1]
-    wanted = target.generate(PROMPT, max_new_tokens=short + 1, do_sample=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=short), wanted[:, :-1])
-    with pytest.warns(RuntimeWarning, match=rf"beyond 128 tokens.*\({kind}\)") as caught:
-        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=short + 1), wanted)
-    assert caught[0].filename == __file__
-
-
 def test_attention_that_nobody_can_exchange_is_not_captured(model, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "_can_set_attn_implementation", classmethod(lambda cls: False))
     with pytest.raises(NotCapturable) as caught:

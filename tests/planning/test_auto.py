@@ -27,6 +27,7 @@ from pipespec.planning.steering import Counts, Ledger, Steering, acceptance
 from pipespec.sampling import Selection
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.pipespec.test_angles import LIMIT, model_of, prompt_of
 from tests.pipespec.test_lossless import check
 from tests.planning.test_planner import captured, chain
 
@@ -416,6 +417,21 @@ def test_a_batch_is_measured_when_it_comes(monkeypatch, target, one_core):
         pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
         assert pipe._auto.profile.target.has(4)
         assert pipe.plan.call.rows == 4
+
+
+def test_no_speculation_where_angles_depend_on_the_length(monkeypatch, one_core):
+    target = model_of("longrope")
+    looks = []
+    steering = lambda **more: types.SimpleNamespace(decisions=[], look=lambda: looks.append(1))  # noqa: E731
+    models, profile = [always_right(target), target], chain(1e-3, 1e-2)
+    with pipeline(monkeypatch, models, profile, table(0.9), steering=steering) as pipe:
+        with pytest.warns(UserWarning, match="the drafts rest"):
+            pipe.generate(prompt_of(LIMIT - 8), max_new_tokens=32, do_sample=False)
+        assert pipe.report.schedule == "lockstep"
+        assert 0 < len(looks) <= 8  # then there is nothing to compare
+        pipe.generate(prompt_of(LIMIT), max_new_tokens=8, do_sample=False)
+        assert pipe.report.schedule == "plain"
+        assert any("rotary angles" in decision for decision in pipe.report.decisions)
 
 
 def test_without_drafts_it_is_plain(target):

@@ -133,6 +133,7 @@ class Driver(ABC):
     def _prepare(self, request: Request) -> None:
         """Lay the rows out in the block. While no stage runs."""
         self._ensure(request)
+        self.target.takes_hints = True  # until it knows better
         prompts, limits = request.start.prompts, request.start.limits
         starts = [len(p) for p in prompts]
         self.block.reset(starts, limits, [int(p[-1]) for p in prompts], request.eos)
@@ -165,6 +166,11 @@ class Driver(ABC):
                 f"a chain of {len(self.models)} needs {len(self.models) - 1} windows, not {policy.windows}"
             )
         self.policy = policy
+
+    @property
+    def in_force(self) -> Policy:
+        """The policy, or that of resting drafts once the target takes no hints any more."""
+        return self.policy if self.target.takes_hints else Policy((0,) * len(self.policy.windows))
 
     def traces(self) -> dict[str, np.ndarray]:
         """Per stage, smallest draft first, the steps of the last call as :meth:`TraceMemory.read` has them; empty where nothing is traced."""

@@ -60,10 +60,11 @@ class LockstepDriver(Driver):
 
     def _advance(self, i: int) -> Action:
         """Give stage ``i`` its drafts, then let it take one step."""
-        if self.policy.max_hints(i) > 0:  # else upstream rests
+        policy = self.in_force
+        if policy.max_hints(i) > 0:  # else upstream rests
             while self._advance(i - 1) == Action.STEP:
                 pass
-        stage, window, max_hints = self._stages[i], self.policy.window(i), self.policy.max_hints(i)
+        stage, window, max_hints = self._stages[i], policy.window(i), policy.max_hints(i)
         if stage is self.target:
             return stage.step(window, max_hints)
         if not self.block.is_alive(i):

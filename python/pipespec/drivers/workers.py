@@ -247,7 +247,7 @@ class WorkersDriver(Driver):
         try:
             self._begin(request)
             with restored_threads() as self._all_threads:
-                self._is_running = True
+                self._is_running = self._is_drafting = True
                 self._share_threads()
                 self._target.prefill(request.start, request.record)
                 while self._step() != Action.FINISHED:
@@ -287,23 +287,28 @@ class WorkersDriver(Driver):
             self._share_threads()
 
     def _open_windows(self) -> None:
-        for i, window in enumerate(self.policy.windows):
+        for i, window in enumerate(self.in_force.windows):
             self.block.set_window(i, window)
 
     def _share_threads(self) -> None:
         """While the drafts rest, their cores are the target's."""
-        own = self._all_threads if self.policy.rests else self._target_threads
-        torch.set_num_threads(min(self.policy.threads or own, self._all_threads))
+        policy = self.in_force
+        own = self._all_threads if policy.rests else self._target_threads
+        torch.set_num_threads(min(policy.threads or own, self._all_threads))
 
     def _step(self) -> Action:
         upstream = self._target.index - 1
-        max_hints = self.policy.max_hints(self._target.index)
-        action = self._target.step(0, max_hints, self.policy.wait)
-        if action == Action.WAIT and self.policy.decode_meanwhile:
+        if self._is_drafting and not self._target.takes_hints:
+            self._is_drafting = False
+            self.steer(self.policy)
+        policy = self.in_force
+        max_hints = policy.max_hints(self._target.index)
+        action = self._target.step(0, max_hints, policy.wait)
+        if action == Action.WAIT and policy.decode_meanwhile:
             return self._target.step(0, 0)
         if action == Action.WAIT:
             # The time the missing drafts are expected to take, with some slack; then go on with what there is.
-            patience = int(PATIENCE * self.policy.wait * self.block.step_ns(upstream))
+            patience = int(PATIENCE * policy.wait * self.block.step_ns(upstream))
             deadline = time.perf_counter_ns() + patience
             while action == Action.WAIT:
                 left = deadline - time.perf_counter_ns()
@@ -311,7 +316,7 @@ class WorkersDriver(Driver):
                     action = self._target.step(0, max_hints)
                     break
                 self._target.port.park(left)
-                action = self._target.step(0, max_hints, self.policy.wait)
+                action = self._target.step(0, max_hints, policy.wait)
         return action
 
     def close(self) -> None:

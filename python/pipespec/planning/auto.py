@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.angles import angles_change_at
 from pipespec.cache import RowCache
 from pipespec.compat import head_size
 from pipespec.drivers import Driver, Request, WorkersDriver, make_driver
@@ -40,6 +41,8 @@ from pipespec.stage import Start, stage_names
 
 _SHARE = 0.005
 """Learning between calls may take this much of the time spent in calls."""
+_LEAST = 16
+"""Positions worth asking about."""
 _ENOUGH = 256
 """Positions of the user's texts that every call is asked for first: fewer are one text's luck."""
 _MOST_PATIENCE = 16
@@ -328,7 +331,12 @@ class Auto:
                 self.tables["greedy"] = found
                 self._replan("greedy")
         plan = self.plan = self._planned(call, mode, graphs=graphs)
-        candidate = self._choose(plan, _bucket(rows))
+        limit = angles_change_at(self.models[-1])
+        if plan.speculates and limit is not None and call.prompt >= limit:
+            candidate = plan.plain
+            self._decisions.append("rotary angles that depend on the length: no hints behind a prompt of this length")
+        else:
+            candidate = self._choose(plan, _bucket(rows))
         self.plan, candidate, driver = self._driver_for(plan, candidate, mode, graphs=graphs)
         plan = self.plan
         session = _Session(self, driver, candidate, plan, mode, _bucket(rows))
@@ -399,7 +407,7 @@ class Auto:
         row = int(np.argmax([len(t) for t in generation.generated()]))
         prompt, said = generation.prompts[row], generation.generated()[row]
         table = None
-        if len(said) >= 16 and not selection.stepwise:
+        if len(said) >= _LEAST and not selection.stepwise:
             text = np.concatenate([prompt, np.array(said, dtype=np.int32)])
             table = self._ask(text, len(prompt), own_text=True, selection=selection, row=row)
         if table is not None:
@@ -429,7 +437,13 @@ class Auto:
         self._learning = 0.0 if is_young else self._learning + self.clock() - began
 
     def _ask(self, text: np.ndarray, first: int, **how: Any) -> np.ndarray | None:
-        """The table of agreement; None, and a warning, where a model fails: the call goes on."""
+        """The table of agreement; None, and a warning, where a model fails: the call goes on.
+
+        None, too, where little of the text lies before its rotary angles change: there one forward does not say what decoding says.
+        """
+        text = text[: angles_change_at(self.models[-1])]
+        if len(text) - first < _LEAST:
+            return None
         try:
             return profiles.agreement_on(self.models, text, first, **how)
         except Exception as error:
@@ -519,7 +533,9 @@ class _Session:
             expected=planner.neighbours(auto.answers(self.mode), self.candidate.drafts, len(auto.models))[-1],
             **common,
         )
-        return self.steering.look
+        look = self.steering.look
+        # Where the target takes no hints any more, there is nothing to compare.
+        return lambda: look() if self.driver.target.takes_hints else None
 
     def _mark(self) -> None:
         """Where it began: what came before holds the start of everything."""

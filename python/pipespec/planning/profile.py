@@ -26,6 +26,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from pipespec.angles import angles_change_at
 from pipespec.cache import RowCache
 from pipespec.compat import embedding_size, head_size
 from pipespec.drivers import Request, StreamsDriver, WorkersDriver
@@ -270,7 +271,9 @@ class _Bench:
 
 def _contexts(models: Sequence[PreTrainedModel]) -> tuple[int, int]:
     """Tokens behind which steps are measured: few, and as many as all of the models may have."""
-    limit = min(getattr(m.config, "max_position_embeddings", None) or _LONG + 256 for m in models)
+    # Beyond where its angles change a target takes no hints.
+    ends = (angles_change_at(m) or getattr(m.config, "max_position_embeddings", None) for m in models)
+    limit = min(end or _LONG + 256 for end in ends)
     return _SHORT, min(_LONG, max(2 * _SHORT, limit - 192))
 
 
