@@ -290,7 +290,7 @@ class WorkersDriver(Driver):
                 if left <= 0:
                     action = self._target.step(0, max_hints)
                     break
-                self._target.port.park(left)
+                self._target.port.park(left, min(self.policy.wait, max_hints))
                 action = self._target.step(0, max_hints, self.policy.wait)
         return action
 
