@@ -75,6 +75,7 @@ void bind_simulate(py::module_& m) {
       .def_readwrite("cores", &sim::Setting::cores)
       .def_readwrite("patience", &sim::Setting::patience)
       .def_readwrite("wake_s", &sim::Setting::wake_s)
+      .def_readwrite("late_s", &sim::Setting::late_s)
       .def_readwrite("decode_meanwhile", &sim::Setting::decode_meanwhile)
       .def_readwrite("preempt", &sim::Setting::preempt)
       .def_readwrite("handshake_s", &sim::Setting::handshake_s)

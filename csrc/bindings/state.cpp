@@ -93,7 +93,7 @@ void bind_state(py::module_& m) {
             return p.commit(reinterpret_cast<const std::int32_t*>(selected), stride);
           },
           py::arg("selected"), py::arg("stride"))
-      .def("park", &StagePort::park, py::arg("timeout_ns"),
+      .def("park", &StagePort::park, py::arg("timeout_ns"), py::arg("awaited") = 0,
            py::call_guard<py::gil_scoped_release>())
       .def("ring", &StagePort::ring)
       .def("pause", &StagePort::pause, py::arg("timeout_ns"),

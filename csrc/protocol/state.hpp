@@ -17,7 +17,7 @@ namespace pipespec {
 
 // Two 64-byte lines: x86 prefetches lines in pairs, and some arm64 parts have lines of 128 bytes.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint64_t kMagic = 0x32636570'73657069;  // bumped with the layout
+inline constexpr std::uint64_t kMagic = 0x33636570'73657069;  // bumped with the layout
 inline constexpr std::uint32_t kMaxEos = 64;
 inline constexpr std::uint32_t kMaxStages = 16;
 inline constexpr std::uint32_t kHistogram = 64;
@@ -55,6 +55,7 @@ struct StageControl {
   std::uint32_t step_ns;  // running mean of the duration of a step, for the neighbour's wait
   alignas(kLine)
       std::uint32_t parked;  // 1: asleep on this word. Stored by the sleeper (1) and by wakers (0)
+  std::uint32_t awaited;  // asleep until upstream has this many hints; 0: until anybody publishes
 };
 
 // Writer: the stage. `word` = epoch << 32 | length. The epoch grows whenever the stage takes tokens

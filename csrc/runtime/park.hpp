@@ -6,6 +6,9 @@
 // parked word are accessed sequentially consistently (Dekker): either the sleeper sees the new
 // bell, or the publisher sees the parked sleeper and wakes it. `parked` is the one word with
 // several writers: the sleeper stores 1, wakers store 0; a late 0 only wakes it for nothing.
+//
+// A sleeper may say that it waits for hints. Then upstream wakes it when there are enough, and
+// stages further up not at all: to be woken for each of them costs the very cores that make them.
 #pragma once
 
 #include <linux/futex.h>
@@ -16,7 +19,7 @@
 #include <array>
 #include <cstdint>
 
-#include "../protocol/state.hpp"
+#include "../protocol/ring.hpp"
 
 namespace pipespec {
 
@@ -50,16 +53,18 @@ class Bells {
     __atomic_store_n(own, __atomic_load_n(own, __ATOMIC_RELAXED) + 1, __ATOMIC_SEQ_CST);
     for (std::uint32_t s = 0; s < block_.stages(); ++s) {
       std::uint32_t* parked = &block_.control(s).parked;
-      if (s == stage_ || __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0) continue;
+      if (s == stage_ || __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0 || !concerns(s)) continue;
       __atomic_store_n(parked, 0u, __ATOMIC_SEQ_CST);
       futex_wake(parked);
     }
   }
 
-  // Sleeps until another stage or the caller rings or the time is over. Returns whether a bell rang
-  // since note().
-  bool park(std::int64_t timeout_ns) {
+  // Sleeps until another stage or the caller rings or the time is over; with `awaited` > 0 until
+  // each row has so many hints from upstream, or upstream's text has ended. Returns whether a bell
+  // rang since note().
+  bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
     if (timeout_ns <= 0) return rung();
+    store_relaxed(&block_.control(stage_).awaited, awaited);
     std::uint32_t* parked = &block_.control(stage_).parked;
     __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
     if (!rung()) futex_wait(parked, 1, timeout_ns);
@@ -68,6 +73,22 @@ class Bells {
   }
 
  private:
+  // Whether what this stage has published is what stage `s` sleeps for. Wrong hints may count as
+  // hints; then it wakes for nothing.
+  bool concerns(std::uint32_t s) const {
+    const std::uint32_t awaited = load_relaxed(&block_.control(s).awaited);
+    if (awaited == 0 || stage_ > s) return true;
+    if (stage_ + 1 < s) return false;
+    for (std::uint32_t row = 0; row < block_.header().active_rows; ++row) {
+      const Sequence own(block_, stage_, row);
+      const std::uint32_t length = own.word().length;
+      const std::uint32_t enough = Sequence(block_, s, row).word().length + awaited;
+      if (length < enough && length < load_acquire(&block_.span(row).limit) &&
+          !(length > load_relaxed(&block_.span(row).start) && block_.is_eos(own.token(length - 1))))
+        return false;
+    }
+    return true;
+  }
   std::uint32_t* bell(std::uint32_t s) const {
     return s == kCaller ? &block_.header().bell : &block_.control(s).bell;
   }

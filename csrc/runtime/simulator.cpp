@@ -126,6 +126,7 @@ void check(const Setting& setting) {
           "contention must be a non-negative number");
   require(setting.patience >= 0.0, "patience must not be negative");  // infinite is fine
   require_time(setting.wake_s, false, "wake_s");
+  require_time(setting.late_s, false, "late_s");
   require_time(setting.handshake_s, false, "handshake_s");
   require(!setting.preempt || setting.rows == 1, "preempt is for one row");
 }
@@ -285,20 +286,33 @@ class Workers {
     double deadline;
   };
 
-  // How much longer a step of `s` lasts when `running` of them share its device.
-  double slowdown(u32 s, u32 running) const {
-    const u32 at_once = setting_.cores > 0 ? std::min(running, setting_.cores) : running;
-    const double contention = setting_.contention * setting_.stages[s].sensitivity;
-    return (1.0 + contention * (at_once - 1)) * running / at_once;
+  // Who runs on a device.
+  struct Load {
+    u32 running = 0;
+    bool target = false;
+  };
+  Load with(Load load, u32 s) const {
+    return {load.running + 1, load.target || s == chain_.target()};
   }
-  u32 running_on(u32 device) const {
-    u32 n = 0;
+  Load load_of(u32 device) const {
+    Load load;
     for (u32 s = 0; s < runners_.size(); ++s)
-      n += runners_[s].state == State::kRunning && setting_.stages[s].device == device;
-    return n;
+      if (runners_[s].state == State::kRunning && setting_.stages[s].device == device)
+        load = with(load, s);
+    return load;
   }
-  // Those that run on `device` were `before` and are `after` now.
-  void stretch(u32 device, u32 before, u32 after) {
+  // How much longer a step of `s` lasts under a load that it is part of.
+  double slowdown(u32 s, Load load) const {
+    const u32 cores = setting_.cores > 0 ? setting_.cores : load.running;
+    const u32 at_once = std::min(load.running, cores);
+    const double contention = setting_.contention * setting_.stages[s].sensitivity;
+    double turns = static_cast<double>(load.running) / at_once;
+    if (load.running > cores && load.target && cores > 1)
+      turns = s == chain_.target() ? 1.0 : static_cast<double>(load.running - 1) / (cores - 1);
+    return (1.0 + contention * (at_once - 1)) * turns;
+  }
+  // Those that run on `device` had the load `before` and have `after` now.
+  void stretch(u32 device, Load before, Load after) {
     for (u32 s = 0; s < runners_.size(); ++s) {
       Runner& r = runners_[s];
       if (r.state != State::kRunning || setting_.stages[s].device != device) continue;
@@ -309,12 +323,12 @@ class Workers {
 
   void begin(u32 s) {
     const u32 device = setting_.stages[s].device;
-    const u32 others = running_on(device);
-    if (others > 0) stretch(device, others, others + 1);
+    const Load others = load_of(device), all = with(others, s);
+    if (others.running > 0) stretch(device, others, all);
     Runner& r = runners_[s];
     r.state = State::kRunning;
     r.began = now_;
-    r.at = now_ + chain_.planned_time(s) * slowdown(s, others + 1);
+    r.at = now_ + chain_.planned_time(s) * slowdown(s, all);
   }
   void leave_device(u32 s) {
     Runner& r = runners_[s];
@@ -322,8 +336,8 @@ class Workers {
     r.at = now_;
     chain_.add_busy(s, now_ - r.began);
     const u32 device = setting_.stages[s].device;
-    const u32 others = running_on(device);
-    if (others > 0) stretch(device, others + 1, others);
+    const Load others = load_of(device);
+    if (others.running > 0) stretch(device, with(others, s), others);
   }
 
   void finish(u32 s) {
@@ -354,9 +368,17 @@ class Workers {
   void wake_others(u32 s) {
     for (u32 t = 0; t < runners_.size(); ++t)
       if (t != s && runners_[t].state == State::kParked) {
+        runners_[t].at = now_ + (cores_busy(t) ? setting_.late_s : setting_.wake_s);
         runners_[t].state = State::kReady;
-        runners_[t].at = now_ + setting_.wake_s;
       }
+  }
+  // Whether others have all cores of its device, the one included that has just published.
+  bool cores_busy(u32 t) const {
+    u32 awake = 0;
+    for (u32 s = 0; s < runners_.size(); ++s)
+      awake += runners_[s].state != State::kParked &&
+               setting_.stages[s].device == setting_.stages[t].device;
+    return setting_.cores > 0 && awake >= setting_.cores;
   }
 
   Action plan(u32 s, u32 wait) {

@@ -54,9 +54,12 @@ struct Setting {
   std::uint64_t seed = 0;
   // asynchronous() only:
   double contention = 1.0;  // a step lasts 1 + contention * n as long beside n others on its device
-  std::uint32_t cores = 0;  // that many at once; more share them in turn. 0: enough for all
-  double patience = 1.5;    // deadline of a wait: this * wait * mean step of upstream
-  double wake_s = 0.0;      // from a publication to the look of a stage that slept
+  // That many at once; of more, the target keeps one and the drafts share the others in turn (one
+  // core: all share it). 0: enough for all.
+  std::uint32_t cores = 0;
+  double patience = 1.5;  // deadline of a wait: this * wait * mean step of upstream
+  double wake_s = 0.0;    // from a publication to the look of a stage that slept, and
+  double late_s = 0.0;    // the same where others have all the cores
   // With fewer hints than `wait`, decode one token and leave the hints alone, instead of sleeping.
   // For targets whose one-token steps cost much less than wider ones. No driver does it yet.
   bool decode_meanwhile = false;

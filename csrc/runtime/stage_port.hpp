@@ -82,9 +82,9 @@ class StagePort {
 
   // Also returns true when the generation is no longer the one that generation() last told: a stage
   // looks at it before plan() notes the bells, and must not sleep through a stop in between.
-  bool park(std::int64_t timeout_ns) {
+  bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
     if (asked_ && load_acquire(&block_.header().generation) != generation_) return true;
-    return bells_.park(timeout_ns);
+    return bells_.park(timeout_ns, awaited);
   }
   void ring() { bells_.ring(); }
 

@@ -428,6 +428,53 @@ TEST(ports_wake_each_other) {
   CHECK(!first.park(1000));
 }
 
+// A target that waits for hints sleeps on until there are enough of them, and not for its draft's
+// draft.
+TEST(who_waits_for_hints_is_woken_by_the_last_of_them) {
+  fake::BlockMemory memory(3, 1, 64);
+  reset(memory.block(), {1}, {50}, {9}, {});
+  StagePort first(memory.base(), 0, 8), middle(memory.base(), 1, 8), target(memory.base(), 2, 8);
+  for (const u32 s : {0u, 1u, 2u}) memory.block().control(s).alive = 1;
+  std::uint32_t* parked = &memory.block().control(2).parked;
+  const Tokens selected(8, 100);
+  const auto wakes = [&](StagePort& port) {  // does a step of `port` wake the target?
+    __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
+    CHECK_EQ(port.plan(8, 0, 0), Action::kStep);
+    port.commit(selected.data(), 8);
+    return __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0;
+  };
+  CHECK_EQ(target.plan(0, 8, 2), Action::kWait);
+  CHECK(!target.park(1000, 2));
+  CHECK(!wakes(middle));
+  CHECK(!wakes(first));
+  CHECK(wakes(middle));
+  CHECK_EQ(target.plan(0, 8, 2), Action::kStep);
+  target.plan(0, 8, 2);
+  CHECK(!target.park(1000));  // now for anything
+  CHECK(wakes(first));
+
+  const auto sleep = [&](u32 hints) {
+    target.plan(0, 8, 0);
+    CHECK(!target.park(1000, hints));
+  };
+  sleep(7);
+  CHECK(!wakes(middle));
+  memory.block().span(0).limit = 5;  // no more can come: the text ends here
+  CHECK(wakes(middle));
+  memory.block().span(0).limit = 50;
+  memory.block().header().n_eos = 1;
+  memory.block().header().eos[0] = 100;
+  sleep(7);
+  middle.plan(8, 0, 0);  // ended
+  __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
+  middle.ring();
+  CHECK_EQ(*parked, 0u);
+  sleep(7);
+  __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
+  Bells(memory.block(), Bells::kCaller).ring();  // a stop
+  CHECK_EQ(*parked, 0u);
+}
+
 // A draft that may be one token ahead and a target that insists on it: they take turns, and neither
 // has anything but the other's bell to wake it.
 TEST(ports_take_turns) {

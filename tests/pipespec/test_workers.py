@@ -22,6 +22,7 @@ import torch
 from pipespec import Pipeline
 from pipespec.drivers import workers
 from pipespec.drivers.base import StageFailure
+from pipespec.drivers.worker import NICE
 from pipespec.drivers.workers import restored_threads, target_threads
 from pipespec.planning import simulator
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
@@ -197,6 +198,11 @@ def test_workers_are_kept_and_leak_nothing(rig):
     for pid, (files, maps) in after.items():
         assert files <= before[pid][0]
         assert maps <= before[pid][1]
+
+
+def test_drafts_give_way_to_the_target(rig):
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [os.getpriority(os.PRIO_PROCESS, pid) - own for pid in rig.pids] == [min(NICE, 19 - own)] * 2
 
 
 def test_no_busy_wait(rig):

@@ -45,6 +45,7 @@ def captured(profile: Profile, *steps: float, slope: float = 0.0, devices=()) ->
 def only_steps_take_time(monkeypatch):
     monkeypatch.setattr(planner, "BETWEEN_S", 0.0)
     monkeypatch.setattr(planner, "WAKE_S", 0.0)
+    monkeypatch.setattr(planner, "LATE_S", 0.0)
 
 
 def test_a_good_draft_speculates():
@@ -85,6 +86,17 @@ def test_stages_that_slow_each_other_down_take_turns():
     assert together.chosen.schedule == "lockstep"
     workers = next(c for c in together.candidates if c.schedule == "workers")
     assert workers.ideal > workers.rate
+
+
+def test_nobody_sleeps_for_a_small_gain(monkeypatch):
+    def waits(margin):
+        monkeypatch.setattr(planner, "WAIT_MARGIN", margin)
+        found = plan(chain(1e-3, 1e-2), Answers((0.85,)), schedules=("workers",))
+        rungs = planner.ladder(chain(1e-3, 1e-2), Answers((0.85,)), found.chosen, found.call)
+        return {c.wait for c in (found.chosen, *rungs) if not getattr(c, "decode_meanwhile", False)}
+
+    assert max(waits(1.0)) > 0
+    assert waits(10.0) == {0}
 
 
 def test_one_core_has_no_workers():

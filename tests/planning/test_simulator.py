@@ -97,6 +97,31 @@ def test_more_stages_than_cores_take_turns():
     assert one.seconds == pytest.approx(run(1.0).seconds)
 
 
+def test_the_target_keeps_its_core():
+    """Three on two cores, never accepted, never held back: the target as fast as alone, the drafts at half their speed."""
+    stages = [StageModel(s, device=0) for s in (1.0, 2.0, 10.0)]
+    result = simulate("workers", stages, (0.0, 0.0), 500, policy=Policy(windows=1000), contention=0.0, cores=2)
+    assert result.seconds == 500 * 10.0
+    for stage, step in zip(result.stages[:-1], (1.0, 2.0), strict=True):
+        assert stage.steps * step == pytest.approx(result.seconds / 2, rel=0.01)
+
+
+def test_late_is_who_wakes_while_others_have_all_cores():
+    """The target waits for one draft, which follows from a draft of its own: two awake on two cores, or none but its publisher."""
+    policy = Policy(windows=4, wait=2, wake_s=0.25, late_s=4.0)
+    prompt = Policy(windows=4, wait=2, wake_s=0.25)
+
+    def seconds(chosen, stages, cores):
+        models = [StageModel(s, device=0) for s in stages]
+        answers = (0.8,) * (len(stages) - 1)
+        return simulate("workers", models, answers, 1000, policy=chosen, contention=0.0, cores=cores).seconds
+
+    assert seconds(policy, (1.0, 10.0), 2) == seconds(prompt, (1.0, 10.0), 2)
+    assert seconds(policy, (1.0, 4.0, 10.0), 3) == seconds(prompt, (1.0, 4.0, 10.0), 3)
+    assert seconds(policy, (1.0, 4.0, 10.0), 2) > 1.05 * seconds(prompt, (1.0, 4.0, 10.0), 2)
+    assert seconds(policy, (1.0, 4.0, 10.0), None) == seconds(prompt, (1.0, 4.0, 10.0), None)
+
+
 def test_who_is_sensitive_to_others():
     """Steps of 1 and 10, never accepted: the target's last 1.5 times as long beside a draft that never rests, or as ever."""
 
@@ -259,6 +284,7 @@ def two(step: float = 1.0) -> list[StageModel]:
         ({"policy": Policy(waits=(1, 1))}, "waits"),
         ({"policy": Policy(width=1)}, "width"),
         ({"policy": Policy(patience=-1.0)}, "patience"),
+        ({"policy": Policy(late_s=-1.0)}, "late_s"),
         ({"answers": Answers(table=np.zeros((0, 1), np.uint8))}, "empty"),
         ({"answers": Answers(table=np.zeros((5, 2), np.uint8))}, "table"),
         ({"answers": Answers(table=np.zeros((5, 1), np.int64))}, "uint8"),

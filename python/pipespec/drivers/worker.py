@@ -24,6 +24,10 @@ from pipespec_kernels.trace import TraceMemory
 
 _ORPHAN_CHECK_NS = 500_000_000
 
+NICE = 5
+"""A draft's priority is lower than the target's, which everybody waits for: a target that wakes up takes its core at once, where
+between equals it waits for the end of a slice; and where stages outnumber cores, the drafts share what the target leaves."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -92,6 +96,7 @@ def _take_part(stage: Stage, run: Run, parent: int) -> None:
 def main() -> None:
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's business
+    os.nice(NICE)
     conn = Connection(int(sys.argv[1]))
     status = 0
     try:

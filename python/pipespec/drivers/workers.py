@@ -315,7 +315,7 @@ class WorkersDriver(Driver):
                 if left <= 0:
                     action = self._target.step(0, max_hints)
                     break
-                self._target.port.park(left)
+                self._target.port.park(left, min(policy.wait, max_hints))
                 action = self._target.step(0, max_hints, policy.wait)
         return action
 

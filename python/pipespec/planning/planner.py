@@ -19,10 +19,16 @@ from pipespec.planning.simulator import WIDTH, Answers, Policy, StageModel, simu
 MARGIN = 1.05
 """Speculate only where it is predicted to be this much faster than plain decoding."""
 
-WAKE_S = 3e-5
-"""From a publication to the look of a stage that slept, and"""
+WAKE_S = 1e-4
+"""From a publication to the look of a stage that slept, on average,"""
+LATE_S = 3e-4
+"""the same where other stages have all cores, and"""
 BETWEEN_S = 4e-5
 """from the end of a step to the next: medians of traces, see docs/theory.md. Small beside a step, and about the same everywhere."""
+
+WAIT_MARGIN = 1.05
+"""A target sleeps for drafts only where that is predicted to be this much faster: predictions of two waits differ by as much from what is
+measured, and a sleep is what costs when the machine is busier than it was."""
 
 _THREADS_GAIN = 1.1
 """Fewer threads than the user allows are taken where they are this much faster: less is the machine's mood."""
@@ -299,6 +305,7 @@ def predict(
             candidate.wait,
             decode_meanwhile=candidate.decode_meanwhile,
             wake_s=0.0 if ideal or not candidate.waits else WAKE_S,
+            late_s=0.0 if ideal or not candidate.waits else LATE_S,
         ),
         rows=rows,
         seed=seed,
@@ -393,9 +400,14 @@ def plan(
                     predicted(replace(own, windows=windows, wait=wait, decode_meanwhile=meanwhile))
                     for windows, wait, meanwhile in _grid(schedule, len(drafts))
                 ]
-                found.append(predicted(max(tried, key=lambda c: c.rate), answers))
+                found.append(predicted(_best(tried), answers))
     found = [replace(c, ideal=predict(profile, answers, c, call, seed=seed, ideal=True).rate) for c in found]
     return decide(Plan(plain, plain, tuple(found), names, call, ""), corrections)
+
+
+def _best(tried: Sequence[Candidate]) -> Candidate:
+    """The fastest of some windows and waits; see :data:`WAIT_MARGIN`."""
+    return max(tried, key=lambda c: c.rate / (WAIT_MARGIN if c.wait and not c.decode_meanwhile else 1.0))
 
 
 def _thinned(answers: Answers) -> Answers:
@@ -479,12 +491,12 @@ def ladder(
     ]
     for a in _LADDER:
         own = Answers(acceptance=(*between[:-1], a))
-        best: Candidate | None = None
-        for windows, wait in settings:
-            tried = _predict_subset(profile, own, replace(candidate, windows=windows, wait=wait), call, cores)
-            if best is None or tried.rate > best.rate:
-                best = tried
-        assert best is not None
+        best = _best(
+            [
+                _predict_subset(profile, own, replace(candidate, windows=windows, wait=wait), call, cores)
+                for windows, wait in settings
+            ]
+        )
         rungs.append(Rung(a, best.windows, best.wait, best.rate))
     return tuple(rungs)
 

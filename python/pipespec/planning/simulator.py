@@ -59,7 +59,7 @@ class Policy:
     the target awaits when it has fewer; ``waits``: the same for each verifying stage, instead. ``patience``: the deadline, in
     expected durations. ``decode_meanwhile``: a stage with fewer hints than its wait decodes one token and leaves the hints alone,
     instead of sleeping; pays where a one-token step costs much less than a wider one. ``wake_s``: from
-    a publication to the look of a stage that slept.
+    a publication to the look of a stage that slept; ``late_s``: the same where the others have all cores (None: no longer).
     """
 
     windows: int | Sequence[int] = 32
@@ -68,6 +68,7 @@ class Policy:
     patience: float = PATIENCE
     decode_meanwhile: bool = False
     wake_s: float = 0.0
+    late_s: float | None = None
     width: int = WIDTH
 
     def per_stage(self, stages: int) -> list[tuple[int, int, int]]:
@@ -190,7 +191,8 @@ def simulate(
     published ones, steered by ``lookahead``, with ``handshake_s`` the fixed cost of an acknowledgement (one row only).
     ``answers``: ``Answers``, or just acceptance rates. ``contention``: of ``workers``, how much stages on one device slow each
     other down; n at once last 1 + contention (n - 1) times as long each (0: not at all; 1: they share what one alone has).
-    ``cores`` of each device: so many run at once, more than these share them in turn (None: enough for all).
+    ``cores`` of each device: so many run at once; of more, the target keeps one and the drafts share the others in turn, as the engine's
+    priorities have it (one core: all share it; None: enough for all).
     ``preempt``, and ``handshake_s`` with ``workers``: idealisations for checks of closed forms, no driver has them; see
     csrc/runtime/simulator.hpp.
 
@@ -246,6 +248,7 @@ def simulate(
     setting.contention, setting.cores = non_negative(contention, "contention"), cores or 0
     setting.patience, setting.decode_meanwhile = policy.patience, policy.decode_meanwhile
     setting.wake_s = non_negative(policy.wake_s, "wake_s")
+    setting.late_s = setting.wake_s if policy.late_s is None else non_negative(policy.late_s, "late_s")
     setting.preempt, setting.handshake_s = preempt, non_negative(handshake_s, "handshake_s")
     setting.lookahead = lookahead
     result: dict[str, Any] = getattr(_native, functions[schedule])(setting)
