@@ -59,7 +59,19 @@ class Part:
 def _tests(name: str, paths: Sequence[str], most: int, least: int, slow: bool = False) -> Part:
     marked = "gpu and slow" if slow else "gpu and not slow"
     notes = ("-p", "bench.pytest_notes", "--notes", "{file}", "-o", "faulthandler_timeout=40")
-    command = ("-m", "pytest", *paths, "-m", marked, "-q", "--tb=short", "-p", "no:cacheprovider", *notes)
+    command = (
+        "-m",
+        "pytest",
+        *paths,
+        "-m",
+        marked,
+        "-q",
+        "--tb=short",
+        "--continue-on-collection-errors",
+        "-p",
+        "no:cacheprovider",
+        *notes,
+    )
     return Part(name, command, most, least, "tests", required=not slow)
 
 
@@ -274,14 +286,16 @@ class Check:
         """The native modules, and what the machine is; False where nothing can be run."""
         kept = sum(part.least for part in self.parts if part.required)
         # As `pip install .` leaves it: the modules are beside the installed package, which the source tree hides.
-        if not self._is_built() and not (self._take_installed() and self._is_built()):
+        self._take_installed()
+        if not self._is_built():
             built = run(["setup.py", "-q", "build_ext", "--inplace"], self.log, max(60.0, self.left - kept))
             self.record["build"] = built
             print(f"{'build':24}{'passed' if built['status'] == 0 else 'FAILED'}, {built['seconds']:.0f} s", flush=True)
         facts = run(["-c", _FACTS], self.log, 60)
         try:
-            info = self.record["machine"] = json.loads(facts["last_lines"][-1])
-        except (IndexError, ValueError):
+            line = next(line for line in reversed(facts["last_lines"]) if line.startswith("{"))
+            info = self.record["machine"] = json.loads(line)
+        except (StopIteration, ValueError):
             for line in (*self.record.get("build", {}).get("last_lines", ()), *facts["last_lines"]):
                 print(f"    | {line[:200]}")
             print("nothing can be run: see above")
@@ -293,17 +307,17 @@ class Check:
     def _is_built(self) -> bool:
         return run(["-c", _IS_BUILT], self.log, 60)["status"] == 0
 
-    def _take_installed(self) -> bool:
-        """Whether there were any."""
+    def _take_installed(self) -> None:
+        """Those that are newer than the tree's, or that it lacks."""
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         found = [
             module
             for module in Path(sysconfig.get_path("platlib"), "pipespec_kernels").glob(f"_*{suffix}")
-            if not (TREE / module.name).exists()
+            if not (TREE / module.name).exists() or module.stat().st_mtime > (TREE / module.name).stat().st_mtime
         ]
-        for module in found:
-            shutil.copy2(module, TREE)
-        return bool(found)
+        with suppress(OSError):  # then the tree's are used, or built
+            for module in found:
+                shutil.copy2(module, TREE)
 
     def run(self) -> bool:
         """All parts; whether all is well."""
@@ -354,7 +368,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=ALL_SECONDS, help="for all parts together (%(default)s)")
     options = parser.parse_args()
     # In a process of its own: this one never touches torch before the parts have run, so nothing can hang it.
-    if subprocess.run([sys.executable, "-c", _HAS_GPU], stdin=subprocess.DEVNULL, timeout=120).returncode != 0:
+    try:
+        status = subprocess.run([sys.executable, "-c", _HAS_GPU], stdin=subprocess.DEVNULL, timeout=120).returncode
+    except subprocess.TimeoutExpired:
+        status = 0  # slow, or stuck: the parts will say
+    if status != 0:
         print("bench.gpu_check: no GPU is visible to torch; nothing was run.", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _terminated)

@@ -8,7 +8,8 @@
 namespace pipespec {
 
 // Both blocks have the same sizes. Called by the one who runs `stage`, between two of its steps;
-// nobody else writes this stage's part of `to`. Copies what plan() needs to know, not the counters.
+// nobody else writes this stage's part of `to`. Copies what plan() needs to know, and of the
+// counters those that the caller steers by.
 PIPESPEC_HD inline void replicate(const Block& from, const Block& to, std::uint32_t stage,
                                   std::uint32_t row) {
   const Sequence source(from, stage, row);
@@ -33,6 +34,10 @@ PIPESPEC_HD inline void replicate(const Block& from, const Block& to, std::uint3
   priv_copy.kv = priv.kv;
   priv_copy.agreed = priv.agreed;
   priv_copy.seen_epoch = priv.seen_epoch;
+  const Counters& counts = priv.counters;
+  store_relaxed(&priv_copy.counters.steps, counts.steps);
+  store_relaxed(&priv_copy.counters.drafted, counts.drafted);
+  store_relaxed(&priv_copy.counters.accepted, counts.accepted);
 }
 
 }  // namespace pipespec

@@ -47,7 +47,7 @@ class Bells {
     heard_[kCaller] = listen(kCaller);
   }
 
-  // After publishing: wakes whoever sleeps.
+  // After publishing: wakes whom it concerns.
   void ring() {
     std::uint32_t* own = bell(stage_);
     __atomic_store_n(own, __atomic_load_n(own, __ATOMIC_RELAXED) + 1, __ATOMIC_SEQ_CST);

@@ -61,7 +61,7 @@ struct Setting {
   double wake_s = 0.0;    // from a publication to the look of a stage that slept, and
   double late_s = 0.0;    // the same where others have all the cores
   // With fewer hints than `wait`, decode one token and leave the hints alone, instead of sleeping.
-  // For targets whose one-token steps cost much less than wider ones. No driver does it yet.
+  // For targets whose one-token steps cost much less than wider ones.
   bool decode_meanwhile = false;
   // Idealisations, to check closed forms; no driver has them:
   bool preempt = false;      // a draft drops the forward it is in when it learns that it is useless

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.compat import text_config
+
+_one_at_a_time = threading.RLock()
+"""The modules are the model's, which pipelines in other threads may have, too."""
 
 
 def rope_type(model: PreTrainedModel) -> str:
@@ -59,20 +63,24 @@ class LengthAngles:
         return found if found is not None and found._rotaries else None
 
     @contextmanager
-    def seeing(self, length: int) -> Iterator[None]:
-        """Within, forwards have the angles of one whose longest position is ``length - 1``. Columns beyond that are padding."""
-        before = [rotary.__dict__.get("forward") for rotary in self._rotaries]
-        self.reset()
-        for rotary in self._rotaries:
-            rotary.__dict__["forward"] = _Seeing(rotary, length)
-        try:
-            yield
-        finally:
-            for rotary, own in zip(self._rotaries, before, strict=True):
-                del rotary.__dict__["forward"]
-                if own is not None:
-                    rotary.__dict__["forward"] = own
+    def seeing(self, length: int, most: int) -> Iterator[None]:
+        """Within, forwards have the angles of one whose longest position is ``length - 1``. Columns beyond that, up to ``most``, are padding."""
+        with _one_at_a_time:
+            if most <= self.limit:  # nothing to see to; and other threads may be in the model's own generate()
+                yield
+                return
+            before = [rotary.__dict__.get("forward") for rotary in self._rotaries]
             self.reset()
+            for rotary in self._rotaries:
+                rotary.__dict__["forward"] = _Seeing(rotary, length)
+            try:
+                yield
+            finally:
+                for rotary, own in zip(self._rotaries, before, strict=True):
+                    del rotary.__dict__["forward"]
+                    if own is not None:
+                        rotary.__dict__["forward"] = own
+                self.reset()
 
     def are_followed(self, *, in_chunks: bool, padded: bool) -> bool:
         """Whether a call's angles can be ``generate()``'s. ``in_chunks``: its prefill is; ``padded``: every row has padding.

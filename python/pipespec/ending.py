@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_STILL_S = 1.0
+"""By then the interpreter is gone, or somebody waits for the thread to end."""
 _PATIENCE_S = 10.0
 """A call ends behind the step that it is in. One that takes longer than this is left to its fate."""
 
@@ -56,7 +58,7 @@ def _forget() -> None:
 
 @contextmanager
 def call() -> Iterator[None]:
-    """Around a call of ``generate()``. When the program ends, its thread does not come out of here."""
+    """Around a call of ``generate()``. When the program ends, its thread stands still here, and then ends."""
     _register()
     calls, thread = _calls, threading.get_ident()
     if thread in calls.threads:  # from inside of a call of another pipeline
@@ -71,7 +73,8 @@ def call() -> Iterator[None]:
             calls.threads.discard(thread)
             calls.changed.notify_all()
         if calls.are_over():
-            threading.Event().wait()
+            threading.Event().wait(_STILL_S)
+            raise SystemExit  # itself: a thread ends of it without a word
 
 
 def check() -> None:

@@ -122,7 +122,13 @@ def _is_of_memory(*said: str) -> bool:
     return any(
         words in text
         for text in said
-        for words in ("out of memory", "MemoryError", "can't allocate memory", "not enough memory")
+        for words in (
+            "out of memory",
+            "MemoryError",
+            "can't allocate memory",
+            "Cannot allocate memory",
+            "not enough memory",
+        )
     )
 
 

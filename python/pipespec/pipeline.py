@@ -49,7 +49,7 @@ class BasePipeline(ABC):
         """After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it."""
         self._graphs = False  # whether caches have all their room from the beginning
         self._copies = False  # whether what is returned of them is a copy
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._owner: int | None = None  # thread that is inside
 
     @property
@@ -235,7 +235,7 @@ class BasePipeline(ABC):
             longest,
             most,
             graphs=self._graphs,
-            copied=generation.copies(self._copies),
+            copied="target" in caching and generation.copies(self._copies),
             kept=functools.partial(self._keeps, generation),
             spare=functools.partial(self._spare, generation),
         )
@@ -243,9 +243,9 @@ class BasePipeline(ABC):
     @contextmanager
     def _turn(self, what: str, instead: str) -> Iterator[None]:
         """One thread at a time. ``RuntimeError`` for ``what`` from inside of a call: it would wait for itself."""
-        if self._owner == threading.get_ident():
-            raise RuntimeError(f"{what} was called from inside of a call of the same pipeline; {instead}")
         with self._lock:
+            if self._owner == threading.get_ident():
+                raise RuntimeError(f"{what} was called from inside of a call of the same pipeline; {instead}")
             self._owner = threading.get_ident()
             try:
                 yield
@@ -390,7 +390,7 @@ class Pipeline(BasePipeline):
         self, generation: Generation, caching: Mapping[str, PreTrainedModel], longest: int, most: int
     ) -> None:
         if self._auto is not None:
-            self._graphs = self._copies = bool(self._auto.captured)
+            self._graphs = self._copies = self._auto.expect(generation.request)
         try:
             super()._check_memory(generation, caching, longest, most)
             return

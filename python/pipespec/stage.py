@@ -226,7 +226,8 @@ class Stage:
         if self._clamp is not None:
             fed = fed.clamp(max=self._clamp)
         try:
-            with nullcontext() if self._angles is None else self._angles.seeing(seen):
+            most = max(seen, max(cache.lengths) + fed.shape[1])
+            with nullcontext() if self._angles is None else self._angles.seeing(seen, most):
                 return forward(self.model, fed, cache, keep=keep)
         except BaseException:
             # Half of a feed lies beyond the lengths, which grow when it is complete.

@@ -178,7 +178,7 @@ def test_nothing_runs_where_nothing_can(
 
 
 def test_modules_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What `pip install .` has built is used where the tree has none; what the tree has stays."""
+    """What `pip install .` has built is used where the tree has none or an older one; what is newer in the tree stays."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     installed, tree = tmp_path / "site" / "pipespec_kernels", tmp_path / "tree"
     for folder in (installed, tree, out := tmp_path / "out"):
@@ -187,6 +187,8 @@ def test_modules_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (installed / f"{name}{suffix}").write_text("installed")
     (installed / "_native.other-python.so").write_text("of another Python")
     (tree / f"_native{suffix}").write_text("own")
+    for module, age in ((installed / f"_native{suffix}", 60), (tree / f"_native{suffix}", 0)):
+        os.utime(module, (time.time() - age,) * 2)
     monkeypatch.setattr(gpu_check, "TREE", tree)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "site"))
     monkeypatch.setattr(gpu_check, "_IS_BUILT", f"open({str(tree / f'_cuda{suffix}')!r})")
@@ -198,6 +200,9 @@ def test_modules_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_pa
         f"_native{suffix}": "own",
         f"_cuda{suffix}": "installed",
     }
+    os.utime(tree / f"_native{suffix}", (time.time() - 120,) * 2)
+    assert check.prepare()
+    assert (tree / f"_native{suffix}").read_text() == "installed"
 
 
 def test_limits_leave_the_others_theirs() -> None:

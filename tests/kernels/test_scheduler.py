@@ -94,7 +94,14 @@ def test_plain_text(schedule: str, mirrored: bool, wrong_every: tuple[int, ...],
     steering = Steering(windows=(4,) * len(wrong_every), wait=2, decode_meanwhile=mirrored)
     scheduler = Scheduler(launcher, steering, schedule=schedule, ahead=2, trace=1000)
     seen: list[int] = []
-    scheduler.run(lambda: seen.append(block.length(block.target, 0)))
+    steps: list[int] = []
+
+    def on_commit() -> None:
+        seen.append(block.length(block.target, 0))
+        steps.append(block.counters(block.target, 0)["steps"])
+
+    scheduler.run(on_commit)
+    assert 0 < steps[-1] <= LIMITS[0]  # what the caller steers by is there while it runs
     assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
     assert seen == sorted(seen)
     assert seen[-1] == LIMITS[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import warnings
 
 import pytest
@@ -311,3 +312,28 @@ def test_angles_computed_by_code_that_nobody_knows():
     del target.model.rotary_emb.rope_type
     assert angles_change_at(target) == LIMIT
     assert LengthAngles.of(target) is None
+
+
+@pytest.mark.parametrize("length", [4, LIMIT - NEW // 2])
+def test_threads_that_share_a_model(length):
+    """Below the limit nobody notices that another pipeline, or the user, is using the model; beyond it pipelines take turns."""
+    target = model_of("longrope")
+    pipes = [Pipeline(target, noisy(target, 0.05, seed=i)) for i in range(2)]
+    errors = []
+
+    def repeat(generate, wanted):
+        try:
+            for _ in range(6):
+                assert torch.equal(generate(prompt_of(length), max_new_tokens=NEW, do_sample=False), wanted)
+        except BaseException as error:
+            errors.append(error)
+
+    calls = [pipe.generate for pipe in pipes]
+    if length + NEW <= LIMIT:
+        calls.append(target.generate)
+    threads = [threading.Thread(target=repeat, args=(call, text_of("longrope", length))) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors

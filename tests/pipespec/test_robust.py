@@ -273,7 +273,7 @@ def test_close_from_inside_of_a_call(model, how):
 
 @pytest.mark.parametrize("how", ["lockstep", "streams"])
 def test_a_program_may_end_while_a_daemon_thread_generates(tmp_path, how):
-    """Also with another thread that waits for its turn, a call within a call, and one in a handler that runs later."""
+    """Also with another thread that waits for its turn, a call within a call, one in a handler that runs later, and one that joins the threads."""
     script = tmp_path / "script.py"
     script.write_text(
         f"""
@@ -285,6 +285,7 @@ model = random_llama(3)
 pipe, inner = (Pipeline(model, noisy(model, 0.1), schedule={how!r}) for _ in range(2))
 ids = torch.tensor([[5, 6, 7, 8]])
 begun = threading.Event()
+atexit.register(lambda: [thread.join() for thread in threads])
 atexit.register(lambda: print(pipe.generate(ids, max_new_tokens=4).shape[1], flush=True))
 
 class Streamer:
@@ -301,8 +302,9 @@ def run():
     while True:
         pipe.generate(ids, max_new_tokens=400, streamer=Streamer())
 
-for _ in range(2):
-    threading.Thread(target=run, daemon=True).start()
+threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
+for thread in threads:
+    thread.start()
 begun.wait()
 """
     )

@@ -359,9 +359,9 @@ class CountingPort:
         self._port, self._block = port, block
         self.slept = set()
 
-    def park(self, timeout_ns):
+    def park(self, timeout_ns, awaited=0):
         self.slept.add(self._block.counters(self._block.target, 0)["steps"])
-        return self._port.park(timeout_ns)
+        return self._port.park(timeout_ns, awaited)
 
     def __getattr__(self, name):
         return getattr(self._port, name)

@@ -650,14 +650,46 @@ def test_a_call_that_needs_the_host_is_planned_without_graphs(monkeypatch, own, 
         assert all(a is b for a, b in zip(rooms, rounds.target.rooms(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::pipespec.drivers.base.StageFailure")
+def test_a_batch_whose_captured_steps_cannot_be_measured(monkeypatch, own, one_core):
+    """Too large for the memory: told once, and other sizes keep their graphs."""
+    asked = []
+
+    def measure(*args, rows, **more):
+        asked.append(rows)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with with_graphs(monkeypatch, own, "lockstep") as pipe:
+        monkeypatch.setattr(profiles, "measure_captured", measure)
+        ids, mask = left_pad(random_prompts(4, seed=8))
+        for _ in range(2):
+            pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert asked == [4]
+        reports(pipe, 1)
+        assert pipe._auto.captured
+        assert pipe.plan.chosen.captured
+
+
+def test_what_stays_is_not_counted_as_free(monkeypatch, own, one_core):
+    """A call that needs the host leaves the graphs their caches."""
+    prompt = left_pad(random_prompts(1, seed=2))[0]
+    seen = []
+    with with_graphs(monkeypatch, own, "lockstep") as pipe:
+        pipe.generate(prompt, max_new_tokens=8, do_sample=False)
+        monkeypatch.setattr(pipelines, "check_memory", lambda *a, kept, **more: seen.append(dict(kept())))
+        pipe.generate(prompt, max_new_tokens=8, do_sample=False)
+        pipe.generate(prompt, max_new_tokens=8, do_sample=False, repetition_penalty=1.2)
+    assert seen[0].get("cpu", 0) > 0
+    assert seen[1].get("cpu", 0) == 0
+
+
 def test_a_call_whose_fixed_caches_do_not_fit(monkeypatch, own, one_core):
     checked = []
 
-    def check_memory(*args, graphs, held, **more):
+    def check_memory(*args, graphs, **more):
         checked.append(graphs)
         if graphs:
             raise DoesNotFit("no room")
-        return held
 
     monkeypatch.setattr(pipelines, "check_memory", check_memory)
     with with_graphs(monkeypatch, own, "lockstep") as pipe:

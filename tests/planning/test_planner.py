@@ -372,8 +372,14 @@ def test_a_captured_step_is_charged_with_all_its_columns(windows):
     assert planner.columns(replace(rounds, captured=False), len(windows), 1) == 1
 
 
-def test_wide_captured_steps_cost_what_they_are_padded_to():
+def test_wide_captured_steps_cost_what_they_are_padded_to(monkeypatch):
     """Hints that fill half of a step are as dear as a full one."""
+    streams = planner.Candidate("streams", (0,), (6,), 0, 2, 0.0, captured=True)
+    profile = captured(chain(1e-3, 1e-2), 0.7e-3, 5e-3, slope=0.1)
+    padded = planner.predict(profile, Answers((0.8,)), streams, Call()).rate
+    with monkeypatch.context() as without:
+        without.setattr(planner, "columns", lambda candidate, place, width: width)
+        assert padded < planner.predict(profile, Answers((0.8,)), streams, Call()).rate
     cheap, dear = (
         plan(captured(chain(1e-3, 1e-2), 1e-3, 5e-3, slope=slope), Answers((0.6,)), captured=EVERY)
         for slope in (0.0, 0.5)

@@ -240,7 +240,7 @@ class Graphs:
         return GraphLauncher(_cuda.CudaLauncher(self._mirror.memory.address, stages), (self, graphs))
 
     def read_back(self) -> None:
-        """Bring the mirror to the block, the counters included, which no step copies. When no stage runs."""
+        """Bring the mirror to the block, all counters included, of which a step copies three. When no stage runs."""
         if self.block is self.pinned:
             return
         stages = range(len(self._stages))

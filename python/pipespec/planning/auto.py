@@ -99,7 +99,8 @@ class Auto:
         self.cores = len(os.sched_getaffinity(0))
         self.captured = _capturable(self.models) if captured is None else tuple(captured)
         self._drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}  # by way and drafts
-        self._has_room = True
+        self._is_eager = False  # the call that is about to run needs the host
+        self._unmeasured: dict[bool, set[int]] = {False: set(), True: set()}  # rows, by whether steps are captured
         self._plans: dict[tuple[int, str], Plan] = {}
         self._ladders: dict[tuple[int, str, Key], tuple[planner.Rung, ...]] = {}
         self._ledgers: dict[tuple[int, Key], Ledger] = {}
@@ -162,8 +163,12 @@ class Auto:
                 self.tables["greedy"] = profiles.agreement_on(self.models, text, first, own_text=True)
             return found
 
+    def _lacks(self, rows: int, *, captured: bool = False) -> bool:
+        """Whether steps of a batch are to be measured. Where that has failed, the nearest that was measured stands for them."""
+        return rows not in self._unmeasured[captured] and not self.profile.target.has(rows, captured=captured)
+
     def _lacks_captured(self, rows: int) -> bool:
-        return bool(self.captured) and not self.profile.target.has(rows, captured=True)
+        return bool(self.captured) and self._lacks(rows, captured=True)
 
     def _measure_captured(self, rows: int) -> None:
         """Captured step times of a batch; none, and no such schedules, where a model cannot be captured or the memory does not suffice."""
@@ -171,7 +176,13 @@ class Auto:
             with working(f"measuring captured steps (batches of {rows})"):
                 found = profiles.measure_captured(self.models, self.names, rows=rows)
         except (ValueError, RuntimeError) as error:
-            self._give_up_graphs(str(error))
+            if not self.profile.target.has(1, captured=True):
+                self._give_up_graphs(str(error))
+                return
+            self._unmeasured[True].add(rows)
+            _tell_failure(
+                f"captured steps of batches of {rows} could not be measured ({type(error).__name__}: {error})"
+            )
             return
         self.profile = self.profile.adding(found)
 
@@ -248,6 +259,14 @@ class Auto:
                     self._trials[rows] = self._trials.get(rows, 0) + 1
                     self._decisions.append(f"{candidate.way} {plan.label(candidate)} is tried")
                     return candidate
+        if plan.chosen.captured:  # another than what there is would have to be captured anew
+            there = {
+                at for at, driver in self._drivers.items() if isinstance(driver, FixedDriver) and driver.target.rooms()
+            }
+            near = [c for c in plan.candidates if c.captured and (c.way, c.drafts) in there and c.schedule != "plain"]
+            best = max(near, key=lambda c: c.rate, default=plan.chosen)
+            if best.rate * planner.MARGIN > plan.chosen.rate:
+                return best
         return plan.chosen
 
     # ---- drivers
@@ -264,12 +283,13 @@ class Auto:
             self._drivers[at] = driver
         driver.steer(policy)
         for other in self._drivers.values():
-            # A call in between that needs the host does not cost the others their graphs, unless it needs their memory.
-            if other is not driver and not (
-                self._has_room and not candidate.captured and isinstance(other, FixedDriver)
-            ):
+            if other is not driver and not self._stays(other):
                 other.forget()
         return driver
+
+    def _stays(self, driver: Driver) -> bool:
+        """A call in between that needs the host does not cost the others their graphs."""
+        return self._is_eager and isinstance(driver, FixedDriver)
 
     def _driver_for(
         self, plan: Plan, candidate: Candidate, mode: str, *, graphs: bool = True
@@ -308,7 +328,7 @@ class Auto:
             rows, max(len(p) for p in prompts), max(1, max(n - len(p) for p, n in zip(prompts, limits, strict=True)))
         )
         began = self.clock()
-        self._has_room, needs_host = has_room, None
+        needs_host = None
         if self.captured:
             needs_host = why_not(generation.request, self.models[-1].device.type)
             if needs_host is None and not has_room:
@@ -316,11 +336,12 @@ class Auto:
             if needs_host is not None:
                 self._decisions.append(f"without CUDA graphs: {needs_host}")
         graphs = needs_host is None
-        lacks = not self.profile.target.has(_bucket(rows)) or (graphs and self._lacks_captured(_bucket(rows)))
+        lacks = self._lacks(_bucket(rows)) or (graphs and self._lacks_captured(_bucket(rows)))
         if len(self.models) > 1 and lacks:
             try:
                 self._measure_rows(_bucket(rows), graphs=graphs)
             except Exception as error:
+                self._unmeasured[False].add(_bucket(rows))
                 _tell_failure(f"batches of {rows} could not be measured ({type(error).__name__}: {error})")
         prompt = max(prompts, key=len)
         if not self._asked and len(self.models) > 1 and len(prompt) >= _LONG_PROMPT:
@@ -345,7 +366,7 @@ class Auto:
 
     def _measure_rows(self, rows: int, *, graphs: bool) -> None:
         """Step times of a batch, when the first comes."""
-        if not self.profile.target.has(rows):
+        if self._lacks(rows):
             with working(f"measuring batches of {rows}"):
                 found = profiles.measure_stages(
                     self.models, self.names, rows=rows, widths=(1, 2, 4, 9), budget_s=0.7 * len(self.models)
@@ -355,13 +376,25 @@ class Auto:
             self._measure_captured(rows)
         self._store()
 
+    def expect(self, request: Request) -> bool:
+        """Before the memory for a call is counted. Whether it can run in captured steps; if not, its caches lie beside those of the graphs."""
+        self._is_eager = bool(self.captured) and why_not(request, self.models[-1].device.type) is not None
+        return bool(self.captured) and not self._is_eager
+
     def keeps(self, start: Start, given: RowCache | None) -> Counter[str]:
-        """As :meth:`Driver.keeps`: whichever driver runs a call, the others give back theirs first."""
-        return sum((driver.keeps(start, given) for driver in self._drivers.values()), Counter())
+        """As :meth:`Driver.keeps`: the most that one of them has, since one of them runs the call."""
+        found: Counter[str] = Counter()
+        for driver in self._drivers.values():
+            if not self._stays(driver):
+                found |= driver.keeps(start, given)
+        return found
 
     def spare(self, start: Start, given: RowCache | None) -> None:
         for driver in self._drivers.values():
-            driver.spare(start, given)
+            if self._stays(driver):
+                driver.forget()
+            else:
+                driver.spare(start, given)
 
     def close(self) -> None:
         for driver in self._drivers.values():
@@ -568,10 +601,10 @@ class _Session:
     def end(self, generation: Generation, seconds: float) -> tuple[str, ...]:
         """Afterwards: what was learnt and decided."""
         auto, key = self.auto, self.candidate.key
-        if (
-            self.candidate.captured and self.driver.remarks
-        ):  # it was run step by step after all, and the user was told why
-            auto._give_up_graphs(None)
+        if self.candidate.captured and self.driver.remarks:  # it was run step by step after all
+            # Told already where it could not be captured; a draft that found no memory is tried again.
+            if not any("cannot be prepared" in remark for remark in self.driver.remarks):
+                auto._give_up_graphs(None)
         elif isinstance(self.steering, Steering) and self.steering.speculated:
             tokens, passed, steps = (sum(column) for column in zip(*self.steering.speculated, strict=True))
             if self.candidate.schedule == "plain":
