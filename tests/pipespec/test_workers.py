@@ -463,6 +463,8 @@ def test_a_worker_stopped_for_a_while_goes_on(rig):
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("call", [1, 4], ids=["prefill", "step"])
 def test_a_worker_whose_model_fails(rig, stage, call):
+    for worker in rig.pipeline._driver._workers.values():
+        assert worker.await_idle()  # else the step that it ends now is the one that fails
     rig.drafts[stage].set(fail_at=call)
     with rig.abreast():  # it is dead before the text is complete
         messages = rig.generate()

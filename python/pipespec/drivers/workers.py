@@ -203,7 +203,7 @@ class WorkersDriver(Driver):
         """Every worker that can be had is told to take part."""
         for i, worker in list(self._workers.items()):
             if not worker.await_idle():
-                cause = worker.obituary() if worker.is_dead() else "it did not answer"
+                cause = worker.obituary() if worker.is_dead() or worker.last_words else "it did not answer"
                 worker.kill()
                 del self._workers[i]
                 if self.block.is_alive(i):  # else it has been told
