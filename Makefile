@@ -1,10 +1,12 @@
 # make demo   the demonstration, on a fresh machine        make native   rebuild the native modules after a change
-# make test   everything that must pass                    make bench    the demo's table as a benchmark
+# make test   everything that must pass, few trials        make test-all the same with all trials, and the coverage
+# make bench  the table of the README, measured here
 #
-# Both first make a virtual environment in .venv with the pinned versions of constraints.txt. To use an environment of
+# Each first makes a virtual environment in .venv with the pinned versions of constraints.txt. To use an environment of
 # your own as it is, nothing installed into it:  make test ENV=/path/to/env
 PYTHON ?= python3
-# Builds for users never fail on a warning; `make native-test` compiles the same sources with warnings as errors.
+# How many trials the tests make, in Python (tests/trials.py) and in C++ (tests/native/check.hpp): ci or nightly.
+export PIPESPEC_TESTS ?= ci
 
 ifdef ENV
 BIN := $(abspath $(ENV))/bin
@@ -13,17 +15,22 @@ BIN := $(CURDIR)/.venv/bin
 RUNTIME := .venv/runtime.stamp
 DEV := .venv/dev.stamp
 endif
+# Where the native modules and the C++ tests are built: one folder for both, so that each file is compiled once.
+export PIPESPEC_BUILD_DIR ?= $(CURDIR)/build/native$(if $(ENV),-$(notdir $(BIN:/bin=)))
+# Warnings are errors in an environment for development, and never in one for users.
+export PIPESPEC_WERROR ?= $(if $(ENV)$(shell test -e .venv/dev.stamp && echo yes),on,off)
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
 JOBS ?= $(shell nproc)
 CPP_FILES = $(shell find csrc tests/native -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format types native native-test pytest test-oldest bench check-clean-build clean
+.PHONY: help env demo test test-all lint format types native native-test pytest test-oldest bench check-results docs \
+  check-clean-build clean
 
 help:
-	@sed -n '1,5s/^# \{0,1\}//p' Makefile
-	@echo "also: $(filter-out help demo test native bench,$(shell sed -n 's/^.PHONY: //p' Makefile))"
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@echo "also: env lint format types native-test pytest test-oldest check-results docs check-clean-build clean"
 
 # --- the environment ---------------------------------------------------------------------------------------------
 .venv/tools.stamp: constraints.txt
@@ -38,9 +45,10 @@ help:
 	$(PIP) --no-build-isolation -e .
 	@touch $@
 
-.venv/dev.stamp: .venv/runtime.stamp
-	$(PIP) --no-build-isolation -e '.[dev]'
-	@touch $@
+.venv/dev.stamp: .venv/tools.stamp pyproject.toml setup.py
+	@echo "installing the dependencies and the tools of development, and building the native modules"
+	PIPESPEC_WERROR=on $(PIP) --no-build-isolation -e '.[dev,docs]'
+	@touch .venv/runtime.stamp $@
 
 env: $(DEV)
 
@@ -48,13 +56,21 @@ env: $(DEV)
 demo: $(RUNTIME) native
 	$(BIN)/pipespec demo
 
-# The steps in order, each with its time; the first failure ends it.
+# The steps in order, with the time of each; the first failure ends it.
+STEPS = lint types native native-test pytest test-oldest
 test: $(DEV)
-	@for step in lint types native native-test pytest test-oldest; do \
+	@summary=""; begin=$$(date +%s); \
+	for step in $(STEPS); do \
 	  echo "=== $$step"; start=$$(date +%s); \
-	  $(MAKE) --no-print-directory $$step || { echo "=== $$step: FAILED"; exit 1; }; \
-	  echo "=== $$step: passed in $$(( $$(date +%s) - start )) s"; \
-	done
+	  if $(MAKE) --no-print-directory $$step; then state=passed; else state=FAILED; fi; \
+	  line="=== $$step: $$state in $$(( $$(date +%s) - start )) s"; echo "$$line"; summary="$$summary$$line\n"; \
+	  if [ $$state = FAILED ]; then break; fi; \
+	done; \
+	printf "\n=== summary (trials: $(PIPESPEC_TESTS))\n$$summary=== $$state in $$(( $$(date +%s) - begin )) s\n"; \
+	[ $$state = passed ]
+
+test-all:
+	@$(MAKE) --no-print-directory test PIPESPEC_TESTS=nightly COVERAGE=1
 
 # --- the steps ---------------------------------------------------------------------------------------------------
 lint: $(DEV)
@@ -73,49 +89,63 @@ types: $(DEV)
 native: $(RUNTIME)
 	@$(PY) setup.py -q build_ext --inplace
 
-# The C++ tests: plain (with the Python modules, CUDA included where nvcc is found, and warnings as errors), then under
-# ThreadSanitizer, then under AddressSanitizer and UndefinedBehaviorSanitizer.
-CMAKE = PATH="$(BIN):$$PATH" cmake -S . -G Ninja -DPIPESPEC_WERROR=ON -DPIPESPEC_TESTS=ON --log-level=WARNING
+# The C++ tests, in the folder of the native modules; then those with threads under ThreadSanitizer, and all of them under
+# AddressSanitizer and UndefinedBehaviorSanitizer.
+CMAKE = PATH="$(BIN):$$PATH" cmake -S . -G Ninja -DPIPESPEC_BUILD_TESTS=ON --log-level=WARNING
+SANITIZED = $(CMAKE) -DPIPESPEC_WERROR=ON -DPIPESPEC_MODULES=OFF
 define build_and_ctest
-	PATH="$(BIN):$$PATH" cmake --build $(1) --parallel $(JOBS)
-	PATH="$(BIN):$$PATH" ctest --test-dir $(1) --output-on-failure --no-tests=error
+	PATH="$(BIN):$$PATH" cmake --build $(1) --target native_tests --parallel $(JOBS)
+	PATH="$(BIN):$$PATH" ctest --test-dir $(1) --parallel $(JOBS) --output-on-failure --no-tests=error
 endef
-native-test: $(DEV)
-	$(CMAKE) -B build/check -DPython_EXECUTABLE=$(PY) -Dpybind11_DIR=$$($(PY) -m pybind11 --cmakedir) \
-	  -DPIPESPEC_CUDA=$${PIPESPEC_CUDA:-auto}
-	$(call build_and_ctest,build/check)
-	$(CMAKE) -B build/check-thread -DPIPESPEC_MODULES=OFF -DPIPESPEC_SANITIZE=thread
-	$(call build_and_ctest,build/check-thread)
-	$(CMAKE) -B build/check-address -DPIPESPEC_MODULES=OFF -DPIPESPEC_SANITIZE=address
-	$(call build_and_ctest,build/check-address)
+native-test: $(DEV) native
+	$(CMAKE) -B $(PIPESPEC_BUILD_DIR)
+	$(call build_and_ctest,$(PIPESPEC_BUILD_DIR))
+	$(SANITIZED) -B build/native-thread -DPIPESPEC_SANITIZE=thread
+	$(call build_and_ctest,build/native-thread)
+	$(SANITIZED) -B build/native-address -DPIPESPEC_SANITIZE=address
+	$(call build_and_ctest,build/native-address)
 
 # Two tests at a time, in two processes: CI has two cores, and most tests use one.
-AT_ONCE = -n 2 --dist worksteal
+AT_ONCE = -n 2 --dist worksteal --durations=40 --durations-min=1
+ifdef COVERAGE
+COVER = --cov --cov-report=term:skip-covered
+endif
 pytest: $(DEV)
-	$(PY) -m pytest $(AT_ONCE)
+	$(PY) -m pytest $(AT_ONCE) $(COVER)
 
-# The oldest transformers that pyproject.toml allows, in an environment of its own. The package is not installed there: it is
-# this tree, with the native modules that are built in it.
-OLDEST_TESTS = $(patsubst %,tests/pipespec/test_%.py,conformance inputs generate cache forward attention angles)
-.venv-oldest/stamp: constraints-oldest.txt $(RUNTIME)
+# The oldest transformers that pyproject.toml allows, in an environment of its own. It has transformers and the packages
+# that go with it; everything else (torch above all) comes from the main environment. The package is this tree.
+OLDEST_TESTS = $(patsubst %,tests/pipespec/test_%.py,conformance inputs generate cache forward attention rope)
+OLDEST = $(shell sed -n 's/^transformers==//p' constraints-oldest.txt)
+.venv-oldest/stamp: constraints-oldest.txt $(DEV)
 	@echo "making the environment .venv-oldest"
 	$(PY) -m venv --clear .venv-oldest
-	.venv-oldest/bin/python -m pip --disable-pip-version-check install -q -c constraints-oldest.txt \
-	  torch transformers numpy safetensors rich pytest pytest-xdist hypothesis psutil
+	$(PY) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' > \
+	  $$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main_environment.pth
+	.venv-oldest/bin/python -m pip --disable-pip-version-check install -q -c constraints-oldest.txt transformers
 	@touch $@
 
 test-oldest: .venv-oldest/stamp native
-	PYTHONPATH=$(CURDIR):$(CURDIR)/python .venv-oldest/bin/python -m pytest $(AT_ONCE) -m 'not slow' $(OLDEST_TESTS)
+	.venv-oldest/bin/python -c 'import transformers; assert transformers.__version__ == "$(OLDEST)", transformers'
+	PYTHONPATH=$(CURDIR):$(CURDIR)/python .venv-oldest/bin/python -m pytest $(AT_ONCE) $(OLDEST_TESTS)
 
 bench: $(RUNTIME) native
-	$(PY) -m bench.bench_cpu --json build/bench/cpu.json
+	$(PY) -m bench.bench_generate --rows readme --json build/bench/generate.json
+
+# Which files of bench/results were measured by code that has changed since.
+check-results: $(DEV)
+	$(PY) -m bench.check_results
+
+# The documentation site, in build/site. A broken link or a missing docstring reference is an error.
+docs: $(DEV)
+	$(PY) -m mkdocs build --strict
 
 # What a user's `pip install .` does: build isolation, no torch in the environment, no CUDA. Not part of `make test`.
 check-clean-build:
 	rm -rf build/clean && mkdir -p build/clean
 	git ls-files -coz --exclude-standard | xargs -0 cp --parents -t build/clean
 	$(PYTHON) -m venv build/clean/env
-	cd build/clean && start=$$(date +%s) && PIPESPEC_CUDA=off env/bin/python -m pip install --no-deps . && \
+	cd build/clean && start=$$(date +%s) && PIPESPEC_CUDA=off PIPESPEC_BUILD_DIR= PIPESPEC_WERROR=off env/bin/python -m pip install --no-deps . && \
 	  echo "built and installed in $$(( $$(date +%s) - start )) s"
 	cd / && $(CURDIR)/build/clean/env/bin/python -c "\
 	import importlib.util, pipespec_kernels; from pipespec_kernels import _native; \

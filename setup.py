@@ -1,6 +1,7 @@
 """Builds the native modules with CMake and ninja. Metadata is in pyproject.toml.
 
-Environment: PIPESPEC_CUDA=on|off|auto, PIPESPEC_CUDA_ARCHS="80;90", PIPESPEC_WERROR=on|off, MAX_JOBS=n.
+Environment: PIPESPEC_CUDA=on|off|auto, PIPESPEC_CUDA_ARCHS="80;90", PIPESPEC_WERROR=on|off, MAX_JOBS=n,
+PIPESPEC_BUILD_DIR=folder of CMake's files (default: one per Python environment, under build/).
 Nothing here imports torch: the core takes pointers and integers, so one build works with every torch.
 """
 
@@ -56,7 +57,8 @@ class CMakeBuild(build_ext):
     def build_extensions(self) -> None:
         # Not setuptools' build_temp: for editable installs that is thrown away, and each one would compile everything.
         # One folder per Python environment, so that two of them do not undo each other's work.
-        build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{crc32(sys.prefix.encode()):08x}"
+        default = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{crc32(sys.prefix.encode()):08x}"
+        build_dir = Path(os.environ.get("PIPESPEC_BUILD_DIR") or default)
         build_dir.mkdir(parents=True, exist_ok=True)
         with open(build_dir / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once in one folder would corrupt ninja's log

@@ -1,21 +1,23 @@
-"""The published system's two schedules (PipeSpec, arXiv 2505.01572), written anew as baselines; greedy, one text.
+"""The two published schedules (PipeSpec, arXiv 2505.01572), implemented again as baselines: greedy, one text at a time.
 
-Both hold to its rules, faults of the engineering left out. A stage's text is published as a whole; a stage compares it with its own:
+Both follow the published rules without the faults of the published code. A stage publishes its text as a whole; its neighbours compare it with
+their own:
 
-* **decode**: feed what the cache lacks, append the argmax;
-* **verify**: feed as many as 99 tokens of the upstream's text beyond one's own, keep those that agree and one of one's own. Only where
-  one's own text is the beginning of the upstream's; otherwise decode;
-* **roll back** to the downstream's text where the two differ: take it over as it is. Where they agree, keep one's own.
+* **decode**: feed the tokens that the cache lacks, append the argmax;
+* **verify**: feed at most 99 tokens of the upstream text beyond the own text, keep those that agree and append one own token. A stage
+  verifies only where its text is a prefix of the upstream text; otherwise it decodes;
+* **roll back**: where the own text differs from the downstream text, replace it by that text.
 
-``lookahead`` L is the least window: a stage looks at drafts when a step could append L tokens (the upstream is L - 1 ahead).
+``lookahead`` L is the minimum: a stage verifies when a step could append L tokens (the upstream stage is L - 1 ahead).
 
-:class:`Asynchronous`: a process per stage (the caller's is the target's). After *every* step a stage asks its upstream to compare, and sleeps until the
-answer comes, which is behind the upstream's running forward; corrections go hop by hop; stage 0 drafts without bound. Different from the
-original: a rolled-back cache is fed all the tokens that it lacks (there only the last, or one twice, so its drafts were of another text); stages sleep on
-semaphores instead of polling; every wait ends when the text is complete or a stage fails; the end is looked for in every token.
+:class:`Asynchronous`: one process per stage; the caller's runs the target. After *every* step a stage requests a comparison from its upstream stage
+and sleeps until the answer, which comes after the upstream stage's running forward. Corrections move stage by stage, and stage 0 drafts without
+bound. Differences from the original: a rolled-back cache is fed all the tokens that it lacks (the original feeds only the last one, so it drafts for
+another text); stages sleep on semaphores instead of polling; every wait ends when the text is complete or a stage fails; every token is
+checked for the end of the text.
 
-:class:`Lockstep`: stages in turn, in the caller's process: the smallest drafts L - 1, each middle one verifies once and then decodes until it is L - 1
-ahead, the target verifies, all others roll back to it.
+:class:`Lockstep`: the stages take turns in the caller's process. The smallest draft decodes L - 1 tokens, each middle stage verifies once and then
+decodes until it is L - 1 tokens ahead, the target verifies, and all others roll back to the target.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ WIDEST = 99
 """Drafts of one verification."""
 
 
-class Text:
-    """A stage's own tokens behind the prompt, its model and its keys and values.
+class BaselineStage:
+    """A stage: its model, its tokens behind the prompt, and its KV cache.
 
-    ``steps`` counts forwards behind the prompt's, ``drafted`` and ``accepted`` drafts, ``fed`` tokens.
+    ``steps`` counts forwards after the prompt's, ``drafted`` and ``accepted`` draft tokens, ``fed`` tokens.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -45,14 +47,14 @@ class Text:
 
     @torch.inference_mode()
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt and say the first token."""
+        """Feed the prompt and append the first token."""
         self.prompt, self.out = list(prompt), list[int]()
         self.steps = self.drafted = self.accepted = self.fed = 0
         self._cache, self._held = DynamicCache(config=self.model.config), 0
         self.out.append(self._feed(self.prompt)[-1])
 
     def _feed(self, tokens: list[int], keep: int = 1) -> list[int]:
-        """Argmaxes behind the last ``keep`` of ``tokens``, which the cache then holds."""
+        """Feed ``tokens`` and return the argmax behind each of the last ``keep``."""
         ids = torch.tensor([tokens], device=self.model.device)
         logits = self.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep).logits
         self._held += len(tokens)
@@ -61,7 +63,7 @@ class Text:
 
     @torch.inference_mode()
     def step(self, drafts: Sequence[int] = ()) -> None:
-        """Verify ``drafts``; with none, decode."""
+        """Verify ``drafts``; without any, decode."""
         missing = self.out[self._held - len(self.prompt) :]
         own = self._feed([*missing, *drafts], len(drafts) + 1)
         agreeing = 0
@@ -73,14 +75,14 @@ class Text:
         self.accepted += agreeing
         self._crop(len(self.prompt) + len(self.out) - 1)
 
-    def choose(self, upstream: Sequence[int], room: int) -> None:
-        """One step: verify what the upstream's text has beyond this one, where this one is its beginning; otherwise decode."""
+    def choose(self, upstream: Sequence[int], limit: int) -> None:
+        """Verify the upstream tokens beyond the own text where that text is a prefix of ``upstream``; otherwise decode."""
         own = len(self.out)
         follows = list(upstream[:own]) == self.out
-        self.step(upstream[own : own + min(WIDEST, room - 1)] if follows else ())
+        self.step(upstream[own : own + min(WIDEST, limit - 1)] if follows else ())
 
     def roll_back(self, downstream: Sequence[int]) -> None:
-        """Take over the downstream's text if it differs; the cache keeps what both begin with."""
+        """Replace the own text by the downstream one if they differ; the cache keeps the common prefix."""
         for i, (mine, right) in enumerate(zip(self.out, downstream, strict=False)):
             if mine != right:
                 self.out = list(downstream)
@@ -89,12 +91,12 @@ class Text:
 
     def _crop(self, length: int) -> None:
         if length < self._held:
-            self._cache.crop(length - self._held)  # negative: so many less
+            self._cache.crop(length - self._held)  # a negative value removes tokens
             self._held = length
 
 
 def end_of(text: Sequence[int], most: int, eos: Sequence[int]) -> int | None:
-    """The length at which ``text`` is complete: behind its first end token, or ``most``; None if it is not."""
+    """The length of the complete text, which ends with the first end token or at ``most``; None if it is incomplete."""
     for i, token in enumerate(text[:most]):
         if token in eos:
             return i + 1
@@ -102,16 +104,16 @@ def end_of(text: Sequence[int], most: int, eos: Sequence[int]) -> int | None:
 
 
 class Lockstep:
-    """All stages in turn; ``models``: the target last. ``generate`` returns the new tokens."""
+    """Stages that take turns; ``models``: the target last. ``generate`` returns the new tokens."""
 
     def __init__(self, models: Sequence[PreTrainedModel], lookahead: int) -> None:
         if lookahead < 1:
             raise ValueError(f"lookahead must be at least 1, not {lookahead}")
         self.models, self.lookahead = list(models), lookahead
-        self.stages: list[Text] = []
+        self.stages: list[BaselineStage] = []
 
     def generate(self, prompt: Sequence[int], most: int, eos: Sequence[int] = ()) -> list[int]:
-        stages = self.stages = [Text(model) for model in self.models]
+        stages = self.stages = [BaselineStage(model) for model in self.models]
         for stage in stages:
             stage.begin(prompt)
         ahead = self.lookahead - 1
@@ -141,28 +143,29 @@ class StageFailed(RuntimeError):
 
 
 class _Board:
-    """What the stages share: texts, requests and answers, under one lock; whoever changes something wakes all who sleep.
+    """Shared memory of the stages: texts, requests and answers, under one lock. Every change wakes all sleeping stages.
 
-    ``requests[i]``: of stage i + 1 to stage i, ``answers[i]`` the answers. ``call`` counts calls, ``done`` those that are complete.
+    ``REQUESTS[i]`` counts requests of stage i + 1 to stage i, ``ANSWERS[i]`` the answers; ``CALL`` counts calls, ``DONE`` complete ones.
     """
 
-    def __init__(self, stages: int, room: int, context: Any) -> None:
-        self.stages, self.room = stages, room
+    def __init__(self, stages: int, capacity: int, context: Any) -> None:
+        self.stages, self.capacity = stages, capacity
         self.lock = context.Lock()
-        # One semaphore per stage instead of a condition, whose notify would wait for ever for a sleeper that was killed.
+        # One semaphore per stage: a condition would wait for ever for a sleeping process that was killed.
         self.bells = [context.Semaphore(0) for _ in range(stages)]
         self.words = context.RawArray(ctypes.c_int64, 7 + 6 * stages)
-        self.texts = context.RawArray(ctypes.c_int64, room * (stages + 1))  # the prompt behind the stages'
+        # The prompt lies behind the texts of the stages.
+        self.texts = context.RawArray(ctypes.c_int64, capacity * (stages + 1))
 
     CALL, DONE, CLOSING, FAILED, PROMPT, MOST, LOOKAHEAD = range(7)
 
     def notify(self) -> None:
-        """Wake all that sleep."""
+        """Wake all sleeping stages."""
         for bell in self.bells:
             bell.release()
 
     def sleep(self, stage: int, seconds: float) -> bool:
-        """Under the lock, which is open meanwhile: until somebody notifies (before this call counts, too), or False when time is out."""
+        """Release the lock and sleep until a notification, or one that came before; False after ``seconds``. Called under the lock."""
         self.lock.release()
         rung: bool = self.bells[stage].acquire(timeout=seconds)
         while rung and self.bells[stage].acquire(block=False):
@@ -183,13 +186,13 @@ class _Board:
     REQUESTS, ANSWERS, LENGTHS, IDLE, STEPS, ACCEPTED = range(6)
 
     def publish(self, stage: int, text: Sequence[int]) -> None:
-        begin = stage * self.room
+        begin = stage * self.capacity
         self.texts[begin : begin + len(text)] = text
         self.words[self._word(self.LENGTHS, stage)] = len(text)
         self.notify()
 
     def read(self, stage: int) -> list[int]:
-        begin = stage * self.room
+        begin = stage * self.capacity
         return self.texts[begin : begin + self.get(self.LENGTHS, stage)]
 
     def put(self, kind: int, stage: int, value: int) -> None:
@@ -197,20 +200,23 @@ class _Board:
 
 
 class _Over(Exception):
-    """The text is complete, or nobody wants it any more."""
+    """The call has ended."""
 
 
 class _Player:
-    """A stage of the asynchronous chain, in whichever process."""
+    """A stage of the asynchronous chain.
+
+    ``check`` is called from time to time by a sleeping stage; it raises where no other stage can answer any more.
+    """
 
     def __init__(self, board: _Board, index: int, model: PreTrainedModel, check: Callable[[], None]) -> None:
-        self.board, self.index, self.text = board, index, Text(model)
+        self.board, self.index, self.text = board, index, BaselineStage(model)
         self.last = index == board.stages - 1
-        self.check = check  # called now and then by a stage that sleeps; raises where there is nobody left to wait for
+        self.check = check
 
     @contextmanager
     def _until(self, condition: Callable[[], bool]) -> Iterator[None]:
-        """Under the lock, as soon as ``condition`` holds. Raises ``_Over`` if the call ends before."""
+        """Hold the lock once ``condition`` is true. Raises ``_Over`` if the call ends before."""
         board = self.board
         with board.lock:
             while not (self._over() or condition()):
@@ -225,14 +231,14 @@ class _Player:
         return bool(words[_Board.DONE] >= words[_Board.CALL] or words[_Board.CLOSING] or words[_Board.FAILED])
 
     def play(self, eos: Sequence[int] = ()) -> list[int]:
-        """Take part in the current call; the target's tokens where this is the target."""
+        """Run the current call; returns the tokens of the target, and an empty list for drafts."""
         board, i = self.board, self.index
         with board.lock:
-            begin = board.stages * board.room
+            begin = board.stages * board.capacity
             prompt = board.texts[begin : begin + board.words[_Board.PROMPT]]
             most, lookahead = board.words[_Board.MOST], board.words[_Board.LOOKAHEAD]
-        # Nothing is wanted beyond: the furthest that the stages downstream can ask for, and a little.
-        room = most + (board.stages - i) * (lookahead + 2)
+        # The downstream stages cannot use more tokens.
+        limit = most + (board.stages - i) * (lookahead + 2)
         try:
             self.text.begin(prompt)
             self._publish()
@@ -242,7 +248,7 @@ class _Player:
                         board.words[_Board.DONE] = board.words[_Board.CALL]
                         board.notify()
                     return self.text.out[:end]
-                self._turn(lookahead, room)
+                self._turn(lookahead, limit)
         except _Over:
             return []
         finally:
@@ -250,31 +256,31 @@ class _Player:
                 board.put(_Board.STEPS, i, self.text.steps)
                 board.put(_Board.ACCEPTED, i, self.text.accepted)
 
-    def _asked(self) -> bool:
+    def _has_request(self) -> bool:
         board, i = self.board, self.index
         return not self.last and board.get(_Board.REQUESTS, i) > board.get(_Board.ANSWERS, i)
 
-    def _turn(self, lookahead: int, room: int) -> None:
+    def _turn(self, lookahead: int, limit: int) -> None:
         board, i, out = self.board, self.index, self.text.out
         first = i == 0
 
         def ready() -> bool:
-            return len(out) < room and (first or board.get(_Board.LENGTHS, i - 1) - len(out) >= lookahead - 1)
+            return len(out) < limit and (first or board.get(_Board.LENGTHS, i - 1) - len(out) >= lookahead - 1)
 
-        with self._until(lambda: self._asked() or ready()):
-            asked = self._asked()
-            seen = board.read(i + 1) if asked else [] if first else board.read(i - 1)
-        if asked:
+        with self._until(lambda: self._has_request() or ready()):
+            requested = self._has_request()
+            seen = board.read(i + 1) if requested else [] if first else board.read(i - 1)
+        if requested:
             self.text.roll_back(seen)
             self._publish(answer=True)
         elif first:
             self.text.step()
             self._publish()
         else:
-            self.text.choose(seen, room - len(out))
+            self.text.choose(seen, limit - len(out))
             self._publish()
         if not first:
-            self._ask()
+            self._request()
 
     def _publish(self, answer: bool = False) -> None:
         with self._until(lambda: True):
@@ -282,8 +288,8 @@ class _Player:
             if answer:
                 self.board.add(_Board.ANSWERS, self.index)
 
-    def _ask(self) -> None:
-        """Ask the upstream to compare itself with this stage, and wait until it has."""
+    def _request(self) -> None:
+        """Request a comparison from the upstream stage and wait for the answer."""
         board, upstream = self.board, self.index - 1
         with self._until(lambda: True):
             board.add(_Board.REQUESTS, upstream)
@@ -298,7 +304,7 @@ def _orphaned() -> None:
 
 
 def serve(board: _Board, index: int, model: PreTrainedModel, threads: int | None) -> None:
-    """A draft's process (or thread): one call after the other."""
+    """Main function of a draft's process (or thread)."""
     if threads is not None:
         torch.set_num_threads(threads)
     player, call = _Player(board, index, model, _orphaned), 0
@@ -322,17 +328,21 @@ def serve(board: _Board, index: int, model: PreTrainedModel, threads: int | None
 
 
 class Asynchronous:
-    """The asynchronous chain; ``models``: the target last. ``generate`` returns the new tokens. Close it: it holds processes.
+    """The asynchronous chain; it holds processes until ``close``. ``generate`` returns the new tokens, or raises ``StageFailed``.
 
-    ``most_room``: longest prompt, and longest text with some room, in tokens. ``threads``: of the drafts' processes (the cores are dealt out if None
-    on a CPU). ``start``: runs a draft (tests: in a thread). ``StageFailed`` from ``generate`` if one fails or dies.
+    Args:
+        models: The target last.
+        lookahead: Minimum lookahead.
+        most_tokens: Capacity for the prompt, and for a text with the tokens drafted beyond it.
+        threads: CPU threads of each draft process; None: torch's default.
+        start: Makes the process of a draft; tests use threads.
     """
 
     def __init__(
         self,
         models: Sequence[PreTrainedModel],
         lookahead: int,
-        most_room: int = 8192,
+        most_tokens: int = 8192,
         threads: int | None = None,
         start: Callable[..., Any] | None = None,
     ) -> None:
@@ -340,7 +350,7 @@ class Asynchronous:
             raise ValueError(f"lookahead must not be negative, not {lookahead}")
         self.models, self.lookahead = list(models), lookahead
         context = multiprocessing.get_context("spawn")
-        self._board = _Board(len(models), most_room, context)
+        self._board = _Board(len(models), most_tokens, context)
         start = start or (lambda *arguments: context.Process(target=serve, args=arguments, daemon=True))
         self._drafts = [start(self._board, i, model, threads) for i, model in enumerate(self.models[:-1])]
         for draft in self._drafts:
@@ -356,7 +366,7 @@ class Asynchronous:
         return all(self._board.get(_Board.IDLE, i) for i in range(len(self._drafts)))
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Sleep until ``condition`` holds, looking after the drafts meanwhile."""
+        """Sleep until ``condition`` is true; raises ``StageFailed`` if a draft fails."""
         with self._board.lock:
             while not condition():
                 self._check()
@@ -370,12 +380,14 @@ class Asynchronous:
 
     def generate(self, prompt: Sequence[int], most: int, eos: Sequence[int] = ()) -> list[int]:
         board = self._board
-        if max(len(prompt), most + len(self.models) * (self.lookahead + 2) + WIDEST) > board.room:
-            raise ValueError(f"{len(prompt)} tokens of prompt and {most} new ones do not fit a room of {board.room}")
+        if max(len(prompt), most + len(self.models) * (self.lookahead + 2) + WIDEST) > board.capacity:
+            raise ValueError(
+                f"{len(prompt)} tokens of prompt and {most} new ones do not fit a capacity of {board.capacity}"
+            )
         self._wait(self._all_idle)
         with board.lock:
             self._check()
-            begin = board.stages * board.room
+            begin = board.stages * board.capacity
             board.texts[begin : begin + len(prompt)] = list(prompt)
             board.words[_Board.PROMPT], board.words[_Board.MOST] = len(prompt), most
             board.words[_Board.LOOKAHEAD] = self.lookahead
@@ -385,7 +397,7 @@ class Asynchronous:
             board.words[_Board.CALL] += 1
             board.notify()
         out = self._player.play(eos)
-        self._wait(self._all_idle)  # else a draft could take the next call for this one
+        self._wait(self._all_idle)  # otherwise a draft could mistake the next call for this one
         return out
 
     def counts(self) -> list[tuple[int, int, int]]:

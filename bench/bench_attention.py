@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import gpu
-from bench.harness import Call, Case, Shape, normal
+from bench.harness import Call, KernelCase, Shape, normal
 from bench.kernels import BATCHES, WIDTHS, Benchmark, main
 from pipespec_kernels import ops
 
@@ -88,7 +88,7 @@ def flexible(lengths: Tensor, width: int, keys: int) -> Callable[[Tensor, Tensor
 
 
 def make(device: str, quick: bool):
-    def case(shape: Shape, dtype: torch.dtype, copies: int) -> Case:
+    def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
         batch, width, keys = shape
         q = normal((copies, batch, width, HEADS, DIM), dtype, device).transpose(2, 3)
         k, v = (normal((copies, batch, KV_HEADS, keys, DIM), dtype, device) for _ in range(2))
@@ -112,7 +112,7 @@ def make(device: str, quick: bool):
         if batch * keys <= MOST_CHECKED:
             tolerance = 1e-4 if dtype is torch.float32 else 2e-2
             torch.testing.assert_close(ours(0), masked(q[0], k[0], v[0], mask), rtol=tolerance, atol=tolerance)
-        return Case(bytes_moved(shape, dtype), ours, rivals)
+        return KernelCase(bytes_moved(shape, dtype), ours, rivals)
 
     return case
 

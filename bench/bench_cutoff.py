@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.harness import Case, normal
+from bench.harness import KernelCase, normal
 from bench.kernels import Benchmark, main, rivals
 from pipespec_kernels import ops
 
@@ -27,7 +27,7 @@ def eager(logits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def make(device: str, quick: bool):
     others = rivals(device, quick, eager)
 
-    def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
+    def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> KernelCase:
         batch = shape[0]
         logits = normal((copies, *shape), dtype, device).mul_(3)
         scale = torch.ones(batch, device=device)
@@ -40,7 +40,7 @@ def make(device: str, quick: bool):
         else:
             cutoff, k, p = ops.cutoff, TOP_K, TOP_P
 
-        return Case(
+        return KernelCase(
             torch.Size(shape).numel() * dtype.itemsize,
             lambda i: cutoff(logits[i], inv_temperature=scale, top_k=k, top_p=p, out=out),
             {name: lambda i, rival=rival: rival(logits[i], scale) for name, rival in others.items()},

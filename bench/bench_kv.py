@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bench.bench_attention import DIM, KV_HEADS, dtypes
-from bench.harness import Case, Shape, normal
+from bench.harness import KernelCase, Shape, normal
 from bench.kernels import BATCHES, WIDTHS, Benchmark, main, rivals
 from pipespec_kernels import ops
 
@@ -108,10 +108,10 @@ def maker(op: str):
     def make(device: str, quick: bool):
         others = rivals(device, quick, functools.partial(eager, op))
 
-        def case(shape: Shape, dtype: torch.dtype, copies: int) -> Case:
+        def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
             layers = [layer(shape, dtype, device) for _ in range(copies)]
             check(op, layers[0])
-            return Case(
+            return KernelCase(
                 bytes_moved(op, shape, dtype),
                 lambda i: ours(op, layers[i]),
                 {name: lambda i, rival=rival: rival(layers[i]) for name, rival in others.items()},

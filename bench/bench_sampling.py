@@ -13,7 +13,6 @@ them alike; medians of the repeats. Reported per row:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -23,17 +22,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.harness import machine
+from bench.harness import choose_sizes, save
+from bench.provenance import provenance
 from pipespec import Pipeline
 from pipespec.demo import FAMILY, family_path, prompts
-from pipespec.progress import quiet_transformers
+from pipespec.process.progress import quiet_transformers
 
 _SCORES = {"return_dict_in_generate": True, "output_scores": True}
 _USUAL = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "top_k": 0}
 
 
 @dataclass
-class Row:
+class SamplingRow:
     """A way to choose tokens, and what it took: per pipeline and repeat seconds and tokens of all prompts."""
 
     name: str
@@ -64,26 +64,26 @@ class Row:
         }
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(quick: bool) -> list[SamplingRow]:
     sample = {"do_sample": True, "top_k": 0}
     usual = {"do_sample": True} | _USUAL
     found = [
-        Row("greedy, fused", {"do_sample": False}, "greedy"),
-        Row("greedy, stepwise", {"do_sample": False} | _SCORES, "greedy"),
-        Row("t 0.8, top_p, penalty, fused", usual, "usual"),
-        Row("t 0.8, top_p, penalty, stepwise", usual | _SCORES, "usual"),
+        SamplingRow("greedy, fused", {"do_sample": False}, "greedy"),
+        SamplingRow("greedy, stepwise", {"do_sample": False} | _SCORES, "greedy"),
+        SamplingRow("t 0.8, top_p, penalty, fused", usual, "usual"),
+        SamplingRow("t 0.8, top_p, penalty, stepwise", usual | _SCORES, "usual"),
     ]
     if not quick:
         found += [
-            Row("top_k 50, fused", {"do_sample": True, "top_k": 50}, "top_k"),
-            Row("top_k 50, stepwise", {"do_sample": True, "top_k": 50} | _SCORES, "top_k"),
+            SamplingRow("top_k 50, fused", {"do_sample": True, "top_k": 50}, "top_k"),
+            SamplingRow("top_k 50, stepwise", {"do_sample": True, "top_k": 50} | _SCORES, "top_k"),
         ]
     for temperature in (1.0,) if quick else (0.3, 0.7, 1.0, 1.5):
-        found.append(Row(f"temperature {temperature}", sample | {"temperature": temperature}))
+        found.append(SamplingRow(f"temperature {temperature}", sample | {"temperature": temperature}))
     return found
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
+def measure(options: argparse.Namespace) -> list[SamplingRow]:
     with quiet_transformers():
         target, *drafts = (
             AutoModelForCausalLM.from_pretrained(family_path(name), dtype=torch.float32).eval() for name in FAMILY
@@ -138,11 +138,9 @@ def main() -> None:
     parser.add_argument("--schedule", choices=["lockstep", "workers"], default="lockstep", help="%(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()
-    for name, whole, quick in (("prompts", 8, 2), ("repeats", 5, 1), ("new_tokens", 96, 24)):
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else whole)
+    choose_sizes(options, prompts=(8, 2), repeats=(5, 1), new_tokens=(96, 24))
 
-    info = machine() | {"threads": torch.get_num_threads()}
+    info = provenance()
     print(
         f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads, torch {info['torch']}, load {info['load_average'][0]:.1f}; "
         f"{options.prompts} prompts x {options.new_tokens} tokens, {options.schedule}, medians of {options.repeats}"
@@ -161,12 +159,9 @@ def main() -> None:
             line += "".join(f"{x:8.2f}" for x in r["times_fused"])
         print(line + (f"  {row.differ} texts differ at a near-tie" if row.differ else ""))
         results.append(r)
-    info["load_average_after"] = machine()["load_average"]
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        setting = {k: v for k, v in vars(options).items() if k != "json"}
-        options.json.write_text(json.dumps({"machine": info, "setting": setting, "results": results}, indent=1) + "\n")
-        print(f"written to {options.json}")
+    info["load_average_after"] = provenance()["load_average"]
+    setting = {k: v for k, v in vars(options).items() if k != "json"}
+    save(options.json, {"machine": info, "setting": setting, "results": results})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.harness import Case, normal
+from bench.harness import KernelCase, normal
 from bench.kernels import Benchmark, main, rivals
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
@@ -35,7 +35,7 @@ def maker(sampled: bool):
         eager = eager_argmax if not sampled else race if device == "cuda" else multinomial
         others = rivals(device, quick, eager)
 
-        def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
+        def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> KernelCase:
             batch, width, _ = shape
             logits = normal((copies, *shape), dtype, device)
             scale = torch.ones(batch, device=device)
@@ -54,7 +54,7 @@ def maker(sampled: bool):
                 def ours(i: int) -> object:
                     return ops.sample(logits[i], noise) if sampled else ops.argmax(logits[i])
 
-            return Case(
+            return KernelCase(
                 logits[0].numel() * dtype.itemsize,
                 ours,
                 {name: lambda i, rival=rival: rival(logits[i], scale) for name, rival in others.items()},

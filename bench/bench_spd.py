@@ -1,6 +1,6 @@
-"""Speculative pipeline decoding on this CPU, against plain decoding: what is drafted and accepted, what it takes, and what the law says.
+"""Speculative pipeline decoding on this CPU against plain decoding: acceptance, times, and the prediction of the law.
 
-Measure, and put the result where it belongs::
+Measure and write the results::
 
     python -m bench.bench_spd --json bench/results/spd.json --docs docs/spd.md
 
@@ -22,22 +22,22 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.bench_cpu import replace_table
+from bench.harness import choose_sizes, markdown_table, replace_table, save
+from bench.provenance import provenance
 from pipespec import Pipeline
 from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, prompts
-from pipespec.demo.comparison import Family, machine
-from pipespec.planning.closed_form import spd_accepted_length, spd_speedup, spd_tokens_per_cycle
+from pipespec.demo.contenders import Family
 from pipespec.planning.simulator import simulate_spd
-from pipespec.progress import quiet_transformers, say, working
+from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.spd import RanksPipeline, SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig
+from pipespec.spd.law import spd_accepted_length, spd_speedup, spd_tokens_per_cycle
 from pipespec.spd.report import PHASES, SpeculativeReport
 
 _CALIBRATION = 2
@@ -45,7 +45,7 @@ _SIMULATIONS = 16
 _TIMEOUT_S = 60.0
 
 
-class Setting(NamedTuple):
+class StagedSetting(NamedTuple):
     """``drafter``: as :class:`SpeculativePipeline` takes it, models as paths. ``ranks``: 0 for one process."""
 
     label: str
@@ -55,8 +55,8 @@ class Setting(NamedTuple):
 
 
 @dataclass
-class Calls:
-    """Some calls of one setting, summed. ``outputs``: prompt and text of each, as token ids."""
+class StagedCalls:
+    """The sum of several calls of one setting. ``outputs``: prompt and text of each call, as token ids."""
 
     outputs: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
@@ -79,18 +79,18 @@ class Calls:
 
     @property
     def decided(self) -> int:
-        """Tokens that cycles have decided on; the prefill gives the first of each text."""
+        """Tokens that cycles have generated; the prefill generates the first of each text."""
         return self.verified - len(self.outputs)
 
     @property
     def decoding(self) -> float:
-        """Seconds of all but the prefill."""
+        """Seconds without the prefill."""
         return self.seconds - self.phases["prefill"]
 
 
 @dataclass
-class Plain:
-    """The same of plain decoding, by prompt. ``step``: seconds per token behind the first, over all of them."""
+class PlainCalls:
+    """The sum of several calls of plain decoding. ``step``: seconds per token after the first of each text."""
 
     threads: int
     outputs: list[list[int]] = field(default_factory=list)
@@ -103,76 +103,38 @@ class Plain:
         return self.decoding / self.decided
 
 
-@dataclass(frozen=True)
-class Row:
-    """One setting, measured; medians over the repeats, counts of the first. ``None``: does not apply.
-
-    ``speedup``, ``law_speedup``: over plain decoding, prefill aside; ``ratio``: with it. ``step_ms``, ``cost_ms``: T and c of the law.
-    ``simulated_seconds``, ``simulated_parallel_seconds``: of decoding, on one device and with everything at once; ``decoding_seconds``,
-    ``parallel_seconds`` are what they predict.
-    """
-
-    label: str
-    stages: int
-    ranks: int
-    threads: int
-    plain_threads: int
-    tokens: int
-    cycles: int
-    drafts: int
-    accepted: int
-    flushes: int
-    acceptance: float
-    tokens_per_cycle: float
-    law_tokens_per_cycle: float
-    accepted_length: float
-    law_accepted_length: float
-    seconds: float
-    decoding_seconds: float
-    tokens_per_second: float
-    ratio: float
-    speedup: float
-    law_speedup: float
-    step_ms: float
-    cost_ms: float
-    phases_ms: dict[str, float]
-    simulated_seconds: float | None
-    parallel_seconds: float | None
-    simulated_parallel_seconds: float | None
-    identical: int
-    runs: int
-
-
-def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iterator[Setting]:
-    """All that is measured."""
+def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iterator[StagedSetting]:
+    """The settings to measure."""
     medium, small = str(family_path("medium")), str(family_path("small"))
     trained = {DraftModuleConfig.load(folder).stages: str(folder) for folder in modules}
     for spans, folder in trained.items():
-        yield Setting(f"module, n = {len(spans)}", folder, tuple(end - begin for begin, end in spans))
+        yield StagedSetting(f"module, n = {len(spans)}", folder, tuple(end - begin for begin, end in spans))
     if not quick:
-        yield Setting("one stage, nothing drafted", "ngram", 1)
+        yield StagedSetting("one stage, nothing drafted", "ngram", 1)
     for n in (MODULE_STAGES,) if quick else (2, MODULE_STAGES):
-        yield Setting(f"n-gram, n = {n}", "ngram", n)
-    yield Setting(f"chain of medium, n = {MODULE_STAGES}", [medium], MODULE_STAGES)
+        yield StagedSetting(f"n-gram, n = {n}", "ngram", n)
+    yield StagedSetting(f"chain of medium, n = {MODULE_STAGES}", [medium], MODULE_STAGES)
     if not quick:
-        yield Setting(f"chain of small, n = {MODULE_STAGES}", [small], MODULE_STAGES)
-        yield Setting(f"chain of small + medium, n = {MODULE_STAGES}", [small, medium], MODULE_STAGES)
+        yield StagedSetting(f"chain of small, n = {MODULE_STAGES}", [small], MODULE_STAGES)
+        yield StagedSetting(f"chain of small + medium, n = {MODULE_STAGES}", [small, medium], MODULE_STAGES)
     for world in ranks:
         for spans, folder in trained.items():
             if len(spans) in (world - 1, world):
-                yield Setting(f"module, n = {len(spans)}, {world} ranks", folder, tuple(e - b for b, e in spans), world)
+                yield StagedSetting(
+                    f"module, n = {len(spans)}, {world} ranks", folder, tuple(e - b for b, e in spans), world
+                )
         if world <= 3:
-            yield Setting(f"n-gram, n = 2, {world} ranks", "ngram", 2, world)
+            yield StagedSetting(f"n-gram, n = 2, {world} ranks", "ngram", 2, world)
             if not quick:
-                yield Setting(f"chain of small, n = 2, {world} ranks", [small], 2, world)
+                yield StagedSetting(f"chain of small, n = 2, {world} ranks", [small], 2, world)
 
 
 # ---- measuring
 
 
-def measure_plain(family: Family, ids: list[torch.Tensor], new_tokens: int, threads: int) -> Plain:
+def measure_plain(family: Family, ids: list[torch.Tensor], new_tokens: int, threads: int) -> PlainCalls:
     torch.set_num_threads(threads)
-    out = Plain(threads)
+    out = PlainCalls(threads)
     pipe = Pipeline(family.target, schedule="plain")
     for prompt in ids:
         output = pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
@@ -185,8 +147,8 @@ def measure_plain(family: Family, ids: list[torch.Tensor], new_tokens: int, thre
     return out
 
 
-def measure(pipe: SpeculativePipeline | RanksPipeline, ids: list[torch.Tensor], new_tokens: int) -> Calls:
-    calls = Calls()
+def measure(pipe: SpeculativePipeline | RanksPipeline, ids: list[torch.Tensor], new_tokens: int) -> StagedCalls:
+    calls = StagedCalls()
     for prompt in ids:
         output = pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
         assert pipe.report is not None
@@ -194,8 +156,8 @@ def measure(pipe: SpeculativePipeline | RanksPipeline, ids: list[torch.Tensor], 
     return calls
 
 
-def measure_ranks(setting: Setting, work: dict[str, Any]) -> list[Calls]:
-    """The same calls by torchrun: the warm-up and calibration, and each repeat."""
+def measure_ranks(setting: StagedSetting, work: dict[str, Any]) -> list[StagedCalls]:
+    """Measure on ranks with torchrun: calibration, then each repeat."""
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
         stages = list(setting.stages) if isinstance(setting.stages, tuple) else setting.stages
@@ -206,11 +168,11 @@ def measure_ranks(setting: Setting, work: dict[str, Any]) -> list[Calls]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{setting.label}: torchrun ended with {done.returncode}:\n{done.stderr}")
-        return [Calls(**record) for record in json.loads(result.read_text())]
+        return [StagedCalls(**record) for record in json.loads(result.read_text())]
 
 
 def rank(job: Path) -> None:
-    """What each rank runs."""
+    """Main function of a rank."""
     torch.set_num_threads(1)
     work = json.loads(job.read_text())
     options = {"stages": work["stages"], "timeout_s": _TIMEOUT_S, "dtype": torch.float32}
@@ -227,17 +189,28 @@ def rank(job: Path) -> None:
 
 
 def row(
-    setting: Setting,
-    calibrated: Calls,
-    repeats: list[Calls],
-    fitted: dict[int, Plain],
-    plain: dict[int, list[Plain]],
+    setting: StagedSetting,
+    calibrated: StagedCalls,
+    repeats: list[StagedCalls],
+    fitted: dict[int, PlainCalls],
+    plain: dict[int, list[PlainCalls]],
     threads: int,
     plain_threads: int,
-) -> Row:
-    """``fitted``, ``calibrated``: on the prompts of the calibration; ``fitted``, ``plain``: by threads.
+) -> dict[str, Any]:
+    """One setting, measured: medians over the repeats, counts of the first. None: does not apply.
 
-    ``threads``: of each process, on which T is that of a plain token, and whose text it must be; ``plain_threads``: of what it is compared with.
+    ``speedup``, ``law_speedup``: over plain decoding, prefill aside; ``ratio``: with it. ``step_ms``, ``cost_ms``: T and c of the law.
+    ``simulated_seconds``, ``simulated_parallel_seconds``: of decoding, on one device and with everything at once; ``decoding_seconds``,
+    ``parallel_seconds`` are what they predict.
+
+    Args:
+        setting: The setting.
+        calibrated: Its calls on the prompts of the calibration.
+        repeats: Its calls on the measured prompts.
+        fitted: Plain decoding on the prompts of the calibration, by threads.
+        plain: Plain decoding on the measured prompts, by threads.
+        threads: Of each process, on which T is that of a plain token, and whose text it must be.
+        plain_threads: Of the plain decoding that it is compared with.
     """
     n = setting.stages if isinstance(setting.stages, int) else len(setting.stages)
     first = repeats[0]
@@ -259,40 +232,40 @@ def row(
         simulated, together = simulation(True), simulation(False)
         parallel = median(c.parallel_seconds - c.phases["prefill"] for c in repeats)
     seconds, decoding = median(c.seconds for c in repeats), median(c.decoding for c in repeats)
-    return Row(
-        label=setting.label,
-        stages=n,
-        ranks=setting.ranks,
-        threads=threads,
-        plain_threads=plain_threads,
-        tokens=first.verified,
-        cycles=first.cycles,
-        drafts=first.checked,
-        accepted=first.accepted,
-        flushes=first.flushes,
-        acceptance=a,
-        tokens_per_cycle=first.decided / first.cycles,
-        law_tokens_per_cycle=spd_tokens_per_cycle(a, n),
-        accepted_length=n * first.decided / first.cycles,
-        law_accepted_length=spd_accepted_length(a, n),
-        seconds=seconds,
-        decoding_seconds=decoding,
-        tokens_per_second=first.verified / seconds,
-        ratio=median(p.seconds / c.seconds for p, c in zip(rivals, repeats, strict=True)),
-        speedup=median(p.decoding / c.decoding for p, c in zip(rivals, repeats, strict=True)),
-        law_speedup=spd_speedup(a, n, step, cost) * fitted[plain_threads].step / step,
-        step_ms=step * 1e3,
-        cost_ms=cost * 1e3,
-        phases_ms={
+    return {
+        "label": setting.label,
+        "stages": n,
+        "ranks": setting.ranks,
+        "threads": threads,
+        "plain_threads": plain_threads,
+        "tokens": first.verified,
+        "cycles": first.cycles,
+        "drafts": first.checked,
+        "accepted": first.accepted,
+        "flushes": first.flushes,
+        "acceptance": a,
+        "tokens_per_cycle": first.decided / first.cycles,
+        "law_tokens_per_cycle": spd_tokens_per_cycle(a, n),
+        "accepted_length": n * first.decided / first.cycles,
+        "law_accepted_length": spd_accepted_length(a, n),
+        "seconds": seconds,
+        "decoding_seconds": decoding,
+        "tokens_per_second": first.verified / seconds,
+        "ratio": median(p.seconds / c.seconds for p, c in zip(rivals, repeats, strict=True)),
+        "speedup": median(p.decoding / c.decoding for p, c in zip(rivals, repeats, strict=True)),
+        "law_speedup": spd_speedup(a, n, step, cost) * fitted[plain_threads].step / step,
+        "step_ms": step * 1e3,
+        "cost_ms": cost * 1e3,
+        "phases_ms": {
             name: 1e3 * median(c.phases[name] / (len(c.outputs) if name == "prefill" else c.cycles) for c in repeats)
             for name in PHASES
         },
-        simulated_seconds=simulated,
-        parallel_seconds=parallel,
-        simulated_parallel_seconds=together,
-        identical=sum(o == r for c in repeats for o, r in zip(c.outputs, plain[threads][0].outputs, strict=True)),
-        runs=sum(len(c.outputs) for c in repeats),
-    )
+        "simulated_seconds": simulated,
+        "parallel_seconds": parallel,
+        "simulated_parallel_seconds": together,
+        "identical": sum(o == r for c in repeats for o, r in zip(c.outputs, plain[threads][0].outputs, strict=True)),
+        "runs": sum(len(c.outputs) for c in repeats),
+    }
 
 
 def record(args: argparse.Namespace) -> dict[str, Any]:
@@ -318,7 +291,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         for pipe in pipes:
             measure(pipe, calibration[:1], 8)
         calibrated = [measure(pipe, calibration, args.new_tokens) for pipe in pipes]
-        found: list[list[Calls]] = [[] for _ in pipes]
+        found: list[list[StagedCalls]] = [[] for _ in pipes]
         for repeat in range(args.repeats):
             say(f"one process: repeat {repeat + 1} of {args.repeats}")
             for t in threads:
@@ -342,8 +315,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
             known, *calls = measure_ranks(s, work)
             rows.append(row(s, known, calls, fitted, plain, 1, min(all_threads, s.ranks)))
     return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine() | {"load_average": [round(x, 2) for x in os.getloadavg()]},
+        "machine": provenance(all_threads),
         "threads": all_threads,
         "dtype": "float32",
         "prompts": args.prompts,
@@ -357,7 +329,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
             }
             for t in threads
         ],
-        "rows": [asdict(r) for r in rows],
+        "rows": rows,
     }
 
 
@@ -369,33 +341,26 @@ HEADER = (
 )  # fmt: skip
 
 
-def cells(r: Row) -> tuple[str, ...]:
-    """A row under :data:`HEADER`; in brackets what is compared."""
+def cells(r: dict[str, Any]) -> tuple[str, ...]:
+    """A :func:`row` under :data:`HEADER`; in brackets what is compared."""
 
-    def both(one: float | None, other: float | None) -> str:
-        return "-" if one is None or other is None else f"{one:.2f} ({other:.2f})"
+    def both(one: str, other: str) -> str:
+        return "-" if r[one] is None else f"{r[one]:.2f} ({r[other]:.2f})"
 
     return (
-        r.label,
-        f"{r.acceptance:.3f}",
-        both(r.tokens_per_cycle, r.law_tokens_per_cycle),
-        both(r.accepted_length, r.law_accepted_length),
-        f"{r.tokens_per_second:.1f}",
-        f"{r.ratio:.2f}x",
-        f"{r.speedup:.2f}x ({r.law_speedup:.2f}x)",
-        f"{r.cost_ms:.2f}",
-        " / ".join(f"{r.phases_ms[name]:.2f}" for name in PHASES if name != "prefill"),
-        both(r.simulated_seconds, r.decoding_seconds if r.simulated_seconds else None),
-        both(r.simulated_parallel_seconds, r.parallel_seconds),
-        f"{r.identical}/{r.runs}",
+        r["label"],
+        f"{r['acceptance']:.3f}",
+        both("tokens_per_cycle", "law_tokens_per_cycle"),
+        both("accepted_length", "law_accepted_length"),
+        f"{r['tokens_per_second']:.1f}",
+        f"{r['ratio']:.2f}x",
+        f"{r['speedup']:.2f}x ({r['law_speedup']:.2f}x)",
+        f"{r['cost_ms']:.2f}",
+        " / ".join(f"{r['phases_ms'][name]:.2f}" for name in PHASES if name != "prefill"),
+        both("simulated_seconds", "decoding_seconds"),
+        both("simulated_parallel_seconds", "parallel_seconds"),
+        f"{r['identical']}/{r['runs']}",
     )
-
-
-def table(rows: Sequence[Row]) -> str:
-    """As Markdown."""
-    lines = ["| " + " | ".join(line) + " |" for line in (HEADER, *map(cells, rows))]
-    lines.insert(1, "|---" + "|---:" * (len(HEADER) - 1) + "|")
-    return "\n".join(lines)
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -404,7 +369,7 @@ def summary(found: dict[str, Any]) -> str:
     return (
         f"Plain decoding: {plain}. Medians of {found['repeats']} repeats over {found['prompts']} held-out prompts, {found['new_tokens']} tokens "
         f"each, greedy, fp32. {m['cpu']}, {m['cores']} cores; one process: {found['threads']} threads, ranks: one each. torch {m['torch']}, "
-        f"transformers {m['transformers']}, Python {m['python']}. Load average {m['load_average'][0]}. Measured {found['when'][:10]}."
+        f"transformers {m['transformers']}, Python {m['python']}. Load average {m['load_average'][0]}. Measured {m['date'][:10]}."
     )
 
 
@@ -414,50 +379,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out function heads (4; quick: 1)")
     parser.add_argument("--new-tokens", type=int, metavar="T", help="per prompt (64; quick: 24)")
     parser.add_argument("--repeats", type=int, metavar="R", help="medians are taken over these (2; quick: 1)")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        nargs="*",
-        metavar="W",
-        help="torchrun's processes (2 3 4, quick: 2; none: one process only)",
-    )
-    parser.add_argument(
-        "--module", type=Path, nargs="+", default=[], metavar="FOLDER", help="more draft modules of the bundled target"
-    )
+    ranks = "torchrun's processes (2 3 4, quick: 2; none: one process only)"
+    parser.add_argument("--ranks", type=int, nargs="*", metavar="W", help=ranks)
+    modules = "more draft modules of the bundled target"
+    parser.add_argument("--module", type=Path, nargs="+", default=[], metavar="FOLDER", help=modules)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurement there")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--threads", type=int, default=cores, metavar="T", help="of one process (all cores: %(default)s)"
-    )
+    cores, threads = len(os.sched_getaffinity(0)), "of one process (all cores: %(default)s)"
+    parser.add_argument("--threads", type=int, default=cores, metavar="T", help=threads)
     parser.add_argument("--docs", type=Path, metavar="FILE", help="rewrite the table between its two comments there")
-    parser.add_argument(
-        "--from", dest="earlier", type=Path, metavar="FILE", help="do not measure: show this measurement"
-    )
+    earlier = "do not measure: show this measurement"
+    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help=earlier)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.rank:
         rank(args.rank)
         return 0
-    sizes = (
-        {"prompts": 1, "new_tokens": 24, "repeats": 1} if args.quick else {"prompts": 4, "new_tokens": 64, "repeats": 2}
-    )
-    for name, default in sizes.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-    for name in (*sizes, "threads"):
+    choose_sizes(args, prompts=(4, 1), new_tokens=(64, 24), repeats=(2, 1))
+    for name in ("prompts", "new_tokens", "repeats", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     args.ranks = ([2] if args.quick else [2, 3, 4]) if args.ranks is None else args.ranks
     found = json.loads(args.earlier.read_text(encoding="utf-8")) if args.earlier else record(args)
-    rows = [Row(**r) for r in found["rows"]]
-    print(table(rows))
-    print(f"\n{summary(found)}")
+    text = f"{markdown_table(HEADER, map(cells, found['rows']))}\n\n{summary(found)}"
+    print(text)
     if args.docs:
-        replace_table(args.docs, f"{table(rows)}\n\n{summary(found)}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(r.identical == r.runs for r in rows) else 1
+        replace_table(args.docs, text)
+    save(args.json, found)
+    return 0 if all(r["identical"] == r["runs"] for r in found["rows"]) else 1
 
 
 if __name__ == "__main__":

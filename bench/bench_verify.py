@@ -1,6 +1,6 @@
 """How fast is verification? ``python -m bench.bench_verify [--device cuda] [--quick] [--only "verify greedy"] [--json FILE]``
 
-With all hints right, so that every row is read: greedy and coupled. Rivals: the same in torch with ``argmax``; with a draw
+With all draft tokens right, so that every row is read: greedy and coupled. Rivals: the same in torch with ``argmax``; with a draw
 from the softmax in every column, by ``multinomial`` or, on a GPU, an exponential race. On a GPU the kernel itself is measured,
 in the fast form of its noise. Bytes: the logits once.
 """
@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 
 from bench.bench_select import eager_argmax, multinomial, race
-from bench.harness import Case, normal
+from bench.harness import KernelCase, normal
 from bench.kernels import Benchmark, main, rivals
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
 
 
 def eager(choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
-    """Verification in torch for rows that are fed full width, all but the first token hints."""
+    """Verification in torch for rows that are fed full width, all but the first token draft tokens."""
 
     def verify(logits: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         choice = choose(logits, scale)
@@ -35,15 +35,15 @@ def maker(coupled: bool):
         choose = eager_argmax if not coupled else race if device == "cuda" else multinomial
         others = rivals(device, quick, eager(choose))
 
-        def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
+        def case(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> KernelCase:
             batch, width, _ = shape
             logits = normal((copies, *shape), dtype, device)
             scale = torch.ones(batch, device=device)
             seeds = torch.arange(batch, device=device)
             noise = Noise(seeds, seeds * 100, scale) if coupled else None
             tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device=device)
-            n_fed = torch.full((batch,), width, dtype=torch.int32, device=device)
-            n_hint = n_fed - 1
+            query_lens = torch.full((batch,), width, dtype=torch.int32, device=device)
+            num_draft_tokens = query_lens - 1
             if device == "cuda":
                 from pipespec_kernels.triton import Workspace, select, verify
 
@@ -51,17 +51,17 @@ def maker(coupled: bool):
                 choices = [select(x, noise=noise, workspace=workspace) for x in logits]
 
                 def ours(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-                    return verify(logits[i], tokens[i], n_fed, n_hint, noise=noise, workspace=workspace)
+                    return verify(logits[i], tokens[i], query_lens, num_draft_tokens, noise=noise, workspace=workspace)
             else:
                 choices = [ops.argmax(x) if noise is None else ops.sample(x, noise) for x in logits]
 
                 def ours(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-                    return ops.verify(logits[i], tokens[i], n_fed, n_hint, noise=noise)
+                    return ops.verify(logits[i], tokens[i], query_lens, num_draft_tokens, noise=noise)
 
             for i, choice in enumerate(choices):
                 tokens[i, :, 1:] = choice[:, :-1]
             assert ours(0)[1].tolist() == [width - 1] * batch
-            return Case(
+            return KernelCase(
                 logits[0].numel() * dtype.itemsize,
                 ours,
                 {name: lambda i, rival=rival: rival(logits[i], tokens[i], scale) for name, rival in others.items()},

@@ -1,26 +1,25 @@
-"""What do the Triton kernels compile to? ``python -m bench.compile_gate [--json FILE] [--arch 90] [--kernel NAME] [--tighten 0.5]``
+"""Compile the Triton kernels and check their machine code. ``python -m bench.compile_gate [--json FILE] [--arch 90] [--quick] [--kernel NAME] [--tighten 0.5]``
 
 Compiles every kernel ahead of time for sm_80, sm_90 and sm_100, with triton's own ptxas and no GPU, and reads the machine
 code with its cuobjdump. For each it prints
 
 * registers per thread, bytes spilled to local memory, bytes of shared memory;
-* the loop's instructions per logit: those between its label and its branch, over the logits that its loads bring (of
-  several loops, the dearest one's; ``cutoff`` goes through its loop up to 16 times);
-* ``all``: the same with everything outside the loop added, once, over the logits that a thread sees in a launch for
-  B=16, Q=5, V=128256 on 132 multiprocessors. More than is ever executed: few threads walk along hints.
+* the loop's instructions per logit: those between its label and its branch, divided by the logits that it loads (of
+  several loops, the most expensive one; ``cutoff`` runs its loop up to 16 times);
+* ``all``: the same with all instructions outside the loop added once, divided by the logits of a thread in a launch for
+  B=16, Q=5, V=128256 on 132 multiprocessors. This is an upper bound: few threads walk along draft tokens.
 
-Attention and the moves of keys and values have no logits; of theirs the last three columns are left out. Attention must load
-asynchronously, 16 bytes at a time, and multiply 16-bit numbers on tensor cores.
+Attention and the KV kernels have no logits, so their last three columns are empty. Attention must load asynchronously, 16 bytes at a time,
+and multiply 16-bit numbers on tensor cores.
 
-A kernel over its budget makes the exit status 1: budgets are for spills (none), shared memory (what the architecture lets a block
-of threads have) and for the loop, which is what large
-batches pay. So does a fused multiply-add where noise is to have the host's bits. Pointers and strides are taken as aligned, as they are for the vocabularies of models.
+A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
+the loop. So does a fused multiply-add where noise must have the host's bits. Pointers and strides are compiled as aligned, as they are for
+the vocabularies of models.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -35,73 +34,47 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.harness import save
 from pipespec_kernels.triton.attention import COMBINED, attention_kernel, combine_kernel, tiling
 from pipespec_kernels.triton.cutoff import BLOCK, WARPS, cutoff_kernel
 from pipespec_kernels.triton.kv import append_kernel, compact_kernel, gather_kernel, truncate_kernel
 from pipespec_kernels.triton.launch import Config, choose_config, cut
+from pipespec_kernels.triton.rejection_sample import rejection_choose_kernel, rejection_test_kernel
 from pipespec_kernels.triton.verify import verify_kernel
-from pipespec_kernels.triton.verify_ratio import ratio_choose_kernel, ratio_test_kernel
 
 ARCHS = (80, 90, 100)
-SHARED_BYTES = {
-    80: 163 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-}  # per block of threads: CUDA C++ Programming Guide, table of capabilities
+# Per block of threads: CUDA C++ Programming Guide, table of capabilities.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+# What a quick run compiles for the architectures other than sm_90, in bf16: one or two variants of each kind of kernel.
+IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose", "cutoff")
+IN_QUICK += (
+    "attention, D=128, M=32",
+    "attention, D=128, M=128",
+    "attention, D=128, M=16, invariant",
+    "attention, combine, D=128",
+    "kv_append",
+)
 VOCAB, ROWS, MULTIPROCESSORS = 128256, 16 * 5, 132
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
-# What the kernels' arguments are; the logits' type comes with the case, and what is not here is an int32.
-POINTERS = {
-    "tokens": "*i64",
-    "n_fed": "*i32",
-    "n_hint": "*i32",
-    "selected": "*i32",
-    "accepted": "*i32",
-    "best": "*i64",
-    "ticket": "*i64",
-    "next_token": "*i64",
-    "length": "*i64",
-    "epoch": "*i64",
-    "seeds": "*i64",
-    "positions": "*i64",
-    "inv_temperature": "*fp32",
-    "cutoff": "*fp32",
-    "sums": "*fp32",
-    "lse": "*fp32",
-    "draft_inv_temperature": "*fp32",
-    "draft_cutoff": "*fp32",
-    "top_k": "*i32",
-    "top_p": "*fp32",
-    "min_p": "*fp32",
-    "out": "*fp32",
-    "lengths": "*i32",
-    "n_new": "*i32",
-    "to": "*i32",
-    "rows": "*i32",
-    "begin": "*i32",
-    "n_keep": "*i32",
-    "maxima": "*fp32",
-    "weights": "*fp32",
-    "scale_log2": "fp32",
+# Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
+_BY_TYPE = {
+    "*i64": "tokens best ticket next_token length epoch seeds positions",
+    "*i32": "query_lens num_draft_tokens selected accepted top_k lengths n_new to rows begin n_keep",
+    "*fp32": "inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff top_p min_p out maxima weights",
+    "fp32": "scale_log2",
 }
+POINTERS = {name: kind for kind, names in _BY_TYPE.items() for name in names.split()}
 # Of the case's type.
 VALUES = ("logits", "draft_logits", "queries", "keys", "values", "new_keys", "new_values", "output")
 # Multiples of 16 in a launch for a model's vocabulary; so are all strides of keys and values but those of the last dimension.
 ALIGNED = ("vocab", "span", "logits_stride_b", "logits_stride_q", "draft_stride_b", "draft_stride_q")
-ALIGNED_STRIDES = (
-    "queries_stride",
-    "keys_stride",
-    "values_stride",
-    "new_keys_stride",
-    "new_values_stride",
-    "output_stride",
-)
+ALIGNED_STRIDES = tuple(f"{name}_stride" for name in ("queries", "keys", "values", "new_keys", "new_values", "output"))
 
 
 @dataclass(frozen=True)
-class Case:
-    """One compilation; ``per_logit`` is the budget of the loop, None: there is none. ``config`` None: no rows of logits."""
+class CompileCase:
+    """One compilation. ``per_logit``: budget of the loop (None: no budget). ``config`` None: the kernel has no rows of logits."""
 
     name: str
     kernel: Any
@@ -114,7 +87,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
     name: str
     arch: int
     dtype: str
@@ -130,7 +103,7 @@ class Report:
     failures: list[str]
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompileCase]:
     small = choose_config(5, VOCAB, MULTIPROCESSORS, busy=False)
     wide = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=False)
     busy = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=True)
@@ -140,40 +113,40 @@ def cases() -> Iterator[Case]:
     coupled = greedy | {"COUPLED": True}
     cutoff = coupled | {"HAS_CUTOFF": True}
     for dtype in BYTES:
-        yield Case("verify, greedy", verify_kernel, dtype, wide, greedy, 12)
+        yield CompileCase("verify, greedy", verify_kernel, dtype, wide, greedy, 12)
     for dtype in ("bf16", "fp32"):
-        yield Case("verify, coupled", verify_kernel, dtype, busy, coupled, 34)
-    yield Case("verify, greedy, small", verify_kernel, "bf16", small, greedy, 12)
-    yield Case("verify, coupled, small", verify_kernel, "bf16", small, coupled, 34)
-    yield Case("verify, coupled, cutoff", verify_kernel, "bf16", busy, cutoff, 34)
-    yield Case("verify, coupled, exact", verify_kernel, "bf16", busy, cutoff | {"FAST": False}, None)
-    yield Case("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
+        yield CompileCase("verify, coupled", verify_kernel, dtype, busy, coupled, 34)
+    yield CompileCase("verify, greedy, small", verify_kernel, "bf16", small, greedy, 12)
+    yield CompileCase("verify, coupled, small", verify_kernel, "bf16", small, coupled, 34)
+    yield CompileCase("verify, coupled, cutoff", verify_kernel, "bf16", busy, cutoff, 34)
+    yield CompileCase("verify, coupled, exact", verify_kernel, "bf16", busy, cutoff | {"FAST": False}, None)
+    yield CompileCase("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
     ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
     certain = dict.fromkeys(ratio, False)
     test = {"WIDTH_BLOCK": 8, "SPLITS_BLOCK": 8}
     choose = {"HAS_STATE": True, "FAST": True}
-    yield Case("verify_ratio, test", ratio_test_kernel, "bf16", wide, ratio | test, 14)
-    yield Case("verify_ratio, test, certain", ratio_test_kernel, "bf16", wide, certain | test, 14)
-    yield Case("verify_ratio, choose", ratio_choose_kernel, "bf16", busy, ratio | choose, 30)
-    yield Case("verify_ratio, choose, certain", ratio_choose_kernel, "bf16", busy, certain | choose, 44)
+    yield CompileCase("rejection_sample, test", rejection_test_kernel, "bf16", wide, ratio | test, 14)
+    yield CompileCase("rejection_sample, test, certain", rejection_test_kernel, "bf16", wide, certain | test, 14)
+    yield CompileCase("rejection_sample, choose", rejection_choose_kernel, "bf16", busy, ratio | choose, 30)
+    yield CompileCase("rejection_sample, choose, certain", rejection_choose_kernel, "bf16", busy, certain | choose, 44)
     filters = {"HAS_COUNTS": True, "HAS_K": True, "HAS_P": True, "HAS_MIN": True}
     for dtype, shift in (("bf16", 16), ("fp32", 0)):
-        yield Case("cutoff", cutoff_kernel, dtype, Config(BLOCK, WARPS, 1), filters | {"SHIFT": shift}, 22)
+        yield CompileCase("cutoff", cutoff_kernel, dtype, Config(BLOCK, WARPS, 1), filters | {"SHIFT": shift}, 22)
     yield from kv_cases()
 
 
-def kv_cases() -> Iterator[Case]:
+def kv_cases() -> Iterator[CompileCase]:
     """Attention: the tilings of invariant, narrow and wide steps, one each, and one more of each other type; 4 query heads to
     each of 8 of keys, as in Llama-3-8B."""
-    heads = {"GROUP": 4, "HEADS": 8, "HAS_FED": True}
+    heads = {"GROUP": 4, "HEADS": 8, "HAS_QUERY_LENS": True}
 
-    def attention(dtype: str, dim: int, invariant: bool, width: int, direct: bool = False) -> Case:
+    def attention(dtype: str, dim: int, invariant: bool, width: int, direct: bool = False) -> CompileCase:
         cut = tiling(width * 4, dim, BYTES[dtype], invariant)
         constants = {"DIM": dim, "SPAN": cut.span, "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "DIRECT": direct}
         name = f"attention, D={dim}, M={cut.block_m}{', invariant' if invariant else ''}{', whole' if direct else ''}"
         block_d = triton.next_power_of_2(dim)
         constants |= heads | {"BLOCK_D": block_d}
-        return Case(name, attention_kernel, dtype, None, constants, None, cut.warps, cut.stages)
+        return CompileCase(name, attention_kernel, dtype, None, constants, None, cut.warps, cut.stages)
 
     for dim in (128, 256):
         yield attention("bf16", dim, True, 5)
@@ -183,15 +156,17 @@ def kv_cases() -> Iterator[Case]:
     yield attention("fp16", 96, False, 5, direct=True)
     yield attention("fp32", 256, True, 5)
     combined = heads | {"DIM": 128, "BLOCK_D": 128, "SPAN": 0, "BLOCK_N": 64, "BLOCK_S": COMBINED}
-    yield Case("attention, combine, D=128", combine_kernel, "bf16", None, combined, None)
+    yield CompileCase("attention, combine, D=128", combine_kernel, "bf16", None, combined, None)
     blocks = {"DIM": 128, "BLOCK_D": 128}
-    yield Case("kv_append", append_kernel, "bf16", None, blocks | {"HAS_NEW": True, "BLOCK_Q": 8}, None)
-    yield Case("kv_compact", compact_kernel, "bf16", None, blocks | {"BLOCK_P": 32}, None)
-    yield Case("kv_gather", gather_kernel, "bf16", None, blocks | {"BLOCK_B": 1024, "BLOCK": 16}, None, 8)  # most rows
-    yield Case("kv_truncate", truncate_kernel, "bf16", None, {"BLOCK": 64}, None)
+    yield CompileCase("kv_append", append_kernel, "bf16", None, blocks | {"HAS_NEW": True, "BLOCK_Q": 8}, None)
+    yield CompileCase("kv_compact", compact_kernel, "bf16", None, blocks | {"BLOCK_P": 32}, None)
+    yield CompileCase(
+        "kv_gather", gather_kernel, "bf16", None, blocks | {"BLOCK_B": 1024, "BLOCK": 16}, None, 8
+    )  # most rows
+    yield CompileCase("kv_truncate", truncate_kernel, "bf16", None, {"BLOCK": 64}, None)
 
 
-def compile_case(case: Case, arch: int, tighten: float = 1.0) -> Report:
+def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileReport:
     constants = case.constants if case.config is None else case.constants | {"BLOCK": case.config.block}
     warps = case.warps if case.config is None else case.config.warps
     names = case.kernel.arg_names
@@ -245,7 +220,7 @@ def compile_case(case: Case, arch: int, tighten: float = 1.0) -> Report:
         failures.append("a product and a sum were fused: not the host's bits")
     if case.per_logit is not None and loop_per_logit is not None and loop_per_logit > case.per_logit * tighten:
         failures.append(f"{loop_per_logit:.1f} instructions per logit, budget {case.per_logit * tighten:g}")
-    return Report(**report, failures=failures)
+    return CompileReport(**report, failures=failures)
 
 
 def number(value: float | None) -> str:
@@ -257,7 +232,7 @@ def tool(name: str) -> str:
 
 
 def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
-    """Addresses and instructions, without the padding behind them; and what the kernel uses."""
+    """Return addresses and instructions without padding, and the resources of the kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -276,7 +251,7 @@ def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
 
 
 def main_loop(sass: list[tuple[int, str]], itemsize: int) -> tuple[int, int]:
-    """Instructions of an innermost loop that loads, and the logits one round of it loads: of the dearest per logit."""
+    """Return the instructions of the most expensive innermost loop that loads, and the logits of one iteration."""
     found = []
     for end, instruction in sass:
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
@@ -306,6 +281,7 @@ def loaded_bytes(instruction: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compiles the Triton kernels ahead of time and holds them to budgets.")
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="default: all")
+    parser.add_argument("--quick", action="store_true", help="all variants for sm_90, some for the others")
     parser.add_argument("--kernel", default="", help="only those whose names begin so")
     parser.add_argument("--json", type=Path, help="write the reports here")
     parser.add_argument("--tighten", type=float, default=1.0, help="multiply the budgets by this")
@@ -323,6 +299,8 @@ def main() -> int:
         if not case.name.startswith(options.kernel):
             continue
         for arch in options.arch or ARCHS:
+            if options.quick and arch != 90 and (case.name not in IN_QUICK or case.dtype != "bf16"):
+                continue
             r = compile_case(case, arch, options.tighten)
             reports.append(r)
             budget = "-" if r.per_logit_budget is None else f"{r.per_logit_budget * options.tighten:g}"
@@ -331,11 +309,7 @@ def main() -> int:
                 f"{number(r.loop_per_logit):>8}{budget:>8}{number(r.all_per_logit):>7}{'  FAILED: ' if r.failures else ''}{', '.join(r.failures)}",
                 flush=True,
             )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps({"triton": triton.__version__, "reports": [asdict(r) for r in reports]}, indent=1) + "\n"
-        )
+    save(options.json, {"triton": triton.__version__, "reports": [asdict(r) for r in reports]})
     return 1 if any(r.failures for r in reports) else 0
 
 

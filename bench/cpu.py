@@ -1,9 +1,8 @@
-"""What the kernels' benchmarks on the CPU share: timing in turn on cold data, a plain read's bandwidth.
+"""What the CPU benchmarks of kernels share: timing in turn on cold data, a plain read's bandwidth.
 
-Our call, a plain vectorised read of as many bytes with the same threads, and the rivals are timed in turn, call by call, so
-that other load on the machine meets them alike; medians. Inputs are copied until together they exceed a buffer of
-``--cold-mib``, and every call gets the next copy: it is cold where the copies exceed the caches (``copies`` in the result).
-Rivals may be far slower: each gets half a second, or one call (``repeats`` in the result).
+Our call, a plain vectorised read of as many bytes with the same threads, and the rivals take turns call by call, so that other load
+affects them alike. Times are medians. Every call gets another copy of its inputs, which is cold where the copies exceed the
+caches (``copies`` in the result). A rival may be far slower: it gets half a second, or one call (``repeats`` in the result).
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from typing import Any
 
 import torch
 
-from bench.harness import Maker, Shape, last_level_cache_bytes, median_us, seconds
+from bench.harness import Maker, Shape, median_us, seconds
+from bench.provenance import last_level_cache_bytes
 from pipespec_kernels import _native
 
 SECONDS_PER_CASE = 1.0
 
 
 def cold_bytes() -> int:
-    """One and a half times the last-level cache, within reason."""
+    """One and a half times the last-level cache, between 256 MiB and 1 GiB."""
     return max(256 << 20, min(1 << 30, last_level_cache_bytes() * 3 // 2))
 
 
@@ -34,7 +34,7 @@ def measure(
     cold: int,
     axes: tuple[str, str, str] = ("B", "Q", "V"),
 ) -> Iterator[dict[str, Any]]:
-    """Times a case for each shape, of inputs of so many bytes; prints a line of the table and yields the result."""
+    """Time a case for each shape; prints a line of the table and yields the result."""
     print(f"{axes[0]:>4}{axes[1]:>4}{axes[2]:>8}  {'dtype':10}{'us':>11}{'GB/s':>8}{'of read':>9}   times ours")
     for shape in shapes:
         copies = max(2, min(64, -(-cold // input_bytes(shape, dtype))))

@@ -1,9 +1,8 @@
-"""What the benchmarks on a GPU share: timing in CUDA graphs on cold data, a copy's bandwidth, a table.
+"""What the GPU benchmarks share: timing in CUDA graphs on cold data, a copy's bandwidth, a table.
 
-A call is timed inside a graph that holds it many times over, each time on another copy of its inputs, so that neither
-Python nor a launch from the host is in the time, and, where the copies together exceed twice the L2 cache, the inputs
-are cold (``cold`` in the result says whether they do). What cannot be captured is timed call by call, and says so.
-Medians over replays, between events.
+A call is timed inside a graph that contains it many times, each time on another copy of its inputs. So neither Python nor a
+host launch is part of the time, and the inputs are cold where the copies together exceed twice the L2 cache (``cold`` in the
+result). A call that cannot be captured is timed alone and marked. Times are medians over replays, between events.
 """
 
 from __future__ import annotations
@@ -15,24 +14,27 @@ from typing import Any
 
 import torch
 
-from bench.harness import Call, Maker, Shape, machine
+from bench.harness import Call, Maker, Shape
+from bench.provenance import provenance
 
-MOST_BYTES = 8 << 30  # for the copies of one case
+MOST_BYTES = 8 << 30
+"""Memory for the copies of one case."""
 
 
 def refuse_without_gpu(program: str) -> None:
-    """Ends the program with status 2 and a sentence where there is no GPU to measure."""
+    """End the program with status 2 and a message where torch sees no GPU."""
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         print(f"{program}: no GPU is visible to torch {torch.__version__} ({built}); nothing was run.", file=sys.stderr)
         sys.exit(2)
 
 
-def gpu_machine() -> dict[str, Any]:
+def gpu_provenance() -> dict[str, Any]:
+    """:func:`bench.provenance.provenance` with the GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     import triton
 
-    return machine() | {
+    return provenance() | {
         "gpu": properties.name,
         "capability": [properties.major, properties.minor],
         "multiprocessors": properties.multi_processor_count,
@@ -44,7 +46,7 @@ def gpu_machine() -> dict[str, Any]:
 
 
 def copies_for(nbytes: int) -> int:
-    """How many copies of inputs of this size are cold when they are used in turn; as many as memory allows."""
+    """Number of copies of inputs of this size that are cold when used in turn, limited by memory."""
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, min(256, -(-2 * l2 // nbytes) + 1, MOST_BYTES // nbytes))
 
@@ -62,7 +64,7 @@ def elapsed_us(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
-    """Median microseconds of a call, and whether it was captured."""
+    """Return the median microseconds of a call, and whether it was captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles, and fills caches, on a stream that may be captured afterwards
@@ -91,7 +93,7 @@ def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
 
 
 def copy_gb_per_s(repeats: int = 20) -> float:
-    """Bytes read and written per second by a plain copy of a gigabyte, the yardstick."""
+    """Return 1e9 bytes per second, read and written, of a plain copy of a gigabyte."""
     nbytes = 1 << 30
     source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -108,10 +110,10 @@ def measure(
     copy: float,
     axes: tuple[str, str, str] = ("B", "Q", "V"),
 ) -> Iterator[dict[str, Any]]:
-    """Times a case for each shape, of inputs of so many bytes; prints a line of the table and yields the result.
+    """Time a case for each shape; prints a line of the table and yields the result.
 
-    A shape is left out where two copies would take more than ``MOST_BYTES`` and a quarter of the memory. What fails is an
-    ``error`` in the results; the next one is tried all the same.
+    A shape is left out where two copies would take more than ``MOST_BYTES`` and a quarter of the memory. A case that fails has an
+    ``error`` in its result.
     """
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     print(
@@ -129,7 +131,7 @@ def measure(
         if "error" in result:
             print(f"{line}FAILED: {result['error'].splitlines()[0][:120]}", flush=True)
             yield result
-            torch.cuda.empty_cache()  # raises where the error was the end of the context: the others could not run
+            torch.cuda.empty_cache()  # raises where the error destroyed the context
             continue
         result["cold"] = copies * nbytes >= 2 * properties.L2_cache_size
         result["fraction_of_copy"] = result["gb_per_s"] / copy
@@ -143,11 +145,11 @@ def measure(
             flush=True,
         )
         yield result
-        torch.cuda.empty_cache()  # now that nothing holds the inputs any more
+        torch.cuda.empty_cache()
 
 
 def measure_one(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repeats: int) -> dict[str, Any]:
-    """The times of a case and its rivals, or an error of any kind: out of memory, a compiler's, a launch's."""
+    """The times of a case and its rivals, or the error: out of memory, compilation, launch."""
     try:
         case = make(shape, dtype, copies)
         us, captured = time_call(case.ours, copies, repeats)
@@ -167,6 +169,6 @@ def measure_one(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repe
 
 
 def compiled(function: Callable[..., object]) -> Callable[..., object]:
-    """``torch.compile``'s version, compiled for each shape anew rather than once for all."""
+    """``torch.compile`` of a function, compiled for each shape separately."""
     torch._dynamo.config.recompile_limit = 1000
     return torch.compile(function, dynamic=False)

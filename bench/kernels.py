@@ -1,11 +1,10 @@
 """The kernels' benchmarks, one or all: ``python -m bench.kernels [--device cuda] [--quick] [--json FILE]`` runs all of them.
 
-Each is a file ``bench_<operation>.py`` with ``BENCHMARKS``; alone: ``python -m bench.bench_<operation>`` with the same options.
-Selection is measured over logits ``[B, Q, V]``, attention and the moves of keys and values with ``S`` tokens of storage
-instead of ``V``: against the same thing in eager torch, on a GPU also under ``torch.compile`` (not with ``--quick``) and what
-else there is (FlashInfer for the ratio test where it is installed, FlexAttention for attention). How times are taken:
-``bench/cpu.py``, ``bench/gpu.py``. GB/s are of bytes that must be moved once, beside the bandwidth of a plain read with the
-same threads (CPU) or of a copy in the same run (GPU). Exit status 1: some shape failed.
+Each benchmark is a file ``bench_<operation>.py`` with ``BENCHMARKS``, which also runs alone: ``python -m bench.bench_<operation>``.
+Sampling kernels take logits ``[B, Q, V]``; attention and the KV kernels take ``S`` tokens of storage instead of ``V``. The rivals are
+eager torch, on a GPU also ``torch.compile`` (not with ``--quick``), FlashInfer for rejection sampling where it is installed, and
+FlexAttention for attention. ``bench/cpu.py`` and ``bench/gpu.py`` describe the timing. GB/s counts the bytes that must be moved once; the
+bandwidth of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. Exit status 1: a shape failed.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from typing import Any
 import torch
 
 from bench import cpu, gpu
-from bench.harness import Maker, Shape, machine, write
+from bench.harness import Maker, Shape, write
+from bench.provenance import provenance
 
 BATCHES, WIDTHS, VOCABS = (1, 4, 16, 64), (1, 5, 9, 17), (32000, 128256, 151936)
 QUICK = [(1, 1, 128256), (1, 5, 128256), (4, 5, 128256), (8, 5, 128256), (16, 5, 128256), (64, 5, 32000)]
-MODULES = ("bench_select", "bench_verify", "bench_verify_ratio", "bench_cutoff", "bench_attention", "bench_kv")
+MODULES = ("bench_select", "bench_verify", "bench_rejection_sample", "bench_cutoff", "bench_attention", "bench_kv")
 
 
 def logits_shapes(device: str, quick: bool) -> list[Shape]:
@@ -34,7 +34,7 @@ def logits_shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def logits_dtypes(device: str, quick: bool) -> list[torch.dtype]:
-    # On the CPU one dtype: the others differ by their bytes, and the table takes long enough.
+    # On the CPU one dtype, since the others differ only by their bytes.
     return [torch.bfloat16] if quick or device == "cpu" else [torch.bfloat16, torch.float32]
 
 
@@ -44,8 +44,16 @@ def logits_bytes(shape: Shape, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """An operation. ``make(device, quick)`` makes the cases of a device; ``shapes`` and ``dtypes`` of the same arguments are
-    what is measured there; ``input_bytes``: of one copy of a case's inputs, as far as they are touched."""
+    """An operation.
+
+    Attributes:
+        name: In the results.
+        make: Of a device and ``quick``: makes the cases.
+        axes: Headings of a shape.
+        shapes: Of a device and ``quick``: the shapes to measure.
+        dtypes: Of a device and ``quick``: the dtypes to measure.
+        input_bytes: Bytes of one copy of the inputs that a call touches.
+    """
 
     name: str
     make: Callable[[str, bool], Maker]
@@ -56,7 +64,7 @@ class Benchmark:
 
 
 def rivals(device: str, quick: bool, eager: Callable[..., object]) -> dict[str, Callable[..., object]]:
-    """Eager torch, and the same compiled where that is measured."""
+    """Eager torch, and its compiled form where that is measured."""
     found = {"eager": eager}
     if device == "cuda" and not quick:
         found["compile"] = gpu.compiled(eager)
@@ -64,18 +72,18 @@ def rivals(device: str, quick: bool, eager: Callable[..., object]) -> dict[str, 
 
 
 def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
-    """Runs them on a device, prints a table each, writes one JSON, anew after each shape; returns how many shapes failed."""
+    """Run the benchmarks, print a table each, and write the JSON file after each shape; returns the number of failed shapes."""
     on_gpu = options.device == "cuda"
     torch.manual_seed(0)
     if on_gpu:
         gpu.refuse_without_gpu("bench.kernels")
-        info = gpu.gpu_machine() | {"copy_gb_per_s": gpu.copy_gb_per_s()}
+        info = gpu.gpu_provenance() | {"copy_gb_per_s": gpu.copy_gb_per_s()}
         print(
             f"{info['gpu']}, torch {info['torch']}, triton {info['triton']}; a copy moves {info['copy_gb_per_s']:.0f} GB/s"
         )
     else:
         torch.set_num_threads(options.threads)
-        info = machine() | {"threads": options.threads, "cold_bytes": cpu.cold_bytes()}
+        info = provenance(options.threads) | {"cold_bytes": cpu.cold_bytes()}
         print(
             f"{info['cpu']}, {info['cores']} cores, {info['simd']}, {options.threads} threads, torch {info['torch']}, "
             f"load {info['load_average'][0]:.1f}"
@@ -104,7 +112,7 @@ def main(benchmarks: Sequence[Benchmark] | None = None, description: str = "All 
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, nothing compiled by torch")
-    parser.add_argument("--only", help="the one benchmark of this name")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="the benchmarks of these names")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="on the CPU; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
@@ -112,9 +120,9 @@ def main(benchmarks: Sequence[Benchmark] | None = None, description: str = "All 
         benchmarks = [b for name in MODULES for b in importlib.import_module(f"bench.{name}").BENCHMARKS]
     if options.only is not None:
         names = [b.name for b in benchmarks]
-        if options.only not in names:
+        if not set(options.only) <= set(names):
             parser.error(f"--only must be one of: {', '.join(names)}")
-        benchmarks = [b for b in benchmarks if b.name == options.only]
+        benchmarks = [b for b in benchmarks if b.name in options.only]
     sys.exit(1 if run(benchmarks, options) else 0)
 
 

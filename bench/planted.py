@@ -1,20 +1,19 @@
-"""Models of LLaMA's shapes that agree with each other at a chosen rate: weights for measuring speed, not for reading.
+"""Models of LLaMA's shapes that agree with each other at a chosen rate, for speed measurements. Their text has no meaning.
 
-Nothing is trained or loaded. All models of a chain share one random cycle through the vocabulary, and each carries it in its own
-embedding and head: the residual stream begins as the token's embedding ``e(v)``, and the head's row of a token holds the embeddings of
+Nothing is trained or loaded. All models of a chain share one random cycle through the vocabulary, and the embedding and head of each model
+encode it: the residual stream begins as the token's embedding ``e(v)``, and the head's row of a token is the sum of the embeddings of
 the two tokens that it may follow. After token ``v`` at place ``p`` of the cycle these are the tokens at ``p + 1`` (*next*) and, by
-``m(v)`` less likely, at ``p + 1 + V / 2`` (its *mate*). Which one wins is decided by what the layers, random and of full size, add to the
-stream in one direction ``u``, mostly attention over all of the text:
+``m(v)`` less likely, at ``p + 1 + V / 2`` (its *mate*). The choice between them depends on what the layers, random and of full size, add to
+the stream in one direction ``u``, mostly by attention over the whole text:
 
     logit(next) - logit(mate)  ~  S * (m(v) + 2 * c * k * <h, u>),     c = +1 or -1, the half of the cycle that ``next`` lies in
 
-So ``k``, the weight of ``u`` in the head, is the one number that sets how often a model takes the mate. The target takes it seldom
-(``wander``: its text depends on all of its context, and yet near-ties are rare); a draft as often as leaves the agreement that was
-asked for. Every text moves through the places of the cycle modulo ``V / 2`` one by one, so none repeats itself within ``V / 2`` tokens.
-``m(v)`` is common to all models: where one errs, another is somewhat likelier to err, and the same way.
+So ``k``, the weight of ``u`` in the head, sets how often a model takes the mate. The target takes it rarely (``wander``: its text depends
+on the whole context, and near-ties are rare); a draft takes it as often as the requested agreement allows. Every text moves through the places of the cycle modulo ``V / 2`` one by one, so none repeats itself within ``V / 2`` tokens.
+``m(v)`` is common to all models, so their errors are correlated.
 
-Every matrix is dense and random, every parameter takes part. Embedding and head are two matrices in every shape; the originals of 1B and
-3B share one. A step reads the head's and one row of the other, so the bytes of a step are the same, those held are not.
+Every matrix is dense and random, and every parameter is used. Embedding and head are two matrices in every shape; the original 1B and
+3B share one. A step reads the head and one row of the embedding: the bytes per step equal the original's, the memory does not.
 """
 
 from __future__ import annotations
@@ -46,7 +45,10 @@ SHAPES = {
     "1B": Shape(2048, 8192, 16, 32, 8),
     "3B": Shape(3072, 8192, 28, 24, 8),
     "8B": Shape(4096, 14336, 32, 32, 8),
-    # For tests: as deep and wide as it takes for the sizes to differ.
+    # For checks of a GPU: small, with heads of 64 as the 1B's.
+    "check-draft": Shape(256, 512, 2, 4, 2, vocab_size=512),
+    "check-target": Shape(512, 1024, 3, 8, 2, vocab_size=512),
+    # For tests: small, with different sizes.
     "tiny-small": Shape(96, 192, 2, 4, 2, vocab_size=512),
     "tiny-medium": Shape(128, 256, 3, 4, 2, vocab_size=512),
     "tiny-target": Shape(160, 320, 4, 8, 2, vocab_size=512),
@@ -54,21 +56,27 @@ SHAPES = {
 """Llama-3.2-1B, Llama-3.2-3B and Llama-3-8B."""
 
 SCALE = 18.0
-"""``S``: the logit of the likelier token, about; others lie around 0."""
+"""``S``: approximate logit of the likelier token; other logits are around 0."""
 
 MARGINS = (0.1, 0.9)
 """``m(v)`` is drawn between these."""
 
-_SHARPNESS = 1.5  # of queries and keys: attention scores have this squared as their standard deviation
-_ATTENTION, _MLP = 0.6, 0.3  # what all layers together add to the stream, in units of the embedding
-_SILU = 0.6  # root mean square of silu(a) * b for standard normal a, b
+_SHARPNESS = 1.5
+"""Scale of queries and keys: the standard deviation of attention scores is its square."""
 
-LEAST = 0.55  # agreement; a draft that takes either token at random reaches a half
+_ATTENTION, _MLP = 0.6, 0.3
+"""What all layers together add to the stream, in units of the embedding."""
+
+_SILU = 0.6
+"""Root mean square of silu(a) * b for standard normal a, b."""
+
+LEAST = 0.55
+"""Least agreement; a draft that chooses at random reaches 0.5."""
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """What all models of a chain share, on the CPU. ``order [V]``: tokens by place; ``place [V]`` its inverse; ``margin [V]``: m by token."""
+    """The cycle that all models of a chain share, on the CPU. ``order [V]``: tokens by place; ``place [V]``: its inverse; ``margin [V]``: m by token."""
 
     order: torch.Tensor
     place: torch.Tensor
@@ -76,7 +84,7 @@ class Cycle:
 
     @staticmethod
     def draw(vocabulary: int, seed: int) -> Cycle:
-        """Raises ``ValueError`` for an odd vocabulary, which has no halves."""
+        """Draw a cycle; raises ``ValueError`` for an odd vocabulary, which has no halves."""
         if vocabulary % 2:
             raise ValueError(f"planted models need an even vocabulary, not {vocabulary}")
         generator = torch.Generator().manual_seed(seed)
@@ -107,8 +115,8 @@ class _Seeded:
     direction: torch.Tensor
     cycle: Cycle
 
-    def look(self, ids: torch.Tensor, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """logit(next) - logit(mate) at columns ``begin ..`` of ``ids [n, T]`` with k = 0, and what a unit of k adds to it; both float64."""
+    def differences(self, ids: torch.Tensor, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logit(next) - logit(mate) at columns ``begin ..`` of ``ids [n, T]`` with k = 0, and its change per unit of k; both float64."""
         model, cycle = self.model, self.cycle
         differences, effects = [], []
         head = model.lm_head.weight
@@ -122,7 +130,7 @@ class _Seeded:
         return torch.stack(differences), torch.stack(effects)
 
     def set(self, k: float) -> None:
-        """Once."""
+        """Set k; may be called once."""
         head = self.model.lm_head.weight
         sign = self.cycle.sign(torch.arange(len(head))).to(head)
         head.addr_(sign, self.direction.to(head.dtype), alpha=SCALE * k)
@@ -149,13 +157,13 @@ def _config(shape: Shape) -> LlamaConfig:
 
 @torch.no_grad()
 def _seeded(shape: Shape, cycle: Cycle, seed: int, device: torch.device, dtype: torch.dtype) -> _Seeded:
-    """The model with random layers, k = 0. Made where it stays; nothing is initialised twice."""
+    """The model with random layers and k = 0, created on ``device`` without transformers' own initialisation."""
     config = _config(shape)
     config.dtype = dtype
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
     model = model.to_empty(device=device).eval()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)  # its tables were made on meta, too
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)  # the tables were on meta, too
     generator = torch.Generator(device).manual_seed(seed)
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
 
@@ -178,7 +186,7 @@ def _seeded(shape: Shape, cycle: Cycle, seed: int, device: torch.device, dtype: 
     direction /= direction.norm()
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     normal(embedding, 1.0)
-    # What an embedding has along u would be an opinion that no context changes.
+    # A component of the embedding along u would not depend on the context.
     embedding.addr_((embedding @ direction.to(dtype)), direction.to(dtype), alpha=-1.0)
     # A row of the head: the embeddings of the token that it is next to, and of the one whose next is its mate.
     order, place = cycle.order.to(device), cycle.place.to(device)
@@ -197,7 +205,7 @@ def _seeded(shape: Shape, cycle: Cycle, seed: int, device: torch.device, dtype: 
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlantedFigures:
     """What a chain does, by :func:`measure`.
 
     ``agreement[i][j]``: share of positions of the target's text at which models i and j choose the same token; ``wander``: share of its
@@ -213,28 +221,28 @@ class Measured:
     near_ties: float
 
     def with_target(self) -> tuple[float, ...]:
-        """Of each draft."""
+        """Agreement of each draft with the target."""
         return tuple(row[-1] for row in self.agreement[:-1])
 
 
 @dataclass(frozen=True)
-class Chain:
-    """Planted models, the target last. ``asked``: the drafts' agreement with the target; ``measured``: on prompts of its own."""
+class PlantedChain:
+    """Planted models, the target last. ``requested``: the drafts' agreement with the target; ``measured``: on prompts of its own (None: not)."""
 
     names: tuple[str, ...]
     models: tuple[LlamaForCausalLM, ...]
     cycle: Cycle
-    asked: tuple[float, ...]
+    requested: tuple[float, ...]
     weights: tuple[float, ...]
-    measured: Measured
+    measured: PlantedFigures | None
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "names": self.names,
-            "asked": self.asked,
+            "requested": self.requested,
             "k": self.weights,
-            "measured": asdict(self.measured),
+            "measured": None if self.measured is None else asdict(self.measured),
             "parameters": {n: m.num_parameters() for n, m in zip(self.names, self.models, strict=True)},
             "bytes_per_step": {n: bytes_per_step(m) for n, m in zip(self.names, self.models, strict=True)},
         }
@@ -275,7 +283,7 @@ def write(model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int) -> to
 
 
 @torch.no_grad()
-def measure(models: Sequence[LlamaForCausalLM], cycle: Cycle, prompts: torch.Tensor, new_tokens: int) -> Measured:
+def measure(models: Sequence[LlamaForCausalLM], cycle: Cycle, prompts: torch.Tensor, new_tokens: int) -> PlantedFigures:
     """What ``models`` choose along the text that the last one writes after ``prompts [n, P]``."""
     texts = write(models[-1], prompts, new_tokens)
     written = texts[:, prompts.shape[1] :]
@@ -288,7 +296,7 @@ def measure(models: Sequence[LlamaForCausalLM], cycle: Cycle, prompts: torch.Ten
     lead = leading[..., 0] - leading[..., 1]
     step = 2.0 ** (leading[..., 0].abs().log2().floor() - 7)  # of bfloat16 at the best logit
     followed = texts[:, prompts.shape[1] - 1 : -1]
-    return Measured(
+    return PlantedFigures(
         positions=written.numel(),
         agreement=tuple(tuple(float((a == b).double().mean()) for b in choices) for a in choices),
         wander=float((written != cycle.next(followed)).double().mean()),
@@ -299,7 +307,7 @@ def measure(models: Sequence[LlamaForCausalLM], cycle: Cycle, prompts: torch.Ten
 
 
 def _bisect(rate: Callable[[float], float], wanted: float) -> float:
-    """The k at which ``rate``, which falls from 1 about to a half, is ``wanted``."""
+    """The k at which ``rate``, which falls from 1 to about 0.5, equals ``wanted``."""
     low, high = 0.0, 1e-3
     while rate(high) > wanted and high < 1e3:
         low, high = high, 2 * high
@@ -322,10 +330,11 @@ def plant(
     new_tokens: int = 128,
     texts: int = 8,
     progress: Callable[[str], None] = lambda what: None,
-) -> Chain:
+) -> PlantedChain:
     """A chain of the shapes ``names`` (keys of :data:`SHAPES`, the target last), calibrated and measured.
 
     ``agreement``: see :func:`nested`; it holds for texts of about this length, ``texts`` of which calibrate and as many others measure.
+    ``texts=0``: no calibration, so that all models take the *next* token and agree always; for the speed of models alone, at once.
     Deterministic by ``seed`` on one kind of device. Raises ``ValueError`` for shapes that do not exist or have other vocabularies,
     and for rates that cannot be.
     """
@@ -347,11 +356,14 @@ def plant(
         progress(f"planting {name}")
         seeded.append(_seeded(shape, cycle, seed * 1000 + i + 1, device, dtype))
     models = [s.model for s in seeded]
+    if not texts:
+        every = (1.0,) * (len(names) - 1)
+        return PlantedChain(tuple(names), tuple(models), cycle, every, (0.0,) * len(names), None)
 
     def taken(model: _Seeded, ids: torch.Tensor, wanted: torch.Tensor) -> Callable[[float], float]:
         """Of k: how often the model would choose ``wanted [n, T]`` (a next or a mate) behind the prompts in ``ids``."""
         begin = prompt_tokens - 1
-        difference, effect = model.look(ids, begin)
+        difference, effect = model.differences(ids, begin)
         is_next = wanted == cycle.next(ids[:, begin:])
         return lambda k: float(((difference + k * effect > 0) == is_next).double().mean())
 
@@ -359,7 +371,7 @@ def plant(
     vocabulary = shapes[0].vocab_size
     prompts = random_prompts(vocabulary, texts, prompt_tokens, seed + 1)
     ids = prompts
-    for _ in range(new_tokens):  # what it writes while it never wanders: a text for its own calibration
+    for _ in range(new_tokens):  # the text of a target that never wanders, for its calibration
         ids = torch.cat([ids, cycle.next(ids[:, -1:])], dim=1)
     own = taken(seeded[-1], ids[:, :-1], ids[:, prompt_tokens:])
     weights = [_bisect(own, 1 - wander) if wander else 0.0]
@@ -372,4 +384,6 @@ def plant(
         weights.insert(0, k)
     progress("measuring the agreement")
     fresh = random_prompts(vocabulary, texts, prompt_tokens, seed + 2)
-    return Chain(tuple(names), tuple(models), cycle, rates, tuple(weights), measure(models, cycle, fresh, new_tokens))
+    return PlantedChain(
+        tuple(names), tuple(models), cycle, rates, tuple(weights), measure(models, cycle, fresh, new_tokens)
+    )

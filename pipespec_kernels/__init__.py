@@ -1,4 +1,4 @@
-"""The native core of pipespec: state protocol, row selection, kernels. Knows tokens, logits and lengths, not models.
+"""The native core of pipespec: state protocol, row selection, kernels. It works on tokens, logits and lengths, not on models.
 
 ``pipespec_kernels.ops`` has the operations, ``pipespec_kernels.state`` the state block, ``collect_env()`` says what is
 installed and what was built. Importing this package alone loads neither torch nor the native module.

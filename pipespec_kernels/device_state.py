@@ -1,5 +1,5 @@
-"""A stage's port onto a state block that a GPU works on: plan and commit as kernels, so that a step's numbers need not come
-back to the host.
+"""A stage's port onto a state block that a GPU works on: plan and commit as kernels, so that a step needs no copy
+to the host.
 
 The block is the one of :mod:`pipespec_kernels.state`, byte for byte, in the memory of a GPU or pinned on the host::
 
@@ -7,15 +7,15 @@ The block is the one of :mod:`pipespec_kernels.state`, byte for byte, in the mem
     host.reset(starts, limits, last, eos)
     block = torch.from_numpy(host.memory.array).cuda()
     port = DevicePort(block, stage=1, width=8)
-    port.set_policy(window=8, max_hints=7)
-    port.plan()  # a launch: port.tokens, port.kv, port.n_fed, port.n_hint, port.n_select, port.action
-    selected, _ = ops.verify(logits, port.tokens, port.n_select, port.n_hint)
+    port.set_policy(lookahead=8, max_draft_tokens=7)
+    port.plan()  # a launch: port.tokens, port.kv, port.query_lens, port.num_draft_tokens, port.n_select, port.action
+    selected, _ = ops.verify(logits, port.tokens, port.n_select, port.num_draft_tokens)
     port.commit(selected)
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,30 +25,43 @@ from pipespec_kernels import _native
 _HEADER_BYTES: int = _native.Block.bytes(0, 0, 1)
 
 
+class PolicyRing(NamedTuple):
+    """The policies of the steps that a scheduler launches. Its launcher writes them; plan reads that of its step over the bus, without a copy.
+
+    Attributes:
+        policies: int32 ``[_cuda.STEPS_IN_FLIGHT, 4]``, pinned. Step n uses row ``n % STEPS_IN_FLIGHT``.
+        scratch: The stage's ``StepScratch`` on the GPU, which counts the steps.
+    """
+
+    policies: Tensor
+    scratch: Tensor
+
+
 class DevicePort:
     """Plan and commit of one stage for all rows of a block, as launches on a stream. ``plan`` and ``commit`` neither wait nor
     allocate, so they can be captured in a CUDA graph.
 
-    Stages that run at the same time must be ordered by stream or event. Waking who sleeps on the host
-    (``StagePort.park``) is not done.
+    Stages that run at the same time must be ordered by stream or event. Stages that sleep on the
+    host (``StagePort.park``) are not woken.
 
     Args:
-        block: a state block: contiguous uint8 tensor in a GPU's memory, or in pinned memory. Read once here, which waits.
+        block: a state block: contiguous uint8 tensor in a GPU's memory, or in pinned memory. Read once here, which waits. All ports of a
+            block in a GPU's memory are on that GPU; the host and other GPUs do not access it while kernels run over it.
         stage: the stage, from 0; the last one is the target.
         width: columns of the rectangle: the most tokens that a row feeds in a step, at least 1.
         rows: of the rectangle, at most the block's; default: all.
-        policy: int32 ``[4]`` on the GPU, for ports that share one (those of a stage, of several widths); default: its own.
+        policy: the policies of a scheduler's launcher; default: one of its own, see :meth:`set_policy`.
         device: of the kernels and the arrays, where the block is pinned; default: the current GPU.
 
     Attributes:
         tokens: int32 ``[rows, width]``, on the GPU like the others: ids to feed, zeros behind them.
-        kv, n_fed, n_hint: int32 ``[rows]``: position of the first fed token, tokens fed, how many of them are hints.
-        n_select: int32 ``[rows]``: ``n_fed`` where a choice is needed, else 0: what :func:`ops.verify` takes as ``n_fed``.
+        kv, query_lens, num_draft_tokens: int32 ``[rows]``: position of the first fed token, tokens fed, how many of them are draft tokens.
+        n_select: int32 ``[rows]``: ``query_lens`` where a choice is needed, else 0: what :func:`ops.verify` takes as ``query_lens``.
         action: int32 ``[rows]``: :class:`pipespec_kernels.state.Action`.
 
     Raises:
         TypeError, ValueError: an argument that does not fit.
-        ImportError: the CUDA module was not built; says how to.
+        ImportError: the CUDA module was not built. The message has the build command.
     """
 
     def __init__(
@@ -59,7 +72,7 @@ class DevicePort:
         device: torch.device | str | None = None,
         *,
         rows: int | None = None,
-        policy: Tensor | None = None,
+        policy: PolicyRing | None = None,
     ) -> None:
         if not isinstance(block, Tensor):
             raise TypeError(f"block must be a tensor, got {type(block).__name__}")
@@ -85,23 +98,38 @@ class DevicePort:
         from pipespec_kernels import _cuda
 
         self._cuda: Any = _cuda
+        # In pinned memory the host and other GPUs share the block.
+        self._scope = _cuda.Scope.DEVICE if block.is_cuda else _cuda.Scope.SYSTEM
         self.block, self.stage, self.width, self.rows = block, stage, width, rows
-        if policy is None:
-            policy = torch.zeros(4, dtype=torch.int32, device=block.device if block.is_cuda else device or "cuda")
-        # Policy of csrc/protocol/plan.hpp: the kernel reads it when it runs.
-        self._policy = policy
-        self.device = self._policy.device  # with its number: those of tensors are compared with it
-        self.tokens = torch.zeros((self.rows, width), dtype=torch.int32, device=self.device)
+        self.tokens = torch.zeros(
+            (self.rows, width), dtype=torch.int32, device=block.device if block.is_cuda else device or "cuda"
+        )
+        self.device = self.tokens.device  # with its number: those of tensors are compared with it
+        # StepPolicy of csrc/protocol/plan.hpp: the kernel reads it when it runs.
+        self._ring = policy
+        self._policy = torch.zeros(4, dtype=torch.int32, device=self.device) if policy is None else policy.policies
         one_per_row = torch.zeros((5, self.rows), dtype=torch.int32, device=self.device)
-        self.kv, self.n_fed, self.n_hint, self.n_select, self.action = one_per_row.unbind(0)
-        arrays = (self.tokens, self.kv, self.n_fed, self.n_hint, self.n_select, self.action)
+        self.kv, self.query_lens, self.num_draft_tokens, self.n_select, self.action = one_per_row.unbind(0)
+        arrays = (self.tokens, self.kv, self.query_lens, self.num_draft_tokens, self.n_select, self.action)
         self._arrays = tuple(array.data_ptr() for array in arrays)
 
-    def set_policy(self, window: int, max_hints: int, min_hints: int = 0) -> None:
-        """What the plans launched from here on on the current stream obey: how far ahead, how many hints, how many to wait for."""
-        if min(window, max_hints, min_hints) < 0 or max(window, max_hints, min_hints) >= 2**32:
-            raise ValueError(f"a policy has numbers of 32 bits, got {window}, {max_hints}, {min_hints}")
-        words = torch.tensor([window, max_hints, min_hints, self.width], dtype=torch.int64)
+    def set_policy(self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0) -> None:
+        """Set lookahead, most draft tokens per step and ``min_draft_tokens`` for the plans launched later on the current stream.
+
+        Raises:
+            ValueError: A number that has more than 32 bits.
+            RuntimeError: The policy is the launcher's.
+        """
+        if self._ring is not None:
+            raise RuntimeError("the launcher writes this port's policies")
+        if (
+            min(lookahead, max_draft_tokens, min_draft_tokens) < 0
+            or max(lookahead, max_draft_tokens, min_draft_tokens) >= 2**32
+        ):
+            raise ValueError(
+                f"a policy has numbers of 32 bits, got {lookahead}, {max_draft_tokens}, {min_draft_tokens}"
+            )
+        words = torch.tensor([lookahead, max_draft_tokens, min_draft_tokens, self.width], dtype=torch.int64)
         self._policy.copy_(words.to(torch.int32))  # the low 32 bits of each
 
     def plan(self, stream: int | None = None) -> None:
@@ -109,16 +137,18 @@ class DevicePort:
         with torch.cuda.device(self.device):
             self._cuda.plan(
                 self.block.data_ptr(),
+                self._scope,
                 self.stage,
                 self.rows,
                 self.width,
                 self._policy.data_ptr(),
+                0 if self._ring is None else self._ring.scratch.data_ptr(),
                 *self._arrays,
                 self._stream(stream),
             )
 
     def commit(self, selected: Tensor, stream: int | None = None) -> None:
-        """Take what was selected for the last plan, as :func:`ops.verify` gives it: int32 ``[rows, width]`` on the GPU."""
+        """Commit ``selected`` of :func:`ops.verify` for the last plan: int32 ``[rows, width]`` on the GPU."""
         if not isinstance(selected, Tensor) or selected.dtype is not torch.int32 or selected.device != self.device:
             raise TypeError(f"selected must be an int32 tensor on {self.device}")
         if selected.shape != (self.rows, self.width) or selected.stride(1) != 1:
@@ -129,6 +159,7 @@ class DevicePort:
         with torch.cuda.device(self.device):
             self._cuda.commit(
                 self.block.data_ptr(),
+                self._scope,
                 self.stage,
                 self.rows,
                 self.width,
@@ -139,19 +170,19 @@ class DevicePort:
             )
 
     def open(self, scratch: Tensor, stream: int | None = None) -> None:
-        """The first launch of a step that a scheduler is told of: notes the time in ``scratch``, a ``StepScratch`` on the GPU."""
+        """The first launch of a step under a scheduler: writes the time to ``scratch``, a ``StepScratch`` on the GPU."""
         with torch.cuda.device(self.device):
             self._cuda.open_step(scratch.data_ptr(), self._stream(stream))
 
-    def close(self, mirror: Tensor, scratch: Tensor, log: Tensor, stream: int | None = None) -> None:
-        """The last one: copies the stage's part of the block to ``mirror`` (nothing, if that is the block) and writes ``log``.
+    def close(self, shadow: Tensor, scratch: Tensor, log: Tensor, stream: int | None = None) -> None:
+        """The last one: copies the stage's part of the block to ``shadow`` (nothing, if that is the block) and writes ``log``.
 
-        ``mirror``: the host's block, pinned; ``log``: a ``StepLog``, pinned; see ``csrc/cuda/protocol_kernels.hpp``.
+        ``shadow``: the host shadow, pinned; ``log``: a ``StepLog``, pinned; see ``csrc/cuda/protocol_kernels.hpp``.
         """
         with torch.cuda.device(self.device):
             self._cuda.close_step(
                 self.block.data_ptr(),
-                mirror.data_ptr(),
+                shadow.data_ptr(),
                 self.stage,
                 self.rows,
                 *self._arrays,

@@ -45,9 +45,10 @@ def collect_env() -> dict[str, Any]:
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of memory that this process can have at all, and that are free of them.
+    """Return the memory limit of this process and the free part of it, in bytes.
 
-    The machine's; or what a control group (v1 or v2: a container, a batch system) allows, where that is less. Both 0 where the system does not tell.
+    The limit is the machine's memory, or that of a control group (v1 or v2: a container, a batch system) if it is lower. Both are 0 where
+    ``/proc/meminfo`` cannot be read.
     """
     lines = (line.split() for line in _lines("/proc/meminfo"))
     machine = {words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
@@ -120,7 +121,7 @@ def _installed(name: str) -> str | None:
 
 
 def _lower_bounds() -> dict[str, str]:
-    """``{"torch": "2.9"}`` and so on, from our own metadata: pyproject.toml is the one place that says it."""
+    """``{"torch": "2.9"}`` and so on, from the package's metadata, so that pyproject.toml is the only source."""
     try:
         requirements = importlib.metadata.requires("pipespec") or []
     except importlib.metadata.PackageNotFoundError:
@@ -215,7 +216,7 @@ def _group_memory(
 ) -> tuple[int, int] | tuple[None, None]:
     """Of the control groups that this process is in, the tightest limit in bytes and what is left of it; None without a limit.
 
-    What the system would give back at once (files that it keeps in memory) counts as left.
+    Memory that the system can reclaim at once (the page cache) counts as left.
     """
     try:
         lines = Path(membership).read_text().splitlines()
@@ -235,7 +236,7 @@ def _group_memory(
         return None, None
     found: list[tuple[int, int]] = []
     own = base.joinpath(*(part for part in name.split("/") if part not in ("", "..")))
-    # A group is bound by those around it. In a container the outermost that can be seen is its own, whatever the name says.
+    # The limits of the outer groups hold, too. In a container the outermost visible group is its own, under any name.
     for group in (own, *own.parents):
         limit, usage = _number(group / limit_file), _number(group / usage_file)
         if limit is not None and usage is not None and limit < _NO_LIMIT:

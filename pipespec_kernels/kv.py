@@ -1,13 +1,13 @@
 """Keys and values in storage of fixed size with a length per row on the device, and attention over them.
 
-Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and what lies behind them is never
-read. Tensors on a GPU go to the Triton kernels: nothing there waits for the device, all can be captured in a CUDA graph, and
-a replay acts on the lengths and counts as they then are. Tensors elsewhere, float64 and heads of more than 256 dimensions go
+Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and positions behind them are never
+read. Tensors on a GPU go to the Triton kernels. These calls do not wait for the device and can be captured in a CUDA graph; a
+replay uses the lengths and counts of that moment. Tensors elsewhere, float64 and heads of more than 256 dimensions go
 to torch; ``PIPESPEC_OPS`` is as for :mod:`pipespec_kernels.ops`, where these functions are found, too.
 
-Lengths and counts live on the device, where the host does not look unless ``check_counts`` says so. A row whose numbers would
-lead out of the tensors is left as it is by what writes the storage, and gets NaN from :func:`verify_attention`. On the
-CPU, and wherever torch does the work, they are looked at always, and such a row is a ValueError before anything is written.
+Lengths and counts are on the device. The host reads them only with ``check_counts=True``. Kernels do not write a row whose
+lengths or counts lie outside of the tensors, and :func:`verify_attention` returns NaN for it. On the CPU, and wherever torch does
+the work, the numbers are always checked: such a row raises ValueError before anything is written.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def kv_append(
     ``n_new[r]`` on are padding and write nothing. The lengths do not change: layers share them.
 
     Args:
-        keys, values: ``[B, Hkv, Q, D]``, the dtype of the storage.
-        k_cache, v_cache: ``[B, Hkv, S, D]``; float32, bfloat16, float16 or float64. Any
+        keys: ``[B, Hkv, Q, D]``, the dtype of the storage.
+        values: like ``keys``.
+        k_cache: ``[B, Hkv, S, D]``; float32, bfloat16, float16 or float64. Any
             strides but in the last dimension, which must be contiguous; no two elements in one place.
+        v_cache: like ``k_cache``.
         lengths: ``[B]``, int32 or int64, contiguous, on the device of the storage.
         n_new: ``[B]``, likewise, ``0 <= n_new <= Q`` and ``lengths + n_new <= S``. None: all columns.
-        check_counts: look at these numbers first, which waits for the device. On the CPU always done.
+        check_counts: check these values first, which waits for the device. On the CPU always done.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.
@@ -63,7 +65,7 @@ def kv_append(
         _kv_append(keys, values, k_cache, v_cache, lengths, n_new, check_counts)
 
 
-# A tensor without data gets the checks of its metadata, and there is nothing else to do.
+# The fake implementation (tensors without data): only the metadata is checked.
 
 
 def _check_append(
@@ -139,12 +141,14 @@ def _kv_truncate(lengths: Tensor, to: Tensor) -> None:
 def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *, check_counts: bool = False) -> None:
     """Row ``r`` becomes what row ``rows[r]`` was, in place: a batch in another order, or without its finished rows.
 
-    ``rows`` may name a row several times, and name fewer rows than there are: the rows behind keep what they hold. Only
-    the ``lengths[rows[r]]`` tokens that count are moved. The lengths themselves do not change (layers share them): after
+    ``rows`` may repeat a row, and may have fewer entries than the batch: the rows behind do not change. Only the first
+    ``lengths[rows[r]]`` tokens are moved. The lengths themselves do not change (layers share them): after
     the last layer do ``lengths[:len(rows)] = lengths[rows]``.
 
     Args:
-        k_cache, v_cache, lengths: as for :func:`kv_append`.
+        k_cache: as for :func:`kv_append`.
+        v_cache: likewise.
+        lengths: likewise.
         rows: ``[N]``, int32 or int64, contiguous, on the device of the storage; ``N <= min(B, 1024)``.
         check_counts: likewise.
 
@@ -185,16 +189,18 @@ def _kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, 
 def kv_compact(
     k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, *, check_counts: bool = False
 ) -> None:
-    """Move the tokens at ``positions[r, :n_keep[r]]`` to ``begin[r] ..``, in place: what is left of a block of hints.
+    """Move the tokens at ``positions[r, :n_keep[r]]`` to ``begin[r] ..``, in place: what is left of a block of draft tokens.
 
     Token ``begin[r] + j`` becomes what token ``positions[r, j]`` was. Defined where tokens move down or stay,
     ``positions[r, j] >= begin[r] + j``; they may be in any order and repeat. Lengths are not read: lower them to
     ``begin + n_keep`` with :func:`kv_truncate` after the last layer.
 
     Args:
-        k_cache, v_cache: as for :func:`kv_append`.
+        k_cache: as for :func:`kv_append`.
+        v_cache: likewise.
         positions: ``[B, P]``, int32 or int64, any strides, on the device of the storage; below ``S``.
-        begin, n_keep: ``[B]``, like ``lengths`` there; ``0 <= n_keep <= P``, ``0 <= begin``, ``begin + n_keep <= S``.
+        begin: ``[B]``, like ``lengths`` there; ``0 <= begin``, ``begin + n_keep <= S``.
+        n_keep: ``[B]``, likewise; ``0 <= n_keep <= P``.
         check_counts: likewise.
 
     Raises:
@@ -245,7 +251,7 @@ def verify_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    n_fed: Tensor | None = None,
+    query_lens: Tensor | None = None,
     *,
     scale: float | None = None,
     invariant: bool = False,
@@ -256,7 +262,7 @@ def verify_attention(
 
     Column ``j`` of row ``r`` sees the keys ``0 .. lengths[r] + j``; ``lengths[r]`` is the row's length *before* the block.
     Query heads ``g * Hq / Hkv ..`` share head ``g`` of the keys, as in HuggingFace models. No mask, no repeated keys or
-    values, and nothing behind ``lengths[r] + n_fed[r]`` is read. Columns from ``n_fed[r]`` on give zeros.
+    values, and nothing behind ``lengths[r] + query_lens[r]`` is read. Columns from ``query_lens[r]`` on give zeros.
 
     Made for the few columns of a decoding step or a verification. Any ``Q`` works: on a GPU wide blocks take several
     tiles, each of which reads the keys again, as a prefill does; ``invariant`` goes through them in parts of 32 columns.
@@ -264,14 +270,15 @@ def verify_attention(
     Args:
         q: ``[B, Hq, Q, D]``, the dtype of the storage; ``Hq`` a multiple of ``Hkv``. Any strides but in the last dimension,
             which must be contiguous.
-        k_cache, v_cache, lengths: as for :func:`kv_append`.
-        n_fed: ``[B]``, like ``lengths``: ``0 <= n_fed <= Q``, ``lengths + n_fed <= S``. None: all columns.
+        k_cache: as for :func:`kv_append`.
+        v_cache: likewise.
+        lengths: likewise.
+        query_lens: ``[B]``, like ``lengths``: ``0 <= query_lens <= Q``, ``lengths + query_lens <= S``. None: all columns.
         scale: of the scores; default ``D ** -0.5``.
-        invariant: take sums in an order that depends on nothing but the number of keys that a column sees. Its result is
-            then the same to the last bit whatever ``Q`` and ``B`` are, so a verification says what decoding token by
-            token says. Costs a part of the speed.
+        invariant: add in an order that depends only on the number of keys of a column. The result is then equal to the
+            last bit for every ``Q`` and ``B``, so a verification equals decoding token by token. It is slower.
         out: ``[B, Hq, Q, D]`` to write to, strides as for ``q``; must overlap no other argument.
-        check_counts: look at lengths and counts first, which waits for the device. On the CPU always done.
+        check_counts: check the values of lengths and counts first, which waits for the device. On the CPU always done.
 
     Returns:
         ``[B, Hq, Q, D]`` in the dtype of ``q``; without ``out`` a view of ``[B, Q, Hq, D]``, which is contiguous.
@@ -290,10 +297,12 @@ def verify_attention(
     """
     _refuse_gradients("verify_attention", q, k_cache, v_cache)
     if not traced(q):
-        return _verify_attention(q, k_cache, v_cache, lengths, n_fed, scale, invariant, check_counts, out)
+        return _verify_attention(q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, out)
     if out is not None:
         _check_out(out, q)
-    result = torch.ops.pipespec.verify_attention(q, k_cache, v_cache, lengths, n_fed, scale, invariant, check_counts)
+    result = torch.ops.pipespec.verify_attention(
+        q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts
+    )
     return result if out is None else out.copy_(result)
 
 
@@ -302,18 +311,18 @@ def _fake_verify_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    n_fed: Tensor | None = None,
+    query_lens: Tensor | None = None,
     scale: float | None = None,
     invariant: bool = False,
     check_counts: bool = False,
 ) -> Tensor:
-    _check_attention(q, k_cache, v_cache, lengths, n_fed, scale)
+    _check_attention(q, k_cache, v_cache, lengths, query_lens, scale)
     batch, heads, width, dim = q.shape
     return q.new_empty((batch, width, heads, dim)).transpose(1, 2)
 
 
 @register(
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? n_fed=None, float? scale=None, "
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? query_lens=None, float? scale=None, "
     "bool invariant=False, bool check_counts=False) -> Tensor",
     _fake_verify_attention,
 )
@@ -322,35 +331,36 @@ def _verify_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    n_fed: Tensor | None = None,
+    query_lens: Tensor | None = None,
     scale: float | None = None,
     invariant: bool = False,
     check_counts: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    _check_attention(q, k_cache, v_cache, lengths, n_fed, scale)
+    _check_attention(q, k_cache, v_cache, lengths, query_lens, scale)
     if out is not None:
         _check_out(out, q)
     batch, heads, width, dim = q.shape
     kernels = _kernels(q)
     if check_counts or kernels is None:
-        _fits(lengths, n_fed, width, k_cache.shape[2], "n_fed")
+        _fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
     if out is None:
         out = q.new_empty((batch, width, heads, dim)).transpose(1, 2)
     if kernels is not None:
-        return kernels.verify_attention(q, k_cache, v_cache, lengths, n_fed, scale=scale, invariant=invariant, out=out)
+        kernels.verify_attention(q, k_cache, v_cache, lengths, query_lens, scale=scale, invariant=invariant, out=out)
+        return out
     if dispatch.forced:
         step = 1 if invariant else max(width, 1)
         for j in range(0, width, step):
             part = slice(j, j + step)
-            fed = None if n_fed is None else (n_fed - j).clamp(0, step)
+            fed = None if query_lens is None else (query_lens - j).clamp(0, step)
             out[:, :, part] = reference.verify_attention(q[:, :, part], k_cache, v_cache, lengths + j, fed, scale)
         return out
-    return _attention(q, k_cache, v_cache, lengths.tolist(), n_fed, scale, invariant, out)
+    return _attention(q, k_cache, v_cache, lengths.tolist(), query_lens, scale, invariant, out)
 
 
 def _check_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, n_fed: Tensor | None, scale: float | None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, query_lens: Tensor | None, scale: float | None
 ) -> None:
     batch, heads, _, dim = _storage(k_cache, v_cache, written=False)
     if not isinstance(q, Tensor) or q.dim() != 4:
@@ -363,8 +373,8 @@ def _check_attention(
     if heads == 0 or heads_q % heads:
         raise ValueError(f"{heads_q} query heads cannot share {heads} heads of keys evenly")
     _rows(lengths, "lengths", batch, q.device)
-    if n_fed is not None:
-        _rows(n_fed, "n_fed", batch, q.device)
+    if query_lens is not None:
+        _rows(query_lens, "query_lens", batch, q.device)
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, is {scale}")
 
@@ -380,14 +390,14 @@ def _attention(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: list[int],
-    n_fed: Tensor | None,
+    query_lens: Tensor | None,
     scale: float | None,
     invariant: bool,
     out: Tensor,
 ) -> Tensor:
     """By torch's own attention. ``invariant``: every column by itself, which is what a step of one column is."""
     batch, width = q.shape[0], q.shape[2]
-    fed = [width] * batch if n_fed is None else n_fed.tolist()
+    fed = [width] * batch if query_lens is None else query_lens.tolist()
     if len({*zip(lengths, fed, strict=True)}) == 1 and not invariant:
         parts = [(slice(0, batch), 0, fed[0], lengths[0])]
     elif invariant:

@@ -1,8 +1,8 @@
 """How an operation becomes one of torch.library's, in the namespace ``pipespec``: for torch.compile, export and subclasses.
 
-Each operation is an ordinary Python function that does its own dispatch by device, and is called as such: going through
-torch's dispatcher would cost more than a small call itself. Only where somebody looks on (:func:`traced`) does it go
-through ``torch.ops.pipespec``, whose schema has tensors and numbers only and whose fake checks shapes and dtypes alike.
+Each operation is an ordinary Python function with its own dispatch by device, because torch's dispatcher costs more than a small
+call. Only traced calls (:func:`traced`) go through ``torch.ops.pipespec``. Its schema has tensors and numbers only, and its fake
+implementation checks shapes and dtypes in the same way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What coupled selection adds to the logits: :class:`Noise`, the argument of :func:`pipespec_kernels.ops.verify` and
+"""The noise of coupled sampling: :class:`Noise`, the argument of :func:`pipespec_kernels.ops.verify` and
 :func:`pipespec_kernels.ops.sample`."""
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Noise:
     ``sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)`` of all cases (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
     Attributes:
-        seeds: int64 ``[B]``; its 64 bits are the key. Several samples of one prompt need several seeds. Like the others
-            a tensor on the CPU or where the logits are, or a numpy array.
+        seeds: int64 ``[B]``; its 64 bits are the key. Several samples of one prompt need several seeds. Like the
+            other fields a tensor on the CPU or on the device of the logits, or a numpy array.
         positions: int64 ``[B]``, ``>= 0``: the absolute index, in its sequence, of the token that the logits of column 0
             choose.
         inv_temperature: float32 ``[B]``, finite and positive: 1 / temperature.
         cutoff: float32 ``[B, Q]`` or None. Logits below it cannot be chosen (:func:`ops.cutoff` makes one
             of top-k, top-p and min-p); -inf: all can.
-        stream: :data:`TARGET` for coupled selection, in drafts and target alike. Draws that must be independent of
-            those, such as a draft's under the ratio test, take another.
+        stream: :data:`TARGET` for coupled sampling, in drafts and target alike. Draws that must be independent of
+            those, such as a draft's under rejection sampling, take another stream.
     """
 
     seeds: Tensor
@@ -43,13 +43,13 @@ class Noise:
 
 
 class Streams(NamedTuple):
-    """Which stream of random numbers each draw of the ratio test takes. They must differ, or what comes out is not the
-    target's distribution: a hint is rejected more often where its noise was large, and the same noise would then draw again.
+    """Streams of random numbers of rejection sampling. They must differ: with shared noise the result does not have the target's
+    distribution.
 
     Attributes:
-        draft: of the noise with which the hints were drawn (with this ``Noise.stream``, say).
-        accept: of the uniforms in the test.
-        residual: of the noise with which the last token of each row is drawn.
+        draft: of the noise that drew the draft tokens (their ``Noise.stream``).
+        accept: of the uniforms in the acceptance test.
+        residual: of the noise that draws the last token of each row.
     """
 
     draft: int = DRAFT
@@ -61,7 +61,7 @@ INDEPENDENT = Streams()
 
 
 def check_stream(stream: Any) -> None:
-    """TypeError, ValueError: not what ``Noise.stream`` can be."""
+    """Check ``Noise.stream``. Raises ``TypeError`` or ``ValueError``."""
     if not isinstance(stream, int) and not hasattr(stream, "__index__"):
         raise TypeError(f"noise.stream must be an integer, got {stream!r}")
     if not 0 <= stream < 2**32:
@@ -69,7 +69,7 @@ def check_stream(stream: Any) -> None:
 
 
 def check_streams(streams: Any) -> None:
-    """TypeError, ValueError: not what the ratio test can take."""
+    """Check the streams of rejection sampling. Raises ``TypeError`` or ``ValueError``."""
     if not isinstance(streams, tuple) or len(streams) != 3 or not all(hasattr(s, "__index__") for s in streams):
         raise TypeError(f"streams must be Streams of three integers, got {streams!r}")
     if len(set(streams)) != 3 or not all(0 <= stream < 2**32 for stream in streams):

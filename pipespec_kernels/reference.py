@@ -8,11 +8,13 @@ from torch import Tensor
 from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
 
 
-def check_counts(n_fed: Tensor, n_hint: Tensor, width: int) -> None:
-    """``ValueError`` that names the first row whose counts are impossible. Reads them: a wait, where a device has them."""
-    for row, (fed, hints) in enumerate(zip(n_fed.tolist(), n_hint.tolist(), strict=True)):
-        if fed < 0 or fed > width or (fed > 0 and not 0 <= hints < fed):
-            raise ValueError(f"row {row}: need 0 <= n_hint < n_fed <= Q: n_fed={fed}, n_hint={hints}, Q={width}")
+def check_counts(query_lens: Tensor, num_draft_tokens: Tensor, width: int) -> None:
+    """Raise ``ValueError`` with the first row whose counts are impossible. Reads the counts: waits for a device that holds them."""
+    for row, (fed, draft_tokens) in enumerate(zip(query_lens.tolist(), num_draft_tokens.tolist(), strict=True)):
+        if fed < 0 or fed > width or (fed > 0 and not 0 <= draft_tokens < fed):
+            raise ValueError(
+                f"row {row}: need 0 <= num_draft_tokens < query_lens <= Q: query_lens={fed}, num_draft_tokens={draft_tokens}, Q={width}"
+            )
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -21,24 +23,24 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def verify(
-    logits: Tensor, tokens: Tensor, n_fed: Tensor, n_hint: Tensor, noise: Noise | None = None
+    logits: Tensor, tokens: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
     """Verification, one row and one position after the other; see :func:`pipespec_kernels.ops.verify`."""
     batch, width, _ = logits.shape
     selected = torch.full((batch, width), -1, dtype=torch.int32, device="cpu")
     accepted = torch.zeros(batch, dtype=torch.int32, device="cpu")
     for row in range(batch):
-        fed, hints = int(n_fed[row]), int(n_hint[row])
+        fed, draft_tokens = int(query_lens[row]), int(num_draft_tokens[row])
         if fed == 0:
             continue
-        column = fed - 1 - hints  # its logits decide about the first hint
-        for j in range(hints + 1):
+        column = fed - 1 - draft_tokens  # its logits decide about the first draft token
+        for j in range(draft_tokens + 1):
             if noise is None:
                 choice = int(torch.argmax(logits[row, column + j]))
             else:
                 choice = _sample_row(logits, noise, row, column + j)
             selected[row, j] = choice
-            if j == hints or choice != int(tokens[row, column + 1 + j]):
+            if j == draft_tokens or choice != int(tokens[row, column + 1 + j]):
                 accepted[row] = j
                 break
     return selected, accepted
@@ -68,8 +70,8 @@ def cutoff(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    n_fed: Tensor | None = None,
-    n_hint: Tensor | None = None,
+    query_lens: Tensor | None = None,
+    num_draft_tokens: Tensor | None = None,
 ) -> Tensor:
     """The smallest logit of every row that top-k, top-p and min-p keep; see :func:`pipespec_kernels.ops.cutoff`."""
     batch, width, vocab = logits.shape
@@ -79,9 +81,9 @@ def cutoff(
         if (k == 0 or k >= vocab) and p >= 1 and least <= 0:
             continue
         columns = range(width)
-        if n_fed is not None and n_hint is not None:
-            fed = int(n_fed[row])
-            columns = range(fed - 1 - int(n_hint[row]), fed) if fed > 0 else range(0)
+        if query_lens is not None and num_draft_tokens is not None:
+            fed = int(query_lens[row])
+            columns = range(fed - 1 - int(num_draft_tokens[row]), fed) if fed > 0 else range(0)
         for column in columns:
             x = logits[row, column].cpu()
             if bool(x.isnan().any()) or bool((x == -torch.inf).all()):
@@ -104,11 +106,11 @@ def cutoff(
     return out
 
 
-def verify_ratio(
+def rejection_sample(
     logits: Tensor,
     tokens: Tensor,
-    n_fed: Tensor,
-    n_hint: Tensor,
+    query_lens: Tensor,
+    num_draft_tokens: Tensor,
     draft_logits: Tensor | None,
     noise: Noise,
     *,
@@ -116,18 +118,18 @@ def verify_ratio(
     draft_inv_temperature: Tensor | None = None,
     draft_cutoff: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Speculative sampling by the ratio of probabilities, in float64, all rows at once; of ``streams`` (draft, accept,
-    residual) the first is the caller's business.
+    """Rejection sampling in float64, all rows at once. Of ``streams`` (draft, accept, residual) the first is not used
+    here.
 
     Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023), algorithm 1;
     Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023), algorithm 2 and equation
-    (2) for the residual. A hint ``h`` drawn from ``q`` is accepted if ``u q(h) < p(h)``. The first one that is not gives
-    way to a draw from ``max(p - q, 0)``, normalised; behind the last one comes a draw from ``p``. Without draft logits
-    ``q`` is 1 at the hint. A row without a distribution (NaN) rejects its hint; where nothing of a residual is left, or
+    (2) for the residual. A draft token ``h`` drawn from ``q`` is accepted if ``u q(h) < p(h)``. The first rejected one is
+    replaced by a draw from ``max(p - q, 0)``, normalised; behind the last one comes a draw from ``p``. Without draft logits
+    ``q`` is 1 at the draft token. A row without a distribution (NaN) rejects its draft token; where nothing of a residual is left, or
     the draft has no distribution, the draw is from ``p``.
     """
     batch, width, vocab = logits.shape
-    fed, hints = n_fed.long().cpu(), n_hint.long().cpu()
+    fed, draft_tokens = query_lens.long().cpu(), num_draft_tokens.long().cpu()
     ids = torch.arange(vocab)
     rows = torch.arange(batch)
 
@@ -148,12 +150,12 @@ def verify_ratio(
     accepted = torch.zeros(batch, dtype=torch.int32)
     walking = fed > 0
     for j in range(width):
-        column = (fed - 1 - hints + j).clamp(0, width - 1)
+        column = (fed - 1 - draft_tokens + j).clamp(0, width - 1)
         scores = scores_of(logits, column, noise.inv_temperature, noise.cutoff)
         p = torch.softmax(scores, -1)
-        hint = tokens[rows, (column + 1).clamp(max=width - 1)].long().cpu()
-        real = (hint >= 0) & (hint < vocab)
-        safe = torch.where(real, hint, 0)
+        draft_token = tokens[rows, (column + 1).clamp(max=width - 1)].long().cpu()
+        real = (draft_token >= 0) & (draft_token < vocab)
+        safe = torch.where(real, draft_token, 0)
         if draft_logits is None:
             q = torch.zeros_like(p).scatter_(1, safe[:, None], real.double()[:, None])
         else:
@@ -161,7 +163,7 @@ def verify_ratio(
             q = torch.softmax(scores_of(draft_logits, column, scale, draft_cutoff), -1)
 
         u = (words(column, streams[1], torch.zeros(1, dtype=torch.int64))[:, 0].double() + 0.5) * 2.0**-32
-        tested = walking & (j < hints)
+        tested = walking & (j < draft_tokens)
         passed = tested & real & (u * q[rows, safe] < p[rows, safe])
 
         residual = (p - q).clamp(min=0)
@@ -169,7 +171,7 @@ def verify_ratio(
         drawn_from = torch.where(usable[:, None], residual.log(), scores)
         choice = torch.argmax(drawn_from + gumbel(words(column, streams[2], ids)).double(), -1)
         stops = walking & ~passed
-        selected[:, j] = torch.where(passed, hint, torch.where(stops, choice, -1)).to(torch.int32)
+        selected[:, j] = torch.where(passed, draft_token, torch.where(stops, choice, -1)).to(torch.int32)
         accepted += passed.int()
         walking &= passed
     return selected, accepted
@@ -280,7 +282,7 @@ def verify_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    n_fed: Tensor | None = None,
+    query_lens: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Attention with an explicit mask, in float64; see :func:`pipespec_kernels.ops.verify_attention`. Returns float64.
@@ -294,7 +296,7 @@ def verify_attention(
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for row in range(batch):
         length = int(lengths[row])
-        fed = width if n_fed is None else int(n_fed[row])
+        fed = width if query_lens is None else int(query_lens[row])
         keys = k_cache[row, :, : length + fed].double().repeat_interleave(group, 0)  # [Hq, keys, D]
         values = v_cache[row, :, : length + fed].double().repeat_interleave(group, 0)
         scores = q[row, :, :fed].double() @ keys.transpose(1, 2) * scale

@@ -1,4 +1,4 @@
-"""Python's handle on the scheduler (``csrc/runtime/scheduler.hpp``): stages that run without Python, and the caller who follows them.
+"""Python's handle on the scheduler (``csrc/runtime/scheduler.hpp``): it runs the stages without Python while the caller waits.
 
 A *launcher* runs the steps: :class:`HostLauncher` with a thread and a Python function per stage, ``_cuda.CudaLauncher`` with captured graphs.
 """
@@ -6,7 +6,6 @@ A *launcher* runs the steps: :class:`HostLauncher` with a thread and a Python fu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ TargetFailed = _native.TargetFailed
 _SCHEDULES = {"streams": _native.Schedule.STREAMS, "lockstep": _native.Schedule.LOCKSTEP}
 
 _LOOK_NS = 50_000_000
-"""How often the caller comes back to Python while nothing happens: the most that Ctrl-C has to wait."""
+"""The longest wait outside of Python, in nanoseconds: the latency of Ctrl-C."""
 
 
 def widths(most: int) -> list[int]:
@@ -29,10 +28,10 @@ def widths(most: int) -> list[int]:
 
 
 class Rectangle(Protocol):
-    """What a model is asked, for one step; int32 views that are good while it runs.
+    """Input and output of one step of a model: int32 views that are valid while the step runs.
 
-    Row r feeds ``tokens[r, : n_fed[r]]`` at positions ``kv[r]`` and up, the last ``n_hint[r]`` of them hints. Where ``n_select[r] > 0`` it
-    writes into ``selected[r, j]`` what it chooses after j accepted hints, at least up to the first hint that it contradicts.
+    Row r feeds ``tokens[r, : query_lens[r]]`` at positions ``kv[r]`` and up, the last ``num_draft_tokens[r]`` of them draft tokens. Where ``n_select[r] > 0`` it
+    writes into ``selected[r, j]`` its choice after j accepted draft tokens, at least up to the first draft token that it contradicts.
     """
 
     tokens: np.ndarray
@@ -41,19 +40,19 @@ class Rectangle(Protocol):
     """``[rows, width]``, to be written"""
     kv: np.ndarray
     """``[rows]``"""
-    n_fed: np.ndarray
+    query_lens: np.ndarray
     """``[rows]``"""
-    n_hint: np.ndarray
+    num_draft_tokens: np.ndarray
     """``[rows]``"""
     n_select: np.ndarray
-    """``[rows]``; ``n_fed`` or 0"""
+    """``[rows]``; ``query_lens`` or 0"""
 
 
 class HostLauncher:
-    """Steps on the host: one thread per stage, ``models[s]`` called with its :class:`Rectangle`; what it raises is the stage's failure.
+    """Steps on the host: one thread per stage, ``models[s]`` called with its :class:`Rectangle`; its exception is the stage's failure.
 
-    ``widths``: those that a step may have, ascending, for all stages or one list for each (an empty one: the stage has no steps of its own, its
-    model is never called, it rides in another's); ``mirrored``: the scheduler sees a copy of the block that is as late as a GPU's.
+    ``widths``: those that a step may have, ascending, for all stages or one list for each (an empty list: the stage
+    has no steps of its own, because they are part of another stage's, and its model is not called); ``shadowed``: the scheduler sees a copy of the block that is as late as a GPU's.
     Raises ``ValueError``.
     """
 
@@ -63,54 +62,46 @@ class HostLauncher:
         models: Sequence[Callable[[Rectangle], None]],
         widths: Sequence[int] | Sequence[Sequence[int]],
         *,
-        mirrored: bool = False,
+        shadowed: bool = False,
     ) -> None:
         each = [[w] if isinstance(w, int) else list(w) for w in widths]
         if all(isinstance(w, int) for w in widths):
             each = [[w for (w,) in each]] * len(models)
-        self.native = _native.HostLauncher(block.memory.array, list(models), each, mirrored)
+        self.native = _native.HostLauncher(block.memory.array, list(models), each, shadowed)
 
 
 class Launcher(Protocol):
-    """Whatever holds a native launcher."""
+    """An object that holds a native launcher."""
 
     native: _native.Launcher
-
-
-@dataclass(frozen=True)
-class Steering:
-    """The numbers that steer a chain; they may change between any two steps, and the text does not depend on them.
-
-    ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it, 0: it rests; ``wait``: drafts that the target awaits
-    when it has fewer, a bet with a deadline; ``decode_meanwhile``: it awaits them with steps of one token instead of asleep.
-    """
-
-    windows: tuple[int, ...]
-    wait: int = 0
-    decode_meanwhile: bool = False
-
-    def _native(self) -> _native.Steering:
-        return _native.Steering(list(self.windows), self.wait, self.decode_meanwhile)
 
 
 class Scheduler:
     """Runs the stages of one chain over a launcher, one generation after the other.
 
-    Parameters
-    ----------
-    schedule: ``"streams"``: a thread per stage; ``"lockstep"``: one thread, the windows are filled, then the target verifies.
-    ahead: steps of a draft that may be launched and not ended.
-    patience: deadline of a wait: this times ``wait`` times the mean step of the target's upstream.
-    trace: entries per stage that :meth:`trace` keeps; 0: none are written.
+    Args:
+        launcher: runs the steps: a :class:`HostLauncher`, or a launcher of captured graphs.
+        lookahead: per draft, how many tokens it may be ahead of the next stage; 0: it rests.
+        min_draft_tokens: draft tokens that the target waits for if it has fewer, up to a deadline.
+        decode_meanwhile: during that wait the target decodes one token at a time.
+        schedule: ``"streams"``: a thread per stage; ``"lockstep"``: one thread, in which every draft fills its lookahead before
+            the target verifies.
+        ahead: most steps of a draft that are launched and have not ended. Of the target, too, if it has one width and no draft is launched: plain
+            decoding, and rounds. Where an end-of-sequence token ends the text, up to ``ahead - 1`` of these steps find nothing to do.
+        patience: deadline of the wait: this times ``min_draft_tokens`` times the mean step of the target's upstream.
+        trace: entries per stage that :meth:`trace` keeps; 0: none.
 
-    Raises ``ValueError`` on settings that make no sense.
+    Raises:
+        ValueError: a number out of its range.
     """
 
     def __init__(
         self,
         launcher: Launcher,
-        steering: Steering,
         *,
+        lookahead: Sequence[int],
+        min_draft_tokens: int = 0,
+        decode_meanwhile: bool = False,
         schedule: str = "streams",
         ahead: int = 1,
         patience: float = 1.5,
@@ -118,16 +109,24 @@ class Scheduler:
     ) -> None:
         if schedule not in _SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(map(repr, _SCHEDULES))}, not {schedule!r}")
-        self._launcher = launcher  # and with it what its steps refer to
+        self._launcher = launcher  # its steps refer to it
         options = _native.Options(_SCHEDULES[schedule], ahead, patience, trace)
-        self._native = _native.Scheduler(launcher.native, options, steering._native())
+        self._native = _native.Scheduler(
+            launcher.native, options, _policy(lookahead, min_draft_tokens, decode_meanwhile)
+        )
 
     def run(self, on_commit: Callable[[], None] | None = None) -> None:
         """Run the generation that the block was reset for, until the target's rows are complete.
 
-        ``on_commit``: called after steps of the target have ended (after several at once, if they end faster than it returns). Whatever it
-        raises, and Ctrl-C, stops the stages first: no step is under way and no thread is left when this returns or raises. Raises
-        :exc:`TargetFailed`; failures of drafts are in :attr:`failures`.
+        An exception of ``on_commit``, and Ctrl-C, stops the stages first: no step runs and no thread is left when this returns or
+        raises. Failures of drafts are in :attr:`failures`.
+
+        Args:
+            on_commit: called after steps of the target have ended; once for several steps that end while it runs.
+
+        Raises:
+            TargetFailed: the target's step failed.
+            RuntimeError: ``on_commit`` returned in a fork of the process, too, and this is the fork.
         """
         native = self._native
         native.start()
@@ -147,9 +146,9 @@ class Scheduler:
         """No step is launched any more; ``run`` returns soon. From any thread."""
         self._native.request_stop()
 
-    def steer(self, steering: Steering) -> None:
+    def steer(self, *, lookahead: Sequence[int], min_draft_tokens: int = 0, decode_meanwhile: bool = False) -> None:
         """Use these numbers from the next decision on. From any thread. Raises ``ValueError``."""
-        self._native.steer(steering._native())
+        self._native.steer(_policy(lookahead, min_draft_tokens, decode_meanwhile))
 
     def end_row(self, row: int) -> None:
         """End ``row`` where the target stands. While a generation runs. Raises ``ValueError``."""
@@ -158,13 +157,21 @@ class Scheduler:
     @property
     def failures(self) -> list[tuple[int, str]]:
         """Stages that failed in the present or last generation, and why."""
-        return self._native.failures()
+        failures: list[tuple[int, str]] = self._native.failures()
+        return failures
 
     def trace(self, stage: int) -> np.ndarray:
         """Steps of ``stage`` in the present or last generation, oldest first; the oldest are lost when there were more than are kept.
 
-        A structured array; times are those of ``time.perf_counter_ns()``: ``step`` (its number), ``launched_ns``, ``start_ns``, ``end_ns``, ``width`` (of
-        the rectangle), ``fed``, ``hints``, ``accepted``, ``taken_back`` (tokens, all rows together), ``in_flight`` (steps launched
-        before it that had not ended), ``rollbacks`` (how often tokens were taken back) and ``prefill`` (0: a scheduler knows of none).
+        Returns:
+            A structured array; times are those of ``time.perf_counter_ns()``. Fields: ``step`` (its number), ``launched_ns``,
+            ``start_ns``, ``end_ns``, ``width`` (of the rectangle), ``fed``, ``draft_tokens``, ``accepted``, ``rolled_back`` (tokens, all
+            rows together), ``in_flight`` (steps launched before it that had not ended), ``rollbacks`` (their number) and ``prefill``
+            (always 0: a scheduler runs no prefill).
         """
-        return self._native.trace(stage)
+        entries: np.ndarray = self._native.trace(stage)
+        return entries
+
+
+def _policy(lookahead: Sequence[int], min_draft_tokens: int, decode_meanwhile: bool) -> _native.ChainPolicy:
+    return _native.ChainPolicy(list(lookahead), min_draft_tokens, decode_meanwhile)

@@ -1,15 +1,17 @@
 """Python's handle on the state block (``csrc/protocol/state.hpp``): the memory, and each stage's port onto it.
 
-The memory is an anonymous file (``memfd``), so it can be handed to other processes as a file descriptor, needs no name, no
-space under ``/dev/shm``, and disappears with the last process that maps it.
+A block that no other process maps lies in private memory. Shared memory is an anonymous file (``memfd``), so it can be handed to other
+processes as a file descriptor, needs no name, no space under ``/dev/shm``, and disappears with the last process that maps it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -21,7 +23,7 @@ MAX_STAGES: int = _native.MAX_STAGES
 
 
 class Memory(Protocol):
-    """What a block can lie in; see :class:`SharedMemory`."""
+    """What a block can lie in; see :class:`PrivateMemory` and :class:`SharedMemory`."""
 
     array: np.ndarray
     address: int
@@ -29,46 +31,118 @@ class Memory(Protocol):
     def remap(self, size: int | None = None) -> None: ...
 
 
-class SharedMemory:
-    """Memory of this and other processes: ``fd`` names it, ``address`` is where it is mapped here.
+class PrivateMemory:
+    """Memory of this process alone. A child of a fork has a copy, as of all of its parent's memory."""
 
-    Parameters
-    ----------
-    fd: file descriptor of a memfd; owned by this object from here on.
+    def __init__(self) -> None:
+        self.array = np.empty(0, dtype=np.uint8)
+        self.remap(1)
+
+    def remap(self, size: int | None = None) -> None:
+        """Provide at least ``size`` bytes, zeroed if there were fewer."""
+        if size is not None and size > self.array.size:
+            self.array = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+            self.address = int(self.array.ctypes.data)
+
+
+class SharedMemory:
+    """Memory shared by processes: ``fd`` is its file descriptor, ``address`` where this process maps it.
+
+    It is shared with processes that get the descriptor. A child of a fork gets a copy instead, at the same address and with a descriptor
+    of its own: whatever it does with objects of its parent does not reach the parent.
+
+    Args:
+        fd: file descriptor of a memfd; this object owns it from here on.
+        copied_by_forks: False: a child of a fork shares the memory. For memory that is written once.
     """
 
-    def __init__(self, fd: int) -> None:
+    _copied_by_forks: ClassVar[weakref.WeakSet[SharedMemory]] = weakref.WeakSet()
+
+    def __init__(self, fd: int, *, copied_by_forks: bool = True) -> None:
         self.fd = fd
+        self._at_fork = b""
         self._map()
+        if copied_by_forks:
+            self._copied_by_forks.add(self)
 
     @classmethod
-    def create(cls, size: int, name: str = "pipespec") -> SharedMemory:
+    def create(cls, size: int, name: str = "pipespec", *, copied_by_forks: bool = True) -> SharedMemory:
         """New zeroed memory of ``size`` bytes."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
-        return cls(fd)
+        return cls(fd, copied_by_forks=copied_by_forks)
 
     def _map(self) -> None:
-        self.size = os.fstat(self.fd).st_size
-        # A numpy array keeps the mapping alive for as long as anything still points into it.
-        self.array = np.frombuffer(mmap.mmap(self.fd, self.size), dtype=np.uint8)
-        self.address = int(self.array.ctypes.data)
+        size = os.fstat(self.fd).st_size
+        # The mapping exists as long as the numpy array or a view of it.
+        array = np.frombuffer(mmap.mmap(self.fd, size), dtype=np.uint8)
+        # Together: another thread may fork.
+        self.size, self.array, self.address = size, array, int(array.ctypes.data)
 
     def remap(self, size: int | None = None) -> None:
-        """Grow the file to ``size`` bytes (never shrinks) and map it anew; without ``size`` follow what another process did."""
+        """Grow the file to ``size`` bytes (never shrinks) and map it again; without ``size`` follow a growth by another process."""
         if size is not None and size > os.fstat(self.fd).st_size:
             os.ftruncate(self.fd, size)
         if os.fstat(self.fd).st_size != self.size:
             self._map()
 
+    def _copy(self) -> None:
+        """Replace the mapping by one of a copy, at the same address."""
+        size = self.array.nbytes
+        content = self._at_fork if len(self._at_fork) == size else self.array.tobytes()
+        self._at_fork = b""
+        fd = os.memfd_create("pipespec", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size)
+        # Python's mmap cannot choose the address, to which ports and arrays refer.
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(self.address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != self.address:
+            raise OSError(ctypes.get_errno(), "mmap")
+        self.array[:] = np.frombuffer(content, dtype=np.uint8)
+        if self.fd >= 0:
+            os.dup2(fd, self.fd, inheritable=False)
+        os.close(fd)
+
+    @classmethod
+    def _keep(cls) -> None:
+        """In the parent, before a fork: it may go on, and write, before the child has made its copy."""
+        for memory in list(cls._copied_by_forks):
+            memory._at_fork = memory.array.tobytes()
+
+    @classmethod
+    def _forget(cls) -> None:
+        """In the parent, after a fork."""
+        for memory in list(cls._copied_by_forks):
+            memory._at_fork = b""
+
+    @classmethod
+    def _leave_parent(cls) -> None:
+        """In the child of a fork."""
+        for memory in cls._copied_by_forks:
+            try:
+                memory._copy()
+            except BaseException:
+                # Python would go on, and the child would write into its parent's memory.
+                os.write(2, b"pipespec: the memory of a pipeline could not be copied for a forked process\n")
+                os._exit(1)
+
     def close(self) -> None:
-        """Close the descriptor. The mapping lives on until nothing here points into it any more."""
+        """Close the descriptor. The mapping remains as long as an object of this process refers to it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def __del__(self) -> None:
         self.close()
+
+
+_MAP_FIXED = 0x10  # of Linux, on x86-64 and arm64
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_size_t
+_libc.mmap.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+
+os.register_at_fork(
+    before=SharedMemory._keep, after_in_parent=SharedMemory._forget, after_in_child=SharedMemory._leave_parent
+)
 
 
 class StateBlock:
@@ -85,7 +159,7 @@ class StateBlock:
     def create(cls, stages: int, rows: int, capacity: int, memory: Memory | None = None) -> Self:
         """A block for ``stages`` models, ``rows`` rows and at least ``capacity`` generated tokens per row.
 
-        ``memory``: to lie in, any size; default: an anonymous file. Raises ``ValueError`` for sizes that make no sense.
+        ``memory``: where the block lies, any size; default: private memory. Raises ``ValueError`` for sizes out of range.
         """
         if not 1 <= stages <= MAX_STAGES:
             raise ValueError(f"a pipeline has 1 to {MAX_STAGES} stages, not {stages}")
@@ -94,7 +168,7 @@ class StateBlock:
         capacity = _power_of_two(capacity)
         size = _native.Block.bytes(stages, rows, capacity)
         if memory is None:
-            memory = SharedMemory.create(size)
+            memory = PrivateMemory()
         memory.remap(size)
         memory.array[:] = 0
         _native.Block.create(memory.address, stages, rows, capacity)
@@ -123,29 +197,40 @@ class StateBlock:
 
     @property
     def stages(self) -> int:
-        return self._native.stages
+        value: int = self._native.stages
+        return value
 
     @property
     def rows(self) -> int:
-        return self._native.rows
+        value: int = self._native.rows
+        return value
 
     @property
     def capacity(self) -> int:
-        return self._native.capacity
+        value: int = self._native.capacity
+        return value
 
     @property
     def target(self) -> int:
         return self.stages - 1
 
     def port(self, stage: int, width: int) -> _native.StagePort:
-        """The end of the block that ``stage`` works on; at most ``width`` tokens per row and step."""
-        return _native.StagePort(self.memory.address, stage, width)
+        """The access of ``stage`` to the block; at most ``width`` tokens per row and step."""
+        port = _native.StagePort(self.memory.address, stage, width)
+        port.memory = self.memory.array  # stays mapped as long as the port exists
+        return port
 
     def reset(self, starts: Sequence[int], limits: Sequence[int], last: Sequence[int], eos: Sequence[int]) -> None:
         """Put every stage at the end of the rows' prompts. While no stage runs.
 
-        ``starts[r]``: prompt length; ``limits[r]``: length at which row r ends at the latest; ``last[r]``: the prompt's
-        last token id; ``eos``: ids that end a row. Raises ``ValueError`` when they do not fit the block.
+        Args:
+            starts: prompt length per row.
+            limits: greatest length per row, the prompt included.
+            last: last token id of the prompt, per row.
+            eos: ids that end a row.
+
+        Raises:
+            ValueError: the rows do not fit the block.
         """
         self._native.reset(list(starts), list(limits), list(last), list(eos))
 
@@ -155,34 +240,40 @@ class StateBlock:
 
     def length(self, stage: int, row: int) -> int:
         """Tokens of ``row`` (prompt included) that ``stage`` has."""
-        return self._native.length(stage, row)
+        value: int = self._native.length(stage, row)
+        return value
 
     def tokens(self, stage: int, row: int, begin: int, end: int) -> list[int]:
         """Token ids at positions ``begin .. end-1``; ``begin`` not before the prompt's last token. Raises ``IndexError``."""
-        return self._native.tokens(stage, row, begin, end)
+        value: list[int] = self._native.tokens(stage, row, begin, end)
+        return value
 
     def kv(self, stage: int, row: int) -> int:
         """Tokens of ``row`` whose keys and values ``stage`` has; its sequence is at least as long."""
-        return self._native.kv(stage, row)
+        value: int = self._native.kv(stage, row)
+        return value
 
-    def counters(self, stage: int, row: int) -> dict:
+    def counters(self, stage: int, row: int) -> dict[str, Any]:
         """Counts of one stage and row since ``reset``; names as in ``Counters`` of ``state.hpp``."""
-        return self._native.counters(stage, row)
+        value: dict[str, Any] = self._native.counters(stage, row)
+        return value
 
     def is_alive(self, stage: int) -> bool:
-        return self._native.is_alive(stage)
+        value: bool = self._native.is_alive(stage)
+        return value
 
     def set_alive(self, stage: int, alive: bool) -> None:
-        """Say whether ``stage`` can be expected to publish: nobody waits for one that cannot."""
+        """Set whether ``stage`` can be expected to publish. No stage waits for one that cannot."""
         self._native.set_alive(stage, alive)
 
     def step_ns(self, stage: int) -> int:
         """Running mean of the duration of a step of ``stage`` in nanoseconds; 0 before its first."""
-        return self._native.step_ns(stage)
+        value: int = self._native.step_ns(stage)
+        return value
 
-    def set_window(self, stage: int, window: int) -> None:
-        """How far the draft ``stage`` may run ahead from its next step on; 0 sends it to sleep until it is opened again."""
-        self._native.set_window(stage, window)
+    def set_lookahead(self, stage: int, lookahead: int) -> None:
+        """Set how many tokens the draft ``stage`` may be ahead, from its next step on; at 0 it sleeps."""
+        self._native.set_lookahead(stage, lookahead)
 
     def end_row(self, row: int) -> None:
         """End ``row`` where the target stands."""

@@ -1,4 +1,4 @@
-"""What the steps of a chain's stages did (``csrc/runtime/trace.hpp``): per stage a buffer that it alone writes, without a lock."""
+"""Trace of a chain's steps (``csrc/runtime/trace.hpp``): one buffer per stage, written by that stage without a lock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ MOST_ENTRIES = 1 << 24
 
 
 class TraceMemory:
-    """A buffer for each of ``stages``, of ``entries`` steps, the oldest of which are overwritten.
+    """A buffer of ``entries`` steps for each stage; new entries overwrite the oldest.
 
-    Parameters
-    ----------
-    memory: that of another process's object of the same sizes, which this one then shares. Default: new memory.
+    Args:
+        stages: number of buffers.
+        entries: steps per buffer, at most :data:`MOST_ENTRIES`.
+        memory: the memory of another process's object of the same sizes, to share it; default: new memory.
     """
 
     def __init__(self, stages: int, entries: int, memory: SharedMemory | None = None) -> None:
@@ -35,13 +36,14 @@ class TraceMemory:
         """Entries of ``stage`` since :meth:`clear`, oldest first; those that were overwritten are left out.
 
         A structured array; times are those of ``time.perf_counter_ns()``, the same in all processes of the machine: ``step`` (number of the
-        entry, so the first one's tells how many are lost), ``launched_ns`` (its plan began), ``start_ns`` (the forward), ``end_ns``, ``width``
-        (of the rectangle), ``fed``, ``hints``, ``accepted``, ``taken_back`` (tokens, all rows together), ``rollbacks`` (how often), ``in_flight``
-        (0) and ``prefill``: tokens of the prompts that this entry cached, 0 for a step. An entry that fed nothing took tokens back.
+        entry, so that of the first one is the number of lost entries), ``launched_ns`` (its plan began), ``start_ns`` (the forward), ``end_ns``, ``width``
+        (of the rectangle), ``fed``, ``draft_tokens``, ``accepted``, ``rolled_back`` (tokens, all rows together), ``rollbacks`` (how often), ``in_flight``
+        (0) and ``prefill``: tokens of the prompts that this entry cached, 0 for a step. An entry that fed nothing is a rollback.
         """
-        return self._buffers[stage].read()
+        entries: np.ndarray = self._buffers[stage].read()
+        return entries
 
     def clear(self) -> None:
-        """Forget all entries. While no stage runs."""
+        """Drop all entries. While no stage runs."""
         for buffer in self._buffers:
             buffer.clear()

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.trials import PROFILE
 from tests.waiting import no_more_threads
 
 VOCABULARY = 320
@@ -21,25 +23,19 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--bundled-prompts",
-        type=int,
-        default=16,
-        help="prompts for the losslessness test with the bundled family (200 for the full claim; takes half an hour)",
-    )
-    parser.addoption(
-        "--sampling-prompts",
-        type=int,
-        default=8,
-        help="prompts for each setting of the coupled-sampling test (100 for the full claim; takes five minutes)",
-    )
-    parser.addoption(
-        "--rank-kills",
-        type=int,
-        default=5,
-        help="ranks killed or stopped at random cycles (50 for the full claim; takes three minutes)",
-    )
+LONGEST = ("test_ranks.py", "test_interpreted.py", "test_compile_gate.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: of two processes the one that is through takes over tests from the other's end, which are short then.
+
+    And the tests of one file stay in one process, so that a long fixture is made once.
+    """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_report_header() -> str:
+    return f"trials: {PROFILE}; torch {torch.__version__}; transformers {transformers.__version__} ({transformers.__path__[0]})"
 
 
 def random_llama(
@@ -73,7 +69,7 @@ def random_llama(
 
 
 def always_right(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A draft with the target's own weights: every hint is accepted."""
+    """A draft with the target's own weights: every draft token is accepted."""
     return copy.deepcopy(target)
 
 
@@ -117,6 +113,14 @@ def left_pad(prompts: list[torch.Tensor], pad: int = 0) -> tuple[torch.Tensor, t
 def no_thread_is_left() -> Iterator[None]:
     with no_more_threads():
         yield
+
+
+@pytest.fixture
+def measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``schedule="auto"`` measures a chain in one round, and not for ten seconds."""
+    from pipespec.planning.measure import measure_stages
+
+    monkeypatch.setitem(measure_stages.__kwdefaults__, "budget_s", 0.0)
 
 
 @pytest.fixture(scope="session")

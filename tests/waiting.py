@@ -1,6 +1,6 @@
 """Tests that hold however slow or busy the machine is: waiting for what is certain to come, and an order where the stages' own is any.
 
-A deadline here is no claim about speed: who runs out of time would have waited for ever.
+A deadline here is no claim about speed: what passes it would wait for ever.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def no_more_threads() -> Iterator[None]:
 def abreast(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = ()) -> Iterator[None]:
     """Under ``workers`` and ``streams``: no step of the target's begins before each draft that lives has gone as far as it may.
 
-    So every draft takes at least one step for each of the target's, and the target has all the hints that its windows allow, as in lockstep. Around one
+    So every draft takes at least one step for each of the target's, and the target has all the draft tokens that its lookahead allow, as in lockstep. Around one
     call without stopping criteria; ``limits``: per row the position at which it ends at the latest, ``eos``: what ends it before.
     """
     driver = pipe._driver
@@ -73,18 +73,18 @@ def abreast(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = ()) -> I
         length = driver.block.length(stage, row)
         if length >= limits[row]:
             return True
-        with suppress(IndexError):  # taken back since
+        with suppress(IndexError):  # rolled back since
             return driver.block.tokens(stage, row, length - 1, length)[0] in eos
         return False
 
     def rests(stage: int) -> bool:
         if driver.schedule == "streams":
-            return stage in driver._dead or not driver.block.is_alive(stage)
+            return stage in driver.failed_drafts or not driver.block.is_alive(stage)
         return stage not in driver._workers or driver._workers[stage].is_dead()
 
     def is_far(stage: int, row: int) -> bool:
         length = driver.block.length
-        reached = max(length(stage + 1, row), length(target, row)) + driver.policy.windows[stage]
+        reached = max(length(stage + 1, row), length(target, row)) + driver.config.lookahead[stage]
         # Behind one that has come to the end there is nothing to do.
         return length(stage, row) >= min(reached, limits[row]) or ended(stage, row) or ended(stage + 1, row)
 
@@ -94,7 +94,7 @@ def abreast(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = ()) -> I
         rows = [row for row in range(len(limits)) if not ended(target, row)]
         until(
             lambda: all(rests(stage) or is_far(stage, row) for stage in range(target) for row in rows),
-            "the drafts have filled their windows",
+            "the drafts have filled their lookahead",
         )
 
     hook = pipe.target.register_forward_pre_hook(wait)

@@ -3,9 +3,10 @@
 #include "bindings/bindings.hpp"
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "The native host core of pipespec: state protocol and row selection.";
+  m.doc() = "The native host core of pipespec: state protocol, row selection and forwards.";
   pipespec::bind_build_info(m);
   pipespec::bind_select(m);
+  pipespec::bind_decoder(m);
   pipespec::bind_trace(m);
   pipespec::bind_state(m);
   pipespec::bind_schedule(m);

@@ -31,7 +31,7 @@ py::array rows_property(py::object self) {
   return rows_of(std::move(self), Field);
 }
 
-// Whoever destroys it waits for steps that may need the interpreter.
+// Its destructor waits for steps that may need the interpreter.
 struct Unlocked {
   void operator()(Scheduler* scheduler) const {
     const py::gil_scoped_release unlocked;
@@ -50,9 +50,9 @@ void bind_schedule(py::module_& m) {
   py::enum_<Schedule>(m, "Schedule")
       .value("STREAMS", Schedule::kStreams)
       .value("LOCKSTEP", Schedule::kLockstep);
-  py::class_<Steering>(m, "Steering")
-      .def(py::init<std::vector<std::uint32_t>, std::uint32_t, bool>(), py::arg("windows"),
-           py::arg("wait"), py::arg("decode_meanwhile"));
+  py::class_<ChainPolicy>(m, "ChainPolicy")
+      .def(py::init<std::vector<std::uint32_t>, std::uint32_t, bool>(), py::arg("lookahead"),
+           py::arg("min_draft_tokens"), py::arg("decode_meanwhile"));
   py::class_<Options>(m, "Options")
       .def(py::init<Schedule, std::uint32_t, double, std::uint32_t>(), py::arg("schedule"),
            py::arg("ahead"), py::arg("patience"), py::arg("trace"));
@@ -63,25 +63,25 @@ void bind_schedule(py::module_& m) {
           "tokens",
           [](py::object self) { return rectangle_of(self, self.cast<const Rectangle&>().tokens); })
       .def_property_readonly("kv", &rows_property<&Rectangle::kv>)
-      .def_property_readonly("n_fed", &rows_property<&Rectangle::n_fed>)
-      .def_property_readonly("n_hint", &rows_property<&Rectangle::n_hint>)
+      .def_property_readonly("query_lens", &rows_property<&Rectangle::query_lens>)
+      .def_property_readonly("num_draft_tokens", &rows_property<&Rectangle::num_draft_tokens>)
       .def_property_readonly("n_select", &rows_property<&Rectangle::n_select>)
       .def_property_readonly("selected", [](py::object self) {
         return rectangle_of(self, self.cast<const Rectangle&>().selected);
       });
   py::class_<HostLauncher, Launcher, std::shared_ptr<HostLauncher>>(m, "HostLauncher")
       .def(py::init([](py::array_t<std::uint8_t> memory, std::vector<HostLauncher::Model> models,
-                       std::vector<HostLauncher::Widths> widths, bool mirrored) {
+                       std::vector<HostLauncher::Widths> widths, bool shadowed) {
              return std::make_shared<HostLauncher>(memory.mutable_data(), std::move(models),
-                                                   std::move(widths), mirrored);
+                                                   std::move(widths), shadowed);
            }),
-           py::arg("memory"), py::arg("models"), py::arg("widths"), py::arg("mirrored"),
+           py::arg("memory"), py::arg("models"), py::arg("widths"), py::arg("shadowed"),
            py::keep_alive<1, 2>());
 
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Scheduler, std::unique_ptr<Scheduler, Unlocked>>(m, "Scheduler")
       .def(py::init([](std::shared_ptr<Launcher> launcher, const Options& options,
-                       const Steering& steering) {
+                       const ChainPolicy& steering) {
              return std::unique_ptr<Scheduler, Unlocked>(
                  new Scheduler(std::move(launcher), options, steering));
            }),

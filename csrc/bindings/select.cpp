@@ -4,7 +4,7 @@
 
 #include "../cpu/cutoff.hpp"
 #include "../cpu/pool.hpp"
-#include "../cpu/ratio.hpp"
+#include "../cpu/rejection.hpp"
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -27,18 +27,18 @@ void argmax(Address logits, int dtype, std::int64_t batch, std::int64_t width, s
 
 void verify(Address logits, int dtype, std::int64_t batch, std::int64_t width, std::int64_t vocab,
             std::int64_t batch_stride, std::int64_t width_stride, Address tokens, int token_bytes,
-            std::int64_t token_batch_stride, std::int64_t token_width_stride, Address n_fed,
-            Address n_hint, Address selected, Address accepted, int threads) {
+            std::int64_t token_batch_stride, std::int64_t token_width_stride, Address query_lens,
+            Address num_draft_tokens, Address selected, Address accepted, int threads) {
   cpu::verify({pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
               {pointer(tokens), token_bytes, token_batch_stride, token_width_stride},
-              pointer<std::int32_t>(n_fed), pointer<std::int32_t>(n_hint),
+              pointer<std::int32_t>(query_lens), pointer<std::int32_t>(num_draft_tokens),
               pointer<std::int32_t>(selected), pointer<std::int32_t>(accepted), threads);
 }
 
 void verify_coupled(Address logits, int dtype, std::int64_t batch, std::int64_t width,
                     std::int64_t vocab, std::int64_t batch_stride, std::int64_t width_stride,
                     Address tokens, int token_bytes, std::int64_t token_batch_stride,
-                    std::int64_t token_width_stride, Address n_fed, Address n_hint,
+                    std::int64_t token_width_stride, Address query_lens, Address num_draft_tokens,
                     Address selected, Address accepted, int threads, Address seeds,
                     Address positions, Address inv_temperature, Address cutoff,
                     std::uint32_t stream) {
@@ -46,29 +46,30 @@ void verify_coupled(Address logits, int dtype, std::int64_t batch, std::int64_t 
                          pointer<float>(inv_temperature), pointer<float>(cutoff), stream};
   cpu::verify({pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
               {pointer(tokens), token_bytes, token_batch_stride, token_width_stride},
-              pointer<std::int32_t>(n_fed), pointer<std::int32_t>(n_hint),
+              pointer<std::int32_t>(query_lens), pointer<std::int32_t>(num_draft_tokens),
               pointer<std::int32_t>(selected), pointer<std::int32_t>(accepted), threads, &noise);
 }
 
-void verify_ratio(Address logits, int dtype, std::int64_t batch, std::int64_t width,
-                  std::int64_t vocab, std::int64_t batch_stride, std::int64_t width_stride,
-                  Address tokens, int token_bytes, std::int64_t token_batch_stride,
-                  std::int64_t token_width_stride, Address n_fed, Address n_hint, Address selected,
-                  Address accepted, int threads, Address seeds, Address positions,
-                  Address inv_temperature, Address cutoff, std::uint32_t accept_stream,
-                  std::uint32_t residual_stream, Address draft_logits, int draft_dtype,
-                  std::int64_t draft_batch_stride, std::int64_t draft_width_stride,
-                  Address draft_inv_temperature, Address draft_cutoff) {
+void rejection_sample(Address logits, int dtype, std::int64_t batch, std::int64_t width,
+                      std::int64_t vocab, std::int64_t batch_stride, std::int64_t width_stride,
+                      Address tokens, int token_bytes, std::int64_t token_batch_stride,
+                      std::int64_t token_width_stride, Address query_lens, Address num_draft_tokens,
+                      Address selected, Address accepted, int threads, Address seeds,
+                      Address positions, Address inv_temperature, Address cutoff,
+                      std::uint32_t accept_stream, std::uint32_t residual_stream,
+                      Address draft_logits, int draft_dtype, std::int64_t draft_batch_stride,
+                      std::int64_t draft_width_stride, Address draft_inv_temperature,
+                      Address draft_cutoff) {
   const cpu::Noise noise{pointer<std::uint64_t>(seeds), pointer<std::int64_t>(positions),
                          pointer<float>(inv_temperature), pointer<float>(cutoff), residual_stream};
   const cpu::Draft draft{{pointer(draft_logits), cpu::DType(draft_dtype), batch, width, vocab,
                           draft_batch_stride, draft_width_stride},
                          pointer<float>(draft_inv_temperature),
                          pointer<float>(draft_cutoff)};
-  cpu::verify_ratio(
+  cpu::rejection_sample(
       {pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
       {pointer(tokens), token_bytes, token_batch_stride, token_width_stride},
-      pointer<std::int32_t>(n_fed), pointer<std::int32_t>(n_hint),
+      pointer<std::int32_t>(query_lens), pointer<std::int32_t>(num_draft_tokens),
       draft_logits == 0 ? nullptr : &draft, noise, accept_stream, pointer<std::int32_t>(selected),
       pointer<std::int32_t>(accepted), threads);
 }
@@ -85,13 +86,13 @@ void sample(Address logits, int dtype, std::int64_t batch, std::int64_t width, s
 
 void cutoff(Address logits, int dtype, std::int64_t batch, std::int64_t width, std::int64_t vocab,
             std::int64_t batch_stride, std::int64_t width_stride, Address inv_temperature,
-            Address top_k, Address top_p, Address min_p, Address n_fed, Address n_hint, Address out,
-            int threads) {
+            Address top_k, Address top_p, Address min_p, Address query_lens,
+            Address num_draft_tokens, Address out, int threads) {
   cpu::cutoff({pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
               {pointer<float>(inv_temperature), pointer<std::int64_t>(top_k),
                pointer<double>(top_p), pointer<double>(min_p)},
-              pointer<std::int32_t>(n_fed), pointer<std::int32_t>(n_hint), pointer<float>(out),
-              threads);
+              pointer<std::int32_t>(query_lens), pointer<std::int32_t>(num_draft_tokens),
+              pointer<float>(out), threads);
 }
 
 void gumbel(std::uint64_t seed, std::int64_t position, std::uint32_t stream, std::int64_t begin,
@@ -113,7 +114,7 @@ void bind_select(py::module_& m) {
   m.def("argmax", &argmax, WithoutGil());
   m.def("verify", &verify, WithoutGil());
   m.def("verify_coupled", &verify_coupled, WithoutGil());
-  m.def("verify_ratio", &verify_ratio, WithoutGil());
+  m.def("rejection_sample", &rejection_sample, WithoutGil());
   m.def("sample", &sample, WithoutGil());
   m.def("cutoff", &cutoff, WithoutGil());
   m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("stream"),

@@ -58,9 +58,9 @@ void bind_simulate(py::module_& m) {
       .def_readwrite("device", &sim::StageModel::device)
       .def_readwrite("sensitivity", &sim::StageModel::sensitivity)
       .def_readwrite("cold_s", &sim::StageModel::cold_s)
-      .def_readwrite("window", &sim::StageModel::window)
-      .def_readwrite("max_hints", &sim::StageModel::max_hints)
-      .def_readwrite("wait", &sim::StageModel::wait);
+      .def_readwrite("lookahead", &sim::StageModel::lookahead)
+      .def_readwrite("max_draft_tokens", &sim::StageModel::max_draft_tokens)
+      .def_readwrite("min_draft_tokens", &sim::StageModel::min_draft_tokens);
   py::class_<sim::Setting>(m, "SimSetting")
       .def(py::init<>())
       .def_readwrite("stages", &sim::Setting::stages)

@@ -20,6 +20,28 @@ py::array_t<std::int32_t> view(std::vector<std::int32_t>& data, std::vector<py::
   return py::array_t<std::int32_t>(std::move(shape), data.data(), owner);
 }
 
+void check_stage(const Block& block, std::uint32_t stage) {
+  if (stage >= block.stages())
+    throw py::index_error("stage " + std::to_string(stage) + " of a block of " +
+                          std::to_string(block.stages()));
+}
+
+void check_row(const Block& block, std::uint32_t row) {
+  if (row >= block.rows())
+    throw py::index_error("row " + std::to_string(row) + " of a block of " +
+                          std::to_string(block.rows()));
+}
+
+// A method of a stage and a row, with both checked.
+template <typename Method>
+auto checked(Method method) {
+  return [method](const Block& block, std::uint32_t stage, std::uint32_t row) {
+    check_stage(block, stage);
+    check_row(block, row);
+    return method(block, stage, row);
+  };
+}
+
 py::dict counters(const Block& block, std::uint32_t stage, std::uint32_t row) {
   const Counters& c = block.priv(stage, row).counters;
   py::dict out;
@@ -65,31 +87,62 @@ void bind_state(py::module_& m) {
       .def_property_readonly("capacity", &Block::capacity)
       .def("reset", &reset, py::arg("starts"), py::arg("limits"), py::arg("last"), py::arg("eos"))
       .def("start", &start, py::arg("generation"))
-      .def("length", [](const Block& b, std::uint32_t s,
-                        std::uint32_t r) { return Sequence(b, s, r).word().length; })
-      .def("epoch", [](const Block& b, std::uint32_t s,
-                       std::uint32_t r) { return Sequence(b, s, r).word().epoch; })
-      .def("kv", [](const Block& b, std::uint32_t s, std::uint32_t r) { return b.priv(s, r).kv; })
-      .def("tokens", &tokens, py::arg("stage"), py::arg("row"), py::arg("begin"), py::arg("end"))
-      .def("counters", &counters, py::arg("stage"), py::arg("row"))
-      .def("set_alive", [](const Block& b, std::uint32_t s,
-                           bool alive) { store_release(&b.control(s).alive, alive ? 1u : 0u); })
+      .def("length", checked([](const Block& b, std::uint32_t s, std::uint32_t r) {
+             return Sequence(b, s, r).word().length;
+           }))
+      .def("epoch", checked([](const Block& b, std::uint32_t s, std::uint32_t r) {
+             return Sequence(b, s, r).word().epoch;
+           }))
+      .def("kv", checked([](const Block& b, std::uint32_t s, std::uint32_t r) {
+             return b.priv(s, r).kv;
+           }))
+      .def(
+          "tokens",
+          [](const Block& b, std::uint32_t s, std::uint32_t r, std::uint32_t begin,
+             std::uint32_t end) {
+            check_stage(b, s);
+            check_row(b, r);
+            return tokens(b, s, r, begin, end);
+          },
+          py::arg("stage"), py::arg("row"), py::arg("begin"), py::arg("end"))
+      .def("counters", checked(&counters), py::arg("stage"), py::arg("row"))
+      .def("set_alive",
+           [](const Block& b, std::uint32_t s, bool alive) {
+             check_stage(b, s);
+             store_release(&b.control(s).alive, alive ? 1u : 0u);
+           })
       .def("is_alive",
-           [](const Block& b, std::uint32_t s) { return load_acquire(&b.control(s).alive) != 0; })
+           [](const Block& b, std::uint32_t s) {
+             check_stage(b, s);
+             return load_acquire(&b.control(s).alive) != 0;
+           })
       .def("step_ns",
-           [](const Block& b, std::uint32_t s) { return load_relaxed(&b.control(s).step_ns); })
-      .def("set_window", &set_window, py::arg("stage"), py::arg("window"))
-      .def("end_row", &end_row, py::arg("row"));
+           [](const Block& b, std::uint32_t s) {
+             check_stage(b, s);
+             return load_relaxed(&b.control(s).step_ns);
+           })
+      .def("set_lookahead", &set_lookahead, py::arg("stage"), py::arg("lookahead"))
+      .def(
+          "end_row",
+          [](const Block& b, std::uint32_t r) {
+            check_row(b, r);
+            end_row(b, r);
+          },
+          py::arg("row"));
 
-  py::class_<StagePort>(m, "StagePort")
+  // Python keeps the block's memory as an attribute.
+  py::class_<StagePort>(m, "StagePort", py::dynamic_attr())
       .def(py::init([](std::uintptr_t base, std::uint32_t stage, std::uint32_t width) {
              return new StagePort(pointer(base), stage, width);
            }),
            py::arg("base"), py::arg("stage"), py::arg("width"))
-      .def("plan", &StagePort::plan, py::arg("window"), py::arg("max_hints"), py::arg("min_hints"))
+      .def("plan", &StagePort::plan, py::arg("lookahead"), py::arg("max_draft_tokens"),
+           py::arg("min_draft_tokens"))
       .def(
           "commit",
           [](StagePort& p, std::uintptr_t selected, std::int64_t stride) {
+            if (selected == 0 && p.selects())
+              throw std::invalid_argument("rows select a token, so commit() needs their choices");
             return p.commit(reinterpret_cast<const std::int32_t*>(selected), stride);
           },
           py::arg("selected"), py::arg("stride"))
@@ -98,8 +151,8 @@ void bind_state(py::module_& m) {
       .def("ring", &StagePort::ring)
       .def("pause", &StagePort::pause, py::arg("timeout_ns"),
            py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("window", &StagePort::window)
-      .def_property_readonly("upstream_window", &StagePort::upstream_window)
+      .def_property_readonly("lookahead", &StagePort::lookahead)
+      .def_property_readonly("upstream_lookahead", &StagePort::upstream_lookahead)
       .def("set_step_ns", &StagePort::set_step_ns)
       .def("trace", &StagePort::trace, py::arg("buffer"), py::keep_alive<1, 2>())
       .def_property_readonly("generation", &StagePort::generation)
@@ -115,15 +168,15 @@ void bind_state(py::module_& m) {
                                auto& p = self.cast<StagePort&>();
                                return view(p.kv(), {p.rows()}, self);
                              })
-      .def_property_readonly("n_fed",
+      .def_property_readonly("query_lens",
                              [](py::object self) {
                                auto& p = self.cast<StagePort&>();
-                               return view(p.n_fed(), {p.rows()}, self);
+                               return view(p.query_lens(), {p.rows()}, self);
                              })
-      .def_property_readonly("n_hint",
+      .def_property_readonly("num_draft_tokens",
                              [](py::object self) {
                                auto& p = self.cast<StagePort&>();
-                               return view(p.n_hint(), {p.rows()}, self);
+                               return view(p.num_draft_tokens(), {p.rows()}, self);
                              })
       .def_property_readonly("n_select", [](py::object self) {
         auto& p = self.cast<StagePort&>();

@@ -15,8 +15,8 @@ namespace pipespec {
 py::array as_array(const std::vector<TraceEntry>& entries) {
   // Not when the module is imported: that must work without numpy.
   static const bool registered = [] {
-    PYBIND11_NUMPY_DTYPE(TraceEntry, step, launched_ns, start_ns, end_ns, width, fed, hints,
-                         accepted, taken_back, in_flight, rollbacks, prefill);
+    PYBIND11_NUMPY_DTYPE(TraceEntry, step, launched_ns, start_ns, end_ns, width, fed, draft_tokens,
+                         accepted, rolled_back, in_flight, rollbacks, prefill);
     return true;
   }();
   (void)registered;

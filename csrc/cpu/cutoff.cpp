@@ -313,17 +313,17 @@ void check(const Filters& filters, int64_t row) {
 
 }  // namespace
 
-void cutoff(const Logits& logits, const Filters& filters, const int32_t* n_fed,
-            const int32_t* n_hint, float* cutoff, int threads) {
+void cutoff(const Logits& logits, const Filters& filters, const int32_t* query_lens,
+            const int32_t* num_draft_tokens, float* cutoff, int threads) {
   check(logits, threads);
   const int64_t size = item_bytes(logits.dtype);
-  if (n_fed != nullptr) check_counts(logits, n_fed, n_hint);
+  if (query_lens != nullptr) check_counts(logits, query_lens, num_draft_tokens);
   for (int64_t r = 0; r < logits.batch; ++r) check(filters, r);
 
   Job job{logits, filters, {}, {}, {}, 0};
   for (int64_t b = 0; b < logits.batch; ++b) {
-    const int64_t end = n_fed == nullptr ? logits.width : n_fed[b];
-    const int64_t begin = n_fed == nullptr || end == 0 ? 0 : end - 1 - n_hint[b];
+    const int64_t end = query_lens == nullptr ? logits.width : query_lens[b];
+    const int64_t begin = query_lens == nullptr || end == 0 ? 0 : end - 1 - num_draft_tokens[b];
     for (int64_t q = 0; q < logits.width; ++q) {
       float* const out = cutoff + b * logits.width + q;
       *out = -kInf;

@@ -24,9 +24,10 @@ struct Filters {
 // Equals of a kept logit are always kept, so that a threshold can say it. A row with a NaN, or with
 // nothing but -inf, gets -inf. Probabilities are summed in double.
 //
-// With n_fed and n_hint (or null for both) only the columns n_fed - 1 - n_hint .. n_fed - 1 of each
-// row are read, those that verification may ask for; the others get -inf.
-void cutoff(const Logits& logits, const Filters& filters, const int32_t* n_fed,
-            const int32_t* n_hint, float* cutoff, int threads);
+// With query_lens and num_draft_tokens (or null for both) only the columns query_lens - 1 -
+// num_draft_tokens .. query_lens - 1 of each row are read, those that verification may ask for; the
+// others get -inf.
+void cutoff(const Logits& logits, const Filters& filters, const int32_t* query_lens,
+            const int32_t* num_draft_tokens, float* cutoff, int threads);
 
 }  // namespace pipespec::cpu

@@ -1,5 +1,5 @@
 // Vectors and formats of logits for AVX2 (with F16C); what they are for:
-// coupled_impl.hpp, ratio_impl.hpp. In an unnamed namespace, see span_impl.hpp.
+// coupled_impl.hpp, rejection_impl.hpp. In an unnamed namespace, see span_impl.hpp.
 #pragma once
 
 #include <immintrin.h>

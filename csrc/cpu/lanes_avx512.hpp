@@ -1,5 +1,5 @@
 // Vectors and formats of logits for AVX-512 (F, BW, VL, DQ); what they are for:
-// coupled_impl.hpp, ratio_impl.hpp. In an unnamed namespace, see span_impl.hpp.
+// coupled_impl.hpp, rejection_impl.hpp. In an unnamed namespace, see span_impl.hpp.
 #pragma once
 
 // gcc 12 takes the deliberate `__m512i y = y` of its own header for a mistake (GCC PR 105593).

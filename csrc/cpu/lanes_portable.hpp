@@ -1,6 +1,6 @@
 // Vectors and formats of logits for any CPU: 16 bytes that the compiler turns into SSE2, NEON or
 // plain code; what they are for:
-// coupled_impl.hpp, ratio_impl.hpp. In an unnamed namespace, see span_impl.hpp.
+// coupled_impl.hpp, rejection_impl.hpp. In an unnamed namespace, see span_impl.hpp.
 #pragma once
 
 #include <stdint.h>

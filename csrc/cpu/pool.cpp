@@ -40,7 +40,7 @@ constexpr uint64_t next_of(uint64_t t) { return t & 0xFFFFF; }
 
 class Pool {
  public:
-  // For one job at a time; whoever does not get it works alone.
+  // For one job at a time. A caller that does not get the pool works alone.
   bool acquire(int helpers, Team::Work work, void* context) {
     if (!busy_.try_lock()) return false;
     start_threads(helpers);
@@ -63,8 +63,8 @@ class Pool {
   }
 
   void release() {
-    // Helpers that look on leave at their next glance. Nobody waits for them: they touch nothing of
-    // this job's.
+    // Helpers that still poll leave at their next poll. The caller does not wait for them: they
+    // touch nothing of this job.
     ticket_.fetch_or(kLast, std::memory_order_relaxed);
     {
       std::lock_guard lock(mutex_);
@@ -170,7 +170,7 @@ class Pool {
   }
 
   std::mutex busy_;
-  // Written by whoever holds busy_.
+  // Written by the holder of busy_.
   std::vector<std::thread> threads_;
   uint64_t round_ = 0;
   Team::Work work_ = nullptr;

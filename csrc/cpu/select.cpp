@@ -9,8 +9,9 @@
 #include <vector>
 
 #include "coupled.hpp"
+#include "decoder_kernels.hpp"
 #include "pool.hpp"
-#include "ratio_span.hpp"
+#include "rejection_span.hpp"
 #include "span.hpp"
 
 namespace pipespec::cpu {
@@ -85,11 +86,18 @@ const CoupledKernels& coupled_kernels() {
 
 }  // namespace
 
-const RatioKernels& ratio_kernels() {
+const RejectionKernels& rejection_kernels() {
   const SpanKernels* const k = &kernels();
-  return *(k == avx512_kernels() ? avx512_ratio()
-           : k == avx2_kernels() ? avx2_ratio()
-                                 : portable_ratio());
+  return *(k == avx512_kernels() ? avx512_rejection()
+           : k == avx2_kernels() ? avx2_rejection()
+                                 : portable_rejection());
+}
+
+const DecoderKernels& decoder_kernels() {
+  const SpanKernels* const k = &kernels();
+  return *(k == avx512_kernels() ? avx512_decoder()
+           : k == avx2_kernels() ? avx2_decoder()
+                                 : portable_decoder());
 }
 
 namespace {
@@ -244,17 +252,17 @@ class RowTeam {
   Team team_;  // last: helpers may look at the rest
 };
 
-// One row of the batch on its way through its hints.
+// One row of the batch on its way through its draft tokens.
 struct Walk {
   int64_t row;
-  int64_t first;  // column whose logits decide about the first hint
-  int64_t hints;
-  int64_t at = 0;  // hints accepted so far
+  int64_t first;  // column whose logits decide about the first draft token
+  int64_t draft_tokens;
+  int64_t at = 0;  // draft tokens accepted so far
 
   // Notes what was selected in column first + at; false at the end of the walk.
   bool step(const Tokens& tokens, int32_t id, int32_t* selected_row, int32_t* accepted) {
     selected_row[at] = id;
-    if (at < hints && tokens.at(row, first + 1 + at) == id) {
+    if (at < draft_tokens && tokens.at(row, first + 1 + at) == id) {
       ++at;
       return true;
     }
@@ -285,17 +293,19 @@ void select_all(const Selector& selector, int32_t* selected, int threads) {
 }
 
 template <class Selector>
-void walk_all(const Selector& selector, const Tokens& tokens, const int32_t* n_fed,
-              const int32_t* n_hint, int32_t* selected, int32_t* accepted, int threads) {
+void walk_all(const Selector& selector, const Tokens& tokens, const int32_t* query_lens,
+              const int32_t* num_draft_tokens, int32_t* selected, int32_t* accepted, int threads) {
   const Logits& logits = selector.logits;
   std::fill_n(selected, logits.batch * logits.width, -1);
   std::fill_n(accepted, logits.batch, 0);
 
-  const int64_t active = logits.batch - std::count(n_fed, n_fed + logits.batch, 0);
-  const auto walk_of = [&](int64_t r) { return Walk{r, n_fed[r] - 1 - n_hint[r], n_hint[r]}; };
+  const int64_t active = logits.batch - std::count(query_lens, query_lens + logits.batch, 0);
+  const auto walk_of = [&](int64_t r) {
+    return Walk{r, query_lens[r] - 1 - num_draft_tokens[r], num_draft_tokens[r]};
+  };
   if (threads == 1 || active * selector.row_bytes() < Selector::kParallel) {
     for (int64_t r = 0; r < logits.batch; ++r) {
-      if (n_fed[r] == 0) continue;
+      if (query_lens[r] == 0) continue;
       Walk walk = walk_of(r);
       while (walk.step(tokens, index(selector.whole(selector.at(r, walk.first + walk.at))),
                        selected + r * logits.width, accepted)) {
@@ -307,7 +317,7 @@ void walk_all(const Selector& selector, const Tokens& tokens, const int32_t* n_f
   // and the work of a round is spread evenly however many rows are left.
   std::vector<Walk> walks;
   for (int64_t r = 0; r < logits.batch; ++r) {
-    if (n_fed[r] > 0) walks.push_back(walk_of(r));
+    if (query_lens[r] > 0) walks.push_back(walk_of(r));
   }
   std::vector<typename Selector::Row> rows;
   std::vector<int32_t> ids;
@@ -341,21 +351,25 @@ void check(const Tokens& tokens) {
     throw std::invalid_argument("tokens: need int32 or int64");
 }
 
-void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint) {
+void check_counts(const Logits& logits, const int32_t* query_lens,
+                  const int32_t* num_draft_tokens) {
   for (int64_t r = 0; r < logits.batch; ++r) {
-    if (n_fed[r] == 0) continue;  // idle: whatever n_hint says, n_fed - 1 maybe
+    if (query_lens[r] == 0) continue;  // idle: whatever num_draft_tokens says, query_lens - 1 maybe
     const char* wrong = nullptr;
-    if (n_fed[r] < 0 || n_hint[r] < 0) {
+    if (query_lens[r] < 0 || num_draft_tokens[r] < 0) {
       wrong = "counts are negative";
-    } else if (n_fed[r] > logits.width) {
-      wrong = "n_fed exceeds the columns of logits";
-    } else if (n_hint[r] >= n_fed[r]) {
-      wrong = "n_hint must be smaller than n_fed (the last token before the hints is needed)";
+    } else if (query_lens[r] > logits.width) {
+      wrong = "query_lens exceeds the columns of logits";
+    } else if (num_draft_tokens[r] >= query_lens[r]) {
+      wrong =
+          "num_draft_tokens must be smaller than query_lens (the last token before the draft "
+          "tokens is needed)";
     }
     if (wrong != nullptr) {
-      throw std::invalid_argument(
-          "row " + std::to_string(r) + ": " + wrong + ": n_fed=" + std::to_string(n_fed[r]) +
-          ", n_hint=" + std::to_string(n_hint[r]) + ", Q=" + std::to_string(logits.width));
+      throw std::invalid_argument("row " + std::to_string(r) + ": " + wrong +
+                                  ": query_lens=" + std::to_string(query_lens[r]) +
+                                  ", num_draft_tokens=" + std::to_string(num_draft_tokens[r]) +
+                                  ", Q=" + std::to_string(logits.width));
     }
   }
 }
@@ -400,19 +414,21 @@ void sample(const Logits& logits, const Noise& noise, int32_t* selected, int thr
   select_all(Coupled(logits, noise), selected, threads);
 }
 
-void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, const int32_t* n_hint,
-            int32_t* selected, int32_t* accepted, int threads, const Noise* noise) {
+void verify(const Logits& logits, const Tokens& tokens, const int32_t* query_lens,
+            const int32_t* num_draft_tokens, int32_t* selected, int32_t* accepted, int threads,
+            const Noise* noise) {
   check(logits, threads);
   check(tokens);
-  check_counts(logits, n_fed, n_hint);
+  check_counts(logits, query_lens, num_draft_tokens);
   if (noise == nullptr) {
-    walk_all(Greedy(logits), tokens, n_fed, n_hint, selected, accepted, threads);
+    walk_all(Greedy(logits), tokens, query_lens, num_draft_tokens, selected, accepted, threads);
     return;
   }
   for (int64_t r = 0; r < logits.batch; ++r) {
-    if (n_fed[r] > 0) check_noise(logits, *noise, r);
+    if (query_lens[r] > 0) check_noise(logits, *noise, r);
   }
-  walk_all(Coupled(logits, *noise), tokens, n_fed, n_hint, selected, accepted, threads);
+  walk_all(Coupled(logits, *noise), tokens, query_lens, num_draft_tokens, selected, accepted,
+           threads);
 }
 
 void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begin, int64_t count,

@@ -62,14 +62,16 @@ void argmax(const Logits& logits, int32_t* selected, int threads);
 void sample(const Logits& logits, const Noise& noise, int32_t* selected, int threads);
 
 // Verification, greedy or, with `noise`, coupled: in the latter read "choice of" for "argmax of".
-// Row r of the batch was fed tokens[r, 0 .. n_fed[r]-1], of which the last
-// n_hint[r] are hints. With s = n_fed[r] - 1 - n_hint[r], selected[r, j] is the argmax of logits[r,
-// s + j] for j = 0 .. accepted[r]; the walk goes on while selected[r, j] == tokens[r, s + 1 + j]
-// and hints are left. Logits behind the first mismatch are not read. Entries of selected[B, Q]
-// (contiguous) past accepted[r] are -1. A row with n_fed[r] == 0 idles: all -1, accepted 0, its
-// n_hint ignored. Counts outside 0 <= n_hint < n_fed <= Q are an error.
-void verify(const Logits& logits, const Tokens& tokens, const int32_t* n_fed, const int32_t* n_hint,
-            int32_t* selected, int32_t* accepted, int threads, const Noise* noise = nullptr);
+// Row r of the batch was fed tokens[r, 0 .. query_lens[r]-1], of which the last
+// num_draft_tokens[r] are draft tokens. With s = query_lens[r] - 1 - num_draft_tokens[r],
+// selected[r, j] is the argmax of logits[r, s + j] for j = 0 .. accepted[r]; the walk goes on while
+// selected[r, j] == tokens[r, s + 1 + j] and draft tokens are left. Logits behind the first
+// mismatch are not read. Entries of selected[B, Q] (contiguous) past accepted[r] are -1. A row with
+// query_lens[r] == 0 idles: all -1, accepted 0, its num_draft_tokens ignored. Counts outside 0 <=
+// num_draft_tokens < query_lens <= Q are an error.
+void verify(const Logits& logits, const Tokens& tokens, const int32_t* query_lens,
+            const int32_t* num_draft_tokens, int32_t* selected, int32_t* accepted, int threads,
+            const Noise* noise = nullptr);
 
 // out[i] = the noise of id begin + i, as the instructions in use compute it. For tests.
 void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begin, int64_t count,
@@ -78,7 +80,7 @@ void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begi
 // The checks that all of these begin with.
 void check(const Logits& logits, int threads);
 void check(const Tokens& tokens);
-void check_counts(const Logits& logits, const int32_t* n_fed, const int32_t* n_hint);
+void check_counts(const Logits& logits, const int32_t* query_lens, const int32_t* num_draft_tokens);
 void check_noise(const Logits& logits, const Noise& noise, int64_t row);
 void check_scale(float inv_temperature, int64_t row, const char* name);
 int64_t item_bytes(DType dtype);  // refuses unknown codes

@@ -3,7 +3,7 @@
 // Each instruction set has its own translation unit (span_portable.cpp, span_avx2.cpp,
 // span_avx512.cpp) that hands out one table. NOTE: this header is seen by files compiled with
 // -mavx512*, so it includes nothing with inline functions: the linker could otherwise keep the
-// AVX-512 copy of such a function for everybody.
+// AVX-512 copy of such a function for all callers.
 #pragma once
 
 #include <stdint.h>

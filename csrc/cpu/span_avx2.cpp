@@ -13,8 +13,8 @@ struct Avx2Vector {
   using Reg = __m256i;
   static Reg load(const unsigned char* p) {
     Reg x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    // Keeps the compiler from loading anew for each use: rows in the L2 cache are read a third
-    // faster.
+    // Keeps the compiler from repeating the load for each use: rows in the L2 cache are read a
+    // third faster.
     asm("" : "+x"(x));
     return x;
   }

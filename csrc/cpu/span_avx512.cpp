@@ -18,8 +18,8 @@ struct Avx512Vector {
   using Reg = __m512i;
   static Reg load(const unsigned char* p) {
     Reg x = _mm512_loadu_si512(p);
-    // Keeps the compiler from loading anew for each use: rows in the L2 cache are read a third
-    // faster.
+    // Keeps the compiler from repeating the load for each use: rows in the L2 cache are read a
+    // third faster.
     asm("" : "+v"(x));
     return x;
   }

@@ -1,12 +1,16 @@
 #include <cuda_runtime.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <future>
 #include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "cuda/check.hpp"
@@ -14,6 +18,7 @@
 #include "cuda/launcher.hpp"
 #include "cuda/nvtx.hpp"
 #include "runtime/clock.hpp"
+#include "runtime/doorbell.hpp"
 #include "runtime/generation.hpp"
 
 namespace pipespec::cuda {
@@ -22,6 +27,7 @@ namespace {
 // Every device can use it, at the host's address.
 constexpr unsigned kPinned = cudaHostAllocPortable | cudaHostAllocMapped;
 constexpr int kClockReadings = 4;
+constexpr std::int64_t kNap = 1'000'000'000;  // bounds nothing: a bell is not lost
 
 // In a thread of its own: the caller's keeps its device. To set that back would not do, since
 // cudaSetDevice() makes a context on a device that the caller may never have touched.
@@ -58,57 +64,102 @@ struct CudaLauncher::Lane {
   std::uint32_t stage = 0;
   std::string name;  // in a profiler
   cudaStream_t stream = nullptr;
-  cudaStream_t notices = nullptr;  // behind `stream`, for the callbacks
-  cudaStream_t words = nullptr;    // beside both, for the caller's words
-  cudaEvent_t event = nullptr;
-  Policy* policies = nullptr;        // pinned, one per step in flight
-  std::uint64_t* clock = nullptr;    // pinned
-  std::int64_t clock_offset_ns = 0;  // what to add to %globaltimer to get the host's clock
-  std::uint64_t launched = 0;        // since begin()
-  std::uint64_t base = 0;            // steps that had ended before
-  std::string broken;                // why begin() failed; empty: it did not
-  std::mutex mutex;                  // of `notice`; held while it is given
+  cudaEvent_t ends[StepLog::kRecords] = {};  // of the steps in flight
+  std::uint64_t* clock = nullptr;            // pinned
+  std::int64_t clock_offset_ns = 0;          // what to add to %globaltimer to get the host's clock
+  std::uint64_t launched = 0;                // since begin()
+  std::uint64_t base = 0;                    // steps that had ended before
+  std::string broken;                        // why begin() failed; empty: it did not
+  std::mutex mutex;                          // of `notice`; held while it is given
   Notice notice;
+  std::atomic<std::uint64_t> recorded{0};  // steps whose end the waiter shall tell, since ever
+  std::atomic<std::uint64_t> told{0};
+  std::atomic<bool> closed{false};
+  Doorbell queued, idle;
+  std::thread waiter;
+  const pid_t process = getpid();
 
   Lane(StageGraphs of, std::uint32_t number, std::string called)
       : graphs(std::move(of)), stage(number), name(std::move(called)) {}
   ~Lane() {
-    for (cudaStream_t s : {stream, notices, words})
-      if (s != nullptr) cudaStreamDestroy(s);
-    if (event != nullptr) cudaEventDestroy(event);
-    if (policies != nullptr) cudaFreeHost(policies);
+    if (!owned()) {
+      static_cast<void>(new std::thread(std::move(waiter)));
+      return;
+    }
+    closed = true;
+    queued.ring();
+    if (waiter.joinable()) waiter.join();
+    if (stream != nullptr) cudaStreamDestroy(stream);
+    for (cudaEvent_t end : ends)
+      if (end != nullptr) cudaEventDestroy(end);
     if (clock != nullptr) cudaFreeHost(clock);
-    cudaGetLastError();  // nobody is left to tell
+    cudaGetLastError();  // clears the error: a destructor cannot report it
   }
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
+  // Not in a fork of the process that made it: there the thread is the parent's, and CUDA is
+  // closed.
+  bool owned() const { return process == getpid(); }
+
   // On its device.
-  void open(std::uintptr_t mirror) {
-    require_pinned(mirror, name + ": the mirror");
+  void open(std::uintptr_t shadow) {
+    require_pinned(shadow, name + ": the host shadow");
     require_pinned(graphs.log, name + ": its log");
-    if (graphs.block != mirror) require_on(graphs.device, graphs.block, name + ": its block");
-    require_on(graphs.device, graphs.policy, name + ": its policy");
+    require_pinned(graphs.policies, name + ": its policies");
+    if (graphs.block != shadow) require_on(graphs.device, graphs.block, name + ": its block");
     require_on(graphs.device, graphs.scratch, name + ": its scratch");
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, graphs.priority),
           "stream of a stage");
-    check(cudaStreamCreateWithFlags(&notices, cudaStreamNonBlocking), "stream of notices");
-    check(cudaStreamCreateWithFlags(&words, cudaStreamNonBlocking), "stream of words");
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event of a stage");
-    check(cudaHostAlloc(reinterpret_cast<void**>(&policies), StepLog::kRecords * sizeof(Policy),
-                        kPinned),
-          "pinned memory");
+    for (cudaEvent_t& end : ends)
+      check(cudaEventCreateWithFlags(&end, cudaEventDisableTiming | cudaEventBlockingSync),
+            "event of a stage");
     check(cudaHostAlloc(reinterpret_cast<void**>(&clock), sizeof *clock, kPinned), "pinned memory");
+    waiter = std::thread([this] { tell(); });
+  }
+
+  // The waiter: gives a notice for every step, when it has ended or failed, until the lane is
+  // closed.
+  void tell() {
+    cudaSetDevice(graphs.device);
+    // Another thread's capture in global mode would forbid this thread's calls.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    while (true) {
+      const std::uint32_t heard = queued.note();
+      if (closed) return;
+      if (told == recorded) {
+        queued.sleep(heard, kNap);
+        continue;
+      }
+      // If it fails, ended() will say so.
+      cudaEventSynchronize(ends[told % StepLog::kRecords]);
+      const std::lock_guard lock(mutex);
+      if (notice) notice(stage);
+      ++told;
+      idle.ring();
+    }
+  }
+
+  // Every notice has been given, and no more come before the next launch.
+  void settle() {
+    while (true) {
+      const std::uint32_t heard = idle.note();
+      if (told == recorded) break;
+      idle.sleep(heard, kNap);
+    }
+    const std::lock_guard lock(mutex);
+    notice = nullptr;
   }
 
   const StepLog& log() const { return *reinterpret_cast<const StepLog*>(graphs.log); }
 };
 
-CudaLauncher::CudaLauncher(std::uintptr_t mirror, std::vector<StageGraphs> stages) {
+CudaLauncher::CudaLauncher(std::uintptr_t shadow, std::vector<StageGraphs> stages) {
   const int devices_found = static_cast<int>(devices().size());
-  mirror_ = attach(reinterpret_cast<void*>(mirror));
-  if (stages.size() != mirror_.stages())
-    throw std::invalid_argument("the block has " + std::to_string(mirror_.stages()) +
+  shadow_ = attach(reinterpret_cast<void*>(shadow));
+  if (stages.size() != shadow_.stages())
+    throw std::invalid_argument("the block has " + std::to_string(shadow_.stages()) +
                                 " stages, but there are graphs of " +
                                 std::to_string(stages.size()));
   int device = -1;  // of the stages before
@@ -121,29 +172,30 @@ CudaLauncher::CudaLauncher(std::uintptr_t mirror, std::vector<StageGraphs> stage
         std::adjacent_find(stage.widths.begin(), stage.widths.end(), std::greater_equal<>()) !=
             stage.widths.end())
       throw std::invalid_argument("widths must be positive and ascending, with one graph for each");
-    if (stage.block == 0 || stage.policy == 0 || stage.scratch == 0 || stage.log == 0)
-      throw std::invalid_argument("a stage needs a block, a policy, a scratch and a log");
+    if (stage.block == 0 || stage.policies == 0 || stage.scratch == 0 || stage.log == 0)
+      throw std::invalid_argument("a stage needs a block, policies, a scratch and a log");
     if (device >= 0 && stage.block != block_)
       throw std::invalid_argument("all stages must use one block: they meet nowhere else");
-    if (device >= 0 && stage.device != device && stage.block != mirror)
+    if (device >= 0 && stage.device != device && stage.block != shadow)
       throw std::invalid_argument(
-          "stages on several devices must use the mirror itself as their block, in pinned memory");
+          "stages on several devices must use the host shadow itself as their block, in pinned "
+          "memory");
     block_ = stage.block;
     device = stage.device;
   }
   for (StageGraphs& stage : stages) {
     const auto number = static_cast<std::uint32_t>(lanes_.size());
     const std::string name =
-        number == mirror_.target() ? "target" : "draft " + std::to_string(number);
+        number == shadow_.target() ? "target" : "draft " + std::to_string(number);
     lanes_.push_back(std::make_unique<Lane>(std::move(stage), number, name));
   }
-  for (Lane* lane : launched()) on_device(lane->graphs.device, [&] { lane->open(mirror); });
+  for (Lane* lane : launched()) on_device(lane->graphs.device, [&] { lane->open(shadow); });
 }
 
 CudaLauncher::~CudaLauncher() {
-  // Errors have been told by ended(), and there is nobody left to tell.
+  // ended() has reported the errors, and a destructor cannot.
   for (const Lane* lane : launched())
-    for (cudaStream_t stream : {lane->stream, lane->notices, lane->words}) await(stream);
+    if (lane->owned()) await(lane->stream);
 }
 
 std::vector<CudaLauncher::Lane*> CudaLauncher::launched() const {
@@ -166,7 +218,7 @@ const std::vector<std::uint32_t>& CudaLauncher::widths(std::uint32_t stage) cons
 }
 
 void CudaLauncher::begin(Notice notice) {
-  bool copied = block_ == reinterpret_cast<std::uintptr_t>(&mirror_.header());
+  bool copied = block_ == reinterpret_cast<std::uintptr_t>(&shadow_.header());
   for (Lane* lane : launched()) {
     lane->base = load_acquire(&lane->log().ended);
     lane->launched = 0;
@@ -178,8 +230,8 @@ void CudaLauncher::begin(Notice notice) {
     try {
       on_device(lane->graphs.device, [&] {
         if (!copied)
-          check(cudaMemcpyAsync(reinterpret_cast<void*>(block_), &mirror_.header(),
-                                mirror_.header().bytes, cudaMemcpyHostToDevice, lane->stream),
+          check(cudaMemcpyAsync(reinterpret_cast<void*>(block_), &shadow_.header(),
+                                shadow_.header().bytes, cudaMemcpyHostToDevice, lane->stream),
                 "copying the state block");
         const StepScratch scratch{lane->base, 0, 0, 0, 0};
         check(cudaMemcpyAsync(reinterpret_cast<void*>(lane->graphs.scratch), &scratch,
@@ -195,8 +247,8 @@ void CudaLauncher::begin(Notice notice) {
   }
 }
 
-// From the shortest of several readings, so to half of a launch's time, some microseconds. Anew for
-// each generation: the two clocks drift apart.
+// From the shortest of several readings, so to half of a launch's time, some microseconds. Repeated
+// for each generation: the two clocks drift apart.
 void CudaLauncher::set_clock(Lane& lane) {
   std::int64_t best = std::numeric_limits<std::int64_t>::max();
   for (int i = 0; i < kClockReadings; ++i) {
@@ -213,14 +265,12 @@ void CudaLauncher::set_clock(Lane& lane) {
 
 void CudaLauncher::end() {
   for (Lane* lane : launched()) {
-    // A broken context is no news here: ended() has told, and its callbacks do not come.
-    for (cudaStream_t stream : {lane->stream, lane->notices, lane->words}) await(stream);
-    const std::lock_guard lock(lane->mutex);
-    lane->notice = nullptr;
+    await(lane->stream);  // ended() has reported its error
+    lane->settle();
   }
 }
 
-void CudaLauncher::launch(std::uint32_t stage, const Policy& policy) {
+void CudaLauncher::launch(std::uint32_t stage, const StepPolicy& policy) {
   Lane& lane = *lanes_[stage];
   if (!lane.broken.empty()) throw std::runtime_error(lane.broken);
   const std::vector<std::uint32_t>& widths = lane.graphs.widths;
@@ -231,26 +281,17 @@ void CudaLauncher::launch(std::uint32_t stage, const Policy& policy) {
       lane.graphs.graphs[static_cast<std::size_t>(at - widths.begin())]);
   const Range range(lane.name.c_str(), policy.width);
   check(cudaSetDevice(lane.graphs.device), "CUDA device");
-  Policy& pinned = lane.policies[lane.launched % StepLog::kRecords];
-  pinned = policy;
-  check(cudaMemcpyAsync(reinterpret_cast<void*>(lane.graphs.policy), &pinned, sizeof pinned,
-                        cudaMemcpyHostToDevice, lane.stream),
-        "copying a step's policy");
+  // The step that used this place before has ended: at most kRecords are in flight.
+  auto* policies = reinterpret_cast<StepPolicy*>(lane.graphs.policies);
+  policies[(lane.base + lane.launched) % StepLog::kRecords] = policy;
   check(cudaGraphLaunch(graph, lane.stream), "launching a step");
   ++lane.launched;
   ++launches_;
-  check(cudaEventRecord(lane.event, lane.stream), "recording a step's end");
-  check(cudaStreamWaitEvent(lane.notices, lane.event, 0), "waiting for a step's end");
-  // With CUDA_LAUNCH_BLOCKING=1 this may return after the callback has: hold nothing it needs.
-  check(cudaLaunchHostFunc(
-            lane.notices,
-            [](void* data) {
-              Lane& own = *static_cast<Lane*>(data);
-              const std::lock_guard lock(own.mutex);
-              if (own.notice) own.notice(own.stage);
-            },
-            &lane),
-        "queueing the notice of a step's end");
+  // The step is under way, so this is no failure of its launch: without an event, wait here.
+  if (cudaEventRecord(lane.ends[lane.recorded % StepLog::kRecords], lane.stream) != cudaSuccess)
+    await(lane.stream);
+  ++lane.recorded;
+  lane.queued.ring();
 }
 
 std::uint64_t CudaLauncher::ended(std::uint32_t stage) {
@@ -270,28 +311,28 @@ Outcome CudaLauncher::outcome(std::uint32_t stage, std::uint64_t n) const {
   return {static_cast<std::int64_t>(record.start_ns) + lane.clock_offset_ns,
           static_cast<std::int64_t>(record.end_ns) + lane.clock_offset_ns,
           record.fed,
-          record.hints,
+          record.draft_tokens,
           record.accepted,
-          record.taken_back,
+          record.rolled_back,
           record.rollbacks};
 }
 
-// Only waits look at it, and those are the host's: steps are launched with min_hints 0.
+// Only waits look at it, and those are the host's: steps are launched with min_draft_tokens 0.
 void CudaLauncher::set_alive(std::uint32_t stage, bool alive) {
-  store_release(&mirror_.control(stage).alive, alive ? 1u : 0u);
+  store_release(&shadow_.control(stage).alive, alive ? 1u : 0u);
 }
 
-// In the mirror, and at the same offset in the block if that is another one.
+// In the host shadow, and at the same offset in the block if that is another one.
 void CudaLauncher::set_limit(std::uint32_t row, std::uint32_t limit) {
-  std::uint32_t* word = &mirror_.span(row).limit;
+  std::uint32_t* word = &shadow_.span(row).limit;
   store_release(word, limit);
-  const char* mirror = reinterpret_cast<const char*>(&mirror_.header());
+  const char* shadow = reinterpret_cast<const char*>(&shadow_.header());
   char* block = reinterpret_cast<char*>(block_);
-  if (block == mirror) return;
-  // From the mirror itself, which is pinned: nothing waits, and what is written there meanwhile is
-  // no worse.
-  check(cudaMemcpyAsync(block + (reinterpret_cast<const char*>(word) - mirror), word, sizeof limit,
-                        cudaMemcpyHostToDevice, launched().front()->words),
+  if (block == shadow) return;
+  // From the host shadow itself, which is pinned: nothing waits, and what is written there
+  // meanwhile is no worse. On the target's stream, so behind its steps in flight.
+  check(cudaMemcpyAsync(block + (reinterpret_cast<const char*>(word) - shadow), word, sizeof limit,
+                        cudaMemcpyHostToDevice, lanes_.back()->stream),
         "ending a row");
 }
 

@@ -1,6 +1,6 @@
 // The launcher of GPUs: a step is a captured graph on the stage's own stream. The scheduler's
-// thread queues it and goes to sleep; nothing waits for the device but a callback that rings its
-// bell.
+// thread queues it and goes to sleep. A thread per stage sleeps until the step's event, and rings
+// the scheduler's bell.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,38 +24,41 @@ struct StageGraphs {
   std::vector<std::uint32_t> widths;
   std::vector<std::uintptr_t> graphs;  // cudaGraphExec_t, one per width
   std::uintptr_t block = 0;            // that its kernels use; the same for all stages
-  std::uintptr_t policy = 0;           // Policy in memory of the device, which plan() reads
+  std::uintptr_t policies = 0;         // StepPolicy[StepLog::kRecords] in pinned memory, for plan()
   std::uintptr_t scratch = 0;          // StepScratch in memory of the device
   std::uintptr_t log = 0;              // StepLog in pinned and mapped memory
 };
 
-// Completion is told by cudaLaunchHostFunc() on a second stream that waits for the first one's
-// event. On the stage's own stream the callback would hold up the step behind it; to poll events
-// would need a period, which is either a delay or a busy wait. Where a callback does not come (the
-// context is broken), the scheduler looks after patrol_ns() and finds the error.
+// A stage has one stream and no other: a device has few queues for streams, 8 unless
+// CUDA_DEVICE_MAX_CONNECTIONS says more, and a stream that waits for an event holds up the stages
+// that share its queue. So the end of a step is waited for on the host, in
+// cudaEventSynchronize() with cudaEventBlockingSync, by one thread per stage: none hears of its
+// step behind a slower one. A callback on the stage's own stream would delay its next step, and
+// polling would need a period, which is either a delay or a busy wait. If a notice does not come,
+// the scheduler calls ended() after patrol_ns().
 //
-// Stages may lie on several devices. Their kernels then work on the mirror itself, in pinned
+// Stages may lie on several devices. Their kernels then work on the host shadow itself, in pinned
 // memory that all devices map: system-scope loads and stores, no peer access, no event between
 // devices. A device that is broken is the failure of its stages alone.
 class CudaLauncher final : public Launcher {
  public:
-  // `mirror`: the host's block, in pinned and mapped memory; the caller resets it before a
+  // `host shadow`: the host's block, in pinned and mapped memory; the caller resets it before a
   // generation, and begin() copies it to the block that the stages use, if that is another one (in
   // the memory of the device that they are all on). Throws std::runtime_error without a usable
   // device, std::invalid_argument on arguments that do not fit together.
-  CudaLauncher(std::uintptr_t mirror, std::vector<StageGraphs> stages);
+  CudaLauncher(std::uintptr_t shadow, std::vector<StageGraphs> stages);
   ~CudaLauncher() override;
   CudaLauncher(const CudaLauncher&) = delete;
   CudaLauncher& operator=(const CudaLauncher&) = delete;
 
-  Block mirror() const override { return mirror_; }
+  Block shadow() const override { return shadow_; }
   const std::vector<std::uint32_t>& widths(std::uint32_t stage) const override;
   std::uint32_t depth() const override { return StepLog::kRecords; }
   std::int64_t patrol_ns() const override { return 20'000'000; }
   void begin(Notice notice) override;
   void end() override;
   // Leaves the thread, which is one of the scheduler's, on the stage's device.
-  void launch(std::uint32_t stage, const Policy& policy) override;
+  void launch(std::uint32_t stage, const StepPolicy& policy) override;
   std::uint64_t ended(std::uint32_t stage) override;
   Outcome outcome(std::uint32_t stage, std::uint64_t n) const override;
   void set_alive(std::uint32_t stage, bool alive) override;
@@ -75,7 +78,7 @@ class CudaLauncher final : public Launcher {
   cudaError_t await(cudaStream_t stream);
   void set_clock(Lane& lane);
 
-  Block mirror_;
+  Block shadow_;
   std::uintptr_t block_ = 0;  // of all stages
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::atomic<std::uint64_t> launches_{0};

@@ -1,5 +1,5 @@
-// Names in a profiler's timeline. Header-only NVTX of the toolkit: a load and a branch where nobody
-// listens, nothing where the toolkit has none.
+// Names in a profiler's timeline. Header-only NVTX of the toolkit: a load and a branch without a
+// profiler, nothing where the toolkit has no NVTX.
 #pragma once
 
 #include <cstdint>

@@ -13,17 +13,23 @@
 
 namespace pipespec::cuda {
 
-// Fills `out` for rows 0 .. rows-1 of `stage`.
-// `policy` is read when the kernel runs: change it between two launches of one graph. Its `width`
-// is not used; that of the rectangle is an argument. `stream`: a cudaStream_t.
-cudaError_t plan(void* block, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
-                 const Policy* policy, const StepArrays& out, std::uintptr_t stream);
+struct StepScratch;
+
+// Fills `out` for rows 0 .. rows-1 of `stage`. `scope`: kDevice where the block is in the memory of
+// the device that all stages run on, else kSystem.
+// `policies` is read when the kernel runs: change it between two launches of one graph. With
+// `scratch` it is a ring of StepLog::kRecords, of which step n uses number n % kRecords; without,
+// it is one policy. Its `width` is not used; that of the rectangle is an argument. `stream`: a
+// cudaStream_t.
+cudaError_t plan(void* block, Scope scope, std::uint32_t stage, std::uint32_t rows,
+                 std::uint32_t width, const StepPolicy* policies, const StepScratch* scratch,
+                 const StepArrays& out, std::uintptr_t stream);
 
 // `step` as plan() filled it; `selected`: what verify gives for it, rows `stride` elements apart.
-// Waking whoever waits for the news is the host's business (runtime/park.hpp).
-cudaError_t commit(void* block, std::uint32_t stage, std::uint32_t rows, std::uint32_t width,
-                   const StepArrays& step, const std::int32_t* selected, std::int64_t stride,
-                   std::uintptr_t stream);
+// The host wakes stages that wait for the publication (runtime/park.hpp).
+cudaError_t commit(void* block, Scope scope, std::uint32_t stage, std::uint32_t rows,
+                   std::uint32_t width, const StepArrays& step, const std::int32_t* selected,
+                   std::int64_t stride, std::uintptr_t stream);
 
 // What the steps of a stage leave for the host, in pinned and mapped memory. Zero at first.
 struct StepLog {
@@ -32,9 +38,9 @@ struct StepLog {
     std::uint64_t start_ns;  // of %globaltimer
     std::uint64_t end_ns;
     std::uint32_t fed;  // summed over the rows, as in Outcome (runtime/launcher.hpp)
-    std::uint32_t hints;
+    std::uint32_t draft_tokens;
     std::uint32_t accepted;
-    std::uint32_t taken_back;
+    std::uint32_t rolled_back;
     std::uint32_t rollbacks;
   };
   std::uint64_t ended;       // steps; stored after everything that they wrote
@@ -54,9 +60,9 @@ struct StepScratch {
 // First node of a step: notes the time.
 cudaError_t open_step(StepScratch* scratch, std::uintptr_t stream);
 
-// Last node of a step: copies the stage's part of the block to `mirror` (nothing, if that is the
-// block), then writes the record.
-cudaError_t close_step(void* block, void* mirror, std::uint32_t stage, std::uint32_t rows,
+// Last node of a step: copies the stage's part of the block to `host shadow` (nothing, if that is
+// the block), then writes the record.
+cudaError_t close_step(void* block, void* shadow, std::uint32_t stage, std::uint32_t rows,
                        const StepArrays& step, StepScratch* scratch, StepLog* log,
                        std::uintptr_t stream);
 

@@ -7,9 +7,9 @@
 //   E = -ln(1 - u):  u (1 + u/2) for u < 2^-10,  -ln2 lg2(max(1 - u, 2^-25)) above
 //   G = -ln(E) = -ln2 lg2(E)
 //
-// Large noise, which decides who wins, comes from small u, where fp32 is dense: the noise reaches
-// 22.87 (r = 0). Taken the other way round, -ln(-ln u) of a 24-bit u, it would end at 16.6, and
-// tokens more than that below the head could never be drawn.
+// Large noise, which decides the maximum, comes from small u, where fp32 is dense: the noise
+// reaches 22.87 (r = 0). Taken the other way round, -ln(-ln u) of a 24-bit u, it would end at 16.6,
+// and tokens more than that below the head could never be drawn.
 //
 // Against float64, |error of G| <= 1.4e-5 for -1 < G < 6, 3.2e-5 for 6 < G < 7 (there 1 - u rounds
 // a small u), 2e-6 above. Below -1, among draws that lose, it grows to 0.02 where u is nearly 1.

@@ -15,42 +15,109 @@
 
 namespace pipespec {
 
-template <typename T>
-PIPESPEC_HD inline T load_relaxed(const T* p) {
-#if defined(__CUDA_ARCH__)
-  return ::cuda::atomic_ref<T, ::cuda::thread_scope_system>(*const_cast<T*>(p))
-      .load(::cuda::memory_order_relaxed);
+// Who else uses a word while it is accessed. Threads of the host ignore it.
+enum class Scope : std::uint8_t {
+  kSystem,  // the host, or another device
+  kDevice,  // only kernels of one device, in whose memory the word lies
+};
+
+enum class Order : int {
+  kRelaxed = __ATOMIC_RELAXED,
+  kAcquire = __ATOMIC_ACQUIRE,
+  kRelease = __ATOMIC_RELEASE,
+};
+
+}  // namespace pipespec
+
+#if defined(PIPESPEC_MEMORY)
+#include PIPESPEC_MEMORY  // of a test: it gives every answer that the orders allow
 #else
-  return __atomic_load_n(p, __ATOMIC_RELAXED);
+namespace pipespec::memory {
+
+#if defined(__CUDA_ARCH__)
+template <typename T>
+using ForDevice = ::cuda::atomic_ref<T, ::cuda::thread_scope_device>;
+template <typename T>
+using ForSystem = ::cuda::atomic_ref<T, ::cuda::thread_scope_system>;
+template <Order order>
+inline constexpr auto kOrder = order == Order::kAcquire   ? ::cuda::memory_order_acquire
+                               : order == Order::kRelease ? ::cuda::memory_order_release
+                                                          : ::cuda::memory_order_relaxed;
+#endif
+
+template <Order order, typename T>
+PIPESPEC_HD inline T load(const T* p, [[maybe_unused]] Scope scope) {
+#if defined(__CUDA_ARCH__)
+  T& word = *const_cast<T*>(p);
+  return scope == Scope::kDevice ? ForDevice<T>(word).load(kOrder<order>)
+                                 : ForSystem<T>(word).load(kOrder<order>);
+#else
+  return __atomic_load_n(p, static_cast<int>(order));
 #endif
 }
 
-template <typename T>
-PIPESPEC_HD inline T load_acquire(const T* p) {
+template <Order order, typename T>
+PIPESPEC_HD inline void store(T* p, T value, [[maybe_unused]] Scope scope) {
 #if defined(__CUDA_ARCH__)
-  return ::cuda::atomic_ref<T, ::cuda::thread_scope_system>(*const_cast<T*>(p))
-      .load(::cuda::memory_order_acquire);
+  if (scope == Scope::kDevice) {
+    ForDevice<T>(*p).store(value, kOrder<order>);
+  } else {
+    ForSystem<T>(*p).store(value, kOrder<order>);
+  }
 #else
-  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+  __atomic_store_n(p, value, static_cast<int>(order));
 #endif
 }
 
-template <typename T>
-PIPESPEC_HD inline void store_relaxed(T* p, T value) {
-#if defined(__CUDA_ARCH__)
-  ::cuda::atomic_ref<T, ::cuda::thread_scope_system>(*p).store(value, ::cuda::memory_order_relaxed);
-#else
-  __atomic_store_n(p, value, __ATOMIC_RELAXED);
+// ThreadSanitizer does not know fences. It needs none here: whatever a fence orders is atomic.
+#if defined(__SANITIZE_THREAD__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wtsan"
 #endif
+template <Order order>
+PIPESPEC_HD inline void fence([[maybe_unused]] Scope scope) {
+#if defined(__CUDA_ARCH__)
+  if (scope == Scope::kDevice) {
+    ::cuda::atomic_thread_fence(kOrder<order>, ::cuda::thread_scope_device);
+  } else {
+    ::cuda::atomic_thread_fence(kOrder<order>, ::cuda::thread_scope_system);
+  }
+#else
+  __atomic_thread_fence(static_cast<int>(order));
+#endif
+}
+#if defined(__SANITIZE_THREAD__)
+#pragma GCC diagnostic pop
+#endif
+
+}  // namespace pipespec::memory
+#endif
+
+namespace pipespec {
+
+template <typename T>
+PIPESPEC_HD inline T load_relaxed(const T* p, Scope scope = Scope::kSystem) {
+  return memory::load<Order::kRelaxed>(p, scope);
 }
 
 template <typename T>
-PIPESPEC_HD inline void store_release(T* p, T value) {
-#if defined(__CUDA_ARCH__)
-  ::cuda::atomic_ref<T, ::cuda::thread_scope_system>(*p).store(value, ::cuda::memory_order_release);
-#else
-  __atomic_store_n(p, value, __ATOMIC_RELEASE);
-#endif
+PIPESPEC_HD inline T load_acquire(const T* p, Scope scope = Scope::kSystem) {
+  return memory::load<Order::kAcquire>(p, scope);
 }
+
+template <typename T>
+PIPESPEC_HD inline void store_relaxed(T* p, T value, Scope scope = Scope::kSystem) {
+  memory::store<Order::kRelaxed>(p, value, scope);
+}
+
+template <typename T>
+PIPESPEC_HD inline void store_release(T* p, T value, Scope scope = Scope::kSystem) {
+  memory::store<Order::kRelease>(p, value, scope);
+}
+
+// What was loaded before it is not older than what is loaded after it.
+PIPESPEC_HD inline void fence_acquire(Scope scope) { memory::fence<Order::kAcquire>(scope); }
+// Who sees what is stored after it sees, behind an acquire, what was stored before it.
+PIPESPEC_HD inline void fence_release(Scope scope) { memory::fence<Order::kRelease>(scope); }
 
 }  // namespace pipespec

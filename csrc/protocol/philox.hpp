@@ -1,7 +1,7 @@
 // Counter-based random numbers: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random
 // Numbers: As Easy as 1, 2, 3" (SC'11). A draw is a function of (seed, position, token id, stream)
-// and of nothing else: no batch row, no step number, no thread. So rolling back, batching anew or
-// another number of stages cannot change one, and there is no generator state to keep.
+// alone, not of batch row, step number or thread. So rollbacks, another batch or another number of
+// stages cannot change a draw, and there is no generator state to keep.
 #pragma once
 
 #include <cstdint>

@@ -1,17 +1,16 @@
-// plan(): what should this stage feed next for one row? First half of a step (commit.hpp is the
-// second).
+// plan(): the tokens that a stage feeds next for one row. The first half of a step; commit.hpp has
+// the second.
 //
-//   1. Obey. The target's tokens are the truth; every stage compares itself with them directly (a
-//   correction reaches the
-//      whole chain at once instead of hop by hop). Past the target's length the downstream
-//      neighbour knows best. At the first difference take back everything from there, then adopt
-//      the other's tokens, its bonus token included.
-//   2. Take hints. Upstream's tokens past our length are our drafts, if upstream agrees with us
-//   over what overlaps.
-//   3. Emit the tokens whose KV is missing, then the hints.
+//   1. Obey downstream. Every stage compares its tokens with the target's, so that a correction
+//      reaches the whole chain at once, and past the target's length with its downstream
+//      neighbour's. At the first difference it rolls back everything from there on. Then it adopts
+//      the other's tokens, the bonus token included.
+//   2. Take draft tokens. Upstream's tokens past this stage's length are its draft tokens, if
+//      upstream agrees with it over the positions that both have.
+//   3. Emit the tokens whose keys and values are missing, then the draft tokens.
 //
-// Nothing read from upstream can make a wrong token: hints are compared with our own selection in
-// commit().
+// Nothing that is read from upstream can make a wrong token: commit() compares every draft token
+// with the stage's own choice.
 #pragma once
 
 #include "ring.hpp"
@@ -19,27 +18,35 @@
 namespace pipespec {
 
 enum class Action : std::int32_t {
-  kIdle = 0,  // nothing to do until a neighbour publishes: run-ahead is at its bound, or our text
-              // has ended for now
-  kStep = 1,  // feed and select
-  kCatchUp = 2,   // feed, select nothing: more known tokens than fit in one step
-  kWait = 3,      // fewer hints than asked for, and more may come
-  kFinished = 4,  // the target's text is complete
+  // Nothing to do until a neighbour publishes: the stage is `lookahead` tokens ahead, or its text
+  // has ended for now.
+  kIdle = 0,
+  // Feed and select.
+  kStep = 1,
+  // Feed and select nothing: more known tokens than fit in one step.
+  kCatchUp = 2,
+  // Fewer draft tokens than `min_draft_tokens`, and more may come.
+  kWait = 3,
+  // The target's text is complete.
+  kFinished = 4,
 };
 
-struct Policy {
-  std::uint32_t
-      window;  // how far this stage may run ahead of the one downstream (ignored by the target)
-  std::uint32_t max_hints;  // hints per step
-  std::uint32_t min_hints;  // wait for this many if they can come; 0: never wait
-  std::uint32_t width;  // columns of the caller's buffer: at most this many tokens per step, >= 1
+struct StepPolicy {
+  // How many tokens this stage may be ahead of the one downstream. The target ignores it.
+  std::uint32_t lookahead;
+  // Most draft tokens per step.
+  std::uint32_t max_draft_tokens;
+  // Wait for this many draft tokens while they can come; 0: never wait.
+  std::uint32_t min_draft_tokens;
+  // Columns of the caller's buffer, at least 1: the most tokens per step.
+  std::uint32_t width;
 };
 
 struct Step {
   Action action;
-  std::uint32_t kv;      // position of the first fed token
-  std::uint32_t n_fed;   // tokens to feed, hints included
-  std::uint32_t n_hint;  // how many of them, at the end, are hints
+  std::uint32_t kv;                // position of the first token to feed
+  std::uint32_t query_len;         // tokens to feed, draft tokens included
+  std::uint32_t num_draft_tokens;  // how many of them, at the end, are draft tokens
 };
 
 namespace detail {
@@ -47,146 +54,191 @@ namespace detail {
 PIPESPEC_HD inline std::uint32_t min(std::uint32_t a, std::uint32_t b) { return a < b ? a : b; }
 PIPESPEC_HD inline std::uint32_t max(std::uint32_t a, std::uint32_t b) { return a > b ? a : b; }
 
-template <typename T>
-PIPESPEC_HD inline void count(T* counter, T n) {
-  store_relaxed(counter, load_relaxed(counter) + n);
+struct Increment {
+  std::uint64_t* counter;
+  std::uint64_t by;
+};
+
+// All loads before the first store: they wait for memory together.
+template <std::uint32_t kCount>
+PIPESPEC_HD inline void count(Scope scope, const Increment (&increments)[kCount]) {
+  std::uint64_t old[kCount];
+  for (std::uint32_t i = 0; i < kCount; ++i) old[i] = load_relaxed(increments[i].counter, scope);
+  for (std::uint32_t i = 0; i < kCount; ++i)
+    store_relaxed(increments[i].counter, old[i] + increments[i].by, scope);
 }
 
-// First position in [from, to) at which the two differ; `to` if none.
-template <typename Own>
+// A stage's own numbers while it plans: in registers, the same in every lane.
+struct Progress {
+  std::uint32_t kv, agreed, seen_epoch;  // as in Private
+  std::uint32_t adopted = 0, truncated = 0, rollbacks = 0;
+};
+
+// First position in [from, to) at which the two differ; `to` if none. The same in all lanes.
+template <typename Own, typename Lanes = OneLane>
 PIPESPEC_HD inline std::uint32_t first_difference(const Own& a, const Sequence& b,
-                                                  std::uint32_t from, std::uint32_t to) {
-  while (from < to && a.token(from) == b.token(from)) ++from;
-  return from;
+                                                  std::uint32_t from, std::uint32_t to,
+                                                  const Lanes& lanes = {}) {
+  for (; from < to; from += Lanes::kCount) {
+    const std::uint32_t p = from + lanes.index();
+    const std::uint32_t differs = lanes.ballot(p < to && a.token(p) != b.token(p));
+    if (differs != 0) return from + lowest(differs);
+  }
+  return to;
 }
 
-template <typename Own>
-PIPESPEC_HD inline void take_back(Own& own, Private& priv, std::uint32_t length) {
-  count(&priv.counters.rollbacks, std::uint64_t{1});
-  count(&priv.counters.truncated, std::uint64_t{own.length() - length});
-  priv.kv = min(priv.kv, length);
-  priv.agreed = min(priv.agreed, length);
-  own.truncate(length);
+template <typename Own, typename Lanes>
+PIPESPEC_HD inline void roll_back(Own& own, Progress& at, std::uint32_t length,
+                                  const Lanes& lanes) {
+  ++at.rollbacks;
+  at.truncated += own.length() - length;
+  at.kv = min(at.kv, length);
+  at.agreed = min(at.agreed, length);
+  own.truncate(length, lanes);
 }
 
-template <typename Own>
-PIPESPEC_HD inline void adopt(Own& own, Private& priv, const Sequence& other,
-                              std::uint32_t length) {
+template <typename Own, typename Lanes>
+PIPESPEC_HD inline void adopt(Own& own, Progress& at, const Sequence& other, std::uint32_t length,
+                              const Lanes& lanes) {
   if (own.length() >= length) return;
-  count(&priv.counters.adopted, std::uint64_t{length - own.length()});
-  own.adopt(other, length);
+  at.adopted += length - own.length();
+  own.adopt(other, length, lanes);
 }
 
-// The target's tokens never change, so one comparison of each position is enough and no epoch is
+// The target's tokens never change: one comparison of each position is enough, and no epoch is
 // needed.
-template <typename Own>
-PIPESPEC_HD inline std::uint32_t obey_target(Own& own, Private& priv, const Sequence& target) {
-  const std::uint32_t truth = target.word().length;
+template <typename Own, typename Lanes>
+PIPESPEC_HD inline std::uint32_t obey_target(Own& own, Progress& at, const Sequence& target,
+                                             const Lanes& lanes) {
+  const std::uint32_t truth = target.word(lanes).length;
   const std::uint32_t common = min(truth, own.length());
-  const std::uint32_t differs = first_difference(own, target, own.settled(), common);
-  if (differs < common) take_back(own, priv, differs);
-  adopt(own, priv, target, truth);
-  own.settle(truth);
+  const std::uint32_t differs = first_difference(own, target, own.committed(), common, lanes);
+  if (differs < common) roll_back(own, at, differs, lanes);
+  adopt(own, at, target, truth, lanes);
+  own.set_committed(truth, lanes);
   return truth;
 }
 
-// The neighbour may rewrite what lies past its settled length. Stale agreement is the trap:
-// positions we once compared may have been rewritten since, so a new epoch of its sends us back to
-// the settled length. And it may not yet have obeyed the target itself: then what it says past that
-// point is about another text.
-template <typename Own>
-PIPESPEC_HD inline std::uint32_t obey_neighbour(Own& own, Private& priv,
-                                                const Sequence& neighbour) {
-  const Word seen = neighbour.word();
-  const std::uint32_t settled = own.settled();
+// The neighbour may rewrite the tokens past its committed length. The trap is stale agreement: it
+// may have rewritten positions after this stage compared them, so a new epoch of the neighbour
+// restarts the comparison at the committed length. The neighbour may also not have obeyed the
+// target yet. Then its tokens past that point continue another text.
+template <typename Own, typename Lanes>
+PIPESPEC_HD inline std::uint32_t obey_neighbour(Own& own, Progress& at, const Sequence& neighbour,
+                                                const Lanes& lanes) {
+  const Word seen = neighbour.word(lanes);
+  const std::uint32_t committed = own.committed();
   const std::uint32_t common = min(seen.length, own.length());
-  const std::uint32_t known = min(settled, common);
-  if (first_difference(own, neighbour, min(neighbour.settled(), known), known) < known)
+  const std::uint32_t known = min(committed, common);
+  const std::uint32_t theirs = lanes.once([&] { return neighbour.committed(); });
+  if (first_difference(own, neighbour, min(theirs, known), known, lanes) < known)
     return seen.length;
-  if (seen.length < settled) return seen.length;  // it is behind, not different
-  const std::uint32_t from = seen.epoch == priv.seen_epoch ? max(priv.agreed, settled) : settled;
-  const std::uint32_t differs = first_difference(own, neighbour, min(from, common), common);
-  if (neighbour.word().epoch != seen.epoch)
-    return seen.length;  // rewritten while we read: believe nothing of it
-  if (differs < common) take_back(own, priv, differs);
-  adopt(own, priv, neighbour, seen.length);
-  priv.agreed = min(seen.length, own.length());
-  priv.seen_epoch = seen.epoch;
-  // Adopted tokens may be torn if the neighbour moved on meanwhile; its new epoch makes the next
-  // plan compare again.
+  if (seen.length < committed) return seen.length;  // it is behind, not different
+  const std::uint32_t from = seen.epoch == at.seen_epoch ? max(at.agreed, committed) : committed;
+  const std::uint32_t differs = first_difference(own, neighbour, min(from, common), common, lanes);
+  // The tokens changed during the comparison, so its result means nothing.
+  if (!neighbour.still(seen, lanes)) return seen.length;
+  if (differs < common) roll_back(own, at, differs, lanes);
+  adopt(own, at, neighbour, seen.length, lanes);
+  at.agreed = min(seen.length, own.length());
+  at.seen_epoch = seen.epoch;
+  // Adopted tokens may belong to two texts if the neighbour rolled back meanwhile. Its new epoch
+  // makes the next plan compare again.
   return seen.length;
 }
 
-template <typename Own>
+template <typename Own, typename Lanes>
 PIPESPEC_HD inline Step plan_for(const Block& block, std::uint32_t stage, std::uint32_t row,
-                                 const Policy& policy, std::int32_t* tokens, Own& own,
-                                 Private& priv) {
+                                 const StepPolicy& policy, std::int32_t* tokens, Own& own,
+                                 Progress& at, const Lanes& lanes) {
   const std::uint32_t start = load_relaxed(&block.span(row).start);
-  const std::uint32_t limit = load_acquire(&block.span(row).limit);
+  // The caller may change it at any time. Nothing else comes with it.
+  const std::uint32_t limit = lanes.once([&] { return load_relaxed(&block.span(row).limit); });
   const bool is_target = stage == block.target();
 
   std::uint32_t bound = limit;
   if (!is_target) {
-    std::uint32_t reached = obey_target(own, priv, Sequence(block, block.target(), row));
+    std::uint32_t reached = obey_target(own, at, Sequence(block, block.target(), row), lanes);
     if (stage + 1 != block.target())
-      reached = max(reached, obey_neighbour(own, priv, Sequence(block, stage + 1, row)));
-    // Not min(limit, reached + window): the sum may overflow, and `reached` pass a lowered limit.
-    if (reached < limit && policy.window < limit - reached) bound = reached + policy.window;
+      reached = max(reached, obey_neighbour(own, at, Sequence(block, stage + 1, row), lanes));
+    // min(limit, reached + lookahead) could overflow, and `reached` may lie past a lowered limit.
+    if (reached < limit && policy.lookahead < limit - reached) bound = reached + policy.lookahead;
   }
   const std::uint32_t length = own.length();
   const bool ended = length >= limit || (length > start && block.is_eos(own.token(length - 1)));
-  if (ended) return {is_target ? Action::kFinished : Action::kIdle, priv.kv, 0, 0};
-  if (length >= bound) return {Action::kIdle, priv.kv, 0, 0};
+  if (ended) return {is_target ? Action::kFinished : Action::kIdle, at.kv, 0, 0};
+  if (length >= bound) return {Action::kIdle, at.kv, 0, 0};
 
-  // At least the newest token is fed: its logits select the next one. (kv == length after a
-  // take-back that could not adopt, or with kv counting an adopted token: feed the last one again.)
-  priv.kv = min(priv.kv, length - 1);
-  const std::uint32_t known = length - priv.kv;
-  std::uint32_t n_fed = min(known, policy.width);
-  for (std::uint32_t i = 0; i < n_fed; ++i) tokens[i] = own.token(priv.kv + i);
-  if (n_fed < known) return {Action::kCatchUp, priv.kv, n_fed, 0};
+  // A step feeds at least the newest token, whose logits select the next one. After a rollback
+  // without an adoption kv equals length: the last token is fed again.
+  at.kv = min(at.kv, length - 1);
+  const std::uint32_t known = length - at.kv;
+  std::uint32_t query_len = min(known, policy.width);
+  for (std::uint32_t i = lanes.index(); i < query_len; i += Lanes::kCount)
+    tokens[i] = own.token(at.kv + i);
+  if (query_len < known) return {Action::kCatchUp, at.kv, query_len, 0};
 
-  std::uint32_t n_hint = 0;
+  std::uint32_t num_draft_tokens = 0;
   if (stage > 0) {
     const Sequence upstream(block, stage - 1, row);
-    const std::uint32_t reach = upstream.word().length;
-    const std::uint32_t settled = is_target ? length : own.settled();
-    const std::uint32_t overlap = min(upstream.settled(), settled);
+    const std::uint32_t reach = upstream.word(lanes).length;
+    const std::uint32_t committed = is_target ? length : own.committed();
+    const std::uint32_t theirs = lanes.once([&] { return upstream.committed(); });
+    const std::uint32_t overlap = min(min(theirs, committed), length);
     const bool agrees =
-        reach >= length && first_difference(own, upstream, min(overlap, length), length) == length;
-    // One place is left for the token of our own.
-    const std::uint32_t room = min(min(policy.max_hints, policy.width - known), bound - length - 1);
-    if (agrees && reach > length) n_hint = min(reach - length, room);
-    for (std::uint32_t i = 0; i < n_hint; ++i) tokens[n_fed + i] = upstream.token(length + i);
-    if (n_hint < min(policy.min_hints, room) &&
-        load_relaxed(&block.control(stage - 1).alive) != 0) {
-      const bool upstream_ended =
-          agrees && (reach >= limit || (reach > start && block.is_eos(upstream.token(reach - 1))));
-      if (!upstream_ended) return {Action::kWait, priv.kv, 0, 0};
+        reach >= length && first_difference(own, upstream, overlap, length, lanes) == length;
+    // One position stays free for the stage's own token.
+    const std::uint32_t room =
+        min(min(policy.max_draft_tokens, policy.width - known), bound - length - 1);
+    if (agrees && reach > length) num_draft_tokens = min(reach - length, room);
+    for (std::uint32_t i = lanes.index(); i < num_draft_tokens; i += Lanes::kCount)
+      tokens[query_len + i] = upstream.token(length + i);
+    if (num_draft_tokens < min(policy.min_draft_tokens, room)) {
+      const bool may_come = lanes.once([&] {
+        if (load_relaxed(&block.control(stage - 1).alive) == 0) return false;
+        return !(agrees &&
+                 (reach >= limit || (reach > start && block.is_eos(upstream.token(reach - 1)))));
+      });
+      if (may_come) return {Action::kWait, at.kv, 0, 0};
     }
-    n_fed += n_hint;
+    query_len += num_draft_tokens;
   }
-  return {Action::kStep, priv.kv, n_fed, n_hint};
+  return {Action::kStep, at.kv, query_len, num_draft_tokens};
 }
 
 }  // namespace detail
 
-// `tokens` receives n_fed token ids (room for policy.width). Called by the stage that owns `stage`
-// only.
+// `tokens` has room for policy.width ids and receives query_len. Called only by the stage that owns
+// `stage`, by all lanes.
+template <typename Lanes = OneLane>
 PIPESPEC_HD inline Step plan(const Block& block, std::uint32_t stage, std::uint32_t row,
-                             const Policy& policy, std::int32_t* tokens) {
+                             const StepPolicy& policy, std::int32_t* tokens,
+                             const Lanes& lanes = {}) {
   OwnSequence own(block, stage, row);
-  return detail::plan_for(block, stage, row, policy, tokens, own, block.priv(stage, row));
+  Private& priv = block.priv(stage, row);
+  detail::Progress at{priv.kv, priv.agreed, priv.seen_epoch};
+  const Step step = detail::plan_for(block, stage, row, policy, tokens, own, at, lanes);
+  lanes.once([&] {
+    priv.kv = at.kv;
+    priv.agreed = at.agreed;
+    priv.seen_epoch = at.seen_epoch;
+    if (at.adopted == 0 && at.rollbacks == 0) return;
+    Counters& counters = priv.counters;
+    detail::count(block.scope(), {{&counters.adopted, at.adopted},
+                                  {&counters.truncated, at.truncated},
+                                  {&counters.rollbacks, at.rollbacks}});
+  });
+  return step;
 }
 
-// What plan() would return if it were called now, without doing any of it: for those who decide
-// whether to call it at all. While no step of `stage` runs; the other stages may.
+// What plan() would return now, without its effects: the scheduler uses it to decide whether to
+// launch a step. While no step of `stage` runs; other stages may run.
 PIPESPEC_HD inline Step foresee(const Block& block, std::uint32_t stage, std::uint32_t row,
-                                const Policy& policy, std::int32_t* tokens) {
+                                const StepPolicy& policy, std::int32_t* tokens) {
   ImaginedSequence own(block, stage, row);
-  const Private& real = block.priv(stage, row);
-  Private priv{real.kv, real.agreed, real.seen_epoch, {}};
-  return detail::plan_for(block, stage, row, policy, tokens, own, priv);
+  const Private& priv = block.priv(stage, row);
+  detail::Progress at{priv.kv, priv.agreed, priv.seen_epoch};
+  return detail::plan_for(block, stage, row, policy, tokens, own, at, OneLane{});
 }
 
 }  // namespace pipespec

@@ -1,10 +1,12 @@
-// The state block: everything the stages of one pipeline know of each other, in one flat piece of
-// memory that threads, processes (shared memory) and GPUs (pinned or device memory) map alike.
+// The state block: the state that the stages of one chain share, in one flat piece of memory.
+// Threads, processes (shared memory) and GPUs (pinned or device memory) map it in the same way.
 //
-//   Header | RowSpan[rows] | StageControl[stages] | per stage { Published[rows] Private[rows]
-//   ring[rows][capacity] }
+//   Header
+//   RowSpan[rows]
+//   StageControl[stages]
+//   per stage:  Published[rows]  Private[rows]  ring[rows][capacity]
 //
-// Every word has one writer, named beside it; words of different writers lie on different cache
+// Every word has one writer, named beside it. Words of different writers lie on different cache
 // lines.
 #pragma once
 
@@ -17,13 +19,13 @@ namespace pipespec {
 
 // Two 64-byte lines: x86 prefetches lines in pairs, and some arm64 parts have lines of 128 bytes.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint64_t kMagic = 0x33636570'73657069;  // bumped with the layout
+inline constexpr std::uint64_t kMagic = 0x34636570'73657069;  // bumped with the layout
 inline constexpr std::uint32_t kMaxEos = 64;
 inline constexpr std::uint32_t kMaxStages = 16;
 inline constexpr std::uint32_t kHistogram = 64;
 
-// Writer: the caller of generate(), while no stage runs; `generation` also while they run (0 stops
-// them).
+// Writer: the caller of generate(), while no stage runs. `generation` may also change while stages
+// run: 0 stops them.
 struct alignas(kLine) Header {
   std::uint64_t magic;
   std::uint64_t bytes;
@@ -39,52 +41,65 @@ struct alignas(kLine) Header {
 
 // Writer: the caller. Positions count tokens of the row from 0, padding left out.
 struct alignas(kLine) RowSpan {
-  std::uint32_t start;  // prompt length P: the first position that is generated
-  std::uint32_t limit;  // no stage's sequence grows past this position; lowering it to the target's
-                        // length ends the row
+  // Prompt length: the first position that is generated.
+  std::uint32_t start;
+  // No stage's sequence grows past this position. Lowering it to the target's length ends the row.
+  std::uint32_t limit;
 };
 
-// One per stage. `alive` and `window` are written by the caller (who sees a process die, and who
-// steers), the others by their stage.
+// One per stage, on three cache lines.
 struct StageControl {
+  // Writer: the caller. 0: the stage's process or thread has failed.
   alignas(kLine) std::uint32_t alive;
-  std::uint32_t
-      window;  // of a draft that runs by itself: its Policy::window, and the most hints
-               // downstream takes of it. May change at any time. 0: it sleeps on this word
-  alignas(kLine) std::uint32_t bell;  // counts publications; only ever compared for change
-  std::uint32_t step_ns;  // running mean of the duration of a step, for the neighbour's wait
-  alignas(kLine)
-      std::uint32_t parked;  // 1: asleep on this word. Stored by the sleeper (1) and by wakers (0)
-  std::uint32_t awaited;  // asleep until upstream has this many hints; 0: until anybody publishes
+  // Writer: the caller, at any time. For a draft in a process of its own: how many tokens it may be
+  // ahead of the stage downstream, and the most draft tokens that downstream takes from it. The
+  // draft sleeps on this word while it is 0.
+  std::uint32_t lookahead;
+
+  // Writer: the stage. Counts publications; readers only compare it with an earlier value.
+  alignas(kLine) std::uint32_t bell;
+  // Writer: the stage. Running mean of the duration of a step, which bounds the neighbour's wait.
+  std::uint32_t step_ns;
+
+  // Writers: the sleeping stage stores 1, the stage that wakes it stores 0. The futex word.
+  alignas(kLine) std::uint32_t parked;
+  // Writer: the stage. Number of draft tokens from upstream that end the sleep; 0: any publication
+  // does.
+  std::uint32_t awaited;
 };
 
-// Writer: the stage. `word` = epoch << 32 | length. The epoch grows whenever the stage takes tokens
-// back, so within one epoch the tokens below the length never change. Below `settled` they equal
-// the target's and never change again.
+// Writer: the stage. `word` = epoch << 32 | length. The epoch grows with every rollback, so within
+// one epoch the tokens below the length never change. Tokens below `committed` equal the target's
+// and never change again.
 struct alignas(kLine) Published {
   std::uint64_t word;
-  std::uint32_t settled;
+  std::uint32_t committed;
 };
 
 struct Counters {
-  std::uint64_t steps;     // forwards in which this row selected a token
-  std::uint64_t fed;       // tokens fed
-  std::uint64_t drafted;   // hints fed
-  std::uint64_t accepted;  // hints that survived
-  std::uint64_t
-      produced;  // tokens appended by this stage's own selection (accepted hints and its own token)
+  std::uint64_t steps;      // forwards in which this row selected a token
+  std::uint64_t fed;        // tokens fed
+  std::uint64_t drafted;    // draft tokens fed
+  std::uint64_t accepted;   // draft tokens that survived
+  std::uint64_t produced;   // tokens appended by its own steps: accepted ones and one of its own
   std::uint64_t adopted;    // tokens taken over from downstream
-  std::uint64_t truncated;  // tokens taken back
-  std::uint64_t rollbacks;  // times tokens were taken back
-  std::uint64_t
-      histogram[kHistogram];  // steps by number of accepted hints (the last bin: that many or more)
+  std::uint64_t truncated;  // tokens rolled back
+  std::uint64_t rollbacks;  // times tokens were rolled back
+  // Steps by number of accepted draft tokens; the last bin counts that many or more.
+  std::uint64_t histogram[kHistogram];
 };
 
-// Writer: the stage. Nobody else acts on these; the counters are read by the caller for its report.
+// Writer: the stage. No other stage reads these; the caller reads the counters for its report.
 struct alignas(kLine) Private {
-  std::uint32_t kv;          // tokens whose keys and values exist
-  std::uint32_t agreed;      // compared with the downstream neighbour up to here ...
-  std::uint32_t seen_epoch;  // ... in this epoch of its
+  // Tokens whose keys and values exist.
+  std::uint32_t kv;
+  // The stage has compared itself with its downstream neighbour up to this position,
+  std::uint32_t agreed;
+  // in this epoch of the neighbour.
+  std::uint32_t seen_epoch;
+  // What replicate() has copied to the host shadow, so that it need not read that over the bus.
+  std::uint32_t mirrored_committed;
+  std::uint64_t mirrored_word;
   Counters counters;
 };
 
@@ -107,11 +122,13 @@ PIPESPEC_HD inline Word unpack(std::uint64_t w) {
 class Block {
  public:
   Block() = default;  // for the device too: nvcc refuses marks on defaulted functions
-  PIPESPEC_HD explicit Block(void* base)
+  // `scope`: who shares it while kernels run over it.
+  PIPESPEC_HD explicit Block(void* base, Scope scope = Scope::kSystem)
       : base_(static_cast<char*>(base)),
         stages_(header().stages),
         rows_(header().rows),
-        capacity_(header().capacity) {}
+        capacity_(header().capacity),
+        scope_(scope) {}
 
   // Room for `capacity` tokens per row and stage; capacity must be a power of two.
   PIPESPEC_HD static std::size_t bytes(std::uint32_t stages, std::uint32_t rows,
@@ -152,6 +169,7 @@ class Block {
   PIPESPEC_HD std::uint32_t rows() const { return rows_; }
   PIPESPEC_HD std::uint32_t capacity() const { return capacity_; }
   PIPESPEC_HD std::uint32_t target() const { return stages_ - 1; }
+  PIPESPEC_HD Scope scope() const { return scope_; }
 
   PIPESPEC_HD bool is_eos(std::int32_t token) const {
     const Header& h = header();
@@ -161,8 +179,7 @@ class Block {
   }
 
  private:
-  // Rings of neighbouring rows are written by the same stage but at different times by different
-  // readers' neighbours; whole lines keep them apart.
+  // Each ring fills whole cache lines, so that no line holds tokens of two rows.
   PIPESPEC_HD static std::size_t ring_words(std::uint32_t capacity) {
     constexpr std::size_t per_line = kLine / sizeof(std::int32_t);
     return (capacity + per_line - 1) / per_line * per_line;
@@ -182,6 +199,7 @@ class Block {
   std::uint32_t stages_ = 0;
   std::uint32_t rows_ = 0;
   std::uint32_t capacity_ = 0;
+  Scope scope_ = Scope::kSystem;
 };
 
 }  // namespace pipespec

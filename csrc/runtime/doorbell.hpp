@@ -1,5 +1,5 @@
-// What one thread of a process sleeps on and all others may ring. (park.hpp has the bells of stages
-// in different processes, which may not be rung by everybody.)
+// A bell that one thread sleeps on and every other thread of the process may ring. (park.hpp has
+// the bells of stages in different processes, each with one writer.)
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ class Doorbell {
     if (__atomic_load_n(&sleeps_, __ATOMIC_SEQ_CST) != 0) futex_wake(&rings_);
   }
 
-  // By one thread. Returns when it was rung since `noted`, or after the time, or for no reason.
+  // By one thread. Returns when the bell has rung since `noted`, after the timeout, or spuriously.
   void sleep(std::uint32_t noted, std::int64_t timeout_ns) {
     if (timeout_ns <= 0) return;
     __atomic_store_n(&sleeps_, 1u, __ATOMIC_SEQ_CST);

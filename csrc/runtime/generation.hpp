@@ -50,27 +50,27 @@ inline void reset(const Block& block, const std::vector<std::uint32_t>& starts,
 }
 
 // How far the draft `stage` may run ahead, from its next step on. 0 sends it to sleep until the
-// window is opened again or the generation ends; unlike a stage that found nothing to do, it is
+// lookahead is opened again or the generation ends; unlike a stage that found nothing to do, it is
 // not woken by its neighbours' publications in between.
-inline void set_window(const Block& block, std::uint32_t stage, std::uint32_t window) {
+inline void set_lookahead(const Block& block, std::uint32_t stage, std::uint32_t lookahead) {
   if (stage >= block.target()) throw std::invalid_argument("the block has no such draft");
-  std::uint32_t* word = &block.control(stage).window;
+  std::uint32_t* word = &block.control(stage).lookahead;
   const std::uint32_t before = load_relaxed(word);
-  if (before == window) return;
-  store_release(word, window);
+  if (before == lookahead) return;
+  store_release(word, lookahead);
   if (before == 0) futex_wake(word);
   Bells(block, Bells::kCaller).ring();  // it may sleep at its old bound
 }
 
-// generation 0 stops every stage at its next look; any other number starts the stages that were
-// told to run it.
+// Generation 0 stops every stage before its next step. Any other number starts the stages that wait
+// for this generation.
 inline void start(const Block& block, std::uint32_t generation) {
   store_release(&block.header().generation, generation);
   Bells(block, Bells::kCaller).ring();
   if (generation != 0) return;
-  // After the generation: who finds its window open again finds that it is over, too.
+  // After the generation: a draft that sees its lookahead open again sees the stop, too.
   for (std::uint32_t s = 0; s < block.target(); ++s)
-    if (load_relaxed(&block.control(s).window) == 0) set_window(block, s, 1);
+    if (load_relaxed(&block.control(s).lookahead) == 0) set_lookahead(block, s, 1);
 }
 
 inline std::vector<std::int32_t> tokens(const Block& block, std::uint32_t stage, std::uint32_t row,

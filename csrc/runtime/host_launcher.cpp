@@ -1,5 +1,7 @@
 #include "host_launcher.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -18,8 +20,8 @@ void HostLauncher::Free::operator()(char* memory) const {
 }
 
 HostLauncher::HostLauncher(void* block, std::vector<Model> models, std::vector<Widths> widths,
-                           bool mirrored)
-    : block_(attach(block)), mirror_(block_), widths_(std::move(widths)) {
+                           bool shadowed)
+    : process_(getpid()), block_(attach(block)), shadow_(block_), widths_(std::move(widths)) {
   if (models.size() != block_.stages() || widths_.size() != block_.stages())
     throw std::invalid_argument("the block has " + std::to_string(block_.stages()) +
                                 " stages, but there are " + std::to_string(models.size()) +
@@ -29,11 +31,11 @@ HostLauncher::HostLauncher(void* block, std::vector<Model> models, std::vector<W
         std::adjacent_find(own.begin(), own.end(), std::greater_equal<>()) != own.end())
       throw std::invalid_argument("widths must be positive numbers, ascending");
   if (widths_.back().empty()) throw std::invalid_argument("the target needs widths");
-  if (mirrored) {
-    mirror_memory_.reset(
+  if (shadowed) {
+    shadow_memory_.reset(
         static_cast<char*>(::operator new(block_.header().bytes, std::align_val_t{kLine})));
-    std::memcpy(mirror_memory_.get(), &block_.header(), block_.header().bytes);
-    mirror_ = Block(mirror_memory_.get());
+    std::memcpy(shadow_memory_.get(), &block_.header(), block_.header().bytes);
+    shadow_ = Block(shadow_memory_.get());
   }
   for (Model& model : models) {
     lanes_.push_back(std::make_unique<Lane>());
@@ -51,6 +53,12 @@ HostLauncher::HostLauncher(void* block, std::vector<Model> models, std::vector<W
 HostLauncher::~HostLauncher() { close(); }
 
 void HostLauncher::close() {
+  if (process_ != getpid()) {
+    // In a fork of the process that made it: the threads are the parent's, and may hold the locks.
+    for (auto& lane : lanes_) static_cast<void>(lane.release());
+    lanes_.clear();
+    return;
+  }
   for (const auto& lane : lanes_) {
     {
       const std::lock_guard lock(lane->mutex);
@@ -63,7 +71,7 @@ void HostLauncher::close() {
 }
 
 void HostLauncher::begin(Notice notice) {
-  if (mirror_memory_) std::memcpy(mirror_memory_.get(), &block_.header(), block_.header().bytes);
+  if (shadow_memory_) std::memcpy(shadow_memory_.get(), &block_.header(), block_.header().bytes);
   for (const auto& lane : lanes_) {
     const std::lock_guard lock(lane->mutex);
     lane->notice = notice;
@@ -79,7 +87,7 @@ void HostLauncher::end() {
   }
 }
 
-void HostLauncher::launch(std::uint32_t stage, const Policy& policy) {
+void HostLauncher::launch(std::uint32_t stage, const StepPolicy& policy) {
   Lane& lane = *lanes_[stage];
   {
     const std::lock_guard lock(lane.mutex);
@@ -103,12 +111,12 @@ Outcome HostLauncher::outcome(std::uint32_t stage, std::uint64_t n) const {
 }
 
 void HostLauncher::set_alive(std::uint32_t stage, bool alive) {
-  for (const Block& block : {block_, mirror_})
+  for (const Block& block : {block_, shadow_})
     store_release(&block.control(stage).alive, alive ? 1u : 0u);
 }
 
 void HostLauncher::set_limit(std::uint32_t row, std::uint32_t limit) {
-  for (const Block& block : {block_, mirror_}) store_release(&block.span(row).limit, limit);
+  for (const Block& block : {block_, shadow_}) store_release(&block.span(row).limit, limit);
 }
 
 void HostLauncher::serve(std::uint32_t stage) {
@@ -117,7 +125,7 @@ void HostLauncher::serve(std::uint32_t stage) {
   while (true) {
     lane.queued.wait(lock, [&] { return lane.closed || !lane.queue.empty(); });
     if (lane.closed) return;
-    const Policy policy = lane.queue.front();
+    const StepPolicy policy = lane.queue.front();
     lane.queue.pop_front();
     lock.unlock();
     Outcome outcome{};
@@ -144,12 +152,12 @@ void HostLauncher::serve(std::uint32_t stage) {
 }
 
 // The kernels of csrc/cuda/ in a loop over the rows.
-Outcome HostLauncher::step(std::uint32_t stage, const Policy& policy) const {
+Outcome HostLauncher::step(std::uint32_t stage, const StepPolicy& policy) const {
   const std::uint32_t rows = block_.header().active_rows, width = policy.width;
   Outcome out{now_ns(), 0, 0, 0, 0, 0, 0};
   std::vector<Step> steps(rows);
   std::vector<std::int32_t> tokens(std::size_t{rows} * width), selected(tokens.size());
-  std::vector<std::int32_t> kv(rows), n_fed(rows), n_hint(rows), n_select(rows);
+  std::vector<std::int32_t> kv(rows), query_lens(rows), num_draft_tokens(rows), n_select(rows);
   for (std::uint32_t row = 0; row < rows; ++row) {
     const Counters& counters = block_.priv(stage, row).counters;
     const std::uint64_t before = load_relaxed(&counters.truncated);
@@ -157,24 +165,24 @@ Outcome HostLauncher::step(std::uint32_t stage, const Policy& policy) const {
     const Step step = steps[row] =
         plan(block_, stage, row, policy, &tokens[std::size_t{row} * width]);
     kv[row] = static_cast<std::int32_t>(step.kv);
-    n_fed[row] = static_cast<std::int32_t>(step.n_fed);
-    n_hint[row] = static_cast<std::int32_t>(step.n_hint);
-    n_select[row] = step.action == Action::kStep ? n_fed[row] : 0;
-    out.fed += step.n_fed;
-    out.hints += step.n_hint;
-    out.taken_back += static_cast<std::uint32_t>(load_relaxed(&counters.truncated) - before);
+    query_lens[row] = static_cast<std::int32_t>(step.query_len);
+    num_draft_tokens[row] = static_cast<std::int32_t>(step.num_draft_tokens);
+    n_select[row] = step.action == Action::kStep ? query_lens[row] : 0;
+    out.fed += step.query_len;
+    out.draft_tokens += step.num_draft_tokens;
+    out.rolled_back += static_cast<std::uint32_t>(load_relaxed(&counters.truncated) - before);
     out.rollbacks += static_cast<std::uint32_t>(load_relaxed(&counters.rollbacks) - rollbacks);
   }
   if (out.fed > 0)
-    lanes_[stage]->model({rows, width, tokens.data(), kv.data(), n_fed.data(), n_hint.data(),
-                          n_select.data(), selected.data()});
+    lanes_[stage]->model({rows, width, tokens.data(), kv.data(), query_lens.data(),
+                          num_draft_tokens.data(), n_select.data(), selected.data()});
   for (std::uint32_t row = 0; row < rows; ++row) {
     const Counters& counters = block_.priv(stage, row).counters;
     const std::uint64_t before = load_relaxed(&counters.accepted);
     commit(block_, stage, row, steps[row], &tokens[std::size_t{row} * width],
            &selected[std::size_t{row} * width]);
     out.accepted += static_cast<std::uint32_t>(load_relaxed(&counters.accepted) - before);
-    if (mirror_memory_) replicate(block_, mirror_, stage, row);
+    if (shadow_memory_) replicate(block_, shadow_, stage, row, row + 1);
   }
   out.end_ns = now_ns();
   return out;

@@ -2,6 +2,8 @@
 // the model. For tests, and for forwards that need no more than the host.
 #pragma once
 
+#include <sys/types.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -18,17 +20,17 @@ namespace pipespec {
 
 class HostLauncher final : public Launcher {
  public:
-  // What a model is asked: the rectangle of one step. Row r feeds tokens[r * width + i] at position
-  // kv[r] + i for i < n_fed[r], of which the last n_hint[r] are hints; the rest is padding. Where
-  // n_select[r] > 0 it says in selected[r * width + j] what it chooses after j accepted hints, at
-  // least up to the first hint that it contradicts.
+  // Input and output of a model in one step. Row r feeds tokens[r * width + i] at position
+  // kv[r] + i for i < query_lens[r], of which the last num_draft_tokens[r] are draft tokens; the
+  // rest is padding. Where n_select[r] > 0 the model writes to selected[r * width + j] its choice
+  // after j accepted draft tokens, at least up to the first draft token that differs from it.
   struct Rectangle {
     std::uint32_t rows;
     std::uint32_t width;
     const std::int32_t* tokens;
     const std::int32_t* kv;
-    const std::int32_t* n_fed;
-    const std::int32_t* n_hint;
+    const std::int32_t* query_lens;
+    const std::int32_t* num_draft_tokens;
     const std::int32_t* n_select;
     std::int32_t* selected;
   };
@@ -40,18 +42,18 @@ class HostLauncher final : public Launcher {
   // `block` outlives the launcher, and is what the caller resets; one model and one list of widths
   // per stage (empty: it rides in another's steps). `mirrored`: the scheduler sees a copy of the
   // block that is as late as that of a GPU. Throws std::invalid_argument.
-  HostLauncher(void* block, std::vector<Model> models, std::vector<Widths> widths, bool mirrored);
+  HostLauncher(void* block, std::vector<Model> models, std::vector<Widths> widths, bool shadowed);
   ~HostLauncher() override;
   HostLauncher(const HostLauncher&) = delete;
   HostLauncher& operator=(const HostLauncher&) = delete;
 
-  Block mirror() const override { return mirror_; }
+  Block shadow() const override { return shadow_; }
   const Widths& widths(std::uint32_t stage) const override { return widths_[stage]; }
   std::uint32_t depth() const override { return kDepth; }
   std::int64_t patrol_ns() const override { return 1'000'000'000; }
   void begin(Notice notice) override;
   void end() override;
-  void launch(std::uint32_t stage, const Policy& policy) override;
+  void launch(std::uint32_t stage, const StepPolicy& policy) override;
   std::uint64_t ended(std::uint32_t stage) override;
   Outcome outcome(std::uint32_t stage, std::uint64_t n) const override;
   void set_alive(std::uint32_t stage, bool alive) override;
@@ -64,7 +66,7 @@ class HostLauncher final : public Launcher {
     Model model;
     std::mutex mutex;  // of what follows, but for the thread
     std::condition_variable queued;
-    std::deque<Policy> queue;
+    std::deque<StepPolicy> queue;
     Notice notice;
     std::uint64_t ended = 0;
     Outcome outcomes[kDepth] = {};
@@ -79,11 +81,12 @@ class HostLauncher final : public Launcher {
 
   void close();
   void serve(std::uint32_t stage);
-  Outcome step(std::uint32_t stage, const Policy& policy) const;
+  Outcome step(std::uint32_t stage, const StepPolicy& policy) const;
 
+  pid_t process_;
   Block block_;
-  std::unique_ptr<char, Free> mirror_memory_;
-  Block mirror_;
+  std::unique_ptr<char, Free> shadow_memory_;
+  Block shadow_;
   std::vector<Widths> widths_;
   std::vector<std::unique_ptr<Lane>> lanes_;
 };

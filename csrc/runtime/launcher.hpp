@@ -1,7 +1,7 @@
-// Who runs the steps that the scheduler decides on: threads and a function on the host
-// (host_launcher.hpp), captured graphs on a GPU (cuda/launcher.hpp). A step is plan -> forward ->
-// select -> commit on the block; the scheduler sees none of it, only a mirror of the block, when a
-// step has ended, and what it did.
+// The interface between the scheduler and the steps that it launches: threads that call a function
+// on the host (host_launcher.hpp), or captured graphs on a GPU (cuda/launcher.hpp). A step is plan
+// -> forward -> select -> commit on the block. The scheduler reads only a host shadow of the block,
+// the number of steps that have ended, and their outcomes.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ namespace pipespec {
 struct Outcome {
   std::int64_t start_ns;
   std::int64_t end_ns;
-  std::uint32_t fed;         // tokens; 0: the step found nothing to do
-  std::uint32_t hints;       // how many of them were hints
-  std::uint32_t accepted;    // hints that survived
-  std::uint32_t taken_back;  // tokens, by obeying downstream
-  std::uint32_t rollbacks;   // times that it took some back
+  std::uint32_t fed;           // tokens; 0: the step found nothing to do
+  std::uint32_t draft_tokens;  // how many of them were draft tokens
+  std::uint32_t accepted;      // draft tokens that survived
+  std::uint32_t rolled_back;   // tokens rolled back by obeying downstream
+  std::uint32_t rollbacks;     // number of rollbacks
 };
 
 // Steps of one stage run in the order of their launches, those of different stages at the same
@@ -33,30 +33,31 @@ class Launcher {
   virtual ~Launcher() = default;
 
   // The block as the host sees it. A stage's part is as its last ended step left it, or newer.
-  virtual Block mirror() const = 0;
-  // The widths that a step of this stage may have, ascending. None: the stage has no steps of its
-  // own, it rides in another's, and is never launched. The target has at least one.
+  virtual Block shadow() const = 0;
+  // The widths that a step of this stage may have, ascending. Empty: the stage has no steps of its
+  // own because another stage's step contains them; it is never launched. The target has at least
+  // one.
   virtual const std::vector<std::uint32_t>& widths(std::uint32_t stage) const = 0;
   // Most steps of one stage that may be launched and not ended.
   virtual std::uint32_t depth() const = 0;
-  // After so long without a notice, look at ended(): how reliably notices come.
+  // Notices can be lost or late: after this many nanoseconds without one, call ended().
   virtual std::int64_t patrol_ns() const = 0;
 
   // Before the first launch of a generation, when the block has been reset. `notice` is called
   // whenever ended() has grown or would throw; by any thread, so it must neither wait nor throw.
   virtual void begin(Notice notice) = 0;
-  // After the last one has ended: forgets the notice, which is not called any more.
+  // After the last step has ended. `notice` is not called any more.
   virtual void end() = 0;
 
-  // Queues a step; policy.width is one of widths(). Throws what keeps it from being launched.
-  virtual void launch(std::uint32_t stage, const Policy& policy) = 0;
+  // Queues a step; policy.width is one of widths(). Throws if the launch fails.
+  virtual void launch(std::uint32_t stage, const StepPolicy& policy) = 0;
   // Steps of the stage that have ended since begin(). Throws the cause when one has failed; those
   // queued behind it are dropped, and none is under way any more.
   virtual std::uint64_t ended(std::uint32_t stage) = 0;
   // Of step number n since begin(), one of the last depth() that ended.
   virtual Outcome outcome(std::uint32_t stage, std::uint64_t n) const = 0;
 
-  // The caller's words, in the block as in its mirror. set_alive() does not throw.
+  // The caller's words, in the block as in its host shadow. set_alive() does not throw.
   virtual void set_alive(std::uint32_t stage, bool alive) = 0;
   virtual void set_limit(std::uint32_t row, std::uint32_t limit) = 0;
 };

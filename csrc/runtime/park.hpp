@@ -1,14 +1,15 @@
 // Sleeping until a neighbour publishes, without a busy wait and without a lost wake-up. Host only;
 // works between threads and between processes that map the same block.
 //
-// A stage rings its bell after it has published. A sleeper notes the bells *before* it looks at the
-// state, finds nothing to do, says that it is parked and looks at the bells once more. Bell and
-// parked word are accessed sequentially consistently (Dekker): either the sleeper sees the new
-// bell, or the publisher sees the parked sleeper and wakes it. `parked` is the one word with
-// several writers: the sleeper stores 1, wakers store 0; a late 0 only wakes it for nothing.
+// A stage rings its bell after it has published. A sleeper reads the bells *before* it reads the
+// state. When it finds nothing to do, it sets its parked word and reads the bells once more. Bell
+// and parked word are accessed sequentially consistently (Dekker): either the sleeper sees the new
+// bell, or the publisher sees the parked word and wakes the sleeper. `parked` is the one word with
+// several writers: the sleeper stores 1, wakers store 0. A late 0 causes only a spurious wake-up.
 //
-// A sleeper may say that it waits for hints. Then upstream wakes it when there are enough, and
-// stages further up not at all: to be woken for each of them costs the very cores that make them.
+// A sleeper may wait for a number of draft tokens (`awaited`). Then its upstream wakes it when
+// there are enough, and stages further up do not wake it: each wake-up costs time on the cores that
+// make the draft tokens.
 #pragma once
 
 #include <linux/futex.h>
@@ -27,7 +28,7 @@ namespace pipespec {
 inline void futex_wake(std::uint32_t* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
-// Sleeps while the word has this value; the kernel compares once more before it lets us sleep.
+// Sleeps while the word has this value. The kernel compares once more before the thread sleeps.
 inline void futex_wait(std::uint32_t* word, std::uint32_t value, std::int64_t timeout_ns) {
   const timespec timeout{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
   syscall(SYS_futex, word, FUTEX_WAIT, value, &timeout, nullptr, 0);
@@ -35,8 +36,8 @@ inline void futex_wait(std::uint32_t* word, std::uint32_t value, std::int64_t ti
 
 class Bells {
  public:
-  // In the place of a stage: the caller of generate(). It has a bell of its own (a word has one
-  // writer) and never parks.
+  // The index of the caller of generate(), in place of a stage. It has a bell of its own (a word
+  // has one writer) and never parks.
   static constexpr std::uint32_t kCaller = kMaxStages;
 
   Bells(const Block& block, std::uint32_t stage) : block_(block), stage_(stage) {}
@@ -47,7 +48,7 @@ class Bells {
     heard_[kCaller] = listen(kCaller);
   }
 
-  // After publishing: wakes whom it concerns.
+  // After publishing: wakes the stages that wait for it.
   void ring() {
     std::uint32_t* own = bell(stage_);
     __atomic_store_n(own, __atomic_load_n(own, __ATOMIC_RELAXED) + 1, __ATOMIC_SEQ_CST);
@@ -59,9 +60,9 @@ class Bells {
     }
   }
 
-  // Sleeps until another stage or the caller rings or the time is over; with `awaited` > 0 until
-  // each row has so many hints from upstream, or upstream's text has ended. Returns whether a bell
-  // rang since note().
+  // Sleeps until another stage or the caller rings, or the time is over. With `awaited` > 0: until
+  // each row has that many draft tokens from upstream, or upstream's text has ended. Returns
+  // whether a bell rang since note().
   bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
     if (timeout_ns <= 0) return rung();
     store_relaxed(&block_.control(stage_).awaited, awaited);
@@ -73,8 +74,8 @@ class Bells {
   }
 
  private:
-  // Whether what this stage has published is what stage `s` sleeps for. Wrong hints may count as
-  // hints; then it wakes for nothing.
+  // Whether stage `s` waits for what this stage has published. Draft tokens that will be rejected
+  // count, too: then the wake-up is spurious.
   bool concerns(std::uint32_t s) const {
     const std::uint32_t awaited = load_relaxed(&block_.control(s).awaited);
     if (awaited == 0 || stage_ > s) return true;

@@ -1,5 +1,7 @@
 #include "scheduler.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <exception>
 #include <limits>
@@ -13,7 +15,7 @@ namespace {
 
 using u32 = std::uint32_t;
 
-// Whoever has nothing in flight is woken by others; this only bounds what a lost notice can cost.
+// A stage with nothing in flight is woken by its neighbours. This bounds the cost of a lost notice.
 constexpr std::int64_t kNap = 1'000'000'000;
 constexpr std::int64_t kLongest = 1'000 * kNap;  // for deadlines: sums must not overflow
 
@@ -27,7 +29,7 @@ bool has_ended(const Block& block, const Sequence& sequence, u32 row, u32 length
 }  // namespace
 
 Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
-                     const Steering& steering)
+                     const ChainPolicy& steering)
     : launcher_(std::move(launcher)), options_(options) {
   if (!launcher_) throw std::invalid_argument("a scheduler needs a launcher");
   if (options.schedule != Schedule::kStreams && options.schedule != Schedule::kLockstep)
@@ -38,12 +40,13 @@ Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
   if (!(options.patience >= 0.0 && options.patience <= 1e6))
     throw std::invalid_argument("patience must be 0 to 1e6, not " +
                                 std::to_string(options.patience));
-  target_ = launcher_->mirror().target();
+  target_ = launcher_->shadow().target();
   if (rides(target_)) throw std::invalid_argument("the target needs steps of its own");
   for (u32 s = 0; s <= target_; ++s) {
     lanes_.push_back(std::make_unique<Lane>());
     if (options.trace > 0) lanes_[s]->trace = std::make_unique<TraceBuffer>(options.trace);
     if (!rides(s)) lanes_[s]->scratch.resize(widest(s));
+    target_alone_ &= rides(s) || (s == target_ && launcher_->widths(s).size() == 1);
   }
   steer(steering);
 }
@@ -65,6 +68,7 @@ void Scheduler::start() {
   for (u32 s = 0; s <= target_; ++s) launcher_->set_alive(s, true);
   over_ = false;
   started_ = true;
+  process_ = getpid();
   const bool one_thread = options_.schedule == Schedule::kLockstep;
   for (u32 s = one_thread ? target_ : 0; s <= target_; ++s) {
     if (rides(s)) continue;
@@ -83,6 +87,8 @@ Scheduler::Progress Scheduler::wait(std::uint64_t steps, std::int64_t timeout_ns
   while (true) {
     const u32 heard = caller_.note();
     const bool running = !over_;
+    if (running && process_ != getpid())
+      throw std::runtime_error("a forked process cannot go on with the call of its parent");
     const std::uint64_t ended = target_steps_;
     const std::int64_t left = deadline - now_ns();
     if (!running || ended > steps || left <= 0) return {ended, running};
@@ -110,25 +116,30 @@ void Scheduler::finish() {
 
 void Scheduler::join() {
   if (!started_) return;
+  started_ = false;
+  if (process_ != getpid()) {
+    // The threads are the parent's.
+    for (const auto& lane : lanes_) static_cast<void>(new std::thread(std::move(lane->thread)));
+    return;
+  }
   for (const auto& lane : lanes_)
     if (lane->thread.joinable()) lane->thread.join();
   launcher_->end();
-  started_ = false;
 }
 
-void Scheduler::steer(const Steering& steering) {
-  if (steering.windows.size() != target_)
+void Scheduler::steer(const ChainPolicy& steering) {
+  if (steering.lookahead.size() != target_)
     throw std::invalid_argument("a chain of " + std::to_string(target_ + 1) + " needs " +
-                                std::to_string(target_) + " windows, not " +
-                                std::to_string(steering.windows.size()));
-  for (u32 s = 0; s < target_; ++s) lanes_[s]->window = steering.windows[s];
-  wait_ = steering.wait;
+                                std::to_string(target_) + " lookahead values, not " +
+                                std::to_string(steering.lookahead.size()));
+  for (u32 s = 0; s < target_; ++s) lanes_[s]->lookahead = steering.lookahead[s];
+  min_draft_tokens_ = steering.min_draft_tokens;
   decode_meanwhile_ = steering.decode_meanwhile;
   ring_all();
 }
 
 void Scheduler::end_row(u32 row) {
-  const Block block = launcher_->mirror();
+  const Block block = launcher_->shadow();
   if (row >= block.header().active_rows) throw std::invalid_argument("there is no such row");
   launcher_->set_limit(row, Sequence(block, target_, row).word().length);
   ring_all();
@@ -153,33 +164,36 @@ u32 Scheduler::bucket(u32 stage, u32 columns) const {
   return fits == widths.end() ? widths.back() : *fits;
 }
 
-// What the steering allows at this moment, with all the width there is and without a wait.
-Policy Scheduler::policy(u32 stage) const {
-  const u32 window = stage < target_ ? lanes_[stage]->window.load() : 0;
-  const u32 hints = stage > 0 ? lanes_[stage - 1]->window.load() : 0;
-  return {window, std::min(hints, widest(stage) - 1), 0, widest(stage)};
+// The present policy with the widest step and without a wait.
+StepPolicy Scheduler::policy(u32 stage) const {
+  const u32 lookahead = stage < target_ ? lanes_[stage]->lookahead.load() : 0;
+  const u32 draft_tokens = stage > 0 ? lanes_[stage - 1]->lookahead.load() : 0;
+  return {lookahead, std::min(draft_tokens, widest(stage) - 1), 0, widest(stage)};
 }
 
-// While the stage has nothing in flight: foresee() looks at its private state.
-Scheduler::Outlook Scheduler::look(u32 stage, const Policy& policy) {
-  const Block block = launcher_->mirror();
+// While the stage has nothing in flight: foresee() reads its private state.
+Scheduler::Outlook Scheduler::look(u32 stage, const StepPolicy& policy) {
+  const Block block = launcher_->shadow();
   Outlook out;
   for (u32 row = 0; row < block.header().active_rows; ++row) {
     const Step step = foresee(block, stage, row, policy, lanes_[stage]->scratch.data());
-    out.works |= step.n_fed > 0;
+    out.works |= step.query_len > 0;
     out.waits |= step.action == Action::kWait;
     out.finished &= step.action == Action::kFinished;
-    out.columns = std::max(out.columns, step.n_fed);
+    out.columns = std::max(out.columns, step.query_len);
   }
   return out;
 }
 
 Scheduler::Decision Scheduler::decide(u32 stage) {
   const Lane& lane = *lanes_[stage];
-  Policy now = policy(stage);
-  if (stage == target_)
-    return lane.in_flight.empty() ? decide_target(now) : Decision{Decision::kSleep};
-  if (now.window == 0 || lane.in_flight.size() >= options_.ahead) return {Decision::kSleep};
+  StepPolicy now = policy(stage);
+  if (stage == target_) {
+    if (lane.in_flight.empty()) return decide_target(now);
+    const bool ahead = target_alone_ && lane.in_flight.size() < options_.ahead;
+    return ahead ? decide_target_ahead(now) : Decision{Decision::kSleep};
+  }
+  if (now.lookahead == 0 || lane.in_flight.size() >= options_.ahead) return {Decision::kSleep};
   if (!lane.in_flight.empty()) return decide_ahead(stage, now);
   const Outlook outlook = look(stage, now);
   if (!outlook.works) return {Decision::kSleep};
@@ -187,44 +201,58 @@ Scheduler::Decision Scheduler::decide(u32 stage) {
   return {Decision::kLaunch, now};
 }
 
-// The target never has two steps in flight: what is worth feeding next is known when it has
-// verified. With fewer hints than asked for it waits, with a deadline, since they may never come.
-Scheduler::Decision Scheduler::decide_target(const Policy& all) {
+// What is worth feeding next is known when the target has verified. With fewer draft tokens than
+// asked for it waits, with a deadline, since they may never come.
+Scheduler::Decision Scheduler::decide_target(const StepPolicy& all) {
   Lane& lane = *lanes_[target_];
-  Policy now = all;
-  now.min_hints = wait_;
+  StepPolicy now = all;
+  now.min_draft_tokens = min_draft_tokens_;
   Outlook outlook = look(target_, now);
   if (outlook.waits) {
     const std::int64_t time = now_ns();
     if (lane.deadline_ns == 0) {
-      const Block block = launcher_->mirror();
+      const Block block = launcher_->shadow();
       const double step = load_relaxed(&block.control(target_ - 1).step_ns);
       lane.deadline_ns =
-          time + static_cast<std::int64_t>(std::min(options_.patience * now.min_hints * step,
+          time + static_cast<std::int64_t>(std::min(options_.patience * now.min_draft_tokens * step,
                                                     static_cast<double>(kLongest)));
     }
     if (time < lane.deadline_ns) {
       if (!decode_meanwhile_) return {Decision::kSleep, {}, lane.deadline_ns};
-      now.max_hints = now.min_hints = 0;
+      now.max_draft_tokens = now.min_draft_tokens = 0;
       outlook = look(target_, now);
       now.width = bucket(target_, outlook.columns);
       return {Decision::kLaunch, now};
     }
-    now.min_hints = 0;
+    now.min_draft_tokens = 0;
     outlook = look(target_, now);
   }
   lane.deadline_ns = 0;
   if (!outlook.works) return {outlook.finished ? Decision::kFinished : Decision::kSleep};
-  now.min_hints = 0;  // on a GPU the forward would run all the same
+  now.min_draft_tokens = 0;  // on a GPU the forward would run all the same
   now.width = bucket(target_, outlook.columns);
   return {Decision::kLaunch, now};
 }
 
+// One more step behind those in flight, unless their tokens alone, one each, will end every row. An
+// end-of-sequence token may do so all the same: then the step finds nothing to do.
+Scheduler::Decision Scheduler::decide_target_ahead(const StepPolicy& now) const {
+  const Block block = launcher_->shadow();
+  for (u32 row = 0; row < block.header().active_rows; ++row) {
+    const Sequence own(block, target_, row);
+    const u32 length = own.word().length;
+    if (has_ended(block, own, row, length)) continue;
+    if (load_acquire(&block.span(row).limit) - length > lanes_[target_]->in_flight.size())
+      return {Decision::kLaunch, now};
+  }
+  return {Decision::kSleep};
+}
+
 // One more step behind those in flight, from published words only, if there is room for it even
-// when they append all they can. It is as wide as the hints that will be left for it; should it
-// have to obey a correction, it catches up in steps.
-Scheduler::Decision Scheduler::decide_ahead(u32 stage, Policy now) const {
-  const Block block = launcher_->mirror();
+// when they append all they can. It is as wide as the draft tokens that will be left for it; should
+// it have to obey a correction, it catches up in steps.
+Scheduler::Decision Scheduler::decide_ahead(u32 stage, StepPolicy now) const {
+  const Block block = launcher_->shadow();
   u32 growth = 0;
   for (const Launched& step : lanes_[stage]->in_flight) growth += step.growth;
   u32 columns = 0;
@@ -235,11 +263,11 @@ Scheduler::Decision Scheduler::decide_ahead(u32 stage, Policy now) const {
     const u32 reached = std::max(truth, Sequence(block, stage + 1, row).word().length);
     const u32 limit = load_acquire(&block.span(row).limit);
     const u32 bound =
-        reached < limit && now.window < limit - reached ? reached + now.window : limit;
+        reached < limit && now.lookahead < limit - reached ? reached + now.lookahead : limit;
     if (length >= bound || bound - length <= growth) continue;
     const u32 offered = stage > 0 ? Sequence(block, stage - 1, row).word().length : 0;
-    const u32 hints = offered > length + growth ? offered - length - growth : 0;
-    columns = std::max(columns, 1 + std::min(hints, now.max_hints));
+    const u32 draft_tokens = offered > length + growth ? offered - length - growth : 0;
+    columns = std::max(columns, 1 + std::min(draft_tokens, now.max_draft_tokens));
   }
   if (columns == 0) return {Decision::kSleep};
   now.width = bucket(stage, columns);
@@ -285,12 +313,12 @@ void Scheduler::run_lockstep() {
 Action Scheduler::advance(u32 stage) {
   Lane& lane = *lanes_[stage];
   if (lane.dead || rides(stage)) return Action::kIdle;
-  Policy now = policy(stage);
-  if (now.max_hints > 0) {
+  StepPolicy now = policy(stage);
+  if (now.max_draft_tokens > 0) {
     while (!over_ && advance(stage - 1) == Action::kStep) {
     }
   }
-  if (over_ || (stage < target_ && now.window == 0)) return Action::kIdle;
+  if (over_ || (stage < target_ && now.lookahead == 0)) return Action::kIdle;
   try {
     const Outlook outlook = look(stage, now);
     if (!outlook.works) return outlook.finished ? Action::kFinished : Action::kIdle;
@@ -310,11 +338,11 @@ Action Scheduler::advance(u32 stage) {
 
 // --- what both share -----------------------------------------------------------------------------
 
-void Scheduler::launch(u32 stage, const Policy& policy) {
+void Scheduler::launch(u32 stage, const StepPolicy& policy) {
   Lane& lane = *lanes_[stage];
   const auto before = static_cast<u32>(lane.in_flight.size());
   lane.in_flight.push_back(
-      {now_ns(), policy.width, 1 + std::min(policy.max_hints, policy.width - 1), before});
+      {now_ns(), policy.width, 1 + std::min(policy.max_draft_tokens, policy.width - 1), before});
   try {
     launcher_->launch(stage, policy);
   } catch (...) {
@@ -334,13 +362,13 @@ void Scheduler::harvest(u32 stage) {
     if (outcome.fed > 0) {
       const double took = static_cast<double>(outcome.end_ns - outcome.start_ns);
       lane.step_ns = lane.step_ns == 0.0 ? took : 0.9 * lane.step_ns + 0.1 * took;
-      store_relaxed(&launcher_->mirror().control(stage).step_ns,
+      store_relaxed(&launcher_->shadow().control(stage).step_ns,
                     static_cast<u32>(std::min(lane.step_ns, 0x1p32 - 1)));
     }
     if (lane.trace != nullptr)
       lane.trace->write({lane.ended, launched.at_ns, outcome.start_ns, outcome.end_ns,
-                         launched.width, outcome.fed, outcome.hints, outcome.accepted,
-                         outcome.taken_back, launched.in_flight, outcome.rollbacks, 0});
+                         launched.width, outcome.fed, outcome.draft_tokens, outcome.accepted,
+                         outcome.rolled_back, launched.in_flight, outcome.rollbacks, 0});
     if (stage != target_) continue;
     ++target_steps_;
     caller_.ring();
@@ -371,12 +399,12 @@ void Scheduler::drain(u32 stage) {
       lane.bell.sleep(heard, launcher_->patrol_ns());
     }
   } catch (const std::exception&) {
-    lane.in_flight.clear();  // as ended() promises; the first cause is the one to tell
+    lane.in_flight.clear();  // as ended() promises; failures() reports the first cause
   }
 }
 
-// A step of `stage` has ended: its neighbours may have new hints or a correction, and everybody
-// obeys the target.
+// A step of `stage` has ended: its neighbours may have new draft tokens or a correction, and every
+// stage obeys the target.
 void Scheduler::noticed(u32 stage) {
   const u32 first = stage == 0 || stage == target_ ? 0 : stage - 1;
   for (u32 s = first; s <= std::min(stage + 1, target_); ++s) lanes_[s]->bell.ring();

@@ -1,16 +1,19 @@
-// Drives the stages of one generation in one process: decides when which stage takes a step, how
-// wide it is, and when to sleep instead. No Python, no spinning; what a step is, the launcher
-// knows.
+// Drives the stages of one generation in one process: decides when a stage takes a step, how wide
+// the step is, and when the stage sleeps. No Python, no spinning. The launcher defines what a step
+// is.
 //
-//   kStreams   one thread per stage. A stage that has nothing in flight looks at the mirror with
-//              foresee(), i.e. with the protocol's own plan(), and launches the narrowest step that
-//              holds what it would feed; a draft may launch further ones while one runs.
-//   kLockstep  one thread. Rounds: the windows are filled from the smallest draft upwards, then the
+//   kStreams   One thread per stage. A stage with nothing in flight applies the protocol's plan()
+//   to
+//              the host shadow without changing it (foresee()) and launches the narrowest step that
+//              fits. A draft may launch further steps while one runs.
+//   kLockstep  One thread, in rounds: every draft fills its lookahead, the smallest first, then the
 //              target verifies.
 //
-// The mirror may be late: then a step finds less to do than was foreseen, or more. Neither touches
-// the text, which depends on the target's forwards alone.
+// The host shadow may be late. Then a step has less or more to do than foreseen, which costs time
+// but does not change the text: it depends on the target's forwards alone.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <cstdint>
@@ -31,15 +34,17 @@ namespace pipespec {
 enum class Schedule : std::int32_t { kStreams = 0, kLockstep = 1 };
 
 // The numbers of Policy in drivers/base.py; they may change between any two steps.
-struct Steering {
-  std::vector<std::uint32_t> windows;  // per draft; 0: it rests
-  std::uint32_t wait = 0;              // hints that the target awaits when it has fewer
-  bool decode_meanwhile = false;       // ... with steps of one token instead of asleep
+struct ChainPolicy {
+  std::vector<std::uint32_t> lookahead;  // per draft; 0: it rests
+  std::uint32_t min_draft_tokens = 0;    // draft tokens that the target awaits when it has fewer
+  bool decode_meanwhile = false;         // ... with steps of one token instead of asleep
 };
 
 struct Options {
   Schedule schedule = Schedule::kStreams;
-  std::uint32_t ahead = 1;  // steps of a draft that may be launched and not ended
+  // Steps of a draft that may be launched and not ended; likewise of the target, where it has one
+  // width and no draft is launched: then its next step is known before the last one has ended.
+  std::uint32_t ahead = 1;
   double patience = 1.5;    // deadline of a wait: this * wait * mean step of upstream
   std::uint32_t trace = 0;  // entries per stage that are kept; 0: none are written
 };
@@ -65,7 +70,8 @@ class Scheduler {
   };
 
   // Throws std::invalid_argument on settings that make no sense.
-  Scheduler(std::shared_ptr<Launcher> launcher, const Options& options, const Steering& steering);
+  Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
+            const ChainPolicy& steering);
   ~Scheduler();  // stops
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
@@ -83,7 +89,7 @@ class Scheduler {
   void finish();
 
   // Used from the next decision on. Any thread.
-  void steer(const Steering& steering);
+  void steer(const ChainPolicy& steering);
   // The row ends where the target stands. Any thread, while a generation runs.
   void end_row(std::uint32_t row);
   // Stages that failed in this generation, in the order of their failures. Any thread.
@@ -99,10 +105,10 @@ class Scheduler {
     std::uint32_t growth;  // most tokens that it can append to a row
     std::uint32_t in_flight;
   };
-  // One per stage; touched by the thread that runs it, but for the bell and the window.
+  // One per stage; touched by the thread that runs it, but for the bell and the lookahead.
   struct Lane {
     Doorbell bell;
-    std::atomic<std::uint32_t> window{0};
+    std::atomic<std::uint32_t> lookahead{0};
     std::deque<Launched> in_flight;
     std::uint64_t ended = 0;
     double step_ns = 0.0;
@@ -115,30 +121,31 @@ class Scheduler {
   // What the rows of a stage would do together.
   struct Outlook {
     bool works = false;    // some row feeds something
-    bool waits = false;    // some row would rather wait for hints
+    bool waits = false;    // some row would rather wait for draft tokens
     bool finished = true;  // every row is complete
     std::uint32_t columns = 0;
   };
   struct Decision {
     enum { kLaunch, kSleep, kFinished } what;
-    Policy policy{};
+    StepPolicy policy{};
     std::int64_t until_ns = 0;  // kSleep: 0 for no deadline
   };
 
   bool rides(std::uint32_t stage) const { return launcher_->widths(stage).empty(); }
   std::uint32_t widest(std::uint32_t stage) const { return launcher_->widths(stage).back(); }
   std::uint32_t bucket(std::uint32_t stage, std::uint32_t columns) const;
-  Policy policy(std::uint32_t stage) const;
-  Outlook look(std::uint32_t stage, const Policy& policy);
+  StepPolicy policy(std::uint32_t stage) const;
+  Outlook look(std::uint32_t stage, const StepPolicy& policy);
 
   void run_stage(std::uint32_t stage);
   Decision decide(std::uint32_t stage);
-  Decision decide_target(const Policy& now);
-  Decision decide_ahead(std::uint32_t stage, Policy now) const;
+  Decision decide_target(const StepPolicy& now);
+  Decision decide_target_ahead(const StepPolicy& now) const;
+  Decision decide_ahead(std::uint32_t stage, StepPolicy now) const;
   void run_lockstep();
   Action advance(std::uint32_t stage);
 
-  void launch(std::uint32_t stage, const Policy& policy);
+  void launch(std::uint32_t stage, const StepPolicy& policy);
   void harvest(std::uint32_t stage);
   void drain(std::uint32_t stage);
   void fail(std::uint32_t stage, const std::string& cause);
@@ -149,13 +156,15 @@ class Scheduler {
   std::shared_ptr<Launcher> launcher_;
   Options options_;
   std::uint32_t target_;
+  bool target_alone_ = true;  // its steps leave nothing to decide
   std::vector<std::unique_ptr<Lane>> lanes_;
-  std::atomic<std::uint32_t> wait_{0};
+  std::atomic<std::uint32_t> min_draft_tokens_{0};
   std::atomic<bool> decode_meanwhile_{false};
   std::atomic<bool> over_{true};
   std::atomic<std::uint64_t> target_steps_{0};
   Doorbell caller_;
   bool started_ = false;
+  pid_t process_ = 0;         // that started it
   mutable std::mutex mutex_;  // of failures_
   std::vector<StageFailure> failures_;
 };

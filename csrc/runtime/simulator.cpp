@@ -171,11 +171,13 @@ class Chain {
   u32 target() const { return target_; }
   void add_busy(u32 stage, double seconds) { busy_[stage] += seconds; }
 
-  Action plan(u32 stage, u32 min_hints) {
+  Action plan(u32 stage, u32 min_draft_tokens) {
     const StageModel& model = setting_.stages[stage];
-    return ports_[stage].plan(model.window, model.max_hints, min_hints);
+    return ports_[stage].plan(model.lookahead, model.max_draft_tokens, min_draft_tokens);
   }
-  Action plan_plain(u32 stage) { return ports_[stage].plan(setting_.stages[stage].window, 0, 0); }
+  Action plan_plain(u32 stage) {
+    return ports_[stage].plan(setting_.stages[stage].lookahead, 0, 0);
+  }
   double planned_time(u32 stage) const {
     return step_time(setting_.stages[stage], ports_[stage].columns());
   }
@@ -185,14 +187,14 @@ class Chain {
     const u32 width = port.width();
     for (u32 row = 0; row < setting_.rows; ++row) {
       if (port.n_select()[row] == 0) continue;
-      const u32 n_hint = static_cast<u32>(port.n_hint()[row]);
-      const u32 own = static_cast<u32>(port.n_fed()[row]) - n_hint;
+      const u32 num_draft_tokens = static_cast<u32>(port.num_draft_tokens()[row]);
+      const u32 own = static_cast<u32>(port.query_lens()[row]) - num_draft_tokens;
       const std::int32_t* fed = &port.tokens()[std::size_t{row} * width];
       std::int32_t* selected = &selected_[std::size_t{row} * width];
       const u32 index = static_cast<u32>(port.kv()[row]) + own - kStart;
       for (u32 j = 0;; ++j) {
         selected[j] = oracle_.next(stage, row, index + j, fed[own + j - 1]);
-        if (j == n_hint || selected[j] != fed[own + j]) break;
+        if (j == num_draft_tokens || selected[j] != fed[own + j]) break;
       }
     }
     port.commit(selected_.data(), width);
@@ -204,7 +206,7 @@ class Chain {
     for (const u32 other : {stage + 1, target_}) {
       const Sequence truth(block_, other, 0);
       const u32 common = std::min(own.word().length, truth.word().length);
-      if (detail::first_difference(own, truth, std::min(own.settled(), common), common) < common)
+      if (detail::first_difference(own, truth, std::min(own.committed(), common), common) < common)
         return true;
     }
     return false;
@@ -247,7 +249,7 @@ class Chain {
   std::vector<double> busy_;
 };
 
-// The `workers` driver: each stage looks, computes or sleeps by itself.
+// The `workers` driver: each stage polls, computes or sleeps by itself.
 class Workers {
  public:
   explicit Workers(const Setting& setting) : setting_(setting), chain_(setting) {
@@ -264,9 +266,9 @@ class Workers {
       for (const Runner& r : runners_) now_ = std::min(now_, r.at);
       if (now_ == kNever)
         throw std::runtime_error(
-            "the simulated chain stands still: a stage waits, without a deadline, for hints that "
-            "cannot come");
-      // What ends now is published before anybody looks.
+            "the simulated chain stands still: a stage waits, without a deadline, for draft tokens "
+            "that cannot come");
+      // Steps that end now are published before any stage plans.
       for (u32 s = 0; s < runners_.size(); ++s)
         if (runners_[s].state == State::kRunning && runners_[s].at <= now_) finish(s);
       for (u32 s = 0; s < runners_.size(); ++s)
@@ -381,8 +383,8 @@ class Workers {
     return setting_.cores > 0 && awake >= setting_.cores;
   }
 
-  Action plan(u32 s, u32 wait) {
-    const Action action = chain_.plan(s, wait);
+  Action plan(u32 s, u32 min_draft_tokens) {
+    const Action action = chain_.plan(s, min_draft_tokens);
     if (action == Action::kWait && setting_.decode_meanwhile) return chain_.plan_plain(s);
     return action;
   }
@@ -391,13 +393,13 @@ class Workers {
   bool look(u32 s) {
     Runner& r = runners_[s];
     const u32 bell = chain_.block().control(s).bell;
-    u32 wait = setting_.stages[s].wait;
-    if (r.waiting && now_ >= r.deadline) wait = 0;
-    Action action = plan(s, wait);
+    u32 min_draft_tokens = setting_.stages[s].min_draft_tokens;
+    if (r.waiting && now_ >= r.deadline) min_draft_tokens = 0;
+    Action action = plan(s, min_draft_tokens);
     if (action == Action::kWait) {
       if (!r.waiting) {
         r.waiting = true;
-        r.deadline = now_ + setting_.patience * wait * runners_[s - 1].mean_step;
+        r.deadline = now_ + setting_.patience * min_draft_tokens * runners_[s - 1].mean_step;
       }
       if (r.deadline <= now_) action = chain_.plan(s, 0);
     }
@@ -421,14 +423,14 @@ class Workers {
 };
 
 // The published system, from its description: sequences that are copied, counters of requests and
-// acknowledgements, a minimum window.
+// acknowledgements, a minimum lookahead.
 class Reference {
  public:
   explicit Reference(const Setting& setting)
       : setting_(setting),
         target_(static_cast<u32>(setting.stages.size()) - 1),
         oracle_(setting.answers, target_ + 1, setting.tokens, setting.seed) {
-    require(setting.rows == 1, "the reference knows one row only");
+    require(setting.rows == 1, "the reference schedule has one row only");
     require(target_ >= 1, "the reference needs a draft");
     for (u32 s = 0; s <= target_; ++s) {
       Stage stage;
@@ -485,8 +487,8 @@ class Reference {
     double at = 0.0;       // running: when the step ends; else: no look before
     bool asked = false;    // its request to upstream is not yet acknowledged
     bool cascade = false;  // has served downstream; goes on once its own request is acknowledged
-    std::vector<std::int32_t> hints;  // of the running step
-    std::size_t same = 0;             // positions known to equal those of the stage downstream
+    std::vector<std::int32_t> draft_tokens;  // of the running step
+    std::size_t same = 0;  // positions known to equal those of the stage downstream
     StageResult result;
   };
 
@@ -525,37 +527,37 @@ class Reference {
     return static_cast<u32>(std::min<std::size_t>(length(s - 1) - length(s), kReferenceCap - 1));
   }
 
-  void prepare(u32 s, u32 n_hint) {
+  void prepare(u32 s, u32 num_draft_tokens) {
     Stage& stage = stages_[s];
-    stage.hints.clear();
-    if (n_hint > 0) {
+    stage.draft_tokens.clear();
+    if (num_draft_tokens > 0) {
       const auto from = stages_[s - 1].out.begin() + static_cast<std::ptrdiff_t>(length(s));
-      stage.hints.assign(from, from + n_hint);
+      stage.draft_tokens.assign(from, from + num_draft_tokens);
     }
     stage.result.busy_s += duration(s);
   }
   double duration(u32 s) const {
-    return step_time(setting_.stages[s], 1 + static_cast<u32>(stages_[s].hints.size()));
+    return step_time(setting_.stages[s], 1 + static_cast<u32>(stages_[s].draft_tokens.size()));
   }
 
   void append(u32 s) {
     Stage& stage = stages_[s];
-    const auto n_hint = static_cast<u32>(stage.hints.size());
+    const auto num_draft_tokens = static_cast<u32>(stage.draft_tokens.size());
     u32 accepted = 0;
     while (true) {
       const auto index = static_cast<u32>(stage.out.size()) - 1;
       stage.out.push_back(oracle_.next(s, 0, index, stage.out.back()));
-      if (accepted == n_hint || stage.out.back() != stage.hints[accepted]) break;
+      if (accepted == num_draft_tokens || stage.out.back() != stage.draft_tokens[accepted]) break;
       ++accepted;
     }
     ++stage.result.steps;
-    stage.result.drafted += n_hint;
+    stage.result.drafted += num_draft_tokens;
     stage.result.accepted += accepted;
     ++stage.result.histogram[accepted + 1];
   }
 
-  void step(u32 s, u32 n_hint) {
-    prepare(s, n_hint);
+  void step(u32 s, u32 num_draft_tokens) {
+    prepare(s, num_draft_tokens);
     now_ += duration(s);
     append(s);
   }

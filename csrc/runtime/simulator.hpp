@@ -38,11 +38,12 @@ struct StageModel {
   double start_s = 0.0;      // when its prompt is ready
   std::uint32_t device = 0;  // stages with one number share a device
   double sensitivity = 1.0;  // asynchronous(): to others on its device, times their contention
-  double cold_s =
-      0.0;  // lockstep(): more for the step after another stage's, half for the next, ..
-  std::uint32_t window = 0;     // as in Policy
-  std::uint32_t max_hints = 0;  // as in Policy
-  std::uint32_t wait = 0;       // min_hints of Policy, with the drivers' deadline
+  // lockstep(): extra time of the step after another stage's; half of it for the next step, and so
+  // on.
+  double cold_s = 0.0;
+  std::uint32_t lookahead = 0;         // as in StepPolicy
+  std::uint32_t max_draft_tokens = 0;  // as in StepPolicy
+  std::uint32_t min_draft_tokens = 0;  // as in StepPolicy, with the drivers' deadline
 };
 
 struct Setting {
@@ -57,14 +58,14 @@ struct Setting {
   // That many at once; of more, the target keeps one and the drafts share the others in turn (one
   // core: all share it). 0: enough for all.
   std::uint32_t cores = 0;
-  double patience = 1.5;  // deadline of a wait: this * wait * mean step of upstream
-  double wake_s = 0.0;    // from a publication to the look of a stage that slept, and
-  double late_s = 0.0;    // the same where others have all the cores
-  // With fewer hints than `wait`, decode one token and leave the hints alone, instead of sleeping.
-  // For targets whose one-token steps cost much less than wider ones.
+  double patience = 1.5;  // deadline of a wait: this * min_draft_tokens * mean step of upstream
+  double wake_s = 0.0;    // from a publication to the next plan of a stage that slept
+  double late_s = 0.0;    // the same while other stages occupy all cores
+  // With fewer draft tokens than `min_draft_tokens`, decode one token and leave the draft tokens
+  // alone, instead of sleeping. For targets whose one-token steps cost much less than wider ones.
   bool decode_meanwhile = false;
   // Idealisations, to check closed forms; no driver has them:
-  bool preempt = false;      // a draft drops the forward it is in when it learns that it is useless
+  bool preempt = false;      // a draft drops its running forward when a correction makes it useless
   double handshake_s = 0.0;  // after each step of a verifier, it and its upstream stand still
   // reference_*() only; its handshake_s is the fixed cost of one acknowledgement:
   std::uint32_t lookahead = 0;
@@ -72,10 +73,10 @@ struct Setting {
 
 struct StageResult {
   std::uint64_t steps = 0;      // forwards
-  std::uint64_t drafted = 0;    // hints fed
-  std::uint64_t accepted = 0;   // hints that survived
+  std::uint64_t drafted = 0;    // draft tokens fed
+  std::uint64_t accepted = 0;   // draft tokens that survived
   std::uint64_t adopted = 0;    // tokens taken over from downstream
-  std::uint64_t truncated = 0;  // tokens taken back
+  std::uint64_t truncated = 0;  // tokens rolled back
   std::uint64_t rollbacks = 0;
   double busy_s = 0.0;                   // in a forward
   std::vector<std::uint64_t> histogram;  // [n]: row steps that appended n tokens
@@ -89,10 +90,10 @@ struct Result {
 
 // Every stage runs whenever plan() finds something to do: the `workers` driver.
 Result asynchronous(const Setting& setting);
-// The `lockstep` driver: one step at a time, windows filled from the smallest draft upwards.
+// The `lockstep` driver: one step at a time, lookahead filled from the smallest draft upwards.
 Result lockstep(const Setting& setting);
-// The published system: minimum window `lookahead`, a request and its acknowledgement after every
-// verification, corrections hop by hop, no bonus adopted, stage 0 without bound.
+// The published system: minimum lookahead `lookahead`, a request and its acknowledgement after
+// every verification, corrections hop by hop, no bonus adopted, stage 0 without bound.
 Result reference_async(const Setting& setting);
 // Its synchronous baseline: rounds of lookahead - 1 drafts.
 Result reference_sync(const Setting& setting);

@@ -1,4 +1,4 @@
-// A stage's end of the block, for all rows of a batch: plan() fills one rectangle of tokens to
+// One stage's access to the block, for all rows of a batch: plan() fills one rectangle of tokens to
 // feed, commit() takes the selections for it, park() sleeps until a neighbour has published.
 #pragma once
 
@@ -26,35 +26,38 @@ class StagePort {
     if (width < 1) throw std::invalid_argument("width must be at least 1");
     const std::size_t rows = block_.rows();
     tokens_.resize(rows * width);
-    n_fed_.resize(rows);
+    query_lens_.resize(rows);
     n_select_.resize(rows);
-    n_hint_.resize(rows);
+    num_draft_tokens_.resize(rows);
     kv_.resize(rows);
     action_.resize(rows);
-    arrays_ = {tokens_.data(), kv_.data(),       n_fed_.data(),
-               n_hint_.data(), n_select_.data(), action_.data()};
+    arrays_ = {tokens_.data(),           kv_.data(),       query_lens_.data(),
+               num_draft_tokens_.data(), n_select_.data(), action_.data()};
   }
 
-  // What the rows together should do: kStep when anything is to be fed (n_fed, n_hint, kv, tokens
-  // and columns() tell what); kWait when some row would rather wait for more hints (with min_hints
-  // 0 never); else kIdle or kFinished.
-  Action plan(std::uint32_t window, std::uint32_t max_hints, std::uint32_t min_hints) {
+  // The action of all rows together. kStep: something is to be fed (see query_lens,
+  // num_draft_tokens, kv, tokens and columns()). kWait: some row waits for more draft tokens (never
+  // with min_draft_tokens 0). Else kIdle or kFinished.
+  Action plan(std::uint32_t lookahead, std::uint32_t max_draft_tokens,
+              std::uint32_t min_draft_tokens) {
     if (trace_ != nullptr) planned_ns_ = now_ns();
     bells_.note();
-    const Policy policy{window, max_hints, min_hints, width_};
+    const StepPolicy policy{lookahead, max_draft_tokens, min_draft_tokens, width_};
     const std::uint32_t active = block_.header().active_rows;
+    if (block_.header().rows != block_.rows() || block_.header().capacity != block_.capacity())
+      throw std::logic_error("the block has grown: make a new port");
     bool waits = false, works = false, all_finished = true;
     columns_ = 0;
     for (std::uint32_t row = 0; row < active; ++row) {
       const Word before = Sequence(block_, stage_, row).word();
       const Step step = plan_row(block_, stage_, row, policy, arrays_);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
-      columns_ = detail::max(columns_, step.n_fed);
+      columns_ = detail::max(columns_, step.query_len);
       waits |= step.action == Action::kWait;
-      works |= step.n_fed > 0;
+      works |= step.query_len > 0;
       all_finished &= step.action == Action::kFinished;
     }
-    // What plan() took back or adopted is news for the neighbours.
+    // The neighbours must see what plan() rolled back or adopted.
     if (published_) bells_.ring();
     published_ = false;
     const Action action = waits          ? Action::kWait
@@ -66,6 +69,14 @@ class StagePort {
       if (action != Action::kStep) record_rollback();
     }
     return action;
+  }
+
+  // Whether the planned step selects tokens in some row.
+  bool selects() const {
+    const std::size_t active = block_.header().active_rows;
+    for (std::size_t row = 0; row < active && row < n_select_.size(); ++row)
+      if (n_select_[row] > 0) return true;
+    return false;
   }
 
   // `selected`: [active rows, at least columns()] as verify() gives it, `stride` elements apart.
@@ -80,24 +91,24 @@ class StagePort {
     return appended;
   }
 
-  // Also returns true when the generation is no longer the one that generation() last told: a stage
-  // looks at it before plan() notes the bells, and must not sleep through a stop in between.
+  // Also returns true when the generation is no longer the one that generation() last returned: a
+  // stage reads it before plan() notes the bells, and must not sleep through a stop in between.
   bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
     if (asked_ && load_acquire(&block_.header().generation) != generation_) return true;
     return bells_.park(timeout_ns, awaited);
   }
   void ring() { bells_.ring(); }
 
-  // What the caller allows at this moment: this stage's run-ahead, and hints of its upstream.
-  std::uint32_t window() const { return load_acquire(&block_.control(stage_).window); }
-  std::uint32_t upstream_window() const {
-    return stage_ == 0 ? 0 : load_acquire(&block_.control(stage_ - 1).window);
+  // The caller's present limits: this stage's lookahead, and that of its upstream.
+  std::uint32_t lookahead() const { return load_acquire(&block_.control(stage_).lookahead); }
+  std::uint32_t upstream_lookahead() const {
+    return stage_ == 0 ? 0 : load_acquire(&block_.control(stage_ - 1).lookahead);
   }
-  // Sleeps while the window is 0, and the generation the one that generation() last told.
+  // Sleeps while the lookahead is 0 and the generation is the one that generation() last returned.
   void pause(std::int64_t timeout_ns) const {
-    // The order of start(0): a generation that is over before this look leaves an open window.
+    // The order of start(0): a generation that is over before this look leaves an open lookahead.
     if (timeout_ns <= 0 || load_acquire(&block_.header().generation) != generation_) return;
-    futex_wait(&block_.control(stage_).window, 0, timeout_ns);
+    futex_wait(&block_.control(stage_).lookahead, 0, timeout_ns);
   }
 
   // The number of the generation that should run, 0 for none.
@@ -107,8 +118,8 @@ class StagePort {
   }
   void set_step_ns(std::uint32_t ns) { store_relaxed(&block_.control(stage_).step_ns, ns); }
 
-  // From here on each step leaves an entry there, and each plan that takes tokens back without one;
-  // null: none does. `buffer` is this stage's, and outlives the port.
+  // From here on each step writes an entry to `buffer`, and so does each plan that rolls back
+  // without a step; null: no entries. `buffer` belongs to this stage and outlives the port.
   void trace(TraceBuffer* buffer) { trace_ = buffer; }
 
   std::uint32_t rows() const { return block_.rows(); }
@@ -116,8 +127,8 @@ class StagePort {
   std::uint32_t columns() const { return columns_; }
   std::vector<std::int32_t>& tokens() { return tokens_; }
   std::vector<std::int32_t>& kv() { return kv_; }
-  std::vector<std::int32_t>& n_fed() { return n_fed_; }
-  std::vector<std::int32_t>& n_hint() { return n_hint_; }
+  std::vector<std::int32_t>& query_lens() { return query_lens_; }
+  std::vector<std::int32_t>& num_draft_tokens() { return num_draft_tokens_; }
   std::vector<std::int32_t>& n_select() { return n_select_; }
 
  private:
@@ -126,30 +137,30 @@ class StagePort {
     for (std::uint32_t row = 0; row < block_.header().active_rows; ++row) {
       const Counters& c = block_.priv(stage_, row).counters;
       sum.fed += load_relaxed(&c.fed);
-      sum.hints += load_relaxed(&c.drafted);
+      sum.draft_tokens += load_relaxed(&c.drafted);
       sum.accepted += load_relaxed(&c.accepted);
-      sum.taken_back += load_relaxed(&c.truncated);
+      sum.rolled_back += load_relaxed(&c.truncated);
       sum.rollbacks += load_relaxed(&c.rollbacks);
     }
     return sum;
   }
 
-  // What has happened since the entry before, so that the entries add up to the counters even if a
-  // forward fails between plan() and commit().
+  // The changes since the last entry, so that the entries add up to the counters even if a forward
+  // fails between plan() and commit().
   void record(std::uint32_t columns) {
     const TraceTotals now = totals();
-    TraceTotals& told = trace_->told();
+    TraceTotals& before = trace_->recorded();
     const auto since = [](std::uint64_t a, std::uint64_t b) {
       return static_cast<std::uint32_t>(a - b);
     };
     trace_->write({trace_->written(), planned_ns_, start_ns_, now_ns(), columns,
-                   since(now.fed, told.fed), since(now.hints, told.hints),
-                   since(now.accepted, told.accepted), since(now.taken_back, told.taken_back), 0,
-                   since(now.rollbacks, told.rollbacks), 0});
-    told = now;
+                   since(now.fed, before.fed), since(now.draft_tokens, before.draft_tokens),
+                   since(now.accepted, before.accepted), since(now.rolled_back, before.rolled_back),
+                   0, since(now.rollbacks, before.rollbacks), 0});
+    before = now;
   }
   void record_rollback() {
-    if (totals().rollbacks != trace_->told().rollbacks) record(0);
+    if (totals().rollbacks != trace_->recorded().rollbacks) record(0);
   }
 
   Block block_;
@@ -162,7 +173,7 @@ class StagePort {
   std::uint32_t columns_ = 0;
   TraceBuffer* trace_ = nullptr;
   std::int64_t planned_ns_ = 0, start_ns_ = 0;  // of the present step
-  std::vector<std::int32_t> tokens_, kv_, n_fed_, n_hint_, n_select_, action_;
+  std::vector<std::int32_t> tokens_, kv_, query_lens_, num_draft_tokens_, n_select_, action_;
   StepArrays arrays_;  // the vectors' data
 };
 

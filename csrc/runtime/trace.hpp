@@ -1,6 +1,5 @@
-// What the steps of a stage did, one entry per step: a buffer of fixed size that its stage writes
-// without a lock and that anybody may read meanwhile, also from another process. The oldest entries
-// are overwritten.
+// One entry per step of a stage, in a buffer of fixed size. The stage writes without a lock, and
+// any thread or process may read meanwhile. New entries overwrite the oldest.
 #pragma once
 
 #include <cstdint>
@@ -24,17 +23,17 @@ struct TraceEntry {
   std::int64_t end_ns;
   std::uint32_t width;  // columns of the rectangle
   std::uint32_t fed;
-  std::uint32_t hints;
+  std::uint32_t draft_tokens;
   std::uint32_t accepted;
-  std::uint32_t taken_back;  // tokens
-  std::uint32_t in_flight;   // steps launched before it that had not ended
-  std::uint32_t rollbacks;   // times tokens were taken back
-  std::uint32_t prefill;     // tokens of the prompts: this is no step, it fills the cache
+  std::uint32_t rolled_back;  // tokens
+  std::uint32_t in_flight;    // steps launched before it that had not ended
+  std::uint32_t rollbacks;    // times tokens were rolled back
+  std::uint32_t prefill;      // tokens of the prompts: this is no step, it fills the cache
 };
 
 // Of all rows, since the block was reset.
 struct TraceTotals {
-  std::uint64_t fed, hints, accepted, taken_back, rollbacks;
+  std::uint64_t fed, draft_tokens, accepted, rolled_back, rollbacks;
 };
 
 class TraceBuffer {
@@ -62,8 +61,8 @@ class TraceBuffer {
     std::memcpy(words, &entry, sizeof entry);
     const std::uint64_t number = load_relaxed(&head_->written);
     Slot& slot = slots_[number % capacity_];
-    // As in ring.hpp: the words release and their readers acquire, so who saw one that is too new
-    // also sees that the slot was taken away from the entry that it is looking for.
+    // As in ring.hpp: the words release and their readers acquire. A reader that sees a word of the
+    // new entry also sees that the slot no longer holds the old one.
     store_relaxed(&slot.holds, std::uint64_t{0});
     for (std::uint32_t i = 0; i < kWords; ++i) store_release(&slot.words[i], words[i]);
     store_release(&slot.holds, number + 1);
@@ -88,12 +87,12 @@ class TraceBuffer {
     return out;
   }
 
-  // Up to where the stage's counters have gone into entries: for the stage, whose ports share it.
-  TraceTotals& told() { return head_->told; }
+  // The counters up to the last entry. Only the stage uses them; all its ports share them.
+  TraceTotals& recorded() { return head_->recorded; }
 
-  // Forgets all entries. While nobody writes or reads.
+  // Drops all entries. While no thread or process reads or writes.
   void clear() {
-    head_->told = {};
+    head_->recorded = {};
     store_release(&head_->written, std::uint64_t{0});
   }
 
@@ -103,7 +102,7 @@ class TraceBuffer {
   static constexpr std::size_t kWords = sizeof(TraceEntry) / sizeof(std::uint64_t);
   struct Head {
     std::uint64_t written;
-    TraceTotals told;
+    TraceTotals recorded;
     char padding[kLine - sizeof(std::uint64_t) - sizeof(TraceTotals)];
   };
   struct Slot {

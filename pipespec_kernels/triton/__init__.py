@@ -1,6 +1,6 @@
 """Verification kernels in Triton, one file per family: for tensors on a GPU.
 
-``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``verify_ratio`` (Leviathan's and Chen's test), ``cutoff``
+``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``rejection_sample`` (Leviathan's and Chen's test), ``cutoff``
 (top-k, top-p and min-p as one logit per row), and over keys and values with lengths on the device ``kv_append`` and its like, and
 ``verify_attention``. Nothing here waits for the device, allocates what a graph could not replay, or depends on what a caller
 did before: all can be captured in a CUDA graph.
@@ -14,8 +14,8 @@ from pipespec_kernels.triton.attention import verify_attention
 from pipespec_kernels.triton.cutoff import cutoff
 from pipespec_kernels.triton.kv import kv_append, kv_compact, kv_gather, kv_truncate
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
+from pipespec_kernels.triton.rejection_sample import rejection_sample
 from pipespec_kernels.triton.verify import select, verify
-from pipespec_kernels.triton.verify_ratio import verify_ratio
 
 __all__ = [
     "Config",
@@ -27,8 +27,8 @@ __all__ = [
     "kv_compact",
     "kv_gather",
     "kv_truncate",
+    "rejection_sample",
     "select",
     "verify",
     "verify_attention",
-    "verify_ratio",
 ]

@@ -41,11 +41,11 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def extent(lengths, n_fed, row, width, capacity, HAS_FED: tl.constexpr):
+def extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS: tl.constexpr):
     """Of a row: keys from before, columns that are fed, and whether these numbers lead out of the tensors (both 0 then)."""
     n = tl.load(lengths + row).to(tl.int64)
-    if HAS_FED:
-        fed = tl.load(n_fed + row).to(tl.int64)
+    if HAS_QUERY_LENS:
+        fed = tl.load(query_lens + row).to(tl.int64)
     else:
         fed = tl.full([], 0, tl.int64) + width
     good = (n >= 0) & (n <= capacity) & (fed >= 0) & (fed <= width) & (n + fed <= capacity)
@@ -120,7 +120,7 @@ def attention_kernel(
     values_stride_h,
     values_stride_s,
     lengths,
-    n_fed,
+    query_lens,
     output,
     output_stride_b,
     output_stride_h,
@@ -134,7 +134,7 @@ def attention_kernel(
     capacity,
     splits,
     scale_log2,
-    HAS_FED: tl.constexpr,
+    HAS_QUERY_LENS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -148,7 +148,7 @@ def attention_kernel(
     head = tl.program_id(1) % HEADS  # of the keys
     tile = tl.program_id(1) // HEADS
     row = tl.program_id(2).to(tl.int64)
-    before, fed, good = extent(lengths, n_fed, row, width, capacity, HAS_FED)
+    before, fed, good = extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS)
     total = before + fed
     span = span_of(total, splits, SPAN, BLOCK_N)
 
@@ -223,7 +223,7 @@ def attention_kernel(
 @triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits"])
 def combine_kernel(
     lengths,
-    n_fed,
+    query_lens,
     output,
     output_stride_b,
     output_stride_h,
@@ -236,7 +236,7 @@ def combine_kernel(
     width,
     capacity,
     splits,
-    HAS_FED: tl.constexpr,
+    HAS_QUERY_LENS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -248,7 +248,7 @@ def combine_kernel(
     m = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    before, fed, good = extent(lengths, n_fed, row, width, capacity, HAS_FED)
+    before, fed, good = extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS)
     column = first + m // GROUP
     sees = tl.where(column < fed, before + column + 1, 0)
     written = tl.cdiv(sees, span_of(before + fed, splits, SPAN, BLOCK_N))  # spans that it sees something of
@@ -325,7 +325,7 @@ def verify_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    n_fed: Tensor | None = None,
+    query_lens: Tensor | None = None,
     *,
     scale: float | None = None,
     invariant: bool = False,
@@ -366,9 +366,9 @@ def verify_attention(
     sums = out if direct else torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
     maxima = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
     weights = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
-    constants = {"HAS_FED": n_fed is not None, "GROUP": group, "HEADS": heads, "DIM": dim, "SPAN": cut.span}
+    constants = {"HAS_QUERY_LENS": query_lens is not None, "GROUP": group, "HEADS": heads, "DIM": dim, "SPAN": cut.span}
     constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d}
-    counts = lengths if n_fed is None else n_fed  # not read without n_fed
+    counts = lengths if query_lens is None else query_lens  # not read without query_lens
     scale_log2 = (dim**-0.5 if scale is None else scale) * _LOG2E
     with on(q.device):
         for first in range(0, width, step):

@@ -56,8 +56,8 @@ def cutoff_kernel(
     logits_stride_b,
     logits_stride_q,
     vocab,
-    n_fed,
-    n_hint,
+    query_lens,
+    num_draft_tokens,
     inv_temperature,
     top_k,
     top_p,
@@ -77,8 +77,8 @@ def cutoff_kernel(
     result = float("-inf")
     read = column >= 0
     if HAS_COUNTS:
-        fed = tl.load(n_fed + row)
-        read = (column < fed) & (column >= fed - 1 - tl.load(n_hint + row))
+        fed = tl.load(query_lens + row)
+        read = (column < fed) & (column >= fed - 1 - tl.load(num_draft_tokens + row))
     scale = tl.load(inv_temperature + row)
     k = 0
     if HAS_K:
@@ -110,7 +110,7 @@ def cutoff_kernel(
             top = _key(largest, SHIFT).to(tl.int64) + 1
 
             low = bottom
-            high = tl.where(k > 0, top, bottom + 1)  # found already where there is nothing to look for
+            high = tl.where(k > 0, top, bottom + 1)  # without a filter the search has ended already
             while high - low > 1:
                 pivot1 = low + (high - low) // 4
                 pivot2 = low + (high - low) // 2
@@ -193,8 +193,8 @@ def cutoff(
     top_k: int | Tensor = 0,
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
-    n_fed: Tensor | None = None,
-    n_hint: Tensor | None = None,
+    query_lens: Tensor | None = None,
+    num_draft_tokens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Temperature, top-k, top-p and min-p as the smallest logit that passes; see :func:`pipespec_kernels.ops.cutoff`.
@@ -212,7 +212,7 @@ def cutoff(
         top_k: 0 or at least V: off.
         top_p: ``0 .. 1``; 1: off.
         min_p: ``0 .. 1``; 0: off.
-        n_fed, n_hint: int32 ``[B]`` on the device, as for :func:`verify`: only the columns that it may read are
+        query_lens, num_draft_tokens: int32 ``[B]`` on the device, as for :func:`verify`: only the columns that it may read are
             computed, the others get -inf. None: all columns.
         out: contiguous float32 ``[B, Q]`` to write to; must overlap no other argument.
 
@@ -222,21 +222,22 @@ def cutoff(
     Raises:
         TypeError: not a tensor or number, or a dtype that is not supported.
         ValueError: shapes, strides, devices or numbers that do not fit. Nothing has been written then. Numbers in tensors
-            are not looked at.
+            are not checked.
     """
     batch, width, vocab = check_logits(logits)
     device = logits.device
     scales = _per_row(inv_temperature, "inv_temperature", torch.float32, batch, device)
-    ks = _per_row(top_k, "top_k", torch.int32, batch, device)
-    ps = _per_row(top_p, "top_p", torch.float32, batch, device)
-    min_ps = _per_row(min_p, "min_p", torch.float32, batch, device)
-    if (n_fed is None) != (n_hint is None):
-        raise ValueError("n_fed and n_hint go together")
-    if n_fed is not None:
-        n_fed = check(n_fed, "n_fed", (torch.int32,), (batch,), device).contiguous()
-        n_hint = check(n_hint, "n_hint", (torch.int32,), (batch,), device).contiguous()
+    assert scales is not None
+    ks = _per_row(top_k, "top_k", torch.int32, batch, device, off=0)
+    ps = _per_row(top_p, "top_p", torch.float32, batch, device, off=1)
+    min_ps = _per_row(min_p, "min_p", torch.float32, batch, device, off=0)
+    if (query_lens is None) != (num_draft_tokens is None):
+        raise ValueError("query_lens and num_draft_tokens go together")
+    if query_lens is not None:
+        query_lens = check(query_lens, "query_lens", (torch.int32,), (batch,), device).contiguous()
+        num_draft_tokens = check(num_draft_tokens, "num_draft_tokens", (torch.int32,), (batch,), device).contiguous()
         if device.type == "cpu":
-            reference.check_counts(n_fed, n_hint, width)
+            reference.check_counts(query_lens, num_draft_tokens, width)
     if out is None:
         out = torch.empty((batch, width), dtype=torch.float32, device=device)
     else:
@@ -250,18 +251,19 @@ def cutoff(
             logits.stride(0),
             logits.stride(1),
             vocab,
-            out if n_fed is None else n_fed,
-            out if n_hint is None else n_hint,
+            out if query_lens is None else query_lens,
+            out if num_draft_tokens is None else num_draft_tokens,
             scales,
-            ks,
-            ps,
-            min_ps,
+            # A filter that is off is not read: any pointer will do.
+            scales if ks is None else ks,
+            scales if ps is None else ps,
+            scales if min_ps is None else min_ps,
             out,
             width,
-            HAS_COUNTS=n_fed is not None,
-            HAS_K=isinstance(top_k, Tensor) or top_k != 0,
-            HAS_P=isinstance(top_p, Tensor) or top_p != 1,
-            HAS_MIN=isinstance(min_p, Tensor) or min_p != 0,
+            HAS_COUNTS=query_lens is not None,
+            HAS_K=ks is not None,
+            HAS_P=ps is not None,
+            HAS_MIN=min_ps is not None,
             SHIFT=_SHIFTS[logits.dtype],
             BLOCK=block,
             num_warps=WARPS,
@@ -269,7 +271,10 @@ def cutoff(
     return out
 
 
-def _per_row(value: Any, name: str, dtype: torch.dtype, batch: int, device: torch.device) -> Tensor:
+def _per_row(
+    value: Any, name: str, dtype: torch.dtype, batch: int, device: torch.device, off: float | None = None
+) -> Tensor | None:
+    """The checked numbers of a filter; None if it is the number ``off``."""
     if isinstance(value, Tensor):
         return check(value, name, (dtype,), (batch,), device).contiguous()
     if isinstance(value, bool) or not isinstance(value, int if dtype is torch.int32 else (int, float)):
@@ -280,4 +285,6 @@ def _per_row(value: Any, name: str, dtype: torch.dtype, batch: int, device: torc
         fits = 0 <= value <= (2**31 - 1 if name == "top_k" else 1)
     if not fits:
         raise ValueError(f"{name} is not valid: {value}")
+    if value == off:
+        return None
     return torch.full((batch,), value, dtype=dtype, device=device)

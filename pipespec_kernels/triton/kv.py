@@ -185,7 +185,7 @@ def compact_kernel(
 
 
 def _wide(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def kv_append(

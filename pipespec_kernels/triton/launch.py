@@ -23,7 +23,7 @@ class Config:
     """How a row of logits is cut. What ``verify`` selects does not depend on it.
 
     Attributes:
-        block: logits that a block of threads looks at together, a power of two, at least 8.
+        block: logits that a block of threads processes at once, a power of two, at least 8.
         warps: warps per block of threads.
         splits: at most that many blocks of threads share a row.
     """
@@ -76,7 +76,7 @@ def default_config(rows: int, vocab: int, device: torch.device, busy: bool) -> C
 
 
 class Workspace:
-    """Memory in which the blocks of a launch meet. Zero before the first launch, and left as zero by every launch.
+    """Memory through which the blocks of a launch combine their results. Zero before and after every launch.
 
     Launches that may run at the same time need different ones, and so does everything that is captured in a CUDA graph
     and may be replayed at the same time. ``verify`` without one makes it itself: a second small launch.
@@ -104,12 +104,12 @@ class RowState(NamedTuple):
     """What a verification changes of each row, written in place by the kernel. All ``[B]``, int32 or int64, contiguous.
 
     Attributes:
-        next_token: becomes the row's own choice behind the accepted hints: the first token of the next step.
-        length: tokens of the row that count, hints not included; grows by ``accepted + 1``. (The keys and values that
-            count are one fewer: that is the truncation of the cache.)
-        epoch: grows by one where a hint was rejected: whatever was drafted behind it is void.
+        next_token: becomes the row's own choice behind the accepted draft tokens: the first token of the next step.
+        length: committed tokens of the row; grows by ``accepted + 1``. (The cache holds keys and
+            values of one token fewer.)
+        epoch: grows by one where a draft token was rejected. Draft tokens of an earlier epoch are invalid.
 
-    Rows that idle or whose counts are invalid keep theirs.
+    The state of rows that idle or have invalid counts does not change.
     """
 
     next_token: Tensor
@@ -162,9 +162,10 @@ def check(
 def check_written(
     tensor: Any, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    if not check(tensor, name, dtypes, shape, device).is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    return tensor
+    checked = check(tensor, name, dtypes, shape, device)
+    if not checked.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {checked.stride()}")
+    return checked
 
 
 def check_noise(

@@ -1,4 +1,4 @@
-"""What the kernels share when they look for the largest score of a row, in pieces and in any order.
+"""Functions of the kernels that find the largest score of a row, in pieces and in any order.
 
 A thread keeps, per lane, the best score and the tile it came from; a block reduces its lanes once, at the end, to one
 64-bit word whose order is (score, lowest id first), and words of several blocks meet in an atomic maximum. So the result
@@ -40,10 +40,10 @@ def unpack_id(word):
 
 
 @triton.jit
-def invalid(fed, hints, width):
-    """Whether a row's counts are bad. They live on the device, where only the kernel can look, and a bad row must not lead it
-    out of the tensors."""
-    return (fed < 0) | (fed > width) | ((hints < 0) | (hints >= fed)) & (fed != 0)
+def invalid(fed, draft_tokens, width):
+    """Whether a row's counts are invalid. The host does not read them, so the kernel checks them before it uses them as
+    indices."""
+    return (fed < 0) | (fed > width) | ((draft_tokens < 0) | (draft_tokens >= fed)) & (fed != 0)
 
 
 @triton.jit
@@ -53,11 +53,11 @@ def no_scale(scale):
 
 
 @triton.jit
-def advance(next_token, length, epoch, row, choice, agreed, hints):
-    """A row's state (``launch.RowState``) behind a verification that selected ``choice`` after ``agreed`` of its hints."""
+def advance(next_token, length, epoch, row, choice, agreed, draft_tokens):
+    """A row's state (``launch.RowState``) behind a verification that selected ``choice`` after ``agreed`` of its draft tokens."""
     tl.store(next_token + row, choice)
     tl.store(length + row, tl.load(length + row) + agreed + 1)
-    tl.store(epoch + row, tl.load(epoch + row) + (agreed < hints).to(tl.int32))
+    tl.store(epoch + row, tl.load(epoch + row) + (agreed < draft_tokens).to(tl.int32))
 
 
 @triton.jit

@@ -1,9 +1,9 @@
-"""``verify``: every row's own choices up to the first hint they contradict, in one launch and one pass over the logits.
+"""``verify``: every row's own choices up to the first draft token they contradict, in one launch and one pass over the logits.
 
 The grid is (splits of the vocabulary) x (columns that choose) x (rows). A block of threads finds the best score of its
-span and brings it, as one word, to an atomic maximum; then it takes a ticket of its row. Whoever takes the last one knows
-that the row's choices are complete: it walks along the hints, writes what the row selected and where it now stands, and
-leaves the work space as it was, so that the launch can be replayed.
+span and brings it, as one word, to an atomic maximum; then it takes a ticket of its row. When a block takes the
+last ticket, the row's choices are complete. This block walks along the draft tokens, writes the row's selected tokens and state, and
+resets the work space, so that the launch can be replayed.
 
 Greedy, the score is the logit. Coupled, it is ``logit * inv_temperature + G`` with Gumbel noise ``G`` that depends on
 (seed, position, token id) only, so that equal ids mean agreement at any temperature: Daliri, Musco, Suresh, "Coupling
@@ -48,8 +48,8 @@ def verify_kernel(
     tokens,
     tokens_stride_b,
     tokens_stride_q,
-    n_fed,
-    n_hint,
+    query_lens,
+    num_draft_tokens,
     width,
     selected,
     accepted,
@@ -79,16 +79,16 @@ def verify_kernel(
     column = tl.program_id(1)  # of those that choose, counted from the first
     row = tl.program_id(2)
     fed = width
-    hints = width - 1
+    draft_tokens = width - 1
     if WALK:
-        fed = tl.load(n_fed + row)
-        hints = tl.load(n_hint + row)
+        fed = tl.load(query_lens + row)
+        draft_tokens = tl.load(num_draft_tokens + row)
     idle = fed == 0
-    bad = invalid(fed, hints, width)
+    bad = invalid(fed, draft_tokens, width)
     if COUPLED:
         scale = tl.load(inv_temperature + row)
         bad = bad | (no_scale(scale) & (fed != 0))
-    first = fed - 1 - hints  # the column whose logits decide about the first hint
+    first = fed - 1 - draft_tokens  # the column whose logits decide about the first draft token
 
     if idle | bad:
         if (column == 0) & (split == 0):
@@ -96,7 +96,7 @@ def verify_kernel(
             tl.store(selected + row.to(tl.int64) * width + columns, -1, mask=columns < width)
             if WALK:
                 tl.store(accepted + row, tl.where(bad, -1, 0))
-    elif column <= hints:
+    elif column <= draft_tokens:
         source = logits + row.to(tl.int64) * logits_stride_b + (first + column).to(tl.int64) * logits_stride_q
         lanes = tl.arange(0, BLOCK)
         begin = split * span
@@ -127,19 +127,19 @@ def verify_kernel(
         tl.atomic_max(as_words(best) + row.to(tl.int64) * width + column, pack_best(top, tile + lanes), sem="relaxed")
 
         # Release: our word before our ticket. Acquire: all words of the row, if ours is the last.
-        if tl.atomic_add(ticket + row, 1, sem="acq_rel") == (hints + 1) * splits - 1:
+        if tl.atomic_add(ticket + row, 1, sem="acq_rel") == (draft_tokens + 1) * splits - 1:
             columns = tl.arange(0, WIDTH_BLOCK)
             words = as_words(best) + row.to(tl.int64) * width + columns
             # .cg: from L2, where the atomics are done, whatever this multiprocessor holds.
-            choice = unpack_id(tl.load(words, mask=columns <= hints, other=0, cache_modifier=".cg"))
-            agrees = columns < hints
+            choice = unpack_id(tl.load(words, mask=columns <= draft_tokens, other=0, cache_modifier=".cg"))
+            agrees = columns < draft_tokens
             if WALK:
-                hint = tl.load(
+                draft_token = tl.load(
                     tokens + row.to(tl.int64) * tokens_stride_b + (first + 1 + columns).to(tl.int64) * tokens_stride_q,
-                    mask=columns < hints,
+                    mask=columns < draft_tokens,
                     other=-1,
                 )
-                agrees = agrees & (choice == hint)
+                agrees = agrees & (choice == draft_token)
             agreed = tl.min(tl.where(agrees, WIDTH_BLOCK, columns), axis=0)
             tl.store(
                 selected + row.to(tl.int64) * width + columns,
@@ -150,17 +150,17 @@ def verify_kernel(
                 tl.store(accepted + row, agreed)
             if HAS_STATE:
                 last = tl.sum(tl.where(columns == agreed, choice, 0), axis=0)
-                advance(next_token, length, epoch, row, last, agreed, hints)
+                advance(next_token, length, epoch, row, last, agreed, draft_tokens)
             tl.debug_barrier()  # every thread has its words and its state before they are overwritten
-            tl.store(words, 0, mask=columns <= hints)
+            tl.store(words, 0, mask=columns <= draft_tokens)
             tl.store(ticket + row, 0)
 
 
 def verify(
     logits: Tensor,
     tokens: Tensor,
-    n_fed: Tensor,
-    n_hint: Tensor,
+    query_lens: Tensor,
+    num_draft_tokens: Tensor,
     *,
     noise: Noise | None = None,
     state: RowState | None = None,
@@ -170,11 +170,11 @@ def verify(
     check_counts: bool | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each row's own choices up to the first hint that they contradict; see :func:`pipespec_kernels.ops.verify`.
+    """Each row's own choices up to the first draft token that they contradict; see :func:`pipespec_kernels.ops.verify`.
 
-    Row ``r`` was fed ``tokens[r, :n_fed[r]]``, of which the last ``n_hint[r]`` are hints. With
-    ``s = n_fed[r] - 1 - n_hint[r]``, ``selected[r, j]`` is the choice from ``logits[r, s + j]`` for
-    ``j = 0 .. accepted[r]``; the walk goes on while ``selected[r, j] == tokens[r, s + 1 + j]`` and hints are left.
+    Row ``r`` was fed ``tokens[r, :query_lens[r]]``, of which the last ``num_draft_tokens[r]`` are draft tokens. With
+    ``s = query_lens[r] - 1 - num_draft_tokens[r]``, ``selected[r, j]`` is the choice from ``logits[r, s + j]`` for
+    ``j = 0 .. accepted[r]``; the walk goes on while ``selected[r, j] == tokens[r, s + 1 + j]`` and draft tokens are left.
 
     A choice is the id of the largest score: of the logit, or with ``noise`` of ``logit * inv_temperature + G`` among the
     logits not below the cutoff. The lowest id wins ties, a NaN is larger than everything and the first one wins, and a
@@ -183,9 +183,9 @@ def verify(
     Args:
         logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions, including 0.
         tokens: ``[B, Q]``, int64 or int32, any strides.
-        n_fed, n_hint: int32 ``[B]``, on the device. ``0 <= n_hint < n_fed <= Q``, or ``n_fed == 0``: the row idles, all
-            -1, nothing accepted. A row whose counts are neither gets ``accepted == -1``, and nothing else happens to it.
-        noise: a :class:`pipespec_kernels.noise.Noise` of tensors on the device of the logits. The host does not look at
+        query_lens, num_draft_tokens: int32 ``[B]``, on the device. ``0 <= num_draft_tokens < query_lens <= Q``, or ``query_lens == 0``: the row idles, all
+            -1, nothing accepted. A row with other counts gets ``accepted == -1`` and changes in nothing else.
+        noise: a :class:`pipespec_kernels.noise.Noise` of tensors on the device of the logits. The host does not read
             them: a row that is fed with an inverse temperature that is not finite and positive gets ``accepted == -1``, too.
             None: greedy.
         state: written in place by the same launch.
@@ -207,8 +207,8 @@ def verify(
     batch, width, vocab = check_logits(logits)
     device = logits.device
     check(tokens, "tokens", INTEGERS, (batch, width), device)
-    n_fed = check(n_fed, "n_fed", (torch.int32,), (batch,), device).contiguous()
-    n_hint = check(n_hint, "n_hint", (torch.int32,), (batch,), device).contiguous()
+    query_lens = check(query_lens, "query_lens", (torch.int32,), (batch,), device).contiguous()
+    num_draft_tokens = check(num_draft_tokens, "num_draft_tokens", (torch.int32,), (batch,), device).contiguous()
     seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
     check_state(state, batch, device)
     check_out(out, batch, width, device)
@@ -217,7 +217,7 @@ def verify(
     if workspace is not None:
         workspace.pieces(batch, width, device)
     if check_counts or (check_counts is None and device.type == "cpu"):
-        reference.check_counts(n_fed, n_hint, width)
+        reference.check_counts(query_lens, num_draft_tokens, width)
 
     selected, accepted = out or (
         torch.empty((batch, width), dtype=torch.int32, device=device),
@@ -228,7 +228,7 @@ def verify(
         return selected, accepted
     _launch(
         logits,
-        (tokens, n_fed, n_hint),
+        (tokens, query_lens, num_draft_tokens),
         (seeds, positions, inv_temperature, cutoff, 0 if noise is None else noise.stream),
         state,
         selected,
@@ -249,7 +249,7 @@ def select(
     exact: bool = False,
     config: Config | None = None,
 ) -> Tensor:
-    """The choice of every column: what :func:`verify` selects where every hint is right.
+    """The choice of every column: what :func:`verify` selects where every draft token is right.
 
     Args:
         logits, noise, workspace, exact, config: as for :func:`verify`.
@@ -287,7 +287,7 @@ def _launch(
     exact: bool,
     config: Config,
 ) -> None:
-    """The kernel on checked arguments; ``fed``: tokens, ``n_fed``, ``n_hint``, or None: no walk, all columns choose."""
+    """The kernel on checked arguments; ``fed``: tokens, ``query_lens``, ``num_draft_tokens``, or None: no walk, all columns choose."""
     batch, width, vocab = logits.shape
     device = logits.device
     splits, span = cut(config, vocab)
@@ -296,7 +296,7 @@ def _launch(
     # Arguments that this mode does not read: any pointer will do.
     unused = accepted
     next_token, length, epoch = state or (unused, unused, unused)
-    tokens, n_fed, n_hint = fed or (selected, unused, unused)
+    tokens, query_lens, num_draft_tokens = fed or (selected, unused, unused)
     with on(device):
         verify_kernel[(splits, width, batch)](
             logits,
@@ -306,8 +306,8 @@ def _launch(
             tokens,
             tokens.stride(0),
             tokens.stride(1),
-            n_fed,
-            n_hint,
+            query_lens,
+            num_draft_tokens,
             width,
             selected,
             accepted,

@@ -1,22 +1,36 @@
-"""pipespec: a large language model's own answer, faster. A drop-in ``generate()`` for HuggingFace LLaMA models."""
+"""pipespec: speculative decoding behind ``generate()`` of HuggingFace LLaMA models, with the text of the large model alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipespec.attention import register_attention, register_when_imported
+from pipespec.engine.attention import register_attention, register_when_imported
 from pipespec_kernels import __version__
 
 if TYPE_CHECKING:
     from pipespec.attachment import attach, attached, detach
+    from pipespec.drivers.base import SpeedWarning, StageFailure
     from pipespec.observe import Report, StageReport
     from pipespec.pipeline import Pipeline
 
-__all__ = ["Pipeline", "Report", "StageReport", "__version__", "attach", "attached", "detach", "register_attention"]
+__all__ = [
+    "Pipeline",
+    "Report",
+    "SpeedWarning",
+    "StageFailure",
+    "StageReport",
+    "__version__",
+    "attach",
+    "attached",
+    "detach",
+    "register_attention",
+]
 
 _HOMES = {
     "Pipeline": "pipespec.pipeline",
     "Report": "pipespec.observe",
+    "SpeedWarning": "pipespec.drivers.base",
+    "StageFailure": "pipespec.drivers.base",
     "StageReport": "pipespec.observe",
     "attach": "pipespec.attachment",
     "attached": "pipespec.attachment",

@@ -1,4 +1,4 @@
-"""What a caller may hand to ``generate()``: one table of every argument, and the checks before any work is done.
+"""Arguments of ``generate()``: one table of all of them, and the checks before any work is done.
 
 Nothing is ignored silently: an argument is honoured, has no effect in transformers either, or is refused by name.
 """
@@ -16,25 +16,27 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from pipespec.angles import rope_type
-from pipespec.compat import embedding_size
+from pipespec.errors import Unsupported, UnsupportedInput
+from pipespec.models.properties import embedding_size
 from pipespec_kernels.state import MAX_EOS
 
 
 class How(enum.Enum):
-    """What becomes of an argument."""
+    """How an argument is treated."""
 
     HONOURED = "honoured"
-    FUSED = "fused"  # all positions of a step at once, in the selection itself
-    STEPWISE = "position by position"  # transformers' own processor, with the exact prefix of each token
-    NO_EFFECT = "no effect"  # transformers does not look at it here, or it cannot change the text
+    FUSED = "fused"  # for all positions of a step at once, in the sampler
+    STEPWISE = "position by position"  # transformers' own processor, with the prefix of each token
+    NO_EFFECT = "no effect"  # transformers does not use it here, or it cannot change the text
     REFUSED = "refused"
 
 
 class Argument(NamedTuple):
+    """An argument: how it is treated, a note for the documentation, and values that are never refused."""
+
     how: How
     note: str
-    neutral: tuple[Any, ...] = ()  # values that ask for nothing, beside None, False and transformers' default
+    neutral: tuple[Any, ...] = ()  # beside None, False and transformers' default
 
 
 _BEAMS = "beam search keeps several texts per row; detach() the model, or call transformers' generate()"
@@ -46,7 +48,7 @@ ARGUMENTS: dict[str, Argument] = {
     # generate()'s own
     "inputs": Argument(How.HONOURED, "the same as `input_ids`"),
     "input_ids": Argument(How.HONOURED, "LongTensor `[B, S]`, or lists; a batch is padded on the left"),
-    "attention_mask": Argument(How.HONOURED, "2-D, padding on the left only; otherwise refused by row"),
+    "attention_mask": Argument(How.HONOURED, "2-D; padding may be anywhere, and means what it means in transformers; columns before `input_ids` stand for cached tokens"),
     "generation_config": Argument(How.HONOURED, "merged as transformers does: keywords, this, the model's, defaults"),
     "logits_processor": Argument(How.STEPWISE, "called once per generated token and row, with ids and scores of that row; drafts go without them"),
     "stopping_criteria": Argument(How.HONOURED, "called token by token, also inside of an accepted block, with the ids of the whole batch, as transformers does"),
@@ -54,7 +56,7 @@ ARGUMENTS: dict[str, Argument] = {
     "streamer": Argument(How.HONOURED, "tokens in order, once, as soon as the target has committed them"),
     "seed": Argument(How.HONOURED, "ours: one integer, or one per row; default: drawn from torch's generator"),
     "tokenizer": Argument(How.HONOURED, "needed by `stop_strings`"),
-    "past_key_values": Argument(How.HONOURED, "a cache that a call of ours returned, or (one row) a DynamicCache; `input_ids` is the whole text"),
+    "past_key_values": Argument(How.HONOURED, "a cache that a call of ours returned, or a DynamicCache; `input_ids` is the whole text, or the new tokens with the mask of the whole text"),
     "custom_generate": Argument(How.REFUSED, "the pipeline is one: `model.generate(..., custom_generate=pipe)`"),
     "synced_gpus": Argument(How.REFUSED, "one process decides when it ends; give each rank its own pipeline"),
     "assistant_model": Argument(How.REFUSED, "pass it to Pipeline(target, drafts=[...])"),
@@ -62,13 +64,16 @@ ARGUMENTS: dict[str, Argument] = {
     "negative_prompt_ids": Argument(How.REFUSED, "classifier-free guidance needs a second forward per token"),
     "negative_prompt_attention_mask": Argument(How.REFUSED, "classifier-free guidance needs a second forward per token"),
     "inputs_embeds": Argument(How.REFUSED, "drafts cannot read the target's embeddings; pass input_ids"),
-    "position_ids": Argument(How.REFUSED, "derived from attention_mask, as transformers does"),
+    "position_ids": Argument(How.REFUSED, "other than those derived from attention_mask, as transformers does"),
+    "cache_position": Argument(How.REFUSED, "derived from the cache, as transformers does"),
+    "logits_to_keep": Argument(How.NO_EFFECT, "transformers reads the last logits only"),
+    "trust_remote_code": Argument(How.NO_EFFECT, "of custom_generate"),
     # length and end
     "max_length": Argument(How.HONOURED, "counts padding, as in transformers"),
     "max_new_tokens": Argument(How.HONOURED, ""),
     "min_length": Argument(How.STEPWISE, "", (0,)),
     "min_new_tokens": Argument(How.STEPWISE, "", (0,)),
-    "max_time": Argument(How.HONOURED, "looked at after each committed token"),
+    "max_time": Argument(How.HONOURED, "checked after each committed token"),
     "stop_strings": Argument(How.HONOURED, "token by token; needs `tokenizer`"),
     "eos_token_id": Argument(How.HONOURED, f"up to {MAX_EOS} ids"),
     "pad_token_id": Argument(How.HONOURED, ""),
@@ -79,7 +84,7 @@ ARGUMENTS: dict[str, Argument] = {
     "top_k": Argument(How.FUSED, ""),
     "top_p": Argument(How.FUSED, "tokens that tie with the last one kept are all kept"),
     "min_p": Argument(How.FUSED, ""),
-    "repetition_penalty": Argument(How.FUSED, "padding never counts as said; fused unless another processor stands beside it", (1.0,)),
+    "repetition_penalty": Argument(How.FUSED, "padding is not penalised; position by position if other processors are set", (1.0,)),
     "top_h": Argument(How.STEPWISE, ""),
     "typical_p": Argument(How.STEPWISE, "", (1.0,)),
     "epsilon_cutoff": Argument(How.STEPWISE, "", (0.0,)),
@@ -108,7 +113,7 @@ ARGUMENTS: dict[str, Argument] = {
     # how it is computed
     "use_cache": Argument(How.HONOURED, "False: no cache is returned; the text is the same", (True,)),
     "prefill_chunk_size": Argument(How.HONOURED, "tokens per forward of the prefill, in every stage"),
-    "cache_implementation": Argument(How.REFUSED, _CACHE, ("dynamic",)),
+    "cache_implementation": Argument(How.REFUSED, _CACHE, ("dynamic", "dynamic_full")),
     "cache_config": Argument(How.REFUSED, _CACHE),
     "max_cache_len": Argument(How.REFUSED, _CACHE),
     "compile_config": Argument(How.NO_EFFECT, "transformers compiles no step around such a cache"),
@@ -143,16 +148,16 @@ ARGUMENTS: dict[str, Argument] = {
     "decoder_start_token_id": Argument(How.NO_EFFECT, "of encoder-decoder models"),
     "transformers_version": Argument(How.NO_EFFECT, _FILE),
 }  # fmt: skip
-"""Every argument of ``generate()`` and field of ``GenerationConfig``. ``docs/generate.md`` shows it; a test compares the two."""
+"""Every argument of ``generate()`` and field of ``GenerationConfig``; ``docs/generate.md`` has the same table."""
 
-_MOST_TOKENS = 2**30  # positions are 32-bit numbers
+MOST_TOKENS = 2**30  # positions are 32-bit numbers
 
 _SEE = "docs/generate.md lists what is supported"
 
 
 def table() -> str:
-    """``ARGUMENTS`` in Markdown."""
-    lines = ["| argument | what becomes of it | |", "|---|---|---|"]
+    """Return ``ARGUMENTS`` as a Markdown table."""
+    lines = ["| argument | treatment | |", "|---|---|---|"]
     lines += [f"| `{name}` | {a.how.value} | {a.note} |" for name, a in ARGUMENTS.items()]
     return "\n".join(lines) + "\n"
 
@@ -163,14 +168,26 @@ def check_arguments(
     attention_mask: Any,
     generation_config: GenerationConfig | None,
     kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor, GenerationConfig]:
-    """Check a call of ``generate()`` for ``model`` before any work is done.
+    has_cache: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, GenerationConfig]:
+    """Check a call of ``generate()`` before any work is done.
 
-    Returns the token ids (int64 ``[B, S]``), the mask (bool ``[B, S]``, ones on the right) and the configuration that
-    is in force, merged as transformers merges it (a copy).
+    Args:
+        model: The target.
+        input_ids: As the caller gave them: a tensor, lists, or None.
+        attention_mask: As the caller gave it, or None.
+        generation_config: As the caller gave it, or None.
+        kwargs: All other keywords of the call.
+        has_cache: Whether the caller gave ``past_key_values``.
 
-    Raises ``ValueError`` for values that cannot work, ``TypeError`` for things of the wrong kind, ``NotImplementedError`` for an
-    argument of transformers that exists but is not supported here; each names the argument.
+    Returns:
+        The token ids (int64 ``[B, S]``), the mask (int64 ``[B, S]`` or more columns; None if none was given), and a copy of the merged
+        configuration.
+
+    Raises:
+        ValueError: A value cannot work; the message names the argument.
+        TypeError: A value has the wrong type.
+        NotImplementedError: An argument of transformers is not supported.
     """
     config = _effective_config(model, generation_config, kwargs)
     check_options(config)
@@ -178,20 +195,26 @@ def check_arguments(
     eos = _as_ids("eos_token_id", config.eos_token_id)
     if len(eos) > MAX_EOS:
         raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(eos)}")
-    pads = _as_ids("pad_token_id", config.pad_token_id)
-    mask = _check_mask(attention_mask, ids, pads, eos)
-    maximum = getattr(model.config, "max_position_embeddings", None)
-    grows = "dynamic" in rope_type(model)  # the angles are made for longer texts: that is where they change
-    if maximum is not None and ids.shape[1] > maximum and not grows:
-        raise ValueError(
-            f"the prompt has {ids.shape[1]} tokens, but the model's limit (max_position_embeddings) is {maximum}; shorten it"
-        )
+    _as_ids("pad_token_id", config.pad_token_id)
+    mask = None if attention_mask is None else _check_mask(attention_mask, ids, has_cache)
+    if kwargs.get("position_ids") is not None:
+        positions = torch.as_tensor(kwargs["position_ids"]).to(ids.device)
+        widths = {ids.shape[1]} if mask is None else {ids.shape[1], mask.shape[1]}
+        if positions.ndim != 2 or positions.shape[1] not in widths:
+            raise refusal("position_ids", positions)
+        check_positions(positions, torch.ones_like(ids) if mask is None else mask)
+        if mask is not None and not bool(mask[:, -1].all()):  # positions of padding at the end count, too
+            raise refusal("position_ids", positions)
     _check_length(config, ids.shape[1])
     return ids, mask, config
 
 
 def check_options(config: GenerationConfig) -> None:
-    """``NotImplementedError`` for the first option of a merged configuration that is refused, or that nobody knows."""
+    """Check the options of a merged configuration.
+
+    Raises:
+        NotImplementedError: For the first option that is refused or unknown.
+    """
     defaults = GenerationConfig()
     for name, value in config.__dict__.items():
         if name.startswith("_"):
@@ -205,23 +228,23 @@ def check_options(config: GenerationConfig) -> None:
             continue
         if argument is None:
             if name not in defaults.__dict__:
-                continue  # an entry of the user's own, which transformers carries along and nothing reads
-            raise NotImplementedError(f"generate(): {name}={value!r} is not known here; {_SEE}")
+                continue  # the user's own entry, which transformers does not read
+            raise Unsupported(name, f"generate(): {name}={value!r} is unknown; {_SEE}")
         if value not in argument.neutral:
             raise refusal(name, value)
 
 
-def refusal(name: str, value: Any) -> NotImplementedError:
-    """The error for an argument that is refused."""
+def refusal(name: str, value: Any) -> Unsupported:
+    """Build the error for an argument that is refused."""
     shown = repr(value)
     shown = shown if len(shown) < 60 else type(value).__name__
-    return NotImplementedError(f"generate(): {name}={shown} is not supported: {ARGUMENTS[name].note}")
+    return Unsupported(name, f"generate(): {name}={shown} is not supported: {ARGUMENTS[name].note}")
 
 
 def _effective_config(
     model: PreTrainedModel, given: GenerationConfig | None, kwargs: dict[str, Any]
 ) -> GenerationConfig:
-    """The caller's keywords over the caller's configuration over the model's, as transformers merges them."""
+    """Merge as transformers does: keywords, the caller's configuration, the model's."""
     config = copy.deepcopy(model.generation_config)
     if given is not None:
         if not isinstance(given, GenerationConfig):
@@ -230,14 +253,36 @@ def _effective_config(
             if value is not None:
                 setattr(config, name, copy.deepcopy(value))
     known = config.__dict__.keys() | GenerationConfig().__dict__.keys()
+    others = {}
     for name, value in kwargs.items():
         if name in known:
             setattr(config, name, value)
-        elif name not in ARGUMENTS:
-            raise TypeError(f"generate() got an unsupported argument '{name}'; {_SEE}")
-        elif ARGUMENTS[name].how is How.REFUSED and value is not None and value is not False:
+        elif value is not None and (name not in ARGUMENTS or _is_unknown_field(name)):
+            others[name] = value
+        elif name == "position_ids":
+            pass  # compared with the mask's, later
+        elif value is not None and value is not False and ARGUMENTS[name].how is How.REFUSED:
             raise refusal(name, value)
+    model._validate_model_kwargs(others)  # raises transformers' error for unknown names
+    for name in others:
+        raise for_forward(name)
     return config
+
+
+def _is_unknown_field(name: str) -> bool:
+    """Whether ``name`` is a field of later transformers' ``GenerationConfig``, given that the installed one does not have it."""
+    return ARGUMENTS[name].how is How.NO_EFFECT and name not in ("logits_to_keep", "trust_remote_code")
+
+
+def for_forward(name: str) -> Unsupported:
+    """Build the error for an argument of the model's ``forward()``."""
+    return Unsupported(name, f"generate(): {name} would be passed to the model's forward(), which drafts do not see")
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy's or a tensor of one number as a number of Python's; all else as it is."""
+    is_number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+    return value.item() if is_number else value
 
 
 def _check_input_ids(input_ids: Any, model: PreTrainedModel, config: GenerationConfig) -> torch.Tensor:
@@ -281,49 +326,41 @@ def _check_input_ids(input_ids: Any, model: PreTrainedModel, config: GenerationC
     return input_ids.long()
 
 
-def _check_mask(mask: Any, ids: torch.Tensor, pads: list[int], eos: list[int]) -> torch.Tensor:
-    """Bool ``[B, S]``, ones on the right."""
-    if mask is None:
-        if not pads or not bool((ids == pads[0]).any()):
-            return torch.ones_like(ids, dtype=torch.bool)
-        is_pad = ids == pads[0]
-        if pads[0] not in eos:  # transformers infers the mask in this case, and only in this one
-            mask = ~is_pad
-            if bool((mask.long().diff(dim=1) < 0).any()):
-                raise ValueError(
-                    f"input_ids: pad_token_id {pads[0]} occurs behind other tokens, so it is not clear what is padding; pass "
-                    "attention_mask (a batch is padded on the left)"
-                )
-        else:
-            leading = is_pad.long().cumprod(dim=1).sum(dim=1)
-            if int(leading.min()) != int(leading.max()):
-                raise ValueError(
-                    f"input_ids: some rows begin with pad_token_id {pads[0]}, which is also an eos_token_id, so it is not clear what "
-                    "is padding; pass attention_mask"
-                )
-            return torch.ones_like(ids, dtype=torch.bool)
+def _check_mask(mask: Any, ids: torch.Tensor, has_cache: bool) -> torch.Tensor:
+    """int64 ``[B, S]``, or with a cache ``[B, more]``."""
     if not isinstance(mask, torch.Tensor):
         try:
             mask = torch.as_tensor(mask)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"attention_mask must be a tensor of shape [batch, length]: {error}") from error
-    if mask.shape != ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}; they must be equal"
+    fits = mask.ndim == 2 and mask.shape[0] == ids.shape[0]
+    if not fits or not (mask.shape[1] == ids.shape[1] or (has_cache and mask.shape[1] > ids.shape[1])):
+        raise UnsupportedInput(
+            "attention_mask",
+            f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}; they must be equal, or with past_key_values the mask "
+            "may have columns for the cached tokens before those of input_ids",
         )
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("attention_mask must hold 0 and 1 (0 for padding), it is not added to attention scores")
-    mask = mask.to(ids.device).bool()
-    for row in range(ids.shape[0]):
-        count = int(mask[row].sum())
-        if count == 0:
-            raise ValueError(f"attention_mask: row {row} is all padding; the prompt is empty")
-        if not bool(mask[row, ids.shape[1] - count :].all()):
-            raise ValueError(
-                f"attention_mask: row {row} is not padded on the left only; a decoder continues its last column, so pad on the left "
-                "(tokenizer.padding_side = 'left')"
-            )
-    return mask
+    return mask.to(ids.device).long()
+
+
+def check_positions(given: torch.Tensor, mask: torch.Tensor) -> None:
+    """Check that the positions of tokens that are no padding are those that follow from the mask.
+
+    Args:
+        given: ``[1 or B, S]``.
+        mask: ``[B, S]``, or with columns for cached tokens before these.
+
+    Raises:
+        NotImplementedError: They are others.
+    """
+    if given.shape[0] not in (1, mask.shape[0]):
+        raise refusal("position_ids", given)
+    own = mask.long().cumsum(dim=1) - 1
+    differs = given != own[:, -given.shape[1] :]
+    if bool((differs & mask[:, -given.shape[1] :].bool()).any()):
+        raise refusal("position_ids", given)
 
 
 def _check_length(config: GenerationConfig, width: int) -> None:
@@ -331,8 +368,8 @@ def _check_length(config: GenerationConfig, width: int) -> None:
         new = _as_int("max_new_tokens", config.max_new_tokens)
         if new <= 0:
             raise ValueError(f"max_new_tokens must be at least 1, not {new}")
-        if new > _MOST_TOKENS:
-            raise ValueError(f"max_new_tokens={new} is more than any row can have ({_MOST_TOKENS})")
+        if new > MOST_TOKENS:
+            raise ValueError(f"max_new_tokens={new} is more than any row can have ({MOST_TOKENS})")
     elif config.max_length is not None and config.max_length != GenerationConfig().max_length:
         length = _as_int("max_length", config.max_length)
         if length <= width and length != 20:  # the default, which counts new tokens
@@ -341,7 +378,7 @@ def _check_length(config: GenerationConfig, width: int) -> None:
 
 def _as_int(name: str, value: Any) -> int:
     try:
-        return operator.index(value)
+        return operator.index(plain_number(value))
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
 

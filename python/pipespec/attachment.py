@@ -1,33 +1,58 @@
-"""attach(): a model whose own ``generate()`` is pipelined, so that code which knows nothing of pipespec runs unchanged."""
+"""attach(): a pipeline takes over ``model.generate()``, so that existing code runs unchanged."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from pipespec.drivers.base import SpeedWarning
+from pipespec.errors import Unsupported
+from pipespec.observe.text import told_of_failure
 from pipespec.pipeline import Pipeline
+from pipespec.process.warnings import user_stacklevel
 
 
 class _Generate:
-    """Stands in for ``model.generate``. Copies and pickles of the model get their class's own ``generate()`` back."""
+    """Replaces ``model.generate``. Copies and pickles of the model have the ``generate()`` of their class."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, *, is_strict: bool) -> None:
+        self.pipeline, self.is_strict = pipeline, is_strict
+        self._warned: set[str] = set()
         functools.update_wrapper(self, GenerationMixin.generate)
         parameters = list(inspect.signature(GenerationMixin.generate).parameters.values())[1:]
         self.__signature__ = inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("custom_generate") is self.pipeline:  # ours by its other name
+        if kwargs.get("custom_generate") is self.pipeline:
             del kwargs["custom_generate"]
-        if kwargs.get("custom_generate") is not None:  # somebody else's loop
+        if kwargs.get("custom_generate") is not None:  # another decoding loop
             return GenerationMixin.generate(self.pipeline.target, *args, **kwargs)
-        return self.pipeline.generate(*args, **kwargs)
+        if self.is_strict or kwargs.get("seed") is not None:  # transformers has no such argument
+            return self.pipeline.generate(*args, **kwargs)
+        with told_of_failure(kwargs.get("streamer")):
+            try:
+                return Pipeline.generate.__wrapped__(self.pipeline, *args, **kwargs)  # type: ignore[attr-defined]
+            except Unsupported as error:
+                self._warn(error)
+            kwargs.pop("seed", None)
+            return type(self.pipeline.target).generate(self.pipeline.target, *args, **kwargs)
+
+    def _warn(self, error: Unsupported) -> None:
+        """Warn once for each argument."""
+        if error.argument not in self._warned:
+            self._warned.add(error.argument)
+            warnings.warn(
+                f"{error}. So transformers decodes calls with this {error.argument} itself, without drafts; "
+                "attach(..., unsupported='raise') refuses them",
+                SpeedWarning,
+                stacklevel=user_stacklevel(),
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.pipeline.target))
@@ -38,7 +63,7 @@ class _Generate:
 
 
 class _Plain:
-    """``generate()`` of a copy of an attached model: plain."""
+    """``generate()`` of a copy of an attached model: that of its class."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -50,33 +75,50 @@ class _Plain:
 def attach(
     model: PreTrainedModel,
     drafts: Sequence[PreTrainedModel | str | Path] | PreTrainedModel | str | Path,
+    *,
+    unsupported: str = "plain",
     **options: Any,
 ) -> Pipeline:
-    """Make ``model.generate()`` a pipeline's: same arguments, same text, faster. Returns the pipeline, whose ``report`` tells.
+    """Let a pipeline run ``model.generate()``: same arguments, same text, faster.
 
-    ``options``: as for :class:`pipespec.Pipeline`. :func:`detach` restores the model. ``transformers.pipeline``, evaluation harnesses and chat
-    templates then run unchanged; what cannot be pipelined is refused by name, as by ``Pipeline.generate``. Model and pipeline know each other from
-    here on: detach before dropping the model where its memory is wanted at once and not at the next garbage collection.
+    ``transformers.pipeline``, evaluation harnesses and chat templates then run unchanged. Model and pipeline refer to each other: :func:`detach` before dropping a model whose memory is needed at once.
 
-    Raises ``ValueError`` if the model is attached already, and what ``Pipeline`` raises.
+    Args:
+        model: The target.
+        drafts: As for :class:`pipespec.Pipeline`, smallest first.
+        unsupported: What becomes of a call that a pipeline cannot run (beam search, for example). ``"plain"``: transformers decodes it, and a
+            :class:`pipespec.SpeedWarning` names the argument, once. ``"raise"``: it is refused by name, as by :meth:`pipespec.Pipeline.generate`.
+        **options: As for :class:`pipespec.Pipeline`.
+
+    Returns:
+        The pipeline, whose ``report`` describes the last call.
+
+    Raises:
+        ValueError: The model is attached already, the models cannot form a chain, or ``unsupported`` is neither.
+        TypeError: As for :class:`pipespec.Pipeline`.
     """
     if attached(model) is not None:
         raise ValueError("this model is attached already; detach() it first")
+    if unsupported not in ("plain", "raise"):
+        raise ValueError(f"unsupported must be 'plain' or 'raise', not {unsupported!r}")
     pipeline = Pipeline(model, drafts, **options)
-    model.generate = _Generate(pipeline)  # on the instance: other models of its class are not touched
+    # On the instance: other models of its class are not touched.
+    model.generate = _Generate(pipeline, is_strict=unsupported == "raise")
     return pipeline
 
 
 def attached(model: PreTrainedModel) -> Pipeline | None:
-    """The pipeline that ``model`` is attached to, if any."""
+    """Return the pipeline that ``model`` is attached to, or None."""
     generate = vars(model).get("generate")
     return generate.pipeline if isinstance(generate, _Generate) else None
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Undo :func:`attach`: ``model.generate()`` is transformers' own again, worker processes end. Calls under way come to their ends first.
+    """Undo :func:`attach`: ``model.generate()`` is that of its class again, and worker processes end. Running calls are completed first.
 
-    Raises ``ValueError`` for a model that is not attached; ``RuntimeError``, and it stays attached, from inside of a call.
+    Raises:
+        ValueError: The model is not attached.
+        RuntimeError: From inside of a call; the model stays attached.
     """
     pipeline = attached(model)
     if pipeline is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from pipespec import ending
-from pipespec.angles import LengthAngles
-from pipespec.arguments import check_options, refusal
-from pipespec.cache import RowCache
-from pipespec.compat import head_size
-from pipespec.drivers import Request, Runner
+from pipespec.arguments import MOST_TOKENS, check_options, check_positions
+from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest, TextSource
+from pipespec.engine.cache import RowCache
+from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds
+from pipespec.engine.stage import PREFILL_CHUNK, RightPadding, StageInputs
+from pipespec.errors import Unsupported, UnsupportedInput
+from pipespec.models.compat import first_position_behind, mask_columns_of_call
+from pipespec.models.properties import head_size
+from pipespec.models.rope import DynamicRope
 from pipespec.observe import Report
 from pipespec.observe.report import stage_report
-from pipespec.sampling import Record, Selection, row_seeds
-from pipespec.stage import PREFILL_CHUNK, Start, stage_names
+from pipespec.process import shutdown
 from pipespec_kernels.state import MAX_EOS
 
 
@@ -32,10 +35,63 @@ class PipelineOutput(GenerateDecoderOnlyOutput):
     speculation: Report | None = None
 
 
-class Generation:
-    """One call, prepared by transformers: rows, limits, processors, criteria.
+_texts: weakref.WeakKeyDictionary[Cache, list[np.ndarray]] = weakref.WeakKeyDictionary()
+"""Per row, the text whose keys and values a call left in the caller's DynamicCache. Later changes of the cache are not noticed."""
 
-    Raises ``ValueError`` or ``NotImplementedError``, naming the argument, for what cannot be honoured.
+
+class _Columns:
+    """Where the tokens of each row are in the columns of the call's mask.
+
+    Args:
+        mask: ``[B, S]``, 0 for padding.
+        width: Columns of ``input_ids``, the last ones of the mask.
+
+    Attributes:
+        count: Columns of the mask.
+        cached: How many of them are before those of ``input_ids``.
+        places: Per row, the columns that are no padding.
+
+    Raises:
+        ValueError: A row is all padding.
+    """
+
+    def __init__(self, mask: torch.Tensor, width: int) -> None:
+        self.count = mask.shape[1]
+        self.cached = self.count - width
+        self.places = [np.flatnonzero(row) for row in mask.cpu().numpy()]
+        for row, places in enumerate(self.places):
+            if len(places) == 0:
+                raise ValueError(f"attention_mask: row {row} is all padding; the prompt is empty")
+
+    def tokens(self, columns: int) -> list[int]:
+        """Per row, the number of tokens in the first columns."""
+        return [int((places < columns).sum()) for places in self.places]
+
+    def of_text(self, row: int, length: int) -> torch.Tensor:
+        """The columns of the first tokens of a row, new ones included: int64 ``[length]``."""
+        places = self.places[row][:length]
+        new = np.arange(self.count, self.count + length - len(places))
+        return torch.from_numpy(np.concatenate([places, new]))
+
+
+class Generation:
+    """One call: its rows, its limits, and the text that is committed so far.
+
+    Args:
+        target: The model whose text it is.
+        input_ids: int64 ``[B, S]``, as all arguments prepared by transformers.
+        logits_processor: Processors of the scores.
+        stopping_criteria: Criteria, those for the length and for ``eos_token_id`` included.
+        config: The merged configuration.
+        streamer: Gets the tokens as they are committed.
+        seed: One integer, or one per row.
+        cache: The caller's ``past_key_values``.
+        attention_mask: ``[B, S]``, 0 for padding. With a cache it may have columns for cached tokens before these.
+        position_ids: As derived from the mask.
+
+    Raises:
+        ValueError: A value cannot work; the message names the argument.
+        NotImplementedError: An option of transformers is not supported.
     """
 
     def __init__(
@@ -53,137 +109,145 @@ class Generation:
         position_ids: torch.Tensor | None = None,
     ) -> None:
         check_options(config)
-        self.input_ids, self.config, self._streamer, self._cache = input_ids, config, streamer, cache
+        self.config, self._target, self._cache = config, target, cache
         rows, width = input_ids.shape
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        lengths = [int(n) for n in mask.sum(dim=1)]
-        _check_layout(mask, lengths, position_ids)
+        mask = attention_mask
+        if mask is None:
+            mask = input_ids.new_ones((rows, mask_columns_of_call(config, position_ids, width)))
+        if position_ids is not None:
+            check_positions(position_ids, mask)
+        self._columns = columns = _Columns(mask, width)
         ids = input_ids.to("cpu", torch.int32).numpy()
-        self.prompts = [ids[row, width - n :].copy() for row, n in enumerate(lengths)]
-        self._padding = [ids[row, : width - n].astype(np.int64) for row, n in enumerate(lengths)]
+        cached = columns.tokens(columns.cached)
+        texts = _cached_texts(cache, cached)
+        # Where the text of cached tokens is not known, zeros stand for it, which only drafts see.
+        self._is_known = [len(text) for text in texts] == cached
+        self.prompts, shown = [], []
+        for row, (places, text, n) in enumerate(zip(columns.places, texts, cached, strict=True)):
+            unknown = np.zeros(n - len(text), dtype=np.int32)
+            self.prompts.append(np.concatenate([text, unknown, ids[row, places[n:] - columns.cached]]))
+            shown.append(Prompt(ids[row], len(places), max(0, int(places[0]) - columns.cached)))
+        lengths = [len(prompt) for prompt in self.prompts]
 
-        most = config.max_length
-        eos: list[int] = []
-        self._criteria = []
-        self._pads = False  # transformers fills finished rows only where an end-of-text token exists
+        lengths_allowed = []
+        self._eos: list[int] = []
+        criteria = []
+        pads = False  # transformers fills finished rows only where an end-of-text token exists
         for criterion in stopping_criteria:
             if type(criterion) is MaxLengthCriteria:
-                most = min(most, criterion.max_length)
+                lengths_allowed.append(criterion)
             elif type(criterion) is EosTokenCriteria and getattr(criterion, "new_token_length", 1) == 1:
-                eos += [int(token) for token in criterion.eos_token_id.flatten() if int(token) >= 0]
-                self._pads = True
+                self._eos += [int(token) for token in criterion.eos_token_id.flatten() if int(token) >= 0]
+                pads = True
             else:
-                self._criteria.append(criterion)
-        if len(eos) > MAX_EOS:
-            raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(eos)}")
-        pad = getattr(config, "_pad_token_tensor", None)
-        self._pad = int(pad) if pad is not None else (eos or [0])[0]
-        new = most - width
-        self.limits = [n + new for n in lengths]
+                criteria.append(criterion)
+        if len(self._eos) > MAX_EOS:
+            raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(self._eos)}")
+        # The caller's own stand in the place of transformers'. They are called behind a token, so one token is always generated.
+        self._max_length = min(lengths_allowed, key=lambda criterion: int(criterion.max_length))
+        most = max(int(self._max_length.max_length), width + 1)
+        if most > width + MOST_TOKENS:
+            raise ValueError(f"MaxLengthCriteria: {most} is more than any row can have ({MOST_TOKENS})")
+        self.limits = [n + most - width for n in lengths]
 
-        self.seeds = row_seeds(seed, rows) if config.do_sample or seed is not None else None
-        if not config.do_sample:
-            self.seeds = None  # greedy: a seed is looked at, and changes nothing
-        wants = config.return_dict_in_generate
+        seeds = row_seeds(seed, rows) if config.do_sample or seed is not None else None
+        self.seeds = seeds if config.do_sample else None  # greedy: a seed is checked, and changes nothing
+        self._sampling_params = SamplingParams.of(logits_processor, seeds=self.seeds, prompts=shown, ends=self._eos)
         self._record = None
-        if wants and (config.output_scores or config.output_logits):
-            self._record = Record(
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+            self._record = ScoreRecord(
                 [[] for _ in range(rows)] if config.output_scores else None,
                 [[] for _ in range(rows)] if config.output_logits else None,
             )
-        self._own_cache = self._adopted(target) if cache is not None else None
-        # Columns that are padding in every row do not count.
-        longest, chunk = max(lengths), config.prefill_chunk_size
-        held = max(self._own_cache.lengths) if self._own_cache is not None else 0
-        ends = (min(end, width) + longest - width for end in range(held + chunk, width + chunk, chunk)) if chunk else ()
-        start = Start(
-            self.prompts,
-            self.limits,
-            Selection.of(logits_processor, seeds=self.seeds, padding=self._padding, ends=eos),
-            head_size(target),
-            chunk=chunk or PREFILL_CHUNK,
-            reuse=cache is not None,
-            forwards=tuple(end for end in ends if end > 0),
-        )
-        self.request = Request(start, eos, self._on_commit, self._record)
-        self._target = target
-        self._after_step: Callable[[], None] | None = None
+        self._row_cache = None if cache is None else self._adopted(cache)
+        self._right_padding = self._behind_padding(input_ids, mask, position_ids)
+
+        pad = getattr(config, "_pad_token_tensor", None)
+        self._pad = int(pad) if pad is not None else (self._eos or [0])[0]
+        self._text = _Text(input_ids, self.prompts, self.limits, self._eos, self._pad)
+        self._criteria = _Criteria(self._text, criteria, pads, self._record) if criteria else None
+        self._stream = None if streamer is None else _Stream(self._text, streamer)
         self._began = time.perf_counter()
         self._first: float | None = None
-        self._lengths = [len(p) for p in self.prompts]  # committed and looked at
-        self._done = [False] * rows
-        # What the criteria are shown: ids [B, S + n], scores per column; and how many new columns they have seen.
-        self._seen: torch.Tensor | None = None
-        self._shown: list[torch.Tensor] = []
-        self._judged = 0
-        self._over = torch.zeros(rows, dtype=torch.bool, device="cpu")  # rows that some criterion has called over
-        self._streamed = 0  # new tokens per row handed to the streamer
+        self._seconds: float | None = None
 
-    def follows(self, angles: LengthAngles) -> bool:
-        """Whether the call's rotary angles can be those of ``generate()``."""
-        in_chunks, padded = self.config.prefill_chunk_size is not None, min(map(len, self._padding)) > 0
-        return angles.are_followed(in_chunks=in_chunks, padded=padded)
+    def follows(self, rope: DynamicRope) -> bool:
+        """Whether the call's RoPE can be that of ``generate()``."""
+        in_chunks = self.config.prefill_chunk_size is not None
+        padded = self._columns.count > max(map(len, self.prompts))
+        return rope.is_reproducible(in_chunks=in_chunks, padded=padded)
 
-    # ---- a cache from outside
+    def _behind_padding(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor | None
+    ) -> RightPadding | None:
+        """What rows that end with padding continue from; None if no row does."""
+        ends = [bool(n) for n in mask[:, -1] == 0]
+        if not any(ends):
+            return None
+        where = ""
+        if self._row_cache is not None and any(self._row_cache.lengths):
+            where = "behind cached tokens"
+        elif DynamicRope.of(self._target) is not None:
+            where = "with RoPE that depends on the length of the text"
+        if where:
+            raise UnsupportedInput(
+                "attention_mask", f"attention_mask: row {ends.index(True)} ends with padding {where}; pad on the left"
+            )
+        positions, new = first_position_behind(mask, position_ids)
+        return RightPadding(
+            input_ids, mask, positions, [int(at) if end else None for at, end in zip(new, ends, strict=True)]
+        )
 
-    @property
-    def adopted(self) -> RowCache | None:
-        """What the target will go on with, where the caller gave a cache."""
-        return self._own_cache
-
-    def copies(self, always: bool) -> bool:
-        """Whether the caller gets a copy of the target's keys and values, beside the cache itself. ``always``: of whoever does not give its own away."""
-        if not self._returns_cache():
-            return False
-        own = self._own_cache
-        return self._cache is not own or (always and (own is None or own.capacity < max(self.limits)))
-
-    def _returns_cache(self) -> bool:
-        return self._own_cache is not None or bool(self.config.return_dict_in_generate and self.config.use_cache)
-
-    def _adopted(self, target: PreTrainedModel) -> RowCache:
+    def _adopted(self, cache: Cache) -> RowCache:
         """The caller's cache as a RowCache that holds a part of every prompt."""
-        cache = self._cache
-        rows = len(self.prompts)
+        rows, columns = len(self.prompts), self._columns
         if isinstance(cache, RowCache):
             if cache.rows != rows:
                 raise ValueError(f"past_key_values holds {cache.rows} rows, input_ids {rows}")
-            if not cache.suits(target):
+            if not cache.matches(self._target):
                 raise ValueError(f"past_key_values does not fit the target, it is another model's: {cache!r}")
             held = list(cache.lengths)
             own = cache
         elif isinstance(cache, DynamicCache):
             n = int(cache.get_seq_length())
-            if rows > 1:
-                raise NotImplementedError(
-                    f"past_key_values: a DynamicCache has one length for all rows, and here each of the {rows} has its own; pass the "
-                    "cache that a call of this pipeline returned, or one row"
-                )
-            if len(self._padding[0]):
-                raise NotImplementedError(
-                    "past_key_values: a DynamicCache behind padding; pass input_ids without padding"
-                )
             if n and cache.layers[0].keys.shape[0] != rows:
                 raise ValueError(f"past_key_values holds {cache.layers[0].keys.shape[0]} rows, input_ids {rows}")
-            own = RowCache.for_model(target, rows, max(n, *self.limits) + 1)
+            if n > columns.count:
+                _refuse_longer(n, 0, self.prompts[0])
+            if columns.cached and n != columns.cached:
+                raise ValueError(
+                    f"past_key_values holds {n} columns, and attention_mask has {columns.cached} before those of input_ids: they must be "
+                    "equal where input_ids are the new tokens only"
+                )
+            # Its columns are those of the mask. Ours are the tokens of each row.
+            held = columns.tokens(n)
+            own = RowCache.for_model(self._target, rows, max(n, *self.limits) + 1)
             if n:
                 if len(cache.layers) != len(own.layers):
                     raise ValueError(f"past_key_values has {len(cache.layers)} layers, the target {len(own.layers)}")
+                sources = [columns.of_text(row, h) for row, h in enumerate(held)]
+
+                def ours(states: torch.Tensor) -> torch.Tensor:
+                    return _moved(states, sources, [torch.arange(h) for h in held], n)
+
                 try:
-                    own.load([(layer.keys, layer.values) for layer in cache.layers])
+                    own.load([(ours(layer.keys), ours(layer.values)) for layer in cache.layers])
                 except ValueError as error:
                     raise ValueError(f"past_key_values does not fit the target: {error}") from error
-            held = [n] * rows
+                own.set_lengths(held)
         else:
-            raise NotImplementedError(
+            raise Unsupported(
+                "past_key_values",
                 f"past_key_values: {type(cache).__name__} is not supported; pass a DynamicCache, or the cache that a call of this "
-                "pipeline returned"
+                "pipeline returned",
             )
         for row, (n, prompt) in enumerate(zip(held, self.prompts, strict=True)):
             if n > len(prompt):
+                _refuse_longer(n, row, prompt)
+            if columns.cached and n != (given := columns.tokens(columns.cached)[row]):
                 raise ValueError(
-                    f"past_key_values holds {n} tokens of row {row}, input_ids only {len(prompt)}: pass the whole text, the cached part "
-                    "included"
+                    f"past_key_values holds {n} tokens of row {row}, and attention_mask has {given} before input_ids: they must be equal "
+                    "where input_ids are the new tokens only"
                 )
             known = own.text[row] if own.text is not None else prompt[:0]
             if not np.array_equal(known, prompt[: len(known)]):
@@ -192,211 +256,298 @@ class Generation:
 
     # ---- while it runs
 
-    def run(self, driver: Runner, after_step: Callable[[], None] | None = None) -> None:
-        """Generate. What was committed until then can be had from :meth:`sequences` even if this raises. ``after_step``: called after
-        each step of the target's; it may steer the driver."""
-        self._after_step = after_step
-        self._block, self._index = driver.block, driver.block.target
-        given = None
-        if self._own_cache is not None:
-            given = list(self._own_cache.lengths)
-            driver.target.adopt(self._own_cache, [p[:n] for p, n in zip(self.prompts, given, strict=True)])
-        self._driver = driver
-        try:
-            driver.run(self.request)
-        except BaseException:
-            if self._own_cache is not None and given is not None:
-                driver.target.release(given)  # the caller gets back what was given
-            raise
-        if self._streamer is not None:
-            self._stream(final=True)
-            self._streamer.end()
+    def request(self) -> GenerationRequest:
+        """Build what a decoder gets. It is not stored: it refers to this object, and only the garbage collector frees such a cycle."""
+        columns, chunk = self._columns, self.config.prefill_chunk_size
+        held = max(self._row_cache.lengths) if self._row_cache is not None else 0
+        ends = range(held + chunk, columns.count + chunk, chunk) if chunk else ()
+        inputs = StageInputs(
+            self.prompts,
+            self.limits,
+            self._sampling_params,
+            head_size(self._target),
+            chunk=chunk or PREFILL_CHUNK,
+            reuse=self._cache is not None,
+            # Columns that are padding in every row do not count.
+            forwards=tuple(longest for end in ends if (longest := max(columns.tokens(end))) > 0),
+            right_padding=self._right_padding,
+        )
+        return GenerationRequest(
+            inputs,
+            self._eos,
+            self._on_commit,
+            self._record,
+            cache=self._row_cache,
+            returns_cache=self._returns_cache(),
+            converts_cache=self._cache is not self._row_cache,
+        )
 
-    def _on_commit(self) -> None:
-        """After each step of the target's: new tokens are looked at one by one, then handed on."""
-        ending.check()
+    def _returns_cache(self) -> bool:
+        return self._cache is not None or bool(self.config.return_dict_in_generate and self.config.use_cache)
+
+    def stream_prompt(self) -> None:
+        """Give the prompt to the streamer, as transformers does before it decodes."""
+        if self._stream is not None:
+            self._stream.put_prompt()
+
+    def _on_commit(self, source: TextSource) -> None:
+        """Check the new tokens of a step against the criteria, then stream them."""
+        shutdown.check()
         if self._first is None:
             self._first = time.perf_counter() - self._began
-        raw = [self._block.length(self._index, row) for row in range(len(self.prompts))]
-        if self._criteria:
-            self._judge(raw)
+        self._text.source = source
+        committed = [source.length(source.target, row) for row in range(len(self.prompts))]
+        if self._criteria is not None:
+            self._criteria.check(committed)
         else:
-            self._lengths = raw
-        if self._streamer is not None:
-            self._stream(final=False)
-        if self._after_step is not None:
-            self._after_step()
+            self._text.lengths = committed
+        if self._stream is not None:
+            self._stream.put_new(final=False)
 
-    def _judge(self, raw: list[int]) -> None:
-        """Ask the criteria about each new column that all open rows have reached.
+    def finish(self) -> None:
+        """Stream what is left, and stop the clock. After the decoder has run."""
+        # transformers' warning of texts beyond the model's length: at the last length at which it would go on.
+        reached = min(self._text.input_ids.shape[1] + max(self._text.counts()), int(self._max_length.max_length) - 1)
+        self._max_length(self._text.input_ids.new_empty((1, reached)), None)
+        if self._stream is not None:
+            self._stream.put_new(final=True)
+            self._stream.end()
+        self._seconds = time.perf_counter() - self._began
 
-        As transformers does: about the batch as a whole, one token of each row at a time, ended rows padded. A row that runs ahead of the
-        slowest one is cut where it should have ended.
-        """
-        rows, width = range(len(self.prompts)), self.input_ids.shape[1]
-        if self._seen is None:
-            most = max(limit - len(p) for limit, p in zip(self.limits, self.prompts, strict=True))
-            self._seen = self.input_ids.new_full((len(self.prompts), width + most), self._pad)
-            self._seen[:, :width] = self.input_ids
+    # ---- afterwards
+
+    def sequences(self) -> torch.Tensor:
+        """What is committed: int64 ``[B, S + longest]``, the prompt included; finished rows are filled with the pad token."""
+        generated = self._text.generated()
+        longest = max(map(len, generated))
+        new = torch.full((len(generated), longest), self._pad, dtype=torch.long, device="cpu")
+        for row, tokens in enumerate(generated):
+            new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long, device="cpu")
+        input_ids = self._text.input_ids
+        return torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
+
+    def report(self, decoder: Decoder) -> Report:
+        """Build the report of the call that ``decoder`` ran."""
+        assert self._seconds is not None
+        rows, names, traces = len(self.prompts), decoder.names, decoder.traces()
+        return Report(
+            schedule=decoder.ran_as,
+            rows=rows,
+            tokens=sum(self._text.counts()),
+            seconds=self._seconds,
+            seconds_to_first_token=self._first if self._first is not None else self._seconds,
+            stages=tuple(
+                stage_report(name, decoder.block, i, rows, form)
+                for i, (name, form) in enumerate(zip(names, decoder.forms, strict=True))
+            ),
+            seeds=None if self.seeds is None else tuple(self.seeds),
+            decisions=decoder.remarks or None,
+            trace=traces or None,
+        )
+
+    def output(self, report: Report, owner: CacheOwner) -> torch.Tensor | PipelineOutput:
+        """Build what ``model.generate()`` would return; ``owner`` has the target's keys and values."""
+        sequences = self.sequences()
+        cache = self._returned_cache(owner)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        steps = sequences.shape[1] - self._text.input_ids.shape[1]
+        scores = logits = None
+        if self._record is not None:
+            scores, logits = self._per_token(self._record.scores, steps), self._per_token(self._record.logits, steps)
+        return PipelineOutput(
+            sequences=sequences, scores=scores, logits=logits, past_key_values=cache, speculation=report
+        )
+
+    def _per_token(self, rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+        """Per generated token ``[B, V]``."""
+        return None if rows is None else tuple(self._text.column(rows, i) for i in range(steps))
+
+    def _returned_cache(self, owner: CacheOwner) -> Cache | None:
+        """The target's keys and values of all but each row's last token, where the caller gets them."""
+        if not self._returns_cache():
+            return None
+        own = owner.return_cache([n - 1 for n in self._text.lengths])
+        if own is not None and not self._is_known:
+            own.text = None
+        if own is None or self._cache is None or self._cache is own:
+            return own
+        # The caller's DynamicCache grows in place, as in transformers.
+        if own.text is not None:
+            _texts[self._cache] = list(own.text)
+        sources = [torch.arange(n) for n in own.lengths]
+        targets = [self._columns.of_text(row, n) for row, n in enumerate(own.lengths)]
+        width = 1 + max(int(to[-1]) for to in targets)
+        for i, states in enumerate(own.states()):
+            keys, values = (_moved(x, sources, targets, width) for x in states)
+            layer = self._cache.layers[i] if i < len(self._cache.layers) else None
+            if layer is None or not layer.is_initialized:
+                self._cache.update(keys, values, i)
+            else:
+                layer.keys, layer.values = keys, values
+        return self._cache
+
+
+class _Text:
+    """The committed text, as far as the criteria have checked it: ``lengths[row]`` positions, the prompt included."""
+
+    def __init__(
+        self, input_ids: torch.Tensor, prompts: Sequence[np.ndarray], limits: Sequence[int], eos: list[int], pad: int
+    ) -> None:
+        self.input_ids, self.pad = input_ids, pad
+        self.starts = [len(p) for p in prompts]
+        self.lengths = list(self.starts)
+        self.limits, self._eos = limits, eos
+        self.stopped = [False] * len(prompts)  # by a criterion
+        self.source: TextSource | None = None
+
+    def tokens(self, row: int, begin: int, end: int) -> list[int]:
+        if self.source is None:
+            return []
+        return self.source.tokens(self.source.target, row, begin, end)
+
+    def counts(self) -> list[int]:
+        """New tokens per row."""
+        return [n - start for n, start in zip(self.lengths, self.starts, strict=True)]
+
+    def generated(self) -> list[list[int]]:
+        """The new tokens per row."""
+        return [
+            self.tokens(row, start, n) for row, (start, n) in enumerate(zip(self.starts, self.lengths, strict=True))
+        ]
+
+    def has_ended(self, row: int) -> bool:
+        n = self.lengths[row]
+        if self.stopped[row] or n >= self.limits[row]:
+            return True
+        return n > self.starts[row] and self.tokens(row, n - 1, n)[0] in self._eos
+
+    def stop(self, row: int) -> None:
+        """End ``row`` where it stands."""
+        assert self.source is not None
+        self.stopped[row] = True
+        self.source.end_row(row)
+
+    def column(self, rows: list[list[torch.Tensor]], i: int) -> torch.Tensor:
+        """What is recorded for the ``i``-th new token of every row, ``[B, V]``; zeros for rows that have ended."""
+        nothing = torch.zeros_like(rows[0][0])
+        return torch.stack([row[i] if i < n else nothing for row, n in zip(rows, self.counts(), strict=True)])
+
+
+class _Criteria:
+    """Stopping criteria, called as transformers calls them: one token of each row at a time, ended rows padded.
+
+    A row that is ahead of the slowest row is cut where it should have ended.
+    """
+
+    def __init__(self, text: _Text, criteria: Sequence[Any], pads: bool, record: ScoreRecord | None) -> None:
+        self._text, self._criteria, self._pads, self._record = text, criteria, pads, record
+        rows, self._width = text.input_ids.shape
+        most = max(limit - start for limit, start in zip(text.limits, text.starts, strict=True))
+        # What the criteria get: ids [B, S + n], and scores per column.
+        self._ids = text.input_ids.new_full((rows, self._width + most), text.pad)
+        self._ids[:, : self._width] = text.input_ids
+        self._scores: list[torch.Tensor] = []
+        self._num_checked = 0
+        self._over = torch.zeros(rows, dtype=torch.bool, device="cpu")  # rows that some criterion has ended
+
+    def check(self, committed: list[int]) -> None:
+        """Call the criteria for each new column that all open rows have reached."""
+        text = self._text
         while True:
-            open_ = [row for row in rows if not self._ended(row)]
-            if not open_ or any(raw[row] == self._lengths[row] for row in open_):
+            open_ = [row for row in range(len(committed)) if not text.has_ended(row)]
+            if not open_ or any(committed[row] == text.lengths[row] for row in open_):
                 return
-            at = width + self._judged
-            self._judged += 1
+            at = self._width + self._num_checked
+            self._num_checked += 1
             for row in open_:
-                self._lengths[row] += 1
-                self._seen[row, at] = self._tokens(row, self._lengths[row] - 1, self._lengths[row])[0]
+                text.lengths[row] += 1
+                self._ids[row, at] = text.tokens(row, text.lengths[row] - 1, text.lengths[row])[0]
             if self._record is not None and self._record.scores is not None:
-                self._shown.append(self._column(self._record.scores, self._judged - 1))
-            over = torch.zeros(len(self.prompts), dtype=torch.bool, device="cpu")
+                self._scores.append(text.column(self._record.scores, self._num_checked - 1))
+            over = torch.zeros(len(committed), dtype=torch.bool, device="cpu")
             for criterion in self._criteria:
-                verdict = criterion(self._seen[:, : at + 1], tuple(self._shown) if self._shown else None)
+                verdict = criterion(self._ids[:, : at + 1], tuple(self._scores) if self._scores else None)
                 over |= torch.as_tensor(verdict).cpu().bool()
-            if not self._pads:  # transformers then lets a row run on until all are over
+            if not self._pads:  # transformers then continues each row until all rows are over
                 self._over |= over
                 over = self._over.all().expand_as(over)
             for row in open_:
                 if over[row]:
-                    self._done[row] = True
-                    self._block.end_row(row)
+                    text.stop(row)
 
-    def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        return self._block.tokens(self._index, row, begin, end)
 
-    def generated(self) -> list[list[int]]:
-        """Per row its new tokens, as far as they were looked at."""
-        return [
-            self._tokens(row, len(p), n) for row, (p, n) in enumerate(zip(self.prompts, self._lengths, strict=True))
-        ]
+class _Stream:
+    """Hands tokens to a streamer, each one once and in order, as transformers does."""
 
-    def _stream(self, final: bool) -> None:
-        start = len(self.prompts[0])
-        if len(self.prompts) == 1:
-            new = self._tokens(0, start + self._streamed, self._lengths[0])
+    def __init__(self, text: _Text, streamer: Any) -> None:
+        self._text, self._streamer = text, streamer
+        self._streamed = 0  # new tokens per row
+
+    def put_prompt(self) -> None:
+        self._streamer.put(self._text.input_ids.cpu())
+
+    def put_new(self, final: bool) -> None:
+        text = self._text
+        if len(text.starts) == 1:
+            new = text.tokens(0, text.starts[0] + self._streamed, text.lengths[0])
             self._streamed += len(new)
-            # One by one, as transformers does outside of assisted decoding, unless the streamer wants to see the blocks.
+            # One by one, as transformers does outside of assisted decoding, unless the streamer takes blocks.
             for block in [new] if getattr(self._streamer, "takes_blocks", False) else [[token] for token in new]:
                 if block:
                     self._streamer.put(torch.tensor(block, device="cpu"))
             return
         # As transformers streams a batch: one token of each row at a time, so the slowest row sets the pace.
-        counts = [n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)]
+        counts = text.counts()
         if final:
             whole = max(counts)
         else:
-            whole = min((n for row, n in enumerate(counts) if not self._ended(row)), default=0)
+            whole = min((n for row, n in enumerate(counts) if not text.has_ended(row)), default=0)
         while self._streamed < whole:
-            at = self._streamed
+            i = self._streamed
             self._streamed += 1
             column = [
-                self._tokens(row, len(p) + at, len(p) + at + 1)[0] if at < count else self._pad
-                for row, (p, count) in enumerate(zip(self.prompts, counts, strict=True))
+                text.tokens(row, start + i, start + i + 1)[0] if i < count else text.pad
+                for row, (start, count) in enumerate(zip(text.starts, counts, strict=True))
             ]
             self._streamer.put(torch.tensor(column, device="cpu"))
 
-    def _ended(self, row: int) -> bool:
-        n = self._lengths[row]
-        if self._done[row] or n >= self.limits[row]:
-            return True
-        return n > len(self.prompts[row]) and self._tokens(row, n - 1, n)[0] in self.request.eos
-
-    def close(self) -> None:
-        """Let go of request and driver, which refer back to here: nothing of a call waits for the garbage collector."""
-        for name in ("request", "_driver", "_block"):
-            self.__dict__.pop(name, None)
-
-    # ---- afterwards
-
-    def sequences(self) -> torch.Tensor:
-        """LongTensor ``[B, S + longest]``, what was committed; finished rows filled with the pad token."""
-        generated = self.generated()
-        longest = max(map(len, generated))
-        new = torch.full((len(generated), longest), self._pad, dtype=torch.long, device="cpu")
-        for row, tokens in enumerate(generated):
-            new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long, device="cpu")
-        return torch.cat([self.input_ids.long(), new.to(self.input_ids.device)], dim=1)
-
-    @property
-    def seconds(self) -> float:
-        """Since it was made."""
-        return time.perf_counter() - self._began
-
-    def report(
-        self,
-        schedule: str,
-        names: Sequence[str] | None = None,
-        decisions: Sequence[str] | None = None,
-        seconds: float = 0.0,
-        traces: Mapping[str, np.ndarray] | None = None,
-    ) -> Report:
-        """What the call did; ``names``: of its stages; ``traces``: :meth:`Driver.traces` of the driver that ran it."""
-        seconds = seconds or self.seconds
-        rows = len(self.prompts)
-        names = names or stage_names(self._index + 1)
-        return Report(
-            schedule=schedule,
-            rows=rows,
-            tokens=sum(n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)),
-            seconds=seconds,
-            seconds_to_first_token=self._first if self._first is not None else seconds,
-            stages=tuple(stage_report(name, self._block, i, rows) for i, name in enumerate(names)),
-            seeds=None if self.seeds is None else tuple(self.seeds),
-            decisions=None if decisions is None else tuple(decisions),
-            trace=dict(zip(names, traces.values(), strict=True)) if traces else None,
-        )
-
-    def output(self, report: Report) -> torch.Tensor | PipelineOutput:
-        """What ``model.generate()`` would return."""
-        sequences = self.sequences()
-        cache = self._returned_cache()
-        if not self.config.return_dict_in_generate:
-            return sequences
-        steps = sequences.shape[1] - self.input_ids.shape[1]
-        scores = logits = None
-        if self._record is not None:
-            scores, logits = self._columns(self._record.scores, steps), self._columns(self._record.logits, steps)
-        return PipelineOutput(
-            sequences=sequences, scores=scores, logits=logits, past_key_values=cache, speculation=report
-        )
-
-    def _columns(self, rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
-        """Per generated token ``[B, V]``; zeros in rows that have ended."""
-        if rows is None:
-            return None
-        return tuple(self._column(rows, i) for i in range(steps))
-
-    def _column(self, rows: list[list[torch.Tensor]], i: int) -> torch.Tensor:
-        """Of the ``i``-th new token of every row, ``[B, V]``; zeros where the row has ended."""
-        nothing = torch.zeros_like(rows[0][0])
-        counts = [n - len(p) for n, p in zip(self._lengths, self.prompts, strict=True)]
-        return torch.stack([row[i] if i < count else nothing for row, count in zip(rows, counts, strict=True)])
-
-    def _returned_cache(self) -> Cache | None:
-        """The target's keys and values of all but each row's last token, where the caller asked for them or gave some."""
-        if not self._returns_cache():
-            return None
-        own = self._driver.target.release([n - 1 for n in self._lengths])
-        if own is None or self._cache is None or self._cache is own:
-            return own
-        # The caller's DynamicCache grows in place, as transformers has it.
-        for i, (keys, values) in enumerate(own.states()):
-            layer = self._cache.layers[i] if i < len(self._cache.layers) else None
-            if layer is None or not layer.is_initialized:
-                self._cache.update(keys.clone(), values.clone(), i)
-            else:
-                layer.keys, layer.values = keys.clone(), values.clone()
-        return self._cache
+    def end(self) -> None:
+        self._streamer.end()
 
 
-def _check_layout(mask: torch.Tensor, lengths: list[int], position_ids: torch.Tensor | None) -> None:
-    """Padding on the left only, and positions that count the real tokens: what transformers derives from the mask."""
-    width = mask.shape[1]
-    for row, n in enumerate(lengths):
-        if n == 0 or not bool(mask[row, width - n :].all()):
-            raise ValueError(f"attention_mask: row {row} is empty or not padded on the left only; pad on the left")
-        if position_ids is None:
-            continue
-        own = position_ids[row % position_ids.shape[0], position_ids.shape[1] - n :]
-        if own.tolist() != list(range(n)):
-            raise refusal("position_ids", own.tolist())
+def _moved(
+    states: torch.Tensor, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], width: int
+) -> torch.Tensor:
+    """Columns of keys or values in other places.
+
+    Args:
+        states: ``[rows, kv_heads, columns, head_dim]``.
+        sources: Per row, columns of ``states``.
+        targets: Per row, where they lie in the result.
+        width: Columns of the result. Those that nothing is moved to are zero.
+    """
+    moved = states.new_zeros((*states.shape[:2], width, states.shape[3]))
+    for row, (of, to) in enumerate(zip(sources, targets, strict=True)):
+        moved[row][:, to.to(states.device)] = states[row][:, of.to(states.device)]
+    return moved
+
+
+def _cached_texts(cache: Cache | None, counts: Sequence[int]) -> list[np.ndarray]:
+    """Per row int32 ids of the first tokens in a cache, up to ``counts[row]`` of them, as far as they are known."""
+    texts = None
+    if isinstance(cache, RowCache):
+        texts = cache.text
+    elif isinstance(cache, DynamicCache):
+        texts = _texts.get(cache)
+    if texts is None or len(texts) != len(counts):
+        texts = [np.zeros(0, dtype=np.int32)] * len(counts)
+    return [text[:n] for text, n in zip(texts, counts, strict=True)]
+
+
+def _refuse_longer(n: int, row: int, prompt: np.ndarray) -> None:
+    raise UnsupportedInput(
+        "past_key_values",
+        f"past_key_values holds {n} tokens of row {row}, input_ids only {len(prompt)}: pass the whole text, the cached part included, or the "
+        "new tokens with the attention_mask of the whole text",
+    )

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from bench import baselines
-from bench.baselines import Asynchronous, Lockstep, StageFailed, Text, end_of
+from bench.baselines import Asynchronous, BaselineStage, Lockstep, StageFailed, end_of
 from tests.conftest import always_right, always_wrong, noisy, random_llama, random_prompts
 
 NEW = 32
@@ -59,13 +59,13 @@ PROMPTS = [p.tolist() for p in random_prompts(2, seed=4)]
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take now no time, now some."""
-    generator, step = random.Random(0), Text.step
+    generator, step = random.Random(0), BaselineStage.step
 
-    def slow(self: Text, drafts: Sequence[int] = ()) -> None:
+    def slow(self: BaselineStage, drafts: Sequence[int] = ()) -> None:
         time.sleep(generator.choice((0.0, 0.0, 0.001, 0.004)))
         step(self, drafts)
 
-    monkeypatch.setattr(Text, "step", slow)
+    monkeypatch.setattr(BaselineStage, "step", slow)
 
 
 @pytest.mark.parametrize("lookahead", [1, 3, 8])
@@ -127,26 +127,26 @@ def test_the_end(target: LlamaForCausalLM, expected: list[list[int]]) -> None:
                 assert generate(prompt, most) == text[:most]
 
 
-def wrong_feed(self: Text, drafts: Sequence[int] = ()) -> None:
+def wrong_feed(self: BaselineStage, drafts: Sequence[int] = ()) -> None:
     """The published fault: behind a rollback only the last token."""
     self._held = max(self._held, len(self.prompt) + len(self.out) - 1)
-    Text_step(self, drafts)
+    right_step(self, drafts)
 
 
-Text_step = Text.step
+right_step = BaselineStage.step
 
 
-@pytest.mark.parametrize("step", [Text_step, wrong_feed], ids=["ours", "fault"])
+@pytest.mark.parametrize("step", [right_step, wrong_feed], ids=["ours", "fault"])
 def test_a_rolled_back_stage_drafts_from_the_right_text(
     target: LlamaForCausalLM, step: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a difference at every place: what it drafts next is what it says to the corrected text; the fault is seen."""
-    monkeypatch.setattr(Text, "step", step)
+    monkeypatch.setattr(BaselineStage, "step", step)
     draft, prompt = random_llama(5), PROMPTS[1]
     right = plain(target, prompt, 12)
     good = []
     for shared in range(10):
-        stage = Text(draft)
+        stage = BaselineStage(draft)
         stage.begin(prompt)
         stage.out = right[:shared] + [(t + 1) % 320 for t in right[shared:11]]
         stage.step()  # the cache holds the wrong text now
@@ -156,7 +156,7 @@ def test_a_rolled_back_stage_drafts_from_the_right_text(
             stage.step()
         good.append(stage.out[12:] == plain(draft, prompt + right, 3))
         assert stage._held == len(prompt) + len(stage.out) - 1 == stage._cache.get_seq_length() or step is wrong_feed
-    assert all(good) if step is Text_step else not all(good)
+    assert all(good) if step is right_step else not all(good)
 
 
 def test_refusals(target: LlamaForCausalLM) -> None:

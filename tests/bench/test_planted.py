@@ -1,4 +1,4 @@
-"""Planted models: they agree as often as asked, by real work, over texts that do not repeat."""
+"""Planted models: they agree as often as requested, over texts that do not repeat."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from bench import planted
-from bench.planted import Chain, Cycle, nested, plant, random_prompts
+from bench.planted import Cycle, PlantedChain, nested, plant, random_prompts
 
 NAMES = ("tiny-small", "tiny-medium", "tiny-target")
 TEXTS, TOKENS = 16, 96
 
 
 @pytest.fixture(scope="module")
-def chain() -> Chain:
+def chain() -> PlantedChain:
     return plant(NAMES, 0.7, seed=3, texts=TEXTS, new_tokens=TOKENS)
 
 
@@ -24,11 +24,11 @@ def sampling_error(rate: float, positions: int) -> float:
     return 4 * math.sqrt(2 * rate * (1 - rate) / positions)
 
 
-def test_agreement_is_what_was_asked_for(chain: Chain) -> None:
-    assert chain.asked == (0.7, 0.85)
+def test_agreement_is_what_was_asked_for(chain: PlantedChain) -> None:
+    assert chain.requested == (0.7, 0.85)
     assert chain.measured.positions == TEXTS * TOKENS
-    for asked, found in zip(chain.asked, chain.measured.with_target(), strict=True):
-        assert abs(found - asked) <= sampling_error(asked, TEXTS * TOKENS)
+    for requested, found in zip(chain.requested, chain.measured.with_target(), strict=True):
+        assert abs(found - requested) <= sampling_error(requested, TEXTS * TOKENS)
     small, medium = chain.measured.with_target()
     assert small < medium
     assert 0 < chain.measured.wander < 0.03
@@ -41,13 +41,13 @@ def test_agreement_is_what_was_asked_for(chain: Chain) -> None:
     assert abs(float((choice == text[:, 32:]).double().mean()) - 0.7) <= sampling_error(0.7, TEXTS * TOKENS)
 
 
-def test_texts_do_not_repeat(chain: Chain) -> None:
+def test_texts_do_not_repeat(chain: PlantedChain) -> None:
     half = 512 // 2
     for row in planted.write(chain.models[-1], random_prompts(512, 4, 32, 5), half - 1)[:, 32:]:
         assert len(set((chain.cycle.place[row] % half).tolist())) == half - 1
 
 
-def test_disagreement_depends_on_the_context(chain: Chain) -> None:
+def test_disagreement_depends_on_the_context(chain: PlantedChain) -> None:
     """The same last token behind other texts: for many tokens the draft chooses now one follower, now the other."""
     last = torch.arange(64)
     contexts = [random_prompts(512, len(last), 32, seed) for seed in range(8)]
@@ -61,7 +61,7 @@ def test_disagreement_depends_on_the_context(chain: Chain) -> None:
     assert ((share > 0) & (share < 1)).double().mean() > 0.4
 
 
-def test_every_parameter_takes_part(chain: Chain) -> None:
+def test_every_parameter_takes_part(chain: PlantedChain) -> None:
     for model in chain.models:
         model.requires_grad_(True)
         try:
@@ -89,6 +89,16 @@ def test_a_seed_gives_the_same_models_again() -> None:
             assert not torch.equal(x, z)
 
 
+def test_without_calibration_all_agree() -> None:
+    found = plant(("tiny-small", "tiny-target"), texts=0)
+    assert found.measured is None
+    assert found.record()["measured"] is None
+    prompts = random_prompts(512, 2, 8, 3)
+    texts = [planted.write(model, prompts, 24) for model in found.models]
+    assert torch.equal(*texts)
+    assert torch.equal(texts[0][:, 8:], found.cycle.next(texts[0][:, 7:-1]))
+
+
 def test_a_cycle() -> None:
     cycle = Cycle.draw(10, 0)
     token, seen = torch.tensor([4]), []
@@ -103,7 +113,7 @@ def test_a_cycle() -> None:
         Cycle.draw(11, 0)
 
 
-def test_bytes_of_a_step(chain: Chain) -> None:
+def test_bytes_of_a_step(chain: PlantedChain) -> None:
     model = chain.models[-1]
     layers = sum(p.numel() for p in model.model.layers.parameters())
     assert planted.bytes_per_step(model) == 4 * (layers + 160 + 512 * 160)

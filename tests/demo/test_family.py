@@ -12,6 +12,7 @@ import pytest
 
 from pipespec import demo
 from pipespec.demo import corpus
+from tools.demo_family.train import training_files
 
 # Measured agreement is in family/README.md; a floor only has to tell trained drafts from broken files,
 # on few prompts and for the library of whatever interpreter runs the tests.
@@ -26,7 +27,7 @@ def test_import_loads_no_framework() -> None:
 
 
 def test_training_text_has_no_held_out_module() -> None:
-    training = corpus.training_files()
+    training = training_files()
     assert len(training) > 300
     assert {f.module for f in training}.isdisjoint(corpus.HELD_OUT)
     assert {f.module for f in corpus.held_out_files()} == set(corpus.HELD_OUT)
@@ -35,7 +36,7 @@ def test_training_text_has_no_held_out_module() -> None:
 
 
 def test_training_text_has_no_tests_and_no_tables() -> None:
-    names = [f.name for f in corpus.training_files()]
+    names = [f.name for f in training_files()]
     assert not any("site-packages" in n or "/test/" in n or "/tests/" in n for n in names)
     assert "pydoc_data/topics.py" not in names
     assert not any(n.startswith("encodings/cp") for n in names)
@@ -48,7 +49,7 @@ def test_held_out_packages_are_held_out_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "zipimport.py").write_text("z = 1\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     assert [f.name for f in corpus.held_out_files(tmp_path)] == ["zipfile/__init__.py", "zipfile/_path.py"]
-    assert [f.name for f in corpus.training_files(tmp_path)] == ["zipimport.py"]
+    assert [f.name for f in training_files(tmp_path)] == ["zipimport.py"]
 
 
 def test_heads_are_distinct_and_deterministic() -> None:

@@ -1,6 +1,6 @@
 """The protocol of csrc/protocol/ in lists, for tests: what every stage's text is, and what a step feeds.
 
-It remembers nothing that the protocol keeps in order to compare less (settled lengths, agreement, epochs seen): it
+It remembers nothing that the protocol keeps in order to compare less (committed lengths, agreement, epochs seen): it
 compares whole texts, every time.
 """
 
@@ -18,7 +18,7 @@ class Fed:
     action: int
     kv: int
     tokens: list[int] = field(default_factory=list)
-    n_hint: int = 0
+    num_draft_tokens: int = 0
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Text:
     )
 
     def obey(self, other: list[int | None]) -> None:
-        """Take back from the first difference on, then take over what the other has and we have not."""
+        """Roll back from the first difference on, then take over what the other has and we have not."""
         same = agreement(self.tokens, other)
         if same < min(len(self.tokens), len(other)):
             self.counts["rollbacks"] += 1
@@ -61,7 +61,7 @@ class Row:
     def _ended(self, text: list[int | None]) -> bool:
         return len(text) >= self.limit or (len(text) > self.start and text[-1] in self.eos)
 
-    def plan(self, stage: int, window: int, most: int, least: int, width: int, upstream_alive: bool) -> Fed:
+    def plan(self, stage: int, lookahead: int, most: int, least: int, width: int, upstream_alive: bool) -> Fed:
         me, truth = self.texts[stage], self.texts[-1].tokens
         is_target = stage == len(self.texts) - 1
         bound = self.limit
@@ -74,7 +74,7 @@ class Row:
                 # One that is behind the target or on another text is not believed.
                 if neighbour[: len(truth)] == truth:
                     me.obey(neighbour)
-            bound = min(self.limit, reached + window) if reached < self.limit else self.limit
+            bound = min(self.limit, reached + lookahead) if reached < self.limit else self.limit
         text = me.tokens
         if self._ended(text):
             return Fed(FINISHED if is_target else IDLE, me.kv)
@@ -84,16 +84,16 @@ class Row:
         own: list[int] = text[me.kv :]  # type: ignore[assignment]
         if len(own) > width:
             return Fed(CATCH_UP, me.kv, own[:width])
-        hints: list[int] = []
+        draft_tokens: list[int] = []
         if stage > 0:
             upstream = self.texts[stage - 1].tokens
             agrees = upstream[: len(text)] == text
             room = min(most, width - len(own), bound - len(text) - 1)
             if agrees:
-                hints = upstream[len(text) :][:room]  # type: ignore[assignment]
-            if len(hints) < min(least, room) and upstream_alive and not (agrees and self._ended(upstream)):
+                draft_tokens = upstream[len(text) :][:room]  # type: ignore[assignment]
+            if len(draft_tokens) < min(least, room) and upstream_alive and not (agrees and self._ended(upstream)):
                 return Fed(WAIT, me.kv)
-        return Fed(STEP, me.kv, own + hints, len(hints))
+        return Fed(STEP, me.kv, own + draft_tokens, len(draft_tokens))
 
     def commit(self, stage: int, fed: Fed, selected: list[int]) -> None:
         me = self.texts[stage]
@@ -103,17 +103,17 @@ class Row:
         if fed.action == CATCH_UP:
             me.kv = fed.kv + len(fed.tokens)
             return
-        hints = fed.tokens[len(fed.tokens) - fed.n_hint :]
+        draft_tokens = fed.tokens[len(fed.tokens) - fed.num_draft_tokens :]
         before, accepted = len(me.tokens), 0
-        for j, token in enumerate(selected[: fed.n_hint + 1]):
+        for j, token in enumerate(selected[: fed.num_draft_tokens + 1]):
             if len(me.tokens) >= self.limit or (j > 0 and selected[j - 1] in self.eos):
                 break
             me.tokens.append(token)
-            if j == fed.n_hint or token != hints[j]:
+            if j == fed.num_draft_tokens or token != draft_tokens[j]:
                 break
             accepted += 1
         me.kv = len(me.tokens) - 1
         me.counts["steps"] += 1
-        me.counts["drafted"] += fed.n_hint
+        me.counts["drafted"] += fed.num_draft_tokens
         me.counts["accepted"] += accepted
         me.counts["produced"] += len(me.tokens) - before

@@ -94,24 +94,26 @@ def argmax_by_hand(row: list[float]) -> int:
     return best
 
 
-def verify_by_hand(logits: Tensor, tokens: Tensor, n_fed: list[int], n_hint: list[int]) -> tuple[Tensor, Tensor]:
+def verify_by_hand(
+    logits: Tensor, tokens: Tensor, query_lens: list[int], num_draft_tokens: list[int]
+) -> tuple[Tensor, Tensor]:
     batch, width, _ = logits.shape
     selected = [[-1] * width for _ in range(batch)]
     accepted = [0] * batch
     for r in range(batch):
-        own = n_fed[r] - n_hint[r]
-        if n_fed[r] == 0:
+        own = query_lens[r] - num_draft_tokens[r]
+        if query_lens[r] == 0:
             continue
-        hints = tokens[r, own : n_fed[r]].tolist()
-        for j in range(n_hint[r] + 1):
+        draft_tokens = tokens[r, own : query_lens[r]].tolist()
+        for j in range(num_draft_tokens[r] + 1):
             selected[r][j] = argmax_by_hand(logits[r, own - 1 + j].tolist())
-            if j == n_hint[r] or selected[r][j] != hints[j]:
+            if j == num_draft_tokens[r] or selected[r][j] != draft_tokens[j]:
                 break
             accepted[r] += 1
     return torch.tensor(selected, dtype=torch.int32).view(batch, width), torch.tensor(accepted, dtype=torch.int32)
 
 
-def hinted_tokens(logits: Tensor, agreement: float, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+def drafted_tokens(logits: Tensor, agreement: float, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Tokens of which each agrees with what the logits of the column before select, at the given rate."""
     batch, width, vocab = logits.shape
     tokens = torch.randint(0, vocab, (batch, width), generator=generator)
@@ -123,10 +125,10 @@ def hinted_tokens(logits: Tensor, agreement: float, generator: torch.Generator, 
 
 
 def ragged_counts(batch: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    n_fed = torch.randint(0, width + 1, (batch,), generator=generator)
-    n_hint = (torch.rand(batch, generator=generator) * n_fed).long()
-    n_hint[n_fed == 0] = -1  # n_fed - 1: a row that idles may say anything
-    return n_fed.to(torch.int32), n_hint.to(torch.int32)
+    query_lens = torch.randint(0, width + 1, (batch,), generator=generator)
+    num_draft_tokens = (torch.rand(batch, generator=generator) * query_lens).long()
+    num_draft_tokens[query_lens == 0] = -1  # query_lens - 1: a row that idles may say anything
+    return query_lens.to(torch.int32), num_draft_tokens.to(torch.int32)
 
 
 def any_strides(x: Tensor, strides: tuple[int, int], vocabulary: bool = True) -> Tensor:

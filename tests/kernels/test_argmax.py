@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec_kernels import _native, ops, reference
+from tests.trials import trials
 
 from .selection import DTYPES, KINDS, LAYOUTS, argmax_by_hand, make_logits, simd, simd_variants, strided
 
@@ -37,7 +38,7 @@ def test_equals_torch(vocab: int, dtype: torch.dtype, variant: str) -> None:
                     assert torch.equal(got, expected), (kind, threads, layout)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=trials(ci=75, nightly=300))
 @given(
     shape=st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 300)),
     dtype=st.sampled_from(DTYPES),

@@ -13,22 +13,23 @@ import torch
 from bench import (
     bench_attention,
     bench_cutoff,
+    bench_decoder,
     bench_kv,
+    bench_rejection_sample,
     bench_select,
     bench_verify,
-    bench_verify_ratio,
     cpu,
     gpu,
     kernels,
 )
-from bench.harness import Case
+from bench.harness import KernelCase
 from pipespec_kernels import ops
 
 SHAPE = (2, 3, 200)
 
 
 @pytest.mark.parametrize(
-    "module", [bench_select, bench_verify, bench_verify_ratio, bench_cutoff], ids=lambda m: m.__name__
+    "module", [bench_select, bench_verify, bench_rejection_sample, bench_cutoff], ids=lambda m: m.__name__
 )
 def test_cases_run_and_rivals_do_the_same(module: types.ModuleType) -> None:
     torch.manual_seed(0)
@@ -102,7 +103,7 @@ def test_a_table_on_the_cpu(
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["machine"]["threads"] == 1
     assert {"cpu", "torch", "simd", "load_average", "load_average_after"} <= set(written["machine"])
-    names = ["argmax", "sample", "verify greedy", "verify coupled", "verify_ratio", "cutoff"]
+    names = ["argmax", "sample", "verify greedy", "verify coupled", "rejection_sample", "cutoff"]
     measured = [name for name in names for _ in range(2)] + ["attention"]
     measured += ["kv_append", "kv_append", "kv_gather", "kv_compact", "kv_compact"]
     assert [r["benchmark"] for r in written["results"]] == measured
@@ -129,14 +130,14 @@ def test_a_table_on_a_gpu_survives_what_fails(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(gpu, "time_call", lambda call, copies, repeats: (call(0), True))
 
-    def make(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> Case:
+    def make(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> KernelCase:
         if shape[0] == 2:
             raise torch.OutOfMemoryError("no memory\nfor this")
 
         def broken(i: int) -> object:
             raise RuntimeError("a rival that does not run")
 
-        return Case(1000, lambda i: 2.0, {"eager": lambda i: 8.0, "other": broken})
+        return KernelCase(1000, lambda i: 2.0, {"eager": lambda i: 8.0, "other": broken})
 
     shapes = [(1, 1, 100), (2, 1, 100), (3, 1, 100), (4, 1, 100)]
     too_large = {4: 6 << 30}
@@ -153,3 +154,18 @@ def test_a_table_on_a_gpu_survives_what_fails(
     assert "   B   Q       S " in out
     assert "eager 4.0" in out
     assert "other failed" in out
+
+
+def test_steps_of_a_decoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "decoder.json"
+    options = ["--models", "small", "--threads", "1", "--quick", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["bench_decoder", *options])
+    bench_decoder.main()
+    results = json.loads(path.read_text())["results"]
+    assert [r["columns"] for r in results] == [1, 2, 4, 8, 1, 2, 4, 8, 500]
+    assert all(r["us"] > 0 and r["gflop_per_s"] > 0 for r in results)
+    shape, layers = bench_decoder.shape_of("target")
+    case = bench_decoder.Case(shape, layers)
+    assert case.decoder.weight_bits == 16
+    per_layer = shape.hidden * (4 * shape.hidden + 3 * shape.intermediate)
+    assert case.flop == 2 * (layers * per_layer + shape.hidden * shape.vocabulary)

@@ -1,18 +1,23 @@
-"""The Triton kernels, compiled ahead of time for three generations of GPUs, keep to their budgets; no GPU is needed."""
+"""The Triton kernels and the protocol's, compiled ahead of time, keep to their budgets; no GPU is needed."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.trials import PROFILE
+
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
 def gate(*options: str) -> subprocess.CompletedProcess[str]:
@@ -22,12 +27,19 @@ def gate(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@needs_triton
 def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
-    ran = gate("--json", str(tmp_path / "gate.json"))
+    ran = gate("--json", str(tmp_path / "gate.json"), *(["--quick"] if PROFILE == "ci" else []))
     print(ran.stdout)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     reports = json.loads((tmp_path / "gate.json").read_text())["reports"]
-    selection = ("verify, greedy", "verify, coupled", "verify_ratio, test", "verify_ratio, choose", "cutoff")
+    selection = (
+        "verify, greedy",
+        "verify, coupled, cutoff",
+        "rejection_sample, test",
+        "rejection_sample, choose",
+        "cutoff",
+    )
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
     for kernel in selection + storage:
         assert {r["arch"] for r in reports if r["name"] == kernel} == {80, 90, 100}
@@ -42,6 +54,54 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
         assert 4 < r["loop_per_logit"] < r["all_per_logit"] < r["instructions"]
 
     # A budget that nothing meets is reported for what it is.
-    ran = gate("--arch", "90", "--kernel", "verify, coupled", "--tighten", "0.5")
+    ran = gate("--arch", "90", "--kernel", "verify, coupled, small", "--tighten", "0.5")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "instructions per logit, budget 17" in ran.stdout
+
+
+def accesses(ptx: str) -> dict[str, Counter[str]]:
+    """Per kernel (with its scope, where it has one) the accesses that other threads see, as in ``ld.acquire.sys``. Plain ones are not counted."""
+    found = {}
+    for name, body in re.findall(r"\.entry (\S+?)\((.*?)(?=\.entry|\Z)", ptx, re.DOTALL):
+        kernel = re.search(r"\d([A-Z]\w*?Kernel)(?:ILN\w*?ScopeE(\d))?", name)
+        assert kernel, name
+        count: Counter[str] = Counter()
+        for statement in re.findall(r"^\s*(?:@%p\d+ )?((?:ld|st|fence|membar|atom|red)\.\S+)", body, re.MULTILINE):
+            order = re.search(r"relaxed|acquire|release|acq_rel|sc\b|volatile|membar", statement)
+            scope = re.search(r"\.(sys|gpu|cta)\b", statement)
+            if order:
+                count[".".join((statement.split(".")[0], order[0], scope[1] if scope else "sys"))] += 1
+        found[kernel[1] + {None: "", "0": ", system", "1": ", device"}[kernel[2]]] = count
+    return found
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_protocols_kernels_seldom_wait_for_memory(tmp_path: Path) -> None:
+    """Each acquire, release and fence waits for memory. Within one device none waits for the host. Tokens are relaxed."""
+    ptx = tmp_path / "protocol.ptx"
+    options = ["-std=c++20", "-O3", "-arch=sm_90", "-I", "csrc", "-ptx", "-o", str(ptx)]
+    subprocess.run(["nvcc", *options, "csrc/cuda/protocol_kernels.cu"], cwd=ROOT, check=True, timeout=600)
+    found = accesses(ptx.read_text())
+    print(found)
+    # Of its code: a step runs some of them, since a rollback and an adoption have their own.
+    budgets = {
+        "PlanKernel, device": {"ld.acquire.gpu": 3, "st.release.gpu": 4, "fence.acq_rel.gpu": 3},
+        "PlanKernel, system": {"ld.acquire.sys": 3, "st.release.sys": 4, "fence.acq_rel.sys": 3},
+        "CommitKernel, device": {"st.release.gpu": 1},
+        "CommitKernel, system": {"st.release.sys": 1},
+        "CloseStepKernel": {"st.release.sys": 3, "fence.acq_rel.sys": 1},
+        "ClockKernel": {},
+    }
+    assert set(found) == set(budgets)
+    for kernel, budget in budgets.items():
+        waits = {access: n for access, n in found[kernel].items() if ".relaxed." not in access}
+        assert set(waits) <= set(budget), kernel
+        assert all(n <= budget[access] for access, n in waits.items()), (kernel, waits)
+    # The counting sees what it counts; the caller's word and its flag are the host's.
+    assert found["PlanKernel, system"]["ld.acquire.sys"] > 0
+    assert found["CommitKernel, system"]["st.release.sys"] > 0
+    assert found["PlanKernel, device"]["ld.relaxed.sys"] <= 3
+    assert found["CommitKernel, device"]["ld.relaxed.sys"] <= 1
+    assert found["PlanKernel, device"]["st.relaxed.sys"] == found["CommitKernel, device"]["st.relaxed.sys"] == 0
+    # The host shadow lies behind the bus: it is written, never read.
+    assert found["CloseStepKernel"]["ld.relaxed.sys"] == found["CloseStepKernel"]["ld.acquire.sys"] == 0

@@ -15,6 +15,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import Noise
+from tests.trials import trials
 
 from .selection import DTYPES, KINDS, LAYOUTS, make_logits, ragged_counts, strided
 
@@ -56,7 +57,7 @@ def test_with_ties_keeps_the_equals_of_the_last(dtype: torch.dtype) -> None:
         assert torch.equal(ours & (logits != cutoff), kept & (logits != cutoff)), (k, p, least, temperature)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=trials(ci=60, nightly=250))
 @given(
     shape=st.tuples(
         st.integers(0, 3), st.integers(0, 3), st.one_of(st.integers(1, 200), st.sampled_from([1000, 5000]))
@@ -89,8 +90,8 @@ def test_equals_the_oracle(shape, dtype, kind, layout, top_k, top_p, min_p, ragg
         top_k=ks,
         top_p=ps,
         min_p=leasts,
-        n_fed=counts[0],
-        n_hint=counts[1],
+        query_lens=counts[0],
+        num_draft_tokens=counts[1],
         threads=threads,
     )
     assert got.dtype is torch.float32
@@ -160,8 +161,8 @@ def test_scalars_of_numpy_and_torch_are_numbers(scalar) -> None:
 
 def test_only_columns_that_verification_may_read() -> None:
     logits = torch.tensor([0.0, 1.0]).expand(3, 4, 2)
-    n_fed, n_hint = np.array([4, 2, 0], np.int32), np.array([1, 0, -1], np.int32)
-    got = ops.cutoff(logits, top_k=1, n_fed=n_fed, n_hint=n_hint)  # type: ignore[arg-type]
+    query_lens, num_draft_tokens = np.array([4, 2, 0], np.int32), np.array([1, 0, -1], np.int32)
+    got = ops.cutoff(logits, top_k=1, query_lens=query_lens, num_draft_tokens=num_draft_tokens)  # type: ignore[arg-type]
     o = -math.inf
     assert got.tolist() == [[o, o, 1, 1], [o, 1, o, o], [o, o, o, o]]
 
@@ -188,7 +189,7 @@ def test_sampling_with_a_cutoff_draws_nothing_else() -> None:
         ({"min_p": -0.1}, ValueError, "row 0"),
         ({"inv_temperature": 0.0}, ValueError, "row 0"),
         ({"inv_temperature": math.inf}, ValueError, "row 0"),
-        ({"n_fed": torch.tensor([1, 1], dtype=torch.int32)}, ValueError, "together"),
+        ({"query_lens": torch.tensor([1, 1], dtype=torch.int32)}, ValueError, "together"),
         ({"out": torch.zeros(2, 3, dtype=torch.int32)}, TypeError, "out must be a float32"),
     ],
 )

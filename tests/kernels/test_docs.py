@@ -20,7 +20,9 @@ def test_examples() -> None:
     assert len(BLOCKS) == 4
     # They assert something: with a draft that is trusted, the first one fails.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "verify", lambda logits, tokens, n_fed, n_hint: (tokens.roll(-1, 1), n_hint))
+        patch.setattr(
+            ops, "verify", lambda logits, tokens, query_lens, num_draft_tokens: (tokens.roll(-1, 1), num_draft_tokens)
+        )
         with pytest.raises(AssertionError):
             exec(BLOCKS[0], {})
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import gpu_check, kernels, pytest_notes
+from bench import gpu_check, kernels, predicted, pytest_notes
 from bench.gpu_check import Check, Part
+from tests.waiting import SECONDS
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"gpu": "a GPU", "gpu_memory_bytes": 80 << 30}
@@ -30,7 +34,7 @@ def test_refuses_politely(tmp_path: Path) -> None:
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ran.returncode == 2
     assert "no GPU is visible" in ran.stderr
@@ -48,10 +52,30 @@ def check(
     """Whether all is well, and what was written."""
     monkeypatch.setattr(gpu_check, "_IS_BUILT", "")
     monkeypatch.setattr(gpu_check, "_FACTS", f"print({json.dumps(json.dumps(MACHINE))})")
-    monkeypatch.setattr(gpu_check, "INTERRUPTED", 2.0)
-    monkeypatch.setattr(gpu_check, "ABORTED", 1.0)
     well = Check(out, seconds, parts).run()
     return well, json.loads((out / "gpu_check.json").read_text())
+
+
+WINDOWS = {"deaf": (60.5, 60.0, 40.0), "waiting": (90.0, 60.0, 40.0)}
+"""By what a part prints before it hangs: the most seconds until it is interrupted, described and aborted. A part that obeys a signal ends sooner. The first
+window of a part that ignores the interrupt is short."""
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch, windows: dict[str, tuple[float, float, float]]) -> None:
+    """Set the deadline when the part prints that it hangs, so that the test does not wait for the time limit."""
+    wait = gpu_check._wait
+
+    def sooner(process: subprocess.Popen[bytes], deadline: float, log: Path) -> int | None:
+        while process.poll() is None and time.monotonic() < deadline:
+            said = log.read_text(errors="replace").rpartition("\n==== ")[2].splitlines()
+            for mark in windows.keys() & said:
+                for name, seconds in zip(("INTERRUPTED", "DESCRIBED", "ABORTED"), windows[mark], strict=True):
+                    monkeypatch.setattr(gpu_check, name, seconds)
+                return wait(process, time.monotonic() + windows[mark][0], log)
+            time.sleep(0.05)
+        return wait(process, deadline, log)
+
+    monkeypatch.setattr(gpu_check, "_wait", sooner)
 
 
 KERNEL = {"benchmark": "b", "shape": [1, 2, 3], "us": 1.0, "gb_per_s": 2.0, "fraction_of_copy": 0.5}
@@ -118,19 +142,22 @@ HANGS = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
-print('child', child.pid, flush=True)
+print(f'child {child.pid}\\ndeaf', flush=True)
 time.sleep(600)
 """
 
 
 def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is ended with what it has started, says where it hung, and its results stay."""
+    at_once(monkeypatch, WINDOWS)
+    waits = "import time\ntry: print('waiting', flush=True); time.sleep(600)\nfinally: print('came down')"
     well, written = check(
         monkeypatch,
         tmp_path,
-        script("hangs", dumps({"results": [KERNEL]}) + HANGS, "kernel", most=9),
-        script("interrupted", "import time\ntry: time.sleep(600)\nfinally: print('came down')", most=9),
+        script("hangs", dumps({"results": [KERNEL]}) + HANGS, "kernel", most=290),
+        script("interrupted", waits, most=290),
         script("last", "print('ran')"),
+        seconds=900,
     )
     assert not well
     parts = written["parts"]
@@ -140,9 +167,11 @@ def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     log = (tmp_path / "gpu_check.log").read_text()
     assert "Fatal Python error: Aborted" in log
     assert "came down" in log
-    assert "stopped after 9 s" in log
+    assert len(re.findall(r"^stopped after \d+ s$", log, re.MULTILINE)) == 2
+    assert "it hangs; what its processes do:" in log
     child = int(re.findall(r"^child (\d+)$", log, re.MULTILINE)[0])
-    deadline = time.monotonic() + 10
+    assert re.search(rf"^process {child}, state S", log, re.MULTILINE)
+    deadline = time.monotonic() + SECONDS
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:  # its adopter may take a moment
         if "Z" in Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0]:
             break
@@ -152,7 +181,7 @@ def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_written_after_each_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A part finds those before it on the disk: whoever is killed then has lost nothing."""
+    """Each part writes its results to disk, so a run that is killed later loses nothing."""
     look = f"import json; print(sorted(json.load(open({str(tmp_path / 'gpu_check.json')!r}))['parts']))"
     _, written = check(monkeypatch, tmp_path, script("a", "raise SystemExit(1)"), script("b", ""), script("c", look))
     assert written["parts"]["c"]["last_lines"] == ["['a', 'b']"]
@@ -221,7 +250,74 @@ def test_limits_leave_the_others_theirs() -> None:
         assert left >= 0
     least = [part.least for part in parts if part.kind != "tests"]
     assert min(least) > gpu_check.INTERRUPTED
-    assert {part.name for part in parts if part.kind == "kernel"} == set(kernels.MODULES)
+    names = [b.name for module in kernels.MODULES for b in importlib.import_module(f"bench.{module}").BENCHMARKS]
+    assert set(gpu_check.KERNELS) <= set(names)
+    assert [p.name for p in gpu_check.DRY_PARTS] == [p.name for p in parts if p.name != "memcheck"]
+
+
+def test_a_tree_without_git(tmp_path: Path) -> None:
+    """The sources and modules beside them are all that the check needs; the program's own folder is the tree that it runs."""
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    for folder in ("bench", "python", "pipespec_kernels"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "bench.gpu_check", "--dry-run", "--out", str(out), "--parts", "variants"]
+    command += ["--seconds", "1000"]
+    ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + (out / "gpu_check.log").read_text()
+    written = json.loads((out / "gpu_check.json").read_text())
+    assert written["machine"]["commit"] is None
+    assert written["dry_run"]
+    assert "build" not in written
+    assert written["parts"]["variants"]["figures"]["spd.same_tokens"] == 48
+    assert sorted(path.name for path in out.iterdir()) == ["gpu_check.json", "gpu_check.log"]
+
+
+def test_one_architecture_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Modules that do not import are built, for the GPU's own architecture unless the environment says otherwise."""
+    built: list[dict[str, str]] = []
+
+    def run(command: Any, log: Path, limit: float, **variables: str) -> dict[str, Any]:
+        if command[0] == "setup.py":
+            built.append(variables)
+        lines = ["90"] if command[-1] == gpu_check._ARCHITECTURE else ["{}"]
+        return {"status": 1 if command[-1] == gpu_check._IS_BUILT else 0, "seconds": 1.0, "last_lines": lines}
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    monkeypatch.setattr(Check, "_take_installed", lambda self: None)
+    monkeypatch.delenv("PIPESPEC_CUDA_ARCHS", raising=False)
+    assert Check(tmp_path, 300, ()).prepare()
+    monkeypatch.setenv("PIPESPEC_CUDA_ARCHS", "80;90")
+    assert Check(tmp_path, 300, ()).prepare()
+    assert built == [{"PIPESPEC_CUDA_ARCHS": "90"}, {}]
+
+
+def test_a_dry_run_survives_a_hang_and_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Real parts on the CPU: one hangs, one crashes, and the log says where; the last one gives all figures that are predicted for it."""
+    at_once(monkeypatch, {"hanging, as asked": WINDOWS["deaf"]})
+    faults = {"variants": "hang", "corruption": "crash", "physics": ""}
+    dry = {part.name: part for part in gpu_check.DRY_PARTS}
+    parts = [replace(dry[name], most=500, least=1, fault=fault) for name, fault in faults.items()]
+    assert not Check(tmp_path, 1600, parts, dry=True).run()
+    written = json.loads((tmp_path / "gpu_check.json").read_text())
+    log = (tmp_path / "gpu_check.log").read_text()
+    hung, crashed, whole = (written["parts"][name] for name in faults)
+    assert hung["status"] is None
+    assert "host.verify_ops_us" in hung["figures"]  # of the section before
+    assert "it hangs; what its processes do:" in log
+    assert re.search(r'File ".*figures.py", line \d+ in _fault', log)
+    assert crashed["status"] == -signal.SIGSEGV
+    assert crashed["figures"]["corruption.alone"] == 0
+    assert any("figures.py" in line for line in crashed["last_lines"])
+    assert whole["well"]
+    assert whole["status"] == 0
+    of_physics = ("copy.", "node.", "launch.", "protocol.", "turn.", "pair.", "product.")
+    expected = {name for name in predicted.load()["figures"] if name.startswith(of_physics)}
+    assert expected <= set(whole["figures"])
+    compared = {row["figure"]: row for row in written["predictions"]}
+    assert list(compared) == list(predicted.load()["figures"])
+    assert compared["copy.gb_per_s"]["measured"] == whole["figures"]["copy.gb_per_s"]
+    assert compared["generate.rounds.accepted_length"]["measured"] is None
 
 
 TESTS = """
@@ -277,11 +373,11 @@ def test_ended_from_outside(tmp_path: Path) -> None:
         "gpu_check.Check(Path(sys.argv[1]), 600, parts).run()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
-    log, deadline = tmp_path / "gpu_check.log", time.monotonic() + 60
+    log, deadline = tmp_path / "gpu_check.log", time.monotonic() + SECONDS
     while not (log.exists() and "pid " in log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
     part = int(log.read_text().split("pid ")[1].split()[0])
     with pytest.raises(ProcessLookupError):

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec_kernels import dispatch, ops, reference
+from tests.trials import trials
 
 from .storage import CACHE_LAYOUTS, appended, compacted, gathered, make_storage, on_device
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=trials(ci=30, nightly=120))
 
 
 @EXAMPLES
@@ -68,15 +69,15 @@ def test_moves(batch, capacity, dtype, layout, data) -> None:
 )
 def test_attention(batch, group, width, dtype, invariant, level, data) -> None:
     capacity = data.draw(st.integers(width, 40))
-    n_fed = [data.draw(st.integers(0, width)) for _ in range(batch)]
+    query_lens = [data.draw(st.integers(0, width)) for _ in range(batch)]
     lengths = [data.draw(st.integers(0, capacity - width)) for _ in range(batch)]
     if level:
-        n_fed, lengths = n_fed[:1] * batch, lengths[:1] * batch
+        query_lens, lengths = query_lens[:1] * batch, lengths[:1] * batch
     k_cache, v_cache = make_storage(batch, 2, capacity, 16, dtype, "columns first", CPU)
-    for row, (n, fed) in enumerate(zip(lengths, n_fed, strict=True)):
+    for row, (n, fed) in enumerate(zip(lengths, query_lens, strict=True)):
         v_cache[row, :, n + fed :] = math.nan
     q = torch.randn(batch, width, 2 * group, 16).to(dtype).transpose(1, 2)
-    n, fed = on_device(lengths, CPU), on_device(n_fed, CPU)
+    n, fed = on_device(lengths, CPU), on_device(query_lens, CPU)
     got = ops.verify_attention(q, k_cache, v_cache, n, fed, invariant=invariant)
     assert got.dtype == dtype
     assert got.transpose(1, 2).is_contiguous()
@@ -85,7 +86,7 @@ def test_attention(batch, group, width, dtype, invariant, level, data) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
     if invariant:
         for row in range(batch):
-            for j in range(n_fed[row]):
+            for j in range(query_lens[row]):
                 one = slice(row, row + 1)
                 alone = ops.verify_attention(
                     q[one, :, j : j + 1], k_cache[one], v_cache[one], n[one] + j, invariant=True
@@ -195,7 +196,7 @@ BAD = {
         (ValueError, "scale must be finite", {"scale": math.nan}),
         (ValueError, "out must have shape", {"out": NEW[:1]}),
         (ValueError, "out is written to", {"out": torch.zeros(1, 2, 4, 16).expand(2, 2, 4, 16)}),
-        (ValueError, "row 0: need 0 <= n_fed <= 4, is 5", {"n_fed": COUNTS + 2}),
+        (ValueError, "row 0: need 0 <= query_lens <= 4, is 5", {"query_lens": COUNTS + 2}),
         (ValueError, "row 0: lengths is 6, and 3 more", {"lengths": COUNTS + 3}),
     ],
 }
@@ -203,7 +204,7 @@ GOOD = {
     "kv_append": {"keys": NEW, "values": NEW, "lengths": COUNTS, "n_new": COUNTS},
     "kv_gather": {"lengths": COUNTS, "rows": torch.tensor([1, 0])},
     "kv_compact": {"positions": TABLE, "begin": COUNTS, "n_keep": COUNTS},
-    "verify_attention": {"q": NEW, "lengths": COUNTS, "n_fed": COUNTS},
+    "verify_attention": {"q": NEW, "lengths": COUNTS, "query_lens": COUNTS},
 }
 
 

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
+from tests.trials import trials
 
 from .selection import (
     DTYPES,
     LAYOUTS,
-    hinted_tokens,
+    drafted_tokens,
     make_logits,
     ragged_counts,
     simd,
@@ -40,9 +41,9 @@ def case(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Any]:
     logits = make_logits("normal", (4, 3, 37), dtype, generator)
     return {
         "logits": logits,
-        "tokens": hinted_tokens(logits, 0.8, generator, torch.int64),
-        "n_fed": int32(3, 0, 2, 3),
-        "n_hint": int32(2, 0, 1, 0),
+        "tokens": drafted_tokens(logits, 0.8, generator, torch.int64),
+        "query_lens": int32(3, 0, 2, 3),
+        "num_draft_tokens": int32(2, 0, 1, 0),
         "seeds": torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator),
         "positions": torch.arange(4) * 2**33,
         "inv_temperature": torch.rand(4, generator=generator) + 0.5,
@@ -51,7 +52,7 @@ def case(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Any]:
 
 
 NOISE = ("seeds", "positions", "inv_temperature", "cutoff")
-FED = ("logits", "tokens", "n_fed", "n_hint")
+FED = ("logits", "tokens", "query_lens", "num_draft_tokens")
 
 
 def schema_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -69,8 +70,8 @@ def schema_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
         (namespace.sample.default, (c["logits"], *noise[:3])),
         (namespace.verify.default, tuple(fed)),
         (namespace.verify.default, (*fed, *noise, 0, 1)),
-        (namespace.verify_ratio.default, (*fed, draft, *noise, scales * 0.5, c["cutoff"] - 1, *Streams())),
-        (namespace.verify_ratio.default, (*fed, None, *noise[:3], None, None, None, *Streams(), 1)),
+        (namespace.rejection_sample.default, (*fed, draft, *noise, scales * 0.5, c["cutoff"] - 1, *Streams())),
+        (namespace.rejection_sample.default, (*fed, None, *noise[:3], None, None, None, *Streams(), 1)),
         (namespace.cutoff.default, (c["logits"], scales, ks, ps, least, *fed[2:])),
         (namespace.cutoff.default, (c["logits"], scales, ks.int(), ps.float(), least, None, None, 1)),
     ]
@@ -195,15 +196,17 @@ def calls(c: dict[str, Any]) -> list[torch.Tensor]:
     noise = Noise(*(c[name] for name in NOISE))
     fed = [c[name] for name in FED]
     logits = c["logits"]
-    bar = ops.cutoff(logits, inv_temperature=noise.inv_temperature, top_k=5, top_p=0.9, n_fed=fed[2], n_hint=fed[3])
+    bar = ops.cutoff(
+        logits, inv_temperature=noise.inv_temperature, top_k=5, top_p=0.9, query_lens=fed[2], num_draft_tokens=fed[3]
+    )
     return [
         ops.argmax(logits),
         ops.sample(logits, noise),
         bar,
         *ops.verify(*fed),
         *ops.verify(*fed, noise=Noise(noise.seeds, noise.positions, noise.inv_temperature, bar), threads=1),
-        *ops.verify_ratio(*fed, logits * 0.5, noise),
-        *ops.verify_ratio(*fed, None, noise, streams=Streams(7, 8, 9)),
+        *ops.rejection_sample(*fed, logits * 0.5, noise),
+        *ops.rejection_sample(*fed, None, noise, streams=Streams(7, 8, 9)),
     ]
 
 
@@ -330,7 +333,7 @@ def test_compiles_for_any_batch() -> None:
 def test_numpy_and_out_compile() -> None:
     torch.compiler.reset()
     c = case()
-    counts = c["n_fed"].numpy(), c["n_hint"].numpy()
+    counts = c["query_lens"].numpy(), c["num_draft_tokens"].numpy()
     out = torch.full((4, 3), -9, dtype=torch.int32), torch.full((4,), -9, dtype=torch.int32)
 
     def call(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,11 +362,11 @@ def test_fake_and_meta_tensors_get_shapes_and_errors() -> None:
         for got, expected in zip(calls(c), calls(case()), strict=True):
             assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device)
         with pytest.raises(ValueError, match="tokens are"):
-            ops.verify(c["logits"], c["tokens"][:1], c["n_fed"], c["n_hint"])
-        with pytest.raises(TypeError, match="n_hint must be int32"):
-            ops.verify(c["logits"], c["tokens"], c["n_fed"], c["n_hint"].long())
+            ops.verify(c["logits"], c["tokens"][:1], c["query_lens"], c["num_draft_tokens"])
+        with pytest.raises(TypeError, match="num_draft_tokens must be int32"):
+            ops.verify(c["logits"], c["tokens"], c["query_lens"], c["num_draft_tokens"].long())
         with pytest.raises(ValueError, match="streams"):
-            ops.verify_ratio(*(c[n] for n in FED), None, Noise(*(c[n] for n in NOISE)), streams=Streams(0, 1, 1))
+            ops.rejection_sample(*(c[n] for n in FED), None, Noise(*(c[n] for n in NOISE)), streams=Streams(0, 1, 1))
     meta = ops.argmax(torch.empty(2, 3, 5, device="meta"))
     assert (meta.shape, meta.dtype, meta.device.type) == ((2, 3), torch.int32, "meta")
 
@@ -428,10 +431,10 @@ def test_the_reference_by_environment_and_without_the_native_code() -> None:
     assert wrong.returncode == 1
 
 
-# --- verify_ratio; that its reference keeps the distribution is tested with the kernels ----------------------------------------------------------
+# --- rejection_sample; that its reference keeps the distribution is tested with the kernels ----------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=trials(ci=30, nightly=60), derandomize=True)
 @given(
     shape=st.tuples(st.integers(0, 4), st.integers(0, 5), st.sampled_from([1, 2, 7, 33, 300])),
     kinds=st.tuples(*[st.sampled_from(["normal", "few values", "minus inf", "nans"])] * 2),
@@ -442,14 +445,14 @@ def test_the_reference_by_environment_and_without_the_native_code() -> None:
     variant=st.sampled_from(simd_variants()),
     seed=st.integers(0, 2**31),
 )
-def test_verify_ratio_is_the_reference(shape, kinds, dtypes, layouts, certain, filtered, variant, seed) -> None:
+def test_rejection_sample_is_the_reference(shape, kinds, dtypes, layouts, certain, filtered, variant, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     batch, width, vocab = shape
     logits = make_logits(kinds[0], shape, dtypes[0], generator)
     draft = None if certain else (make_logits(kinds[1], shape, torch.float32, generator) + logits).to(dtypes[1])
-    tokens = hinted_tokens(logits, 0.7, generator, torch.int64)
+    tokens = drafted_tokens(logits, 0.7, generator, torch.int64)
     tokens[torch.rand((batch, width), generator=generator) < 0.05] = vocab  # no id
-    n_fed, n_hint = ragged_counts(batch, width, generator)
+    query_lens, num_draft_tokens = ragged_counts(batch, width, generator)
     noise = Noise(
         torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
         torch.randint(0, 2**40, (batch,), generator=generator),
@@ -457,17 +460,17 @@ def test_verify_ratio_is_the_reference(shape, kinds, dtypes, layouts, certain, f
         torch.randn((batch, width), generator=generator) - 1 if filtered else None,
     )
     options = {"draft_inv_temperature": noise.inv_temperature * 0.5} if filtered else {}
-    expected = reference.verify_ratio(logits, tokens, n_fed, n_hint, draft, noise, **options)
+    expected = reference.rejection_sample(logits, tokens, query_lens, num_draft_tokens, draft, noise, **options)
     placed = strided(logits, layouts[0]), None if draft is None else strided(draft, layouts[1])
     with simd(variant):
-        got = ops.verify_ratio(placed[0], tokens, n_fed, n_hint, placed[1], noise, **options)
+        got = ops.rejection_sample(placed[0], tokens, query_lens, num_draft_tokens, placed[1], noise, **options)
     check_same(list(got), list(expected))
 
 
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
 @pytest.mark.parametrize("peaked", [False, True], ids=["flat", "peaked"])
-def test_verify_ratio_by_any_threads_is_the_reference(certain: bool, peaked: bool) -> None:
-    """Rows long enough to be cut, and for several threads; hints as the draft draws them."""
+def test_rejection_sample_by_any_threads_is_the_reference(certain: bool, peaked: bool) -> None:
+    """Rows long enough to be cut, and for several threads; draft tokens as the draft draws them."""
     generator = torch.Generator().manual_seed(11)
     shape, taken = (3, 4, 40011), 0
     n = torch.tensor([4, 3, 4], dtype=torch.int32)
@@ -480,16 +483,16 @@ def test_verify_ratio_by_any_threads_is_the_reference(certain: bool, peaked: boo
         drawing = Noise(noise.seeds, noise.positions, noise.inv_temperature, stream=DRAFT)
         tokens[:, 1:] = ops.sample(draft, drawing)[:, :-1]
         arguments = (logits, tokens, n, n - 1, None if certain else draft, noise)
-        expected = reference.verify_ratio(*arguments)
+        expected = reference.rejection_sample(*arguments)
         taken += int(expected[1].sum())
         for variant in simd_variants():
             with simd(variant):
                 for threads in (1, 2, 3):
-                    check_same(list(ops.verify_ratio(*arguments, threads=threads)), list(expected))
-    assert taken > 0 or (certain and not peaked)  # of flat distributions hardly any certain hint is
+                    check_same(list(ops.rejection_sample(*arguments, threads=threads)), list(expected))
+    assert taken > 0 or (certain and not peaked)  # of flat distributions hardly any certain draft token is
 
 
-def test_verify_ratio_checks_its_arguments() -> None:
+def test_rejection_sample_checks_its_arguments() -> None:
     c = case(torch.float32)
     noise = Noise(*(c[name] for name in NOISE))
     draft = (c["logits"] * 0.5).half()
@@ -509,22 +512,26 @@ def test_verify_ratio_checks_its_arguments() -> None:
         (TypeError, "draft_inv_temperature must be float32", {"draft_inv_temperature": torch.ones(4).double()}),
         (ValueError, "row 2: draft_inv_temperature must be finite", {"draft_inv_temperature": nan}),
         (ValueError, "draft_cutoff must be", {"draft_cutoff": flat[:2]}),
-        (ValueError, "row 0: n_hint must be smaller than n_fed", {"n_hint": int32(3, 0, 0, 0)}),
-        (ValueError, "row 3: counts are negative", {"n_hint": int32(0, 0, 0, -1)}),
+        (
+            ValueError,
+            "row 0: num_draft_tokens must be smaller than query_lens",
+            {"num_draft_tokens": int32(3, 0, 0, 0)},
+        ),
+        (ValueError, "row 3: counts are negative", {"num_draft_tokens": int32(0, 0, 0, -1)}),
         (ValueError, "threads must be at least 1", {"threads": 0}),
         (ValueError, "tokens are on meta", {"tokens": c["tokens"].to("meta")}),
         (ValueError, r"out\[1\] must be contiguous", {"out": (out[0], out[1][:2])}),
     ):
         with pytest.raises(error, match=message):
-            ops.verify_ratio(**(good | {"out": out} | change))
+            ops.rejection_sample(**(good | {"out": out} | change))
         assert out[0].eq(-7).all()
         assert out[1].eq(-7).all()
-    expected = reference.verify_ratio(*(good[name] for name in (*FED, "draft_logits", "noise")))
-    got = ops.verify_ratio(**good, out=out)
+    expected = reference.rejection_sample(*(good[name] for name in (*FED, "draft_logits", "noise")))
+    got = ops.rejection_sample(**good, out=out)
     assert got[0] is out[0]
     check_same(list(got), list(expected))
     recorded = {name: good[name].clone().float().requires_grad_() for name in ("logits", "draft_logits")}
     plain = {name: x.detach() for name, x in recorded.items()}
-    check_same(list(ops.verify_ratio(**(good | recorded))), list(ops.verify_ratio(**(good | plain))))
-    idle = ops.verify_ratio(**(good | {"n_fed": int32(0, 0, 0, 0), "n_hint": int32(9, -1, 0, 0)}))
+    check_same(list(ops.rejection_sample(**(good | recorded))), list(ops.rejection_sample(**(good | plain))))
+    idle = ops.rejection_sample(**(good | {"query_lens": int32(0, 0, 0, 0), "num_draft_tokens": int32(9, -1, 0, 0)}))
     assert (idle[0].unique().tolist(), idle[1].tolist()) == ([-1], [0] * 4)

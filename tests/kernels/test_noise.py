@@ -1,4 +1,4 @@
-"""The noise of coupled selection: Philox against its published vectors, native noise against the oracle bit for bit,
+"""The noise of coupled sampling: Philox against its published vectors, native noise against the oracle bit for bit,
 and both against float64."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Coupled selection, ops.sample and ops.verify with noise: the oracle to the last bit, the right distribution, and the
+"""Coupled sampling: ops.sample and ops.verify with noise: the oracle to the last bit, the right distribution, and the
 acceptance that theory promises."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, TARGET, Noise
+from tests.trials import trials
 
 from .selection import DTYPES, KINDS, LAYOUTS, make_logits, ragged_counts, simd, simd_variants, strided
 
@@ -66,7 +67,7 @@ def vocabularies() -> st.SearchStrategy[int]:
     return st.one_of(st.integers(1, 300), st.sampled_from([511, 512, 513, 3000]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(ci=40, nightly=150))
 @given(
     shape=st.tuples(st.integers(0, 4), st.integers(0, 4), vocabularies()),
     dtype=st.sampled_from(DTYPES),
@@ -88,7 +89,7 @@ def test_any_shape_equals_the_oracle(shape, dtype, kind, layout, filtered, strea
     assert torch.equal(got, reference.sample(logits, noise))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(ci=50, nightly=200))
 @given(
     shape=st.tuples(st.integers(0, 5), st.integers(0, 6), st.sampled_from([1, 2, 3, 7, 33, 100, 4097])),
     dtype=st.sampled_from(DTYPES),
@@ -107,15 +108,17 @@ def test_verify_walks_over_what_sample_draws(shape, dtype, kind, layout, filtere
     drawn = ops.sample(logits, noise)
     agrees = torch.rand((batch, width), generator=generator) < 0.8
     tokens = torch.where(agrees, drawn.roll(1, 1), torch.randint(0, vocab, (batch, width), generator=generator)).long()
-    n_fed, n_hint = ragged_counts(batch, width, generator)
+    query_lens, num_draft_tokens = ragged_counts(batch, width, generator)
     with simd(variant):
-        selected, accepted = ops.verify(strided(logits, layout), tokens, n_fed, n_hint, noise=noise, threads=threads)
-    slow = reference.verify(logits, tokens, n_fed, n_hint, noise)
+        selected, accepted = ops.verify(
+            strided(logits, layout), tokens, query_lens, num_draft_tokens, noise=noise, threads=threads
+        )
+    slow = reference.verify(logits, tokens, query_lens, num_draft_tokens, noise)
     assert torch.equal(selected, slow[0])
     assert torch.equal(accepted, slow[1])
     for row in range(batch):
-        first = int(n_fed[row]) - 1 - int(n_hint[row])
-        count = int(accepted[row]) + 1 if n_fed[row] else 0
+        first = int(query_lens[row]) - 1 - int(num_draft_tokens[row])
+        count = int(accepted[row]) + 1 if query_lens[row] else 0
         assert torch.equal(selected[row, :count], drawn[row, first : first + count])
         assert selected[row, count:].eq(-1).all()
 
@@ -244,7 +247,7 @@ def coupled_agreement(p: Tensor, q: Tensor) -> float:
 
 
 def check_acceptance(target: Tensor, draft: Tensor, drafted: Tensor, seed: int = 1) -> None:
-    """A draft's tokens as the hints of a verification: the target's choices, accepted as often as theory says."""
+    """A draft's tokens as the draft tokens of a verification: the target's choices, accepted as often as theory says."""
     n = len(drafted)
     tokens = torch.stack([torch.zeros_like(drafted), drafted], dim=1)
     noise = Noise(torch.full((n,), seed), POSITIONS[:n], torch.ones(n))
@@ -336,13 +339,13 @@ GOOD = {"seeds": torch.tensor([1, 2]), "positions": torch.tensor([3, 4]), "inv_t
 )
 def test_errors_touch_nothing(change, error, message) -> None:
     noise = Noise(**(GOOD | change))
-    tokens, n_fed, n_hint = torch.zeros(2, 3, dtype=torch.int64), int32(3, 2), int32(2, 0)
+    tokens, query_lens, num_draft_tokens = torch.zeros(2, 3, dtype=torch.int64), int32(3, 2), int32(2, 0)
     for logits in (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.float64)):
         out = (torch.full((2, 3), -7, dtype=torch.int32), torch.full((2,), -7, dtype=torch.int32))
         with pytest.raises(error, match=message):
             ops.sample(logits, noise, out=out[0])
         with pytest.raises(error, match=message):
-            ops.verify(logits, tokens, n_fed, n_hint, noise=noise, out=out)
+            ops.verify(logits, tokens, query_lens, num_draft_tokens, noise=noise, out=out)
         assert out[0].eq(-7).all()
         assert out[1].eq(-7).all()
 

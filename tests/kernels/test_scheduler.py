@@ -1,4 +1,4 @@
-"""The scheduler from Python: the text is that of plain decoding, failures and Ctrl-C leave nothing running."""
+"""The scheduler from Python: the text is that of plain decoding. After failures and Ctrl-C no step runs and no thread is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import pipespec_kernels
 from pipespec_kernels import env
-from pipespec_kernels.scheduler import HostLauncher, Rectangle, Scheduler, Steering, TargetFailed
+from pipespec_kernels.scheduler import HostLauncher, Rectangle, Scheduler, TargetFailed
 from pipespec_kernels.state import StateBlock
 from tests.waiting import until
 
@@ -23,7 +23,7 @@ CUDA_MODULES = list(Path(pipespec_kernels.__file__).parent.glob("_cuda.*so"))
 
 
 def truth(text: list[int]) -> int:
-    """What the target says after ``text``: a hash of all of it; never EOS."""
+    """The target's token after ``text``: a hash of all of it; never EOS."""
     value = 7
     for token in text:
         value = (value * 1_000_003 + token + 1) % 2**61
@@ -38,7 +38,7 @@ def plain(prompt: list[int], limit: int) -> list[int]:
 
 
 class Model:
-    """Says the truth about the tokens that its cache holds, but for every ``wrong_every``-th position."""
+    """Chooses the target's tokens, given those that its cache holds, except at every ``wrong_every``-th position."""
 
     def __init__(self, prompts: list[list[int]], wrong_every: int = 0, before: Callable[[int], None] | None = None):
         self.cache = [prompt[:-1] for prompt in prompts]
@@ -52,15 +52,17 @@ class Model:
         self.steps += 1
         if self.before is not None:
             self.before(self.steps)
-        for row, (kv, n_fed, n_hint) in enumerate(zip(step.kv, step.n_fed, step.n_hint, strict=True)):
+        for row, (kv, query_lens, num_draft_tokens) in enumerate(
+            zip(step.kv, step.query_lens, step.num_draft_tokens, strict=True)
+        ):
             cache = self.cache[row]
-            cache[kv:] = step.tokens[row, :n_fed].tolist()
+            cache[kv:] = step.tokens[row, :query_lens].tolist()
             if step.n_select[row] == 0:
                 continue
-            own = len(cache) - n_hint
-            for j in range(n_hint + 1):
+            own = len(cache) - num_draft_tokens
+            for j in range(num_draft_tokens + 1):
                 step.selected[row, j] = self.choose(cache[: own + j])
-                if j < n_hint and step.selected[row, j] != cache[own + j]:
+                if j < num_draft_tokens and step.selected[row, j] != cache[own + j]:
                     break
 
 
@@ -80,19 +82,26 @@ def text_of(block: StateBlock, row: int) -> list[int]:
 
 
 def wait_for_the_stop(scheduler: Scheduler) -> None:
-    """In a step: until the caller wants no more. Otherwise the text can be complete before the caller gets to do anything."""
+    """Called in a step: wait until the scheduler stops. Otherwise the text can be complete before the caller does anything."""
     until(lambda: not scheduler._native.wait(0, 0)[1], "the stages are to stop")
 
 
 @pytest.mark.parametrize("schedule", ["streams", "lockstep"])
-@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("shadowed", [False, True])
 @pytest.mark.parametrize("wrong_every", [(), (0,), (4,), (3, 7), (1, 2, 5)])
-def test_plain_text(schedule: str, mirrored: bool, wrong_every: tuple[int, ...], no_thread_is_left: None) -> None:
+def test_plain_text(schedule: str, shadowed: bool, wrong_every: tuple[int, ...], no_thread_is_left: None) -> None:
     models = [Model(PROMPTS, n) for n in (*wrong_every, 0)]
     block = block_for(PROMPTS, LIMITS, len(models))
-    launcher = HostLauncher(block, models, [1, 2, 4, 8], mirrored=mirrored)
-    steering = Steering(windows=(4,) * len(wrong_every), wait=2, decode_meanwhile=mirrored)
-    scheduler = Scheduler(launcher, steering, schedule=schedule, ahead=2, trace=1000)
+    launcher = HostLauncher(block, models, [1, 2, 4, 8], shadowed=shadowed)
+    scheduler = Scheduler(
+        launcher,
+        lookahead=(4,) * len(wrong_every),
+        min_draft_tokens=2,
+        decode_meanwhile=shadowed,
+        schedule=schedule,
+        ahead=2,
+        trace=1000,
+    )
     seen: list[int] = []
     steps: list[int] = []
 
@@ -101,7 +110,7 @@ def test_plain_text(schedule: str, mirrored: bool, wrong_every: tuple[int, ...],
         steps.append(block.counters(block.target, 0)["steps"])
 
     scheduler.run(on_commit)
-    assert 0 < steps[-1] <= LIMITS[0]  # what the caller steers by is there while it runs
+    assert 0 < steps[-1] <= LIMITS[0]  # the counters are there while the scheduler runs
     assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
     assert seen == sorted(seen)
     assert seen[-1] == LIMITS[0]
@@ -116,16 +125,16 @@ def test_plain_text(schedule: str, mirrored: bool, wrong_every: tuple[int, ...],
         counters = [block.counters(stage, row) for row in range(2)]
         for field, counter in {
             "fed": "fed",
-            "hints": "drafted",
+            "draft_tokens": "drafted",
             "accepted": "accepted",
-            "taken_back": "truncated",
+            "rolled_back": "truncated",
         }.items():
             assert trace[field].sum() == sum(c[counter] for c in counters), field
 
 
-def test_nothing_is_traced_unless_asked_for() -> None:
+def test_no_trace_by_default() -> None:
     block = block_for(PROMPTS, LIMITS, 1)
-    scheduler = Scheduler(HostLauncher(block, [Model(PROMPTS)], [1]), Steering(windows=()))
+    scheduler = Scheduler(HostLauncher(block, [Model(PROMPTS)], [1]), lookahead=())
     scheduler.run()
     assert len(scheduler.trace(0)) == 0
     with pytest.raises(ValueError, match="no such stage"):
@@ -140,12 +149,12 @@ def test_a_draft_that_fails_leaves_the_others_running(no_thread_is_left: None) -
         raise ZeroDivisionError("tired")
 
     def after_the_failure(step: int) -> None:
-        # Otherwise the target can be through before the draft's first step is run.
+        # Otherwise the target can complete the text before the draft's first step.
         until(failed.is_set, "the draft has failed")
 
     block = block_for(PROMPTS, LIMITS, 3)
     models = [Model(PROMPTS), Model(PROMPTS, before=fail), Model(PROMPTS, before=after_the_failure)]
-    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3, 3)))
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), lookahead=(3, 3))
     scheduler.run()
     assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
     ((stage, cause),) = scheduler.failures
@@ -161,7 +170,7 @@ def test_a_target_that_fails_ends_the_text(no_thread_is_left: None) -> None:
 
     block = block_for(PROMPTS, LIMITS, 2)
     models = [Model(PROMPTS), Model(PROMPTS, before=fail)]
-    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3,)))
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), lookahead=(3,))
     with pytest.raises(TargetFailed, match=r"the target \(stage 1\) failed: MemoryError: no room"):
         scheduler.run()
     for row, limit in enumerate(LIMITS):
@@ -174,17 +183,17 @@ def test_steering_and_ending_rows_while_it_runs() -> None:
     block = block_for(PROMPTS, limits, 3)
 
     def after_the_caller(step: int) -> None:
-        # Else the text can be complete before the caller has seen nine of its steps.
+        # Otherwise the text can be complete before the caller has seen nine steps.
         until(lambda: seen >= min(step - 1, 9), "the caller has seen the step before")
 
     models = [Model(PROMPTS, 5), Model(PROMPTS, 9), Model(PROMPTS, before=after_the_caller)]
-    scheduler = Scheduler(HostLauncher(block, models, [1, 4, 8], mirrored=True), Steering(windows=(3, 3)))
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4, 8], shadowed=True), lookahead=(3, 3))
     commits = seen = 0
 
     def on_commit() -> None:
         nonlocal commits, seen
         commits += 1
-        scheduler.steer(Steering(windows=(commits % 4, commits % 7), wait=commits % 3))
+        scheduler.steer(lookahead=(commits % 4, commits % 7), min_draft_tokens=commits % 3)
         if commits == 5:
             scheduler.end_row(0)
         if commits == 9:
@@ -196,8 +205,8 @@ def test_steering_and_ending_rows_while_it_runs() -> None:
         text = text_of(block, row)
         assert len(text) < 400
         assert text == plain(PROMPTS[row], 400)[: len(text)]
-    with pytest.raises(ValueError, match="needs 2 windows"):
-        scheduler.steer(Steering(windows=(1,)))
+    with pytest.raises(ValueError, match="needs 2 lookahead"):
+        scheduler.steer(lookahead=(1,))
 
 
 def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
@@ -209,7 +218,7 @@ def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
     limits = [400, 400]
     block = block_for(PROMPTS, limits, 2)
     models = [Model(PROMPTS), Model(PROMPTS, before=interrupt)]
-    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3,)))
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), lookahead=(3,))
     with pytest.raises(KeyboardInterrupt):
         scheduler.run()
     steps = [model.steps for model in models]
@@ -218,7 +227,7 @@ def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
     assert len(text) < 400
     time.sleep(0.02)
     assert [model.steps for model in models] == steps
-    # The next generation is none the worse for it.
+    # The next generation runs as usual.
     for model in models:
         model.cache, model.before = [prompt[:-1] for prompt in PROMPTS], None
     block.reset([len(p) for p in PROMPTS], LIMITS, [p[-1] for p in PROMPTS], [EOS])
@@ -236,12 +245,12 @@ def test_an_exception_of_the_caller_stops_the_stages(no_thread_is_left: None) ->
 
     block = block_for(PROMPTS, [400, 400], 2)
     models = [Model(PROMPTS), Model(PROMPTS, before=wait)]
-    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), Steering(windows=(3,)))
+    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), lookahead=(3,))
     with pytest.raises(KeyError, match="mine"):
         scheduler.run(on_commit)
     assert block.length(1, 0) < 400
     assert models[1].steps <= 5
-    models[1].before = None  # it refers to the scheduler, whose threads end with it
+    models[1].before = None  # a reference to the scheduler would keep its threads alive
 
 
 def test_a_request_from_another_thread_stops_it() -> None:
@@ -251,7 +260,7 @@ def test_a_request_from_another_thread_stops_it() -> None:
 
     block = block_for(PROMPTS, LIMITS, 2)
     models = [Model(PROMPTS), Model(PROMPTS, before=stop)]
-    scheduler = Scheduler(HostLauncher(block, models, [1]), Steering(windows=(3,)))
+    scheduler = Scheduler(HostLauncher(block, models, [1]), lookahead=(3,))
     scheduler.run()
     assert models[1].steps == 7
     text = text_of(block, 0)
@@ -263,7 +272,7 @@ def test_a_stage_without_widths_is_left_to_others(schedule: str) -> None:
     block = block_for(PROMPTS, LIMITS, 2)
     models = [Model(PROMPTS), Model(PROMPTS)]
     launcher = HostLauncher(block, models, [[], [1, 4]])
-    scheduler = Scheduler(launcher, Steering(windows=(3,)), schedule=schedule, trace=10)
+    scheduler = Scheduler(launcher, lookahead=(3,), schedule=schedule, trace=10)
     scheduler.run()
     assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
     assert models[0].steps == len(scheduler.trace(0)) == 0
@@ -277,15 +286,14 @@ def test_bad_settings_are_refused() -> None:
     block = block_for(PROMPTS, LIMITS, 2)
     models = [Model(PROMPTS), Model(PROMPTS)]
     launcher = HostLauncher(block, models, [1, 4])
-    good = Steering(windows=(3,))
     with pytest.raises(ValueError, match="schedule must be one of 'streams', 'lockstep', not 'workers'"):
-        Scheduler(launcher, good, schedule="workers")
-    with pytest.raises(ValueError, match="needs 1 windows, not 2"):
-        Scheduler(launcher, Steering(windows=(3, 3)))
+        Scheduler(launcher, lookahead=(3,), schedule="workers")
+    with pytest.raises(ValueError, match="needs 1 lookahead values, not 2"):
+        Scheduler(launcher, lookahead=(3, 3))
     with pytest.raises(ValueError, match="ahead must be 1 to 8"):
-        Scheduler(launcher, good, ahead=0)
+        Scheduler(launcher, lookahead=(3,), ahead=0)
     with pytest.raises(ValueError, match="patience"):
-        Scheduler(launcher, good, patience=float("nan"))
+        Scheduler(launcher, lookahead=(3,), patience=float("nan"))
     with pytest.raises(ValueError, match="2 stages, but there are 1 models"):
         HostLauncher(block, models[:1], [1])
     with pytest.raises(ValueError, match="widths"):
@@ -296,7 +304,7 @@ def test_bad_settings_are_refused() -> None:
 
 
 @pytest.mark.skipif(not CUDA_MODULES, reason="_cuda was not built")
-def test_graphs_without_a_gpu_are_refused_in_words() -> None:
+def test_graphs_without_a_gpu_are_refused() -> None:
     from pipespec_kernels import _cuda
 
     if env.collect_env()["cuda"]["devices"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from pipespec_kernels import _native
 from pipespec_kernels.device_state import DevicePort
-from pipespec_kernels.state import Action, StateBlock
+from pipespec_kernels.state import Action, SharedMemory, StateBlock
 
 from . import protocol_model as model
 
@@ -106,13 +107,13 @@ class History:
             assert {name: counters[name] for name in text.counts} == text.counts
 
 
-def check_fed(fed: list[model.Fed], arrays: Any, width: int) -> None:
+def check_query_lens(fed: list[model.Fed], arrays: Any, width: int) -> None:
     for r, part in enumerate(fed):
         padded = part.tokens + [0] * (width - len(part.tokens))
         assert arrays.tokens[r].tolist() == padded
         selects = len(part.tokens) if part.action == model.STEP else 0
-        got = [int(a[r]) for a in (arrays.kv, arrays.n_fed, arrays.n_hint, arrays.n_select)]
-        assert got == [part.kv, len(part.tokens), part.n_hint, selects]
+        got = [int(a[r]) for a in (arrays.kv, arrays.query_lens, arrays.num_draft_tokens, arrays.n_select)]
+        assert got == [part.kv, len(part.tokens), part.num_draft_tokens, selects]
 
 
 def together(fed: list[model.Fed]) -> Action:
@@ -133,7 +134,7 @@ def play(history: History, steps: int) -> dict[str, int]:
         port = ports[event.stage]
         fed = history.plan(event)
         assert port.plan(*event.policy) == together(fed)
-        check_fed(fed, port, history.width)
+        check_query_lens(fed, port, history.width)
         for part in fed:
             seen[ACTIONS[part.action].name] += 1
         if event.commits:
@@ -160,7 +161,7 @@ def test_the_port_is_the_model() -> None:
     assert min(seen.values()) > 20, seen  # everything that can happen has happened
 
 
-@pytest.mark.parametrize("wrong", ["no rollback", "believes anybody", "one hint more", "own token lost"])
+@pytest.mark.parametrize("wrong", ["no rollback", "believes anybody", "one draft token more", "own token lost"])
 def test_a_wrong_model_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong == "no rollback":
         obey = model.Text.obey
@@ -171,10 +172,10 @@ def test_a_wrong_model_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) ->
         )
     elif wrong == "believes anybody":
         monkeypatch.setattr(model, "agreement", lambda a, b: min(len(a), len(b)))
-    elif wrong == "one hint more":
+    elif wrong == "one draft token more":
         plan = model.Row.plan
         monkeypatch.setattr(
-            model.Row, "plan", lambda self, stage, window, most, *rest: plan(self, stage, window, most + 1, *rest)
+            model.Row, "plan", lambda self, stage, lookahead, most, *rest: plan(self, stage, lookahead, most + 1, *rest)
         )
     else:
         commit = model.Row.commit
@@ -202,9 +203,9 @@ def test_a_block_on_the_host_is_refused() -> None:
 def test_kernels_without_a_device_say_so() -> None:
     _cuda = pytest.importorskip("pipespec_kernels._cuda")
     with pytest.raises(RuntimeError, match=r"plan: .*CUDA error \d+"):
-        _cuda.plan(0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0, 0)
+        _cuda.plan(0, _cuda.Scope.DEVICE, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     with pytest.raises(RuntimeError, match=r"commit: .*CUDA error \d+"):
-        _cuda.commit(0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0, 4, 0)
+        _cuda.commit(0, _cuda.Scope.SYSTEM, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0, 4, 0)
 
 
 def without_controls(memory: np.ndarray, block: StateBlock) -> np.ndarray:
@@ -242,7 +243,7 @@ def device_history(seed: int, pinned: bool) -> None:
             other.set_policy(*event.policy)
             other.plan(stream.cuda_stream)
             stream.synchronize()
-            check_fed(fed, other, history.width)
+            check_query_lens(fed, other, history.width)
             assert other.action.tolist() == [part.action for part in fed] + [model.IDLE] * history.spare_rows
             if event.commits:
                 port.commit(event.selected.ctypes.data, history.width)
@@ -283,3 +284,48 @@ def test_bad_arguments_on_the_device() -> None:
         port.commit(torch.zeros(1, 3, dtype=torch.int32, device="cuda"))
     with pytest.raises(ValueError, match="32 bits"):
         port.set_policy(-1, 0)
+
+
+# ---- hostile values
+
+
+def test_stages_and_rows_that_do_not_exist():
+    block = StateBlock.create(2, 3, 16)
+    block.reset([1] * 3, [9] * 3, [5] * 3, [])
+    before = block.memory.array.copy()
+    for stage, row in [(2, 0), (99, 0), (0, 3), (1, 10**6), (2**32 - 1, 2**32 - 1)]:
+        for method in (block.length, block.kv, block.counters, block._native.epoch):
+            with pytest.raises(IndexError, match="of a block of"):
+                method(stage, row)
+        with pytest.raises(IndexError, match="of a block of"):
+            block.tokens(stage, row, 0, 1)
+    for stage in (2, 99, 2**32 - 1):
+        for call in (block.is_alive, block.step_ns, lambda s: block.set_alive(s, True)):
+            with pytest.raises(IndexError, match=f"stage {stage} of a block of 2"):
+                call(stage)
+    for row in (3, 2**31):
+        with pytest.raises(IndexError, match=f"row {row} of a block of 3"):
+            block.end_row(row)
+    assert (block.memory.array == before).all()
+
+
+def test_a_port_keeps_its_block():
+    block = StateBlock.create(1, 1, 1 << 20)  # a mapping of its own, which a release unmaps
+    block.reset([1], [9], [5], [])
+    port = block.port(0, 4)
+    del block
+    gc.collect()
+    assert port.plan(0, 0, 0) == Action.STEP
+    with pytest.raises(ValueError, match=r"commit.* needs their choices"):
+        port.commit(0, 0)
+    selected = np.array([[7]], dtype=np.int32)
+    assert port.commit(selected.ctypes.data, 1) == 1
+
+
+def test_a_port_from_before_a_growth():
+    block = StateBlock.create(1, 1, 16, SharedMemory.create(1))
+    port = block.port(0, 4)
+    block.ensure(8, 1 << 16)
+    block.reset([1] * 8, [9] * 8, [5] * 8, [])
+    with pytest.raises(RuntimeError, match="has grown: make a new port"):
+        port.plan(0, 0, 0)

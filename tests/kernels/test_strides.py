@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import Noise
+from tests.trials import trials
 
 from .selection import DTYPES, KINDS, any_strides, far_apart, make_logits, ragged_counts, simd, simd_variants
 
 PAIR = st.tuples(st.integers(0, 80), st.integers(0, 80))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(ci=50, nightly=200))
 @given(
     shape=st.tuples(st.integers(0, 4), st.integers(0, 4), st.sampled_from([1, 2, 7, 31, 64, 70])),
     dtype=st.sampled_from([*DTYPES, torch.float64]),
@@ -33,8 +34,8 @@ def test_any_strides(shape, dtype, kind, of_logits, of_draft, of_tokens, of_cuto
     draft = any_strides(torch.randn(shape, generator=generator), of_draft)
     tokens = any_strides(torch.randint(0, vocab, (batch, width), generator=generator), of_tokens, False)
     bars = any_strides(torch.randn((batch, width), generator=generator) - 1, of_cutoff, False)
-    n_fed, n_hint = ragged_counts(batch, width, generator)
-    pairs = torch.stack([n_fed, n_hint], 1)  # the counts as columns
+    query_lens, num_draft_tokens = ragged_counts(batch, width, generator)
+    pairs = torch.stack([query_lens, num_draft_tokens], 1)  # the counts as columns
     seeds, positions = torch.randint(0, 2**40, (batch, 2), generator=generator).unbind(1)
     scales = torch.rand((), generator=generator).add(0.5).expand(batch)
 
@@ -42,15 +43,17 @@ def test_any_strides(shape, dtype, kind, of_logits, of_draft, of_tokens, of_cuto
         def place(x: torch.Tensor) -> torch.Tensor:
             return x.clone(memory_format=torch.contiguous_format) if plain else x
 
-        x, fed, hints = place(logits), place(pairs[:, 0]), place(pairs[:, 1])
+        x, fed, draft_tokens = place(logits), place(pairs[:, 0]), place(pairs[:, 1])
         noise = Noise(place(seeds), place(positions), place(scales), place(bars))
         return [
             ops.argmax(x),
             ops.sample(x, noise),
-            *ops.verify(x, place(tokens), fed, hints),
-            *ops.verify(x, place(tokens), fed, hints, noise=noise),
-            *ops.verify_ratio(x, place(tokens), fed, hints, place(draft), noise, draft_cutoff=place(bars)),
-            ops.cutoff(x, inv_temperature=place(scales), top_k=3, top_p=0.8, n_fed=fed, n_hint=hints),
+            *ops.verify(x, place(tokens), fed, draft_tokens),
+            *ops.verify(x, place(tokens), fed, draft_tokens, noise=noise),
+            *ops.rejection_sample(x, place(tokens), fed, draft_tokens, place(draft), noise, draft_cutoff=place(bars)),
+            ops.cutoff(
+                x, inv_temperature=place(scales), top_k=3, top_p=0.8, query_lens=fed, num_draft_tokens=draft_tokens
+            ),
         ]
 
     with simd(variant):

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec_kernels import ops, reference
+from tests.trials import trials
 
 from .selection import (
     DTYPES,
     KINDS,
     LAYOUTS,
-    hinted_tokens,
+    drafted_tokens,
     make_logits,
     ragged_counts,
     simd,
@@ -32,7 +33,7 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=trials(ci=100, nightly=400))
 @given(
     shape=st.tuples(st.integers(0, 5), st.integers(0, 6), st.sampled_from([1, 2, 3, 7, 33, 100])),
     dtype=st.sampled_from(DTYPES),
@@ -46,17 +47,17 @@ def int32(*values: int) -> torch.Tensor:
 def test_equals_the_definition(shape, dtype, kind, layout, token_dtype, agreement, variant, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = make_logits(kind, shape, dtype, generator)
-    tokens = hinted_tokens(logits, agreement, generator, token_dtype)
-    n_fed, n_hint = ragged_counts(shape[0], shape[1], generator)
-    selected, accepted = verify_by_hand(logits, tokens, n_fed.tolist(), n_hint.tolist())
+    tokens = drafted_tokens(logits, agreement, generator, token_dtype)
+    query_lens, num_draft_tokens = ragged_counts(shape[0], shape[1], generator)
+    selected, accepted = verify_by_hand(logits, tokens, query_lens.tolist(), num_draft_tokens.tolist())
     if layout == "transposed":
         tokens = tokens.t().contiguous().t()
     with simd(variant):
-        got = ops.verify(strided(logits, layout), tokens, n_fed, n_hint)
+        got = ops.verify(strided(logits, layout), tokens, query_lens, num_draft_tokens)
     assert [t.dtype for t in got] == [torch.int32, torch.int32]
     assert torch.equal(got[0], selected)
     assert torch.equal(got[1], accepted)
-    slow = reference.verify(logits, tokens, n_fed, n_hint)
+    slow = reference.verify(logits, tokens, query_lens, num_draft_tokens)
     assert torch.equal(slow[0], selected)
     assert torch.equal(slow[1], accepted)
 
@@ -67,14 +68,14 @@ def test_equals_the_definition(shape, dtype, kind, layout, token_dtype, agreemen
 def test_sizes_and_threads(vocab: int, dtype: torch.dtype, variant: str) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = make_logits("nans" if vocab == 1000 else "normal", (4, 5, vocab), dtype, generator)
-    tokens = hinted_tokens(logits, 0.8, generator, torch.int64)
-    n_fed, n_hint = int32(5, 0, 3, 4), int32(4, 0, 0, 2)
-    expected = reference.verify(logits, tokens, n_fed, n_hint)
+    tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
+    query_lens, num_draft_tokens = int32(5, 0, 3, 4), int32(4, 0, 0, 2)
+    expected = reference.verify(logits, tokens, query_lens, num_draft_tokens)
     with simd(variant):
         for layout in LAYOUTS:
             view = strided(logits, layout)
             for threads in (1, 2, 3):
-                got = ops.verify(view, tokens, n_fed, n_hint, threads=threads)
+                got = ops.verify(view, tokens, query_lens, num_draft_tokens, threads=threads)
                 assert torch.equal(got[0], expected[0]), (threads, layout)
                 assert torch.equal(got[1], expected[1]), (threads, layout)
 
@@ -99,15 +100,17 @@ def test_one_by_hand() -> None:
 def test_a_batch_is_its_rows(vocab: int, threads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = make_logits("few values", (8, 5, vocab), torch.float16, generator)
-    tokens = hinted_tokens(logits, 0.7, generator, torch.int64)
-    n_fed, n_hint = ragged_counts(8, 5, generator)
-    selected, accepted = ops.verify(logits, tokens, n_fed, n_hint, threads=threads)
+    tokens = drafted_tokens(logits, 0.7, generator, torch.int64)
+    query_lens, num_draft_tokens = ragged_counts(8, 5, generator)
+    selected, accepted = ops.verify(logits, tokens, query_lens, num_draft_tokens, threads=threads)
     order = torch.randperm(8, generator=generator)
-    again = ops.verify(logits[order], tokens[order], n_fed[order], n_hint[order], threads=threads)
+    again = ops.verify(logits[order], tokens[order], query_lens[order], num_draft_tokens[order], threads=threads)
     assert torch.equal(again[0], selected[order])
     assert torch.equal(again[1], accepted[order])
     for r in range(8):
-        one = ops.verify(logits[r : r + 1], tokens[r : r + 1], n_fed[r : r + 1], n_hint[r : r + 1], threads=1)
+        one = ops.verify(
+            logits[r : r + 1], tokens[r : r + 1], query_lens[r : r + 1], num_draft_tokens[r : r + 1], threads=1
+        )
         assert torch.equal(one[0][0], selected[r])
         assert torch.equal(one[1][0], accepted[r])
 
@@ -133,21 +136,21 @@ def test_idle_rows_and_empty_sizes() -> None:
 def test_numpy_counts_strided_counts_out_and_float64() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = make_logits("normal", (4, 5, 30), torch.float32, generator)
-    tokens = hinted_tokens(logits, 0.8, generator, torch.int64)
-    n_fed, n_hint = int32(5, 1, 0, 3), int32(4, 0, 0, 1)
-    expected = ops.verify(logits, tokens, n_fed, n_hint)
-    pairs = torch.stack([n_fed, n_hint], dim=1)
+    tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
+    query_lens, num_draft_tokens = int32(5, 1, 0, 3), int32(4, 0, 0, 1)
+    expected = ops.verify(logits, tokens, query_lens, num_draft_tokens)
+    pairs = torch.stack([query_lens, num_draft_tokens], dim=1)
     out = (torch.empty(4, 5, dtype=torch.int32), torch.empty(4, dtype=torch.int32))
     for got in (
-        ops.verify(logits, tokens, n_fed.numpy(), n_hint.numpy()),
+        ops.verify(logits, tokens, query_lens.numpy(), num_draft_tokens.numpy()),
         ops.verify(logits, tokens, np.asarray(pairs)[:, 0], np.asarray(pairs)[:, 1]),
         ops.verify(logits, tokens, pairs[:, 0], pairs[:, 1]),
-        ops.verify(logits.double(), tokens, n_fed, n_hint),
-        ops.verify(logits, tokens, n_fed, n_hint, out=out),
+        ops.verify(logits.double(), tokens, query_lens, num_draft_tokens),
+        ops.verify(logits, tokens, query_lens, num_draft_tokens, out=out),
     ):
         assert torch.equal(got[0], expected[0])
         assert torch.equal(got[1], expected[1])
-    assert ops.verify(logits, tokens, n_fed, n_hint, out=out)[0] is out[0]
+    assert ops.verify(logits, tokens, query_lens, num_draft_tokens, out=out)[0] is out[0]
 
 
 @pytest.mark.gpu
@@ -155,21 +158,21 @@ def test_numpy_counts_strided_counts_out_and_float64() -> None:
 def test_cuda() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = make_logits("normal", (4, 5, 1000), torch.bfloat16, generator)
-    tokens = hinted_tokens(logits, 0.8, generator, torch.int64)
-    n_fed, n_hint = int32(5, 1, 0, 3), int32(4, 0, 0, 1)
-    expected = ops.verify(logits, tokens, n_fed, n_hint)
-    got = ops.verify(logits.cuda(), tokens.cuda(), n_fed, n_hint)
+    tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
+    query_lens, num_draft_tokens = int32(5, 1, 0, 3), int32(4, 0, 0, 1)
+    expected = ops.verify(logits, tokens, query_lens, num_draft_tokens)
+    got = ops.verify(logits.cuda(), tokens.cuda(), query_lens, num_draft_tokens)
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
     with pytest.raises(ValueError, match="tokens are on"):
-        ops.verify(logits.cuda(), tokens, n_fed, n_hint)
+        ops.verify(logits.cuda(), tokens, query_lens, num_draft_tokens)
 
 
 GOOD = {
     "logits": torch.zeros(2, 3, 4),
     "tokens": torch.zeros(2, 3, dtype=torch.int64),
-    "n_fed": int32(3, 2),
-    "n_hint": int32(2, 0),
+    "query_lens": int32(3, 2),
+    "num_draft_tokens": int32(2, 0),
 }
 
 
@@ -183,15 +186,15 @@ GOOD = {
         ({"tokens": torch.zeros(2, 3)}, TypeError, "tokens must be int64"),
         ({"tokens": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "tokens are"),
         ({"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")}, ValueError, "tokens are on meta"),
-        ({"n_fed": [3, 2]}, TypeError, "n_fed must be"),
-        ({"n_fed": torch.tensor([3, 2])}, TypeError, "n_fed must be int32"),
-        ({"n_fed": int32(3, 2, 1)}, ValueError, "one count per row"),
-        ({"n_hint": np.zeros(2)}, TypeError, "n_hint must be int32"),
-        ({"n_hint": int32(1, 0).to("meta")}, ValueError, "on the CPU"),
-        ({"n_fed": int32(4, 2)}, ValueError, "row 0.*n_fed=4"),
-        ({"n_fed": int32(3, -1)}, ValueError, "row 1.*n_fed=-1"),
-        ({"n_hint": int32(-1, 0)}, ValueError, "row 0.*n_hint=-1"),
-        ({"n_hint": int32(2, 2)}, ValueError, "row 1.*n_hint=2"),
+        ({"query_lens": [3, 2]}, TypeError, "query_lens must be"),
+        ({"query_lens": torch.tensor([3, 2])}, TypeError, "query_lens must be int32"),
+        ({"query_lens": int32(3, 2, 1)}, ValueError, "one count per row"),
+        ({"num_draft_tokens": np.zeros(2)}, TypeError, "num_draft_tokens must be int32"),
+        ({"num_draft_tokens": int32(1, 0).to("meta")}, ValueError, "on the CPU"),
+        ({"query_lens": int32(4, 2)}, ValueError, "row 0.*query_lens=4"),
+        ({"query_lens": int32(3, -1)}, ValueError, "row 1.*query_lens=-1"),
+        ({"num_draft_tokens": int32(-1, 0)}, ValueError, "row 0.*num_draft_tokens=-1"),
+        ({"num_draft_tokens": int32(2, 2)}, ValueError, "row 1.*num_draft_tokens=2"),
     ],
 )
 def test_errors_touch_nothing(change, error, message) -> None:

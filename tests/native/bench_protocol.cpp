@@ -2,9 +2,9 @@
 //   g++ -std=c++20 -O3 -DNDEBUG -I csrc -I tests/native tests/native/bench_protocol.cpp -o
 //   bench_protocol
 //
-// Two stages run in turns: a draft that is always right and is n_hint tokens ahead, and the target,
-// whose step is timed. "hot": the next step follows at once. "cold": between plan and commit, and
-// between two steps, the caches are filled with other things, as a forward does.
+// Two stages run in turns: a draft that is always right and is num_draft_tokens tokens ahead, and
+// the target, whose step is timed. "hot": the next step follows at once. "cold": between plan and
+// commit, and between two steps, the caches are filled with other things, as a forward does.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -38,16 +38,16 @@ struct Costs {
   double plan, commit, draft;  // ns per row and step; draft: its plan and commit together
 };
 
-Costs measure(u32 rows, u32 n_hint, bool cold) {
+Costs measure(u32 rows, u32 num_draft_tokens, bool cold) {
   constexpr u32 kLength = 2048, kWidth = 16;
   fake::BlockMemory memory(2, rows, kLength);
   const Block& block = memory.block();
   fake::set_eos(block, {2, 3});
   for (u32 r = 0; r < rows; ++r) reset_row(block, r, 1, kLength, 9);
-  const Policy policy{n_hint, n_hint, 0, kWidth};
+  const StepPolicy policy{num_draft_tokens, num_draft_tokens, 0, kWidth};
   fake::Tokens tokens(rows * kWidth), selected(rows * kWidth);
   std::vector<Step> steps(rows);
-  // Whatever the position, the next token is its number: every hint holds.
+  // Whatever the position, the next token is its number: every draft token holds.
   const auto step = [&](u32 stage, double& plan_ns, double& commit_ns) {
     const double begin = now_ns();
     for (u32 r = 0; r < rows; ++r) {
@@ -56,8 +56,8 @@ Costs measure(u32 rows, u32 n_hint, bool cold) {
     const double planned = now_ns();
     if (cold) forward();
     for (u32 r = 0; r < rows; ++r) {
-      const u32 first = steps[r].kv + steps[r].n_fed - steps[r].n_hint;
-      for (u32 j = 0; j <= steps[r].n_hint; ++j) {
+      const u32 first = steps[r].kv + steps[r].query_len - steps[r].num_draft_tokens;
+      for (u32 j = 0; j <= steps[r].num_draft_tokens; ++j) {
         selected[r * kWidth + j] = static_cast<std::int32_t>(100 + first + j);
       }
     }
@@ -70,8 +70,8 @@ Costs measure(u32 rows, u32 n_hint, bool cold) {
   };
   std::vector<double> plans, commits, drafts;
   double plan_ns = 0, commit_ns = 0;
-  while (Sequence(block, 1, rows - 1).word().length + n_hint + 2 < kLength) {
-    for (u32 i = 0; i < n_hint; ++i) {
+  while (Sequence(block, 1, rows - 1).word().length + num_draft_tokens + 2 < kLength) {
+    for (u32 i = 0; i < num_draft_tokens; ++i) {
       step(0, plan_ns, commit_ns);
       drafts.push_back((plan_ns + commit_ns) / rows);
       if (cold) forward();
@@ -80,7 +80,8 @@ Costs measure(u32 rows, u32 n_hint, bool cold) {
     plans.push_back(plan_ns / rows);
     commits.push_back(commit_ns / rows);
     if (cold) forward();
-    if (steps[0].n_hint != n_hint) std::printf("only %u hints\n", steps[0].n_hint);
+    if (steps[0].num_draft_tokens != num_draft_tokens)
+      std::printf("only %u draft tokens\n", steps[0].num_draft_tokens);
   }
   return {median(plans), median(commits), drafts.empty() ? 0 : median(drafts)};
 }
@@ -95,13 +96,13 @@ int main() {
   }
   std::printf("median ns per row and step (the clock itself: %.0f ns per call, counted in)\n\n",
               median(empty));
-  std::printf("caches  rows  hints |  plan  commit   both | draft, both\n");
+  std::printf("caches  rows  draft tokens |  plan  commit   both | draft, both\n");
   for (const bool cold : {false, true}) {
     for (const u32 rows : {1u, 8u}) {
-      for (const u32 n_hint : {0u, 5u}) {
-        const Costs c = measure(rows, n_hint, cold);
+      for (const u32 num_draft_tokens : {0u, 5u}) {
+        const Costs c = measure(rows, num_draft_tokens, cold);
         std::printf("%-6s %5u %6u | %5.0f %7.0f %6.0f | %11.0f\n", cold ? "cold" : "hot", rows,
-                    n_hint, c.plan, c.commit, c.plan + c.commit, c.draft);
+                    num_draft_tokens, c.plan, c.commit, c.plan + c.commit, c.draft);
       }
     }
   }

@@ -6,8 +6,12 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <sstream>
 #include <string>
@@ -28,6 +32,25 @@ inline std::vector<Test>& tests() {
 }
 
 inline std::atomic<int> failures{0};  // checks may run in several threads
+
+// How often a test repeats something: `ci` times, or `nightly` times where the environment variable
+// PIPESPEC_TESTS is "nightly" (as in tests/trials.py). A sanitizer makes every trial slower, and
+// the number of trials is at most that much smaller.
+inline std::uint32_t trials(std::uint32_t ci, std::uint32_t nightly) {
+#if defined(__SANITIZE_THREAD__)
+  constexpr std::uint32_t kCost = 8;
+#elif defined(__SANITIZE_ADDRESS__)
+  constexpr std::uint32_t kCost = 3;
+#else
+  constexpr std::uint32_t kCost = 1;
+#endif
+  static const bool all = [] {
+    const char* profile = std::getenv("PIPESPEC_TESTS");
+    return profile != nullptr && std::string(profile) == "nightly";
+  }();
+  const std::uint32_t most = std::max(nightly / kCost, 1u);
+  return all ? most : std::min(ci, most);
+}
 
 inline bool add(const char* name, void (*run)()) {
   tests().push_back({name, run});
@@ -100,12 +123,15 @@ inline int run(int argc, char** argv) {
     if (!wanted) continue;
     ++ran;
     const int before = failures;
+    const auto begin = std::chrono::steady_clock::now();
     try {
       test.run();
     } catch (const std::exception& error) {
       fail(test.name, 0, std::string("exception: ") + error.what());
     }
-    std::printf("%s %s\n", failures == before ? "ok    " : "FAILED", test.name);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    std::printf("%s %6.2f s  %s\n", failures == before ? "ok    " : "FAILED", seconds.count(),
+                test.name);
     std::fflush(stdout);
   }
   if (ran == 0) fail(__FILE__, __LINE__, "no test ran");

@@ -17,15 +17,6 @@ namespace fake {
 
 using Tokens = std::vector<std::int32_t>;
 
-// Sanitizers cost that much; tests that repeat something do it less often then.
-#if defined(__SANITIZE_THREAD__)
-constexpr std::uint32_t kSlow = 8;
-#elif defined(__SANITIZE_ADDRESS__)
-constexpr std::uint32_t kSlow = 3;
-#else
-constexpr std::uint32_t kSlow = 1;
-#endif
-
 inline std::uint64_t mix(std::uint64_t x) {  // splitmix64's finaliser
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -105,22 +96,23 @@ class Cache {
   }
 
   // A forward over a row of a rectangle with `columns` columns: padding lands in the storage too.
-  void feed(const std::int32_t* tokens, std::uint32_t kv, std::uint32_t n_fed,
+  void feed(const std::int32_t* tokens, std::uint32_t kv, std::uint32_t query_len,
             std::uint32_t columns) {
     if (entries_.size() < kv + columns) entries_.resize(kv + columns, kGarbage);
-    for (std::uint32_t i = 0; i < columns; ++i) entries_[kv + i] = i < n_fed ? tokens[i] : kGarbage;
+    for (std::uint32_t i = 0; i < columns; ++i)
+      entries_[kv + i] = i < query_len ? tokens[i] : kGarbage;
   }
 
-  // What the op `verify` gives: choices while the hints hold, then one more, then -1.
-  void select(const std::int32_t* tokens, std::uint32_t kv, std::uint32_t n_fed,
-              std::uint32_t n_hint, std::int32_t* selected, std::uint32_t columns) const {
+  // What the op `verify` gives: choices while the draft tokens hold, then one more, then -1.
+  void select(const std::int32_t* tokens, std::uint32_t kv, std::uint32_t query_len,
+              std::uint32_t num_draft_tokens, std::int32_t* selected, std::uint32_t columns) const {
     std::fill(selected, selected + columns, -1);
-    if (n_fed == 0) return;
-    const std::uint32_t own = n_fed - n_hint;
+    if (query_len == 0) return;
+    const std::uint32_t own = query_len - num_draft_tokens;
     std::uint64_t hash = Truth::hash_of(entries_.data(), kv + own);
     for (std::uint32_t j = 0;; ++j) {
       selected[j] = model_.next(hash, kv + own + j);
-      if (j == n_hint || selected[j] != tokens[own + j]) return;
+      if (j == num_draft_tokens || selected[j] != tokens[own + j]) return;
       hash = extend(hash, entries_[kv + own + j]);
     }
   }

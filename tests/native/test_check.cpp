@@ -6,8 +6,8 @@
 
 #include "check.hpp"
 
-// How many failures were counted since the last call; those are wanted here and so taken back.
-static int taken_back() { return check::failures.exchange(0); }
+// How many failures were counted since the last call; those are wanted here and so rolled back.
+static int rolled_back() { return check::failures.exchange(0); }
 
 TEST(what_holds_passes) {
   CHECK(1 + 1 == 2);
@@ -19,19 +19,19 @@ TEST(what_holds_passes) {
 
 TEST(what_does_not_hold_fails) {
   CHECK(false);
-  CHECK_EQ(taken_back(), 1);
+  CHECK_EQ(rolled_back(), 1);
   CHECK_EQ(-1, 4294967295u);
-  CHECK_EQ(taken_back(), 1);
+  CHECK_EQ(rolled_back(), 1);
   CHECK_EQ(std::vector<int>({1, 2}), std::vector<int>({1}));
-  CHECK_EQ(taken_back(), 1);
+  CHECK_EQ(rolled_back(), 1);
   CHECK_THROWS(1);
-  CHECK_EQ(taken_back(), 1);
+  CHECK_EQ(rolled_back(), 1);
 }
 
 TEST(checks_return_whether_they_held) {
   const bool held = CHECK(true) && CHECK_EQ(1, 1);
   const bool failed = CHECK(false) || CHECK_EQ(1, 2);
-  CHECK_EQ(taken_back(), 2);
+  CHECK_EQ(rolled_back(), 2);
   CHECK(held);
   CHECK(!failed);
 }

@@ -231,14 +231,14 @@ TEST(verify_with_noise_walks_over_the_samples) {
   sample(view, noise, drawn.data(), 1);
   std::vector<int32_t> tokens(size_t(batch * width), -1);
   for (size_t i = 1; i < tokens.size(); ++i) tokens[i] = drawn[i - 1];
-  tokens[3] ^= 1;  // row 0 accepts two of four hints
-  const std::vector<int32_t> n_fed{5, 0, 3, 5}, n_hint{4, 0, 1, 0};
+  tokens[3] ^= 1;  // row 0 accepts two of four draft tokens
+  const std::vector<int32_t> query_lens{5, 0, 3, 5}, num_draft_tokens{4, 0, 1, 0};
   std::vector<std::thread> callers;
   for (int threads : {1, 2, 4}) {
     callers.emplace_back([&, threads] {
       std::vector<int32_t> selected(size_t(batch * width), -7), accepted(size_t(batch), -7);
-      verify(view, {tokens.data(), 4, width, 1}, n_fed.data(), n_hint.data(), selected.data(),
-             accepted.data(), threads, &noise);
+      verify(view, {tokens.data(), 4, width, 1}, query_lens.data(), num_draft_tokens.data(),
+             selected.data(), accepted.data(), threads, &noise);
       CHECK_EQ(accepted, (std::vector<int32_t>{2, 0, 1, 0}));
       CHECK_EQ(selected, (std::vector<int32_t>{drawn[0],  drawn[1],  drawn[2], -1, -1,  //
                                                -1,        -1,        -1,       -1, -1,  //
@@ -250,8 +250,8 @@ TEST(verify_with_noise_walks_over_the_samples) {
 
   scales[3] = 0;
   std::vector<int32_t> selected(size_t(batch * width), -7), accepted(size_t(batch), -7);
-  CHECK_THROWS(verify(view, {tokens.data(), 4, width, 1}, n_fed.data(), n_hint.data(),
-                      selected.data(), accepted.data(), 1, &noise));
+  CHECK_THROWS(verify(view, {tokens.data(), 4, width, 1}, query_lens.data(),
+                      num_draft_tokens.data(), selected.data(), accepted.data(), 1, &noise));
   CHECK_THROWS(sample(view, noise, selected.data(), 1));
   CHECK_EQ(selected, std::vector<int32_t>(size_t(batch * width), -7));
 }

@@ -8,7 +8,7 @@
 #include "protocol/litmus.hpp"
 
 using namespace pipespec;
-using fake::kSlow;
+using check::trials;
 using u32 = std::uint32_t;
 
 namespace {
@@ -28,7 +28,8 @@ TEST(threads_pass) {
   std::atomic<bool> done{false}, seen{false};
   std::thread writer([&] {
     // On a busy machine the reader's turn may come long after ours.
-    for (u32 i = 0; i < 20 || !seen; ++i) litmus_write(memory.block(), 1, 0, 1000 / kSlow, kLength);
+    for (u32 i = 0; i < 20 || !seen; ++i)
+      litmus_write(memory.block(), 1, 0, trials(250, 1000), kLength);
     done = true;
   });
   LitmusCount all{};

@@ -10,7 +10,7 @@
 #include "runtime/stage_port.hpp"
 
 using namespace pipespec;
-using fake::kSlow;
+using check::trials;
 using fake::Model;
 using fake::Random;
 using fake::Tokens;
@@ -69,7 +69,7 @@ class Chain {
   bool finished() const { return stages_[target()].finished; }
   bool good() const { return good_; }
 
-  Step plan(u32 stage, Policy policy) {
+  Step plan(u32 stage, StepPolicy policy) {
     Stage& own = stages_[stage];
     const u32 before = length(stage);
     u32 reached = 0;
@@ -77,36 +77,38 @@ class Chain {
     own.tokens.assign(policy.width + 1, Cache::kGarbage);
     const Step step = pipespec::plan(block(), stage, 0, policy, own.tokens.data());
 
-    expect(CHECK(step.n_fed <= policy.width && step.n_hint <= step.n_fed));
+    expect(CHECK(step.query_len <= policy.width && step.num_draft_tokens <= step.query_len));
     expect(CHECK_EQ(own.tokens[policy.width], Cache::kGarbage));  // did not write past the buffer
     const bool feeds = step.action == Action::kStep || step.action == Action::kCatchUp;
-    expect(CHECK_EQ(feeds, step.n_fed > 0));
-    expect(CHECK(step.n_hint <= policy.max_hints && (stage > 0 || step.n_hint == 0)));
+    expect(CHECK_EQ(feeds, step.query_len > 0));
+    expect(CHECK(step.num_draft_tokens <= policy.max_draft_tokens &&
+                 (stage > 0 || step.num_draft_tokens == 0)));
     if (feeds) {
       expect(CHECK_EQ(step.kv, kv(stage)));
-      const u32 known = step.n_fed - step.n_hint;
+      const u32 known = step.query_len - step.num_draft_tokens;
       for (u32 i = 0; i < known; ++i) {
         expect(CHECK_EQ(own.tokens[i], sequence(stage).token(step.kv + i)));
       }
       if (step.action == Action::kStep) {
         expect(CHECK_EQ(step.kv + known, length(stage)));
       } else {
-        expect(CHECK(step.n_hint == 0 && step.kv + known < length(stage)));
+        expect(CHECK(step.num_draft_tokens == 0 && step.kv + known < length(stage)));
       }
     }
     if (stage == target()) {
-      expect(CHECK_EQ(length(stage), before));  // obeys nobody
+      expect(CHECK_EQ(length(stage), before));  // the target follows no stage
       if (step.action == Action::kFinished) own.finished = true;
       expect(CHECK(step.action != Action::kIdle));
     } else {
       expect(CHECK(step.action != Action::kFinished));
-      own.bound = u32(std::min<std::uint64_t>(std::uint64_t{reached} + policy.window, limit_));
+      own.bound = u32(std::min<std::uint64_t>(std::uint64_t{reached} + policy.lookahead, limit_));
       expect(CHECK(length(stage) <= std::max(before, reached)));
     }
     if (feeds) {
-      const u32 columns = step.n_fed + (step.n_fed + before) % 3;  // other rows may be wider
+      const u32 columns =
+          step.query_len + (step.query_len + before) % 3;  // other rows may be wider
       own.tokens.resize(std::max<std::size_t>(own.tokens.size(), columns));
-      own.cache.feed(own.tokens.data(), step.kv, step.n_fed, columns);
+      own.cache.feed(own.tokens.data(), step.kv, step.query_len, columns);
       own.step = step;
     }
     check(stage);
@@ -117,10 +119,10 @@ class Chain {
     Stage& own = stages_[stage];
     const Step step = *own.step;
     own.step.reset();
-    Tokens selected(step.n_fed + 1, -1);
+    Tokens selected(step.query_len + 1, -1);
     if (step.action == Action::kStep) {
-      own.cache.select(own.tokens.data(), step.kv, step.n_fed, step.n_hint, selected.data(),
-                       step.n_fed + 1);
+      own.cache.select(own.tokens.data(), step.kv, step.query_len, step.num_draft_tokens,
+                       selected.data(), step.query_len + 1);
     }
     const u32 before = length(stage);
     const u32 appended =
@@ -128,21 +130,21 @@ class Chain {
     expect(CHECK_EQ(length(stage), before + appended));
     expect(CHECK_EQ(std::min(1u, appended), u32(step.action == Action::kStep &&
                                                 before < load_relaxed(&block().span(0).limit))));
-    expect(CHECK(appended <= step.n_hint + 1));
+    expect(CHECK(appended <= step.num_draft_tokens + 1));
     if (stage != target() && appended > 0) expect(CHECK(length(stage) <= own.bound));
     check(stage);
     return appended;
   }
 
   // A whole step. Returns what plan() said.
-  Action step(u32 stage, Policy policy) {
+  Action step(u32 stage, StepPolicy policy) {
     const Step step = plan(stage, policy);
-    if (step.n_fed > 0) commit(stage);
+    if (step.query_len > 0) commit(stage);
     return step.action;
   }
 
-  // To the end, with nobody but the target.
-  void finish(Policy policy = {8, 8, 0, 8}) {
+  // To the end, with the target alone.
+  void finish(StepPolicy policy = {8, 8, 0, 8}) {
     for (u32 i = 0; i <= limit_ && !finished() && good_; ++i) step(target(), policy);
     expect(CHECK(finished()));
   }
@@ -169,17 +171,18 @@ class Chain {
   void check(u32 stage) {
     Stage& own = stages_[stage];
     const Word word = sequence(stage).word();
-    const u32 settled = sequence(stage).settled();
+    const u32 committed = sequence(stage).committed();
     const Tokens now = tokens(stage);
     expect(CHECK(word.length >= start() && word.length <= limit_));
     expect(CHECK(kv(stage) < word.length && kv(stage) >= start() - 1));
-    expect(CHECK(settled >= start() && settled <= word.length && settled <= length(target())));
-    if (stage == target()) expect(CHECK(word.epoch == 0 && settled == word.length));
-    // Below `settled` it is the target's text, for ever.
-    for (u32 p = start(); p < settled; ++p) {
+    expect(
+        CHECK(committed >= start() && committed <= word.length && committed <= length(target())));
+    if (stage == target()) expect(CHECK(word.epoch == 0 && committed == word.length));
+    // Below `committed` it is the target's text, for ever.
+    for (u32 p = start(); p < committed; ++p) {
       if (!CHECK_EQ(now[p - start() + 1], text_[p])) return expect(false);
     }
-    // Within an epoch nothing is taken back.
+    // Within an epoch nothing is rolled back.
     if (word.epoch == own.seen.epoch) {
       expect(CHECK(word.length >= own.seen.length));
       expect(CHECK(std::equal(own.snapshot.begin(), own.snapshot.end(), now.begin())));
@@ -220,8 +223,9 @@ const Tokens kPrompt{5, 6, 7, 8};
 constexpr u32 kStart = 4;
 const Truth kTruth{.seed = 3, .eos = {2}};
 
-Policy policy(u32 window = 8, u32 max_hints = 16, u32 min_hints = 0, u32 width = 32) {
-  return {window, max_hints, min_hints, width};
+StepPolicy policy(u32 lookahead = 8, u32 max_draft_tokens = 16, u32 min_draft_tokens = 0,
+                  u32 width = 32) {
+  return {lookahead, max_draft_tokens, min_draft_tokens, width};
 }
 
 // Any order of plans and commits, any policy at any time, stages that stop for good.
@@ -230,8 +234,9 @@ void run_any_order(Chain& chain, Random& random, bool deaths) {
   std::vector<u32> weight(stages), waited(stages, 0);
   for (u32& w : weight) w = random.pick({1u, 1u, 3u, 10u});
   std::vector<bool> dead(stages, false);
-  Policy fixed{random.pick({1u, 2u, 3u, 8u, 20u, kEverything}), random.pick({0u, 1u, 3u, 8u, 99u}),
-               random.pick({0u, 0u, 1u, 3u, 8u}), random.pick({2u, 3u, 4u, 9u, 40u})};
+  StepPolicy fixed{random.pick({1u, 2u, 3u, 8u, 20u, kEverything}),
+                   random.pick({0u, 1u, 3u, 8u, 99u}), random.pick({0u, 0u, 1u, 3u, 8u}),
+                   random.pick({2u, 3u, 4u, 9u, 40u})};
   const bool changing = random.chance(0.5);
   u32 target_steps = 0;
   const u32 appended_at_most = chain.limit() - chain.start();
@@ -241,7 +246,7 @@ void run_any_order(Chain& chain, Random& random, bool deaths) {
     u32 at = random.below(total), stage = 0;
     while (at >= weight[stage]) at -= weight[stage++];
     if (deaths && stage != chain.target() && random.chance(0.02)) {
-      dead[stage] = true;  // maybe with a plan that it never commits; maybe nobody notices
+      dead[stage] = true;  // maybe with a plan that it never commits; maybe no stage notices
       if (random.chance(0.7)) chain.block().control(stage).alive = 0;
     }
     if (dead[stage]) continue;
@@ -252,16 +257,17 @@ void run_any_order(Chain& chain, Random& random, bool deaths) {
       }
       continue;
     }
-    Policy policy = fixed;
+    StepPolicy policy = fixed;
     if (changing) {
       policy = {random.below(10), random.below(8), random.below(8), 2 + random.below(10)};
-      if (random.chance(0.2)) policy.window = kEverything;
+      if (random.chance(0.2)) policy.lookahead = kEverything;
     }
-    if (waited[stage] >= 4) policy.min_hints = 0;  // the deadline
+    if (waited[stage] >= 4) policy.min_draft_tokens = 0;  // the deadline
     const Step step = chain.plan(stage, policy);
     waited[stage] = step.action == Action::kWait ? waited[stage] + 1 : 0;
     if (step.action == Action::kWait) {
-      CHECK(policy.min_hints > 0 && stage > 0 && chain.block().control(stage - 1).alive != 0);
+      CHECK(policy.min_draft_tokens > 0 && stage > 0 &&
+            chain.block().control(stage - 1).alive != 0);
     }
   }
   CHECK(target_steps <= appended_at_most);  // at least one token per step
@@ -286,7 +292,7 @@ TEST(first_step_feeds_the_last_prompt_token) {
       const Step step = chain.plan(s, policy());
       CHECK_EQ(step.action, Action::kStep);
       CHECK_EQ(step.kv, kStart - 1);
-      CHECK_EQ(step.n_fed, 1u);
+      CHECK_EQ(step.query_len, 1u);
       CHECK_EQ(chain.fed(s)[0], kPrompt.back());
     }
     for (u32 s = 0; s < stages; ++s) CHECK_EQ(chain.commit(s), 1u);
@@ -313,47 +319,47 @@ TEST(planning_twice_changes_nothing) {
     const Step one = chain.plan(s, policy());
     const Word word = chain.sequence(s).word();
     const Step two = chain.plan(s, policy());
-    CHECK(one.action == two.action && one.kv == two.kv && one.n_fed == two.n_fed);
+    CHECK(one.action == two.action && one.kv == two.kv && one.query_len == two.query_len);
     CHECK_EQ(pack(chain.sequence(s).word()), pack(word));
   }
 }
 
-TEST(hints_are_limited_by_each_of_the_numbers) {
-  const auto hints = [](Policy p, u32 limit) {
+TEST(draft_tokens_are_limited_by_each_of_the_numbers) {
+  const auto draft_tokens = [](StepPolicy p, u32 limit) {
     Chain chain(kTruth, {right(), right()}, kPrompt, limit);
     for (int i = 0; i < 10; ++i) chain.step(0, policy(10));
     const Step step = chain.plan(1, p);
-    return step.n_hint;
+    return step.num_draft_tokens;
   };
-  CHECK_EQ(hints(policy(), 40), 10u);            // all there are
-  CHECK_EQ(hints(policy(0), 40), 10u);           // the target has nobody to run ahead of
-  CHECK_EQ(hints(policy(8, 4), 40), 4u);         // max_hints
-  CHECK_EQ(hints(policy(8, 0), 40), 0u);         // none wanted: plain decoding
-  CHECK_EQ(hints(policy(8, 16, 0, 4), 40), 3u);  // width, less the token of our own
-  CHECK_EQ(hints(policy(8, 16, 0, 2), 40), 1u);
-  CHECK_EQ(hints(policy(), kStart + 10), 9u);  // the last place is for our own token
-  CHECK_EQ(hints(policy(), kStart + 1), 0u);
-  // A middle stage keeps within its own window.
-  for (u32 window : {1u, 2u, 5u}) {
+  CHECK_EQ(draft_tokens(policy(), 40), 10u);            // all there are
+  CHECK_EQ(draft_tokens(policy(0), 40), 10u);           // the target has no stage to run ahead of
+  CHECK_EQ(draft_tokens(policy(8, 4), 40), 4u);         // max_draft_tokens
+  CHECK_EQ(draft_tokens(policy(8, 0), 40), 0u);         // none wanted: plain decoding
+  CHECK_EQ(draft_tokens(policy(8, 16, 0, 4), 40), 3u);  // width, less the token of our own
+  CHECK_EQ(draft_tokens(policy(8, 16, 0, 2), 40), 1u);
+  CHECK_EQ(draft_tokens(policy(), kStart + 10), 9u);  // the last place is for our own token
+  CHECK_EQ(draft_tokens(policy(), kStart + 1), 0u);
+  // A middle stage keeps within its own lookahead.
+  for (u32 lookahead : {1u, 2u, 5u}) {
     Chain chain(kTruth, {right(), right(), right()}, kPrompt, 40);
     for (int i = 0; i < 10; ++i) chain.step(0, policy(10));
-    CHECK_EQ(chain.plan(1, policy(window)).n_hint, window - 1);
+    CHECK_EQ(chain.plan(1, policy(lookahead)).num_draft_tokens, lookahead - 1);
     chain.commit(1);
-    CHECK_EQ(chain.length(1), kStart + window);
-    CHECK_EQ(chain.plan(1, policy(window)).action, Action::kIdle);
+    CHECK_EQ(chain.length(1), kStart + lookahead);
+    CHECK_EQ(chain.plan(1, policy(lookahead)).action, Action::kIdle);
   }
 }
 
-TEST(hints_of_another_text_are_not_taken) {
+TEST(draft_tokens_of_another_text_are_not_taken) {
   Chain chain(kTruth, {wrong_at(kStart), right(), right()}, kPrompt, 40);
   for (int i = 0; i < 4; ++i) chain.step(0, policy());
   chain.step(1, policy(8, 0));  // decodes its own first token: another one than stage 0's
   const Step step = chain.plan(1, policy());
   CHECK_EQ(step.action, Action::kStep);
-  CHECK_EQ(step.n_hint, 0u);
+  CHECK_EQ(step.num_draft_tokens, 0u);
   chain.commit(1);
   chain.step(2, policy(8, 0));
-  CHECK_EQ(chain.plan(2, policy()).n_hint, 1u);  // but stage 1's are
+  CHECK_EQ(chain.plan(2, policy()).num_draft_tokens, 1u);  // but stage 1's are
 }
 
 TEST(catching_up_in_pieces_when_the_width_is_small) {
@@ -365,7 +371,7 @@ TEST(catching_up_in_pieces_when_the_width_is_small) {
       const Step step = chain.plan(0, policy(8, 8, 0, width));
       CHECK_EQ(step.kv, expected_kv);
       const u32 known = kStart + 20 - expected_kv;
-      CHECK_EQ(step.n_fed, std::min(width, known));
+      CHECK_EQ(step.query_len, std::min(width, known));
       CHECK_EQ(step.action, known > width ? Action::kCatchUp : Action::kStep);
       CHECK_EQ(chain.commit(0), known > width ? 0u : 1u);
       if (known <= width) break;
@@ -406,7 +412,7 @@ TEST(rollback_with_the_difference_at_every_index) {
       Chain chain(kTruth, {wrong_at(kStart + differs), right()}, kPrompt, 60);
       for (u32 i = 0; i < kAhead; ++i) chain.step(0, policy(kAhead + 1));
       if (planned) chain.plan(0, policy(kAhead + 1));
-      CHECK_EQ(chain.plan(1, policy()).n_hint, kAhead);
+      CHECK_EQ(chain.plan(1, policy()).num_draft_tokens, kAhead);
       CHECK_EQ(chain.commit(1), differs + 1);
       CHECK_EQ(chain.kv(1), kStart + differs);
       if (planned) chain.commit(0);
@@ -414,7 +420,7 @@ TEST(rollback_with_the_difference_at_every_index) {
       const Step step = chain.plan(0, policy(kAhead));
       CHECK_EQ(step.action, Action::kStep);
       CHECK_EQ(step.kv, kStart + differs);  // what is fed: the correction, no more and no less
-      CHECK_EQ(step.n_fed, 1u);
+      CHECK_EQ(step.query_len, 1u);
       CHECK_EQ(chain.fed(0)[0], chain.text()[kStart + differs]);
       CHECK_EQ(chain.length(0), kStart + differs + 1);
       CHECK_EQ(chain.sequence(0).word().epoch, 1u);
@@ -436,23 +442,23 @@ TEST(a_bonus_token_is_adopted) {
   for (int i = 0; i < 5; ++i) chain.step(0, policy(5));
   CHECK_EQ(chain.plan(0, policy(5)).action, Action::kIdle);
   CHECK_EQ(chain.step(1, policy()), Action::kStep);
-  CHECK_EQ(chain.length(1), kStart + 6);  // five hints and the bonus
+  CHECK_EQ(chain.length(1), kStart + 6);  // five draft tokens and the bonus
   const Step step = chain.plan(0, policy(5));
   CHECK_EQ(chain.length(0), kStart + 6);
-  CHECK_EQ(chain.sequence(0).word().epoch, 0u);  // nothing was taken back
+  CHECK_EQ(chain.sequence(0).word().epoch, 0u);  // nothing was rolled back
   CHECK_EQ(step.kv, kStart + 4);                 // its own last token and the bonus
-  CHECK_EQ(step.n_fed, 2u);
+  CHECK_EQ(step.query_len, 2u);
   CHECK_EQ(chain.counters(0).adopted, 1u);
 }
 
 TEST(a_draft_keeps_what_it_has_beyond_an_agreeing_target) {
   Chain chain(kTruth, {right(), right()}, kPrompt, 60);
   for (int i = 0; i < 6; ++i) chain.step(0, policy());
-  chain.step(1, policy(8, 2));  // 2 hints and its own, which is the draft's next one
+  chain.step(1, policy(8, 2));  // 2 draft tokens and its own, which is the draft's next one
   const Step step = chain.plan(0, policy());
   CHECK_EQ(chain.length(0), kStart + 6);
-  CHECK_EQ(step.n_fed, 1u);
-  CHECK_EQ(chain.sequence(0).settled(), kStart + 3);
+  CHECK_EQ(step.query_len, 1u);
+  CHECK_EQ(chain.sequence(0).committed(), kStart + 3);
 }
 
 TEST(every_stage_obeys_the_target_directly) {
@@ -495,8 +501,8 @@ TEST(past_the_target_the_neighbour_knows_best) {
   const Step step = chain.plan(0, policy(20));
   CHECK_EQ(chain.tokens(0), chain.tokens(1));
   CHECK_EQ(step.kv, differs);
-  CHECK_EQ(step.n_fed, 1u);
-  CHECK_EQ(chain.sequence(0).settled(), kStart);
+  CHECK_EQ(step.query_len, 1u);
+  CHECK_EQ(chain.sequence(0).committed(), kStart);
 }
 
 // The trap: stage 0 compared itself with stage 1 up to some position; stage 2 then corrects stage 1
@@ -515,8 +521,8 @@ TEST(stale_agreement_a_rewritten_neighbour_is_compared_again) {
     chain.plan(0, policy(20));
     CHECK_EQ(chain.tokens(0), chain.tokens(1));
     chain.commit(0);
-    // And so stage 1 finds hints again.
-    CHECK(chain.plan(1, policy(20)).n_hint > 0);
+    // And so stage 1 finds draft tokens again.
+    CHECK(chain.plan(1, policy(20)).num_draft_tokens > 0);
   }
 }
 
@@ -530,7 +536,7 @@ void check_script(const Tokens& prompt, const Tokens& continuation, const Tokens
   Truth truth{.seed = 11, .eos = eos};
   truth.script = prompt;
   truth.script.insert(truth.script.end(), continuation.begin(), continuation.end());
-  for (u32 seed = 0; seed < 60 / kSlow; ++seed) {
+  for (u32 seed = 0; seed < trials(15, 60); ++seed) {
     Random random{seed};
     const u32 stages = 2 + seed % 3;
     std::vector<Model> models;
@@ -552,7 +558,7 @@ void check_script(const Tokens& prompt, const Tokens& continuation, const Tokens
 
 TEST(eos_wherever_it_can_be) {
   check_script(kPrompt, {2, 20, 21}, {2}, 30, kStart + 1);                   // the first token
-  check_script(kPrompt, {20, 2, 21, 2, 22}, {2}, 30, kStart + 2);            // twice in a window
+  check_script(kPrompt, {20, 2, 21, 2, 22}, {2}, 30, kStart + 2);            // twice in a lookahead
   check_script(kPrompt, {20, 21, 22, 3, 2, 22}, {9, 2, 3}, 30, kStart + 4);  // a list of ids
   check_script(kPrompt, {20, 21, 22, 23, 2}, {2}, kStart + 5, kStart + 5);   // on the last place
   check_script(kPrompt, {20, 21, 22, 23, 2}, {2}, kStart + 4, kStart + 4);   // just past it
@@ -560,7 +566,7 @@ TEST(eos_wherever_it_can_be) {
   check_script({2}, {20, 21, 22, 2}, {2}, 20, 5);  // and consists of it
   check_script({2, 2}, {2, 20}, {2}, 20, 3);
   check_script(kPrompt, {20, 21}, {-5}, 20, 20);  // none at all
-  for (u32 at = 0; at < 12; ++at) {               // as a bonus, at the edge of a window, past it
+  for (u32 at = 0; at < 12; ++at) {               // as a bonus, at the edge of a lookahead, past it
     Tokens text(at, 30);
     text.push_back(2);
     text.push_back(31);
@@ -568,7 +574,7 @@ TEST(eos_wherever_it_can_be) {
   }
 }
 
-TEST(eos_among_hints_ends_the_commit) {
+TEST(eos_among_draft_tokens_ends_the_commit) {
   for (u32 at : {0u, 1u, 4u}) {
     Truth truth{.seed = 3, .eos = {2}};
     truth.script = kPrompt;
@@ -579,11 +585,11 @@ TEST(eos_among_hints_ends_the_commit) {
     for (int i = 0; i < 5; ++i) chain.step(0, policy());
     CHECK_EQ(chain.length(0), kStart + 5);
     chain.block().header().n_eos = 1;
-    CHECK_EQ(chain.plan(1, policy()).n_hint, 5u);
+    CHECK_EQ(chain.plan(1, policy()).num_draft_tokens, 5u);
     CHECK_EQ(chain.commit(1), at + 1);
     CHECK_EQ(chain.plan(1, policy()).action, Action::kFinished);
     chain.check_text();
-    // Nothing differs, so the draft takes nothing back: what lies past the end hurts nobody.
+    // Nothing differs, so the draft rolls nothing back: tokens past the end do no harm.
     chain.plan(0, policy());
     CHECK_EQ(chain.length(0), kStart + 5);
   }
@@ -601,12 +607,12 @@ TEST(a_draft_that_ends_early_rests_and_goes_on_when_corrected) {
   chain.check_text();
 }
 
-TEST(every_limit_against_every_window) {
+TEST(every_limit_against_every_lookahead) {
   for (u32 more = 1; more <= 13; ++more) {
-    for (u32 window = 1; window <= 7; ++window) {
+    for (u32 lookahead = 1; lookahead <= 7; ++lookahead) {
       Chain chain(kTruth, {right(), right(), right()}, kPrompt, kStart + more);
       for (int i = 0; i < 200 && !chain.finished(); ++i) {
-        for (u32 s = 0; s < 3; ++s) chain.step(s, policy(window, window, 0, 16));
+        for (u32 s = 0; s < 3; ++s) chain.step(s, policy(lookahead, lookahead, 0, 16));
       }
       CHECK(chain.finished());
       CHECK_EQ(chain.length(2), kStart + more);
@@ -624,18 +630,18 @@ TEST(a_limit_at_the_start_is_finished_at_once) {
 }
 
 TEST(ending_a_row_while_it_runs) {
-  for (u32 seed = 0; seed < 300 / kSlow; ++seed) {
+  for (u32 seed = 0; seed < trials(75, 300); ++seed) {
     Random random{seed};
     Chain chain(kTruth, {right(), {nullptr, 0.8, 2}, right()}, kPrompt, 60);
     for (u32 i = random.below(30); i > 0; --i) {
       const u32 s = random.below(3);
-      chain.pending(s) ? chain.commit(s) : chain.plan(s, policy()).n_fed;
+      chain.pending(s) ? chain.commit(s) : chain.plan(s, policy()).query_len;
     }
     const u32 length = chain.length(2);
     end_row(chain.block(), 0);
     for (int i = 0; i < 10; ++i) {
       for (u32 s = 0; s < 3; ++s) {
-        chain.pending(s) ? chain.commit(s) : chain.plan(s, policy()).n_fed;
+        chain.pending(s) ? chain.commit(s) : chain.plan(s, policy()).query_len;
       }
     }
     CHECK(chain.finished());
@@ -649,7 +655,7 @@ TEST(a_limit_that_is_lowered_during_a_step_holds) {
     Chain chain(kTruth, {right(), right(), right()}, kPrompt, 60);
     for (int i = 0; i < 5; ++i) chain.step(0, policy());
     for (u32 s : {1u, 2u}) {
-      CHECK_EQ(chain.plan(s, policy()).n_hint, s == 1 ? 5u : std::min(left, 6u));
+      CHECK_EQ(chain.plan(s, policy()).num_draft_tokens, s == 1 ? 5u : std::min(left, 6u));
       chain.block().span(0).limit = kStart + left;
       CHECK_EQ(chain.commit(s), s == 1 ? std::min(left, 6u) : std::min(left, 7u));
       chain.block().span(0).limit = 60;
@@ -675,7 +681,7 @@ TEST(a_slow_target_stalls_the_drafts) {
   CHECK_EQ(chain.counters(0).produced + chain.counters(0).adopted, 10u);
 }
 
-TEST(a_window_without_bound) {
+TEST(a_lookahead_without_bound) {
   Chain chain(kTruth, {right(), right()}, kPrompt, 40);
   for (int i = 0; i < 60; ++i) chain.step(0, policy(kEverything, kEverything, 0, 64));
   CHECK_EQ(chain.length(0), 40u);  // up to the limit, not past it
@@ -683,7 +689,7 @@ TEST(a_window_without_bound) {
   CHECK_EQ(chain.length(1), 40u);
 }
 
-TEST(a_window_of_nothing_only_rests) {
+TEST(a_lookahead_of_nothing_only_rests) {
   Chain chain(kTruth, {right(), right()}, kPrompt, 40);
   for (int i = 0; i < 5; ++i) {
     CHECK_EQ(chain.step(0, policy(0)), Action::kIdle);
@@ -693,7 +699,7 @@ TEST(a_window_of_nothing_only_rests) {
   chain.check_text();
 }
 
-TEST(waiting_for_hints) {
+TEST(waiting_for_draft_tokens) {
   Chain chain(kTruth, {right(), right()}, kPrompt, kStart + 12);
   CHECK_EQ(chain.plan(1, policy(8, 8, 3)).action, Action::kWait);
   chain.step(0, policy());
@@ -705,9 +711,9 @@ TEST(waiting_for_hints) {
   CHECK_EQ(chain.length(1), kStart + 4);
   // Never for more than can be used.
   for (int i = 0; i < 3; ++i) chain.step(0, policy());
-  CHECK_EQ(chain.plan(1, policy(8, 2, 3)).n_hint, 2u);
-  CHECK_EQ(chain.plan(1, policy(8, 8, 3, 3)).n_hint, 2u);
-  // The deadline: without min_hints it takes what there is.
+  CHECK_EQ(chain.plan(1, policy(8, 2, 3)).num_draft_tokens, 2u);
+  CHECK_EQ(chain.plan(1, policy(8, 8, 3, 3)).num_draft_tokens, 2u);
+  // The deadline: without min_draft_tokens it takes what there is.
   CHECK_EQ(chain.plan(1, policy(8, 8, 7)).action, Action::kWait);
   CHECK_EQ(chain.plan(1, policy(8, 8, 0)).action, Action::kStep);
 }
@@ -716,7 +722,7 @@ TEST(a_prompt_that_ends_in_eos_does_not_end_the_waiting) {
   Chain chain(kTruth, {right(), right()}, {5, 2}, 40);
   CHECK_EQ(chain.plan(1, policy(8, 8, 1)).action, Action::kWait);
   chain.step(0, policy());
-  CHECK_EQ(chain.plan(1, policy(8, 8, 1)).n_hint, 1u);
+  CHECK_EQ(chain.plan(1, policy(8, 8, 1)).num_draft_tokens, 1u);
 }
 
 TEST(nobody_waits_for_the_dead) {
@@ -724,16 +730,16 @@ TEST(nobody_waits_for_the_dead) {
   chain.step(0, policy());
   CHECK_EQ(chain.plan(1, policy(8, 8, 4)).action, Action::kWait);
   chain.block().control(0).alive = 0;
-  CHECK_EQ(chain.plan(1, policy(8, 8, 4)).n_hint, 1u);  // what it left is still good
+  CHECK_EQ(chain.plan(1, policy(8, 8, 4)).num_draft_tokens, 1u);  // what it left is still good
   chain.commit(1);
   CHECK_EQ(chain.step(1, policy(8, 8, 4)), Action::kStep);
   chain.finish(policy(8, 8, 4));
   chain.check_text();
 }
 
-// Without any deadline: with windows of at least min_hints, waiting always ends by itself.
-TEST(waiting_ends_by_itself_when_the_window_allows) {
-  for (u32 seed = 0; seed < 400 / kSlow; ++seed) {
+// Without any deadline: with lookahead of at least min_draft_tokens, waiting always ends by itself.
+TEST(waiting_ends_by_itself_when_the_lookahead_allows) {
+  for (u32 seed = 0; seed < trials(100, 400); ++seed) {
     Random random{seed};
     const u32 stages = 2 + seed % 4, wait = 1 + random.below(6);
     const u32 limit = kStart + 1 + random.below(50);
@@ -742,17 +748,17 @@ TEST(waiting_ends_by_itself_when_the_window_allows) {
     for (u32 s = 0; s + 1 < stages; ++s) models.push_back(random_model(random, limit));
     models.push_back(right());
     Chain chain(truth, models, kPrompt, limit);
-    const u32 window = wait + random.below(3);
+    const u32 lookahead = wait + random.below(3);
     u32 in_vain = 0;
     while (!chain.finished() && chain.good() && in_vain < 100 * stages) {
       const Action action =
-          chain.step(random.below(stages), policy(window, 9, wait, 2 + wait + random.below(8)));
+          chain.step(random.below(stages), policy(lookahead, 9, wait, 2 + wait + random.below(8)));
       const bool fed = action == Action::kStep || action == Action::kCatchUp;
       in_vain = fed ? 0 : in_vain + 1;
     }
     if (!CHECK(chain.finished() && chain.good())) {
       std::fprintf(stderr, "  seed %u, %u stages, waiting for %u of %u\n", seed, stages, wait,
-                   window);
+                   lookahead);
       return;
     }
     chain.check_text();
@@ -762,7 +768,7 @@ TEST(waiting_ends_by_itself_when_the_window_allows) {
 // --- the whole ---------------------------------------------------------------------------------
 
 TEST(any_order_any_policy_gives_the_plain_text) {
-  for (u32 seed = 0; seed < 6000 / kSlow; ++seed) {
+  for (u32 seed = 0; seed < trials(1500, 6000); ++seed) {
     Random random{seed};
     const u32 stages = 2 + random.below(4);
     const u32 limit = kStart + 1 + random.below(60);
@@ -799,7 +805,7 @@ namespace {
 struct Yield {
   double tokens_per_step, acceptance;
 };
-Yield run_timed(Chain& chain, const std::vector<u32>& cost, Policy policy) {
+Yield run_timed(Chain& chain, const std::vector<u32>& cost, StepPolicy policy) {
   std::vector<std::uint64_t> ready(chain.stages(), 0);
   const u32 target = chain.target();
   const u32 half = (chain.start() + chain.limit()) / 2;
@@ -809,7 +815,7 @@ Yield run_timed(Chain& chain, const std::vector<u32>& cost, Policy policy) {
     for (u32 s = 0; s <= target; ++s) {
       if (now < ready[s]) continue;
       if (chain.pending(s)) chain.commit(s);
-      if (chain.plan(s, policy).n_fed > 0) ready[s] = now + cost[s];
+      if (chain.plan(s, policy).query_len > 0) ready[s] = now + cost[s];
     }
     if (length_at_half == 0 && chain.length(target) >= half) {
       at_half = chain.counters(target);
@@ -838,7 +844,7 @@ TEST(acceptance_recovers_after_corrections) {
       Chain chain(truth, models, kPrompt, 800);
       const Yield yield = run_timed(chain, cost, policy(64, 31, 0, 64));
       chain.check_text();
-      // Hints are drafted on top of each other: one that is wrong costs those after it, too.
+      // Draft tokens are drafted on top of each other: one that is wrong costs those after it, too.
       const double floor = accuracy == 1.0 ? 1.0 : accuracy == 0.95 ? 0.75 : 0.5;
       CHECK(yield.acceptance >= floor);
       if (accuracy == 1.0) CHECK(yield.tokens_per_step > (stages == 2 ? 3.9 : 15.0));
@@ -851,7 +857,7 @@ TEST(acceptance_recovers_after_corrections) {
 // --- rows --------------------------------------------------------------------------------------
 
 TEST(ports_run_several_rows_of_different_length) {
-  for (u32 seed = 0; seed < 200 / kSlow; ++seed) {
+  for (u32 seed = 0; seed < trials(50, 200); ++seed) {
     Random random{seed};
     const u32 stages = 2 + seed % 3, rows = 1 + random.below(5), limit = 70;
     const Truth truth{.seed = seed, .eos = {2}, .eos_rate = 0.03};
@@ -888,16 +894,16 @@ TEST(ports_run_several_rows_of_different_length) {
       Tokens selected(rows * port.columns());
       u32 widest = 0;
       for (u32 r = 0; r < rows; ++r) {
-        const auto n_fed = static_cast<u32>(port.n_fed()[r]);
-        const auto n_hint = static_cast<u32>(port.n_hint()[r]);
+        const auto query_len = static_cast<u32>(port.query_lens()[r]);
+        const auto num_draft_tokens = static_cast<u32>(port.num_draft_tokens()[r]);
         const auto kv = static_cast<u32>(port.kv()[r]);
         const std::int32_t* tokens = &port.tokens()[r * port.width()];
-        widest = std::max(widest, n_fed);
-        const bool selects =
-            n_fed > 0 && kv + n_fed - n_hint == Sequence(memory.block(), s, r).word().length;
-        CHECK_EQ(port.n_select()[r], selects ? n_fed : 0);  // nothing while it only catches up
-        caches[s][r].feed(tokens, kv, n_fed, port.columns());
-        caches[s][r].select(tokens, kv, static_cast<u32>(port.n_select()[r]), n_hint,
+        widest = std::max(widest, query_len);
+        const bool selects = query_len > 0 && kv + query_len - num_draft_tokens ==
+                                                  Sequence(memory.block(), s, r).word().length;
+        CHECK_EQ(port.n_select()[r], selects ? query_len : 0);  // nothing while it only catches up
+        caches[s][r].feed(tokens, kv, query_len, port.columns());
+        caches[s][r].select(tokens, kv, static_cast<u32>(port.n_select()[r]), num_draft_tokens,
                             &selected[r * port.columns()], port.columns());
       }
       CHECK_EQ(widest, port.columns());

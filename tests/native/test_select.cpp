@@ -320,11 +320,12 @@ TEST(verify_reads_nothing_behind_the_first_mismatch) {
         for (int64_t b = 0; b < batch; ++b) {
           for (int64_t q = 1; q < width; ++q) token(b, q) = choice[q - 1];
         }
-        token(0, 3) = 7;  // row 0: two of four hints hold
+        token(0, 3) = 7;  // row 0: two of four draft tokens hold
         token(2, 4) =
             int64_t{1} << 32 | choice[3];  // row 2: no such id, though its low half agrees
-        const int32_t n_fed[] = {5, 0, 5, 4},
-                      n_hint[] = {4, 3, 1, 2};  // row 1 idles; row 3: two hints, both hold
+        const int32_t query_lens[] = {5, 0, 5, 4},
+                      num_draft_tokens[] = {4, 3, 1,
+                                            2};  // row 1 idles; row 3: two draft tokens, both hold
         const auto forbid = [&](int64_t b, int64_t q) {
           memory.forbid(row(b, q), size_t(row_bytes));
         };
@@ -335,8 +336,8 @@ TEST(verify_reads_nothing_behind_the_first_mismatch) {
 
         std::vector<int32_t> selected(size_t(batch * width), -7), accepted(size_t(batch), -7);
         verify({memory.begin(), dtype, batch, width, vocab, width * stride, stride},
-               {tokens.data(), 8, width, 1}, n_fed, n_hint, selected.data(), accepted.data(),
-               threads);
+               {tokens.data(), 8, width, 1}, query_lens, num_draft_tokens, selected.data(),
+               accepted.data(), threads);
         CHECK_EQ(accepted, (std::vector<int32_t>{2, 0, 0, 2}));
         CHECK_EQ(selected, (std::vector<int32_t>{choice[0], choice[1], choice[2], -1, -1,  //
                                                  -1,        -1,        -1,        -1, -1,  //
@@ -376,10 +377,10 @@ TEST(errors_come_before_anything_is_written) {
   const Logits good{logits.data(), DType::kFloat32, 2, 3, 4, 12, 4};
   const Tokens fed{tokens.data(), 4, 3, 1};
   std::vector<int32_t> selected(6, -7), accepted(2, -7);
-  const auto refuses = [&](const Logits& l, const Tokens& t, std::vector<int32_t> n_fed,
-                           std::vector<int32_t> n_hint, int threads = 1) {
-    CHECK_THROWS(
-        verify(l, t, n_fed.data(), n_hint.data(), selected.data(), accepted.data(), threads));
+  const auto refuses = [&](const Logits& l, const Tokens& t, std::vector<int32_t> query_lens,
+                           std::vector<int32_t> num_draft_tokens, int threads = 1) {
+    CHECK_THROWS(verify(l, t, query_lens.data(), num_draft_tokens.data(), selected.data(),
+                        accepted.data(), threads));
     CHECK_EQ(selected, std::vector<int32_t>(6, -7));
     CHECK_EQ(accepted, std::vector<int32_t>(2, -7));
   };
@@ -431,16 +432,16 @@ TEST(many_callers_share_one_pool) {
   for (int64_t i = 0; i < batch * width; ++i) {
     if (i % width != 0) tokens[size_t(i)] = best[size_t(i - 1)];
   }
-  tokens[2] = -1;  // row 0 accepts one hint, the others all three
-  const std::vector<int32_t> n_fed(3, 4), n_hint(3, 3), expected{1, 3, 3};
+  tokens[2] = -1;  // row 0 accepts one draft token, the others all three
+  const std::vector<int32_t> query_lens(3, 4), num_draft_tokens(3, 3), expected{1, 3, 3};
   std::vector<std::thread> callers;
   for (int c = 0; c < 4; ++c) {
     callers.emplace_back([&, c] {
       for (int round = 0; round < 100; ++round) {
         std::vector<int32_t> selected(size_t(batch * width)), accepted(size_t(batch), -7);
         verify({data.data(), DType::kBFloat16, batch, width, vocab, width * vocab, vocab},
-               {tokens.data(), 4, width, 1}, n_fed.data(), n_hint.data(), selected.data(),
-               accepted.data(), 1 + (c + round) % 4);
+               {tokens.data(), 4, width, 1}, query_lens.data(), num_draft_tokens.data(),
+               selected.data(), accepted.data(), 1 + (c + round) % 4);
         if (!CHECK_EQ(accepted, expected)) return;
         for (int64_t i = 0; i < batch * width; ++i) {
           if (!CHECK_EQ(selected[size_t(i)], i == 2 || i == 3 ? -1 : best[size_t(i)]) && i != 2)

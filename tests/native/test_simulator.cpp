@@ -18,8 +18,8 @@ Setting chain(std::vector<double> steps, std::vector<double> acceptance, u32 tok
     StageModel stage;
     stage.step_s = {steps[s]};
     stage.device = s;
-    stage.window = 60;
-    stage.max_hints = s > 0 ? 60 : 0;
+    stage.lookahead = 60;
+    stage.max_draft_tokens = s > 0 ? 60 : 0;
     setting.stages.push_back(stage);
   }
   setting.answers.acceptance = std::move(acceptance);
@@ -84,8 +84,8 @@ TEST(the_published_chain_comes_out_where_its_assumptions_hold) {
 }
 
 TEST(the_same_seed_gives_the_same_run) {
-  Setting setting = chain({1.1, 4.3, 21.7}, {0.8, 0.8});
-  setting.stages[2].wait = 3;
+  Setting setting = chain({1.1, 4.3, 21.7}, {0.8, 0.8}, 2000);
+  setting.stages[2].min_draft_tokens = 3;
   using Function = Result (*)(const Setting&);
   for (const Function f : {Function{asynchronous}, Function{lockstep}, Function{reference_async},
                            Function{reference_sync}}) {
@@ -103,7 +103,7 @@ TEST(a_replayed_text_is_the_text) {
   // Wrong at every fifth position: each round of the target accepts four drafts and corrects one.
   Setting setting = chain({1.0, 5.0}, {}, 1000);
   for (u32 p = 0; p < 1000; ++p) setting.answers.table.push_back(p % 5 == 4);
-  setting.stages[0].window = setting.stages[1].max_hints = 9;
+  setting.stages[0].lookahead = setting.stages[1].max_draft_tokens = 9;
   const Result sync = lockstep(setting);
   CHECK_EQ(sync.stages[1].steps, 200u);
   CHECK_EQ(sync.stages[1].accepted, 800u);
@@ -157,10 +157,10 @@ TEST(a_wait_ends_at_its_deadline) {
   // The draft falls silent: it has not even started when the target is done.
   Setting setting = chain({1, 10}, {0.8}, 10);
   setting.stages[0].start_s = 1e9;
-  setting.stages[1].wait = 4;
+  setting.stages[1].min_draft_tokens = 4;
   setting.patience = 1.5;
-  // 1.5 * 4 steps of the draft before each step but the last, which has no place for a hint; then
-  // fewer than four drafts are possible, but the bet is on four all the same.
+  // 1.5 * 4 steps of the draft before each step but the last, which has no place for a draft token;
+  // then fewer than four drafts are possible, but the bet is on four all the same.
   CHECK_EQ(asynchronous(setting).seconds, 10 * 10 + 9 * 1.5 * 4);
 }
 
@@ -198,9 +198,9 @@ TEST(nonsense_is_refused) {
   ragged.answers.table = {0, 1, 0};
   CHECK_THROWS(lockstep(ragged));
   Setting stuck = chain({1, 2}, {0.5});
-  stuck.stages[1].wait = 8;  // more than the draft's window lets it be ahead
-  stuck.stages[1].max_hints = 8;
-  stuck.stages[0].window = 4;
+  stuck.stages[1].min_draft_tokens = 8;  // more than the draft's lookahead lets it be ahead
+  stuck.stages[1].max_draft_tokens = 8;
+  stuck.stages[0].lookahead = 4;
   stuck.patience = HUGE_VAL;
   CHECK_THROWS(asynchronous(stuck));
   SpdSetting empty;

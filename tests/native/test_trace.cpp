@@ -17,7 +17,7 @@
 #include "runtime/stage_port.hpp"
 
 using namespace pipespec;
-using fake::kSlow;
+using check::trials;
 using fake::Random;
 using fake::Tokens;
 using u32 = std::uint32_t;
@@ -53,7 +53,7 @@ void read_much(const TraceBuffer& buffer) {
   if (!CHECK(check::comes([&] { return buffer.written() >= kCapacity; }))) return;
   u64 read = check_whole(buffer.read());
   const std::int64_t end = now_ns() + 3 * kSecond;
-  while (read < 100'000 / kSlow && now_ns() < end) read += check_whole(buffer.read());
+  while (read < trials(25'000, 100'000) && now_ns() < end) read += check_whole(buffer.read());
 }
 
 struct Shared {
@@ -113,7 +113,7 @@ TEST(a_buffer_is_used_again) {
 // Whatever the order of the stages, with steps that fail between plan() and commit(), and with a
 // port that traces only from the middle on.
 TEST(ports_trace_what_the_counters_count) {
-  for (u32 seed = 0; seed < 100 / kSlow; ++seed) {
+  for (u32 seed = 0; seed < trials(25, 100); ++seed) {
     Random random{seed};
     constexpr u32 kStages = 3, kRows = 2, kLimit = 70;
     const fake::Truth truth{.seed = seed, .eos = {2}};
@@ -147,41 +147,41 @@ TEST(ports_trace_what_the_counters_count) {
       for (u32 r = 0; r < kRows; ++r) {
         const std::int32_t* tokens = &port.tokens()[r * port.width()];
         const auto kv = static_cast<u32>(port.kv()[r]);
-        caches[s][r].feed(tokens, kv, static_cast<u32>(port.n_fed()[r]), port.columns());
+        caches[s][r].feed(tokens, kv, static_cast<u32>(port.query_lens()[r]), port.columns());
         caches[s][r].select(tokens, kv, static_cast<u32>(port.n_select()[r]),
-                            static_cast<u32>(port.n_hint()[r]), &selected[r * port.columns()],
-                            port.columns());
+                            static_cast<u32>(port.num_draft_tokens()[r]),
+                            &selected[r * port.columns()], port.columns());
       }
       port.commit(selected.data(), port.columns());
     }
     for (u32 s = 0; s < kStages; ++s) {
-      ports[s].plan(0, 0, 0);  // notes what a step that failed has taken back
+      ports[s].plan(0, 0, 0);  // notes what a step that failed has rolled back
       Counters all{};
       for (u32 r = 0; r < kRows; ++r) {
         const Counters& c = memory.block().priv(s, r).counters;
         all.fed += c.fed, all.drafted += c.drafted, all.accepted += c.accepted;
         all.truncated += c.truncated, all.rollbacks += c.rollbacks;
       }
-      u64 fed = 0, hints = 0, accepted = 0, taken_back = 0, rollbacks = 0, number = 0;
+      u64 fed = 0, draft_tokens = 0, accepted = 0, rolled_back = 0, rollbacks = 0, number = 0;
       u32 with_columns = 0;
       std::int64_t before = began;
       for (const TraceEntry& e : traces[s]->read()) {
-        fed += e.fed, hints += e.hints, accepted += e.accepted;
-        taken_back += e.taken_back, rollbacks += e.rollbacks;
+        fed += e.fed, draft_tokens += e.draft_tokens, accepted += e.accepted;
+        rolled_back += e.rolled_back, rollbacks += e.rollbacks;
         with_columns += e.width > 0;
         obeyed += e.width == 0;
         CHECK_EQ(e.step, number++);
         CHECK(before <= e.launched_ns && e.launched_ns <= e.start_ns && e.start_ns <= e.end_ns);
         CHECK((e.fed > 0) == (e.width > 0) && (e.fed > 0 || e.rollbacks > 0));
-        CHECK((e.rollbacks > 0) == (e.taken_back > 0) && e.prefill == 0);
+        CHECK((e.rollbacks > 0) == (e.rolled_back > 0) && e.prefill == 0);
         before = e.end_ns;
       }
       CHECK(before <= now_ns());
       CHECK_EQ(with_columns, steps[s]);
       CHECK_EQ(fed, all.fed);
-      CHECK_EQ(hints, all.drafted);
+      CHECK_EQ(draft_tokens, all.drafted);
       CHECK_EQ(accepted, all.accepted);
-      CHECK_EQ(taken_back, all.truncated);
+      CHECK_EQ(rolled_back, all.truncated);
       if (!CHECK_EQ(rollbacks, all.rollbacks)) return;
     }
     if (seed == 0) CHECK(obeyed > 0);

@@ -1,10 +1,11 @@
-"""Models that misbehave when told to, in whatever process they run. Imported by the tests and by the workers.
+"""Models that can be made to misbehave in any process. The tests and the workers import them.
 
 A model's buffers are shared with its worker, so a test turns the switches of a running worker by writing to its own copy.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -39,3 +40,17 @@ class Faulty(LlamaForCausalLM):
             raise ArithmeticError("made to fail")
         time.sleep(-delay if delay < 0 else random.uniform(0, delay))
         return super().forward(*args, **kwargs)
+
+
+class Telling(LlamaForCausalLM):
+    """A draft whose worker exits (``deed`` is "exit") or raises its surroundings instead of starting."""
+
+    def __init__(self, config):
+        if os.getpid() == config.caller:
+            super().__init__(config)
+            return
+        if config.deed == "exit":
+            os._exit(7)
+        os.write(1, b"to stdout")
+        os.write(2, b"to stderr")
+        raise RuntimeError([os.environ.get("DEED"), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getppid()])

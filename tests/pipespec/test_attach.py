@@ -1,4 +1,4 @@
-"""attach(): programs that know nothing of pipespec run unchanged on an attached model, and detach() gives it back."""
+"""attach(): programs without pipespec run unchanged on an attached model, and detach() gives it back."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import copy
 import io
 import pickle
 import threading
+import warnings
 
 import psutil
 import pytest
 import torch
 import transformers
-from transformers import GenerationMixin, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationMixin, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import pipespec
 from pipespec import Pipeline
 from pipespec.attachment import attached
 from pipespec.demo import family_path
+from pipespec.drivers.base import SpeedWarning
+from pipespec.drivers.workers import template
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.waiting import until
+from tests.waiting import SECONDS, until
 
 NEW = 16
 
@@ -31,7 +34,7 @@ def model():
 @pytest.fixture
 def pipe(model):
     """The pipeline that ``model`` is attached to."""
-    return pipespec.attach(model, noisy(model, 0.02))
+    return pipespec.attach(model, noisy(model, 0.02), schedule="lockstep")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def family():
 @pytest.fixture
 def attached_family(family):
     target, draft, _ = family
-    pipeline = pipespec.attach(target, draft)
+    pipeline = pipespec.attach(target, draft, schedule="lockstep")
     yield pipeline
     pipespec.detach(target)
 
@@ -66,7 +69,7 @@ def test_attach_and_detach(model):
     draft, (ids,) = noisy(model, 0.02), random_prompts(1, seed=1)
     ids = ids[None]
     wanted = plain(model, ids, max_new_tokens=NEW)
-    pipe = pipespec.attach(model, draft)
+    pipe = pipespec.attach(model, draft, schedule="lockstep")
     assert isinstance(pipe, Pipeline)
     assert attached(model) is pipe
     assert pipe.target is model
@@ -85,23 +88,24 @@ def test_attach_and_detach(model):
 
 def test_twice_or_not_at_all(model, pipe):
     with pytest.raises(ValueError, match="attached already; detach"):
-        pipespec.attach(model, noisy(model, 0.1))
+        pipespec.attach(model, noisy(model, 0.1), schedule="lockstep")
     assert attached(model) is pipe
     pipespec.detach(model)
     with pytest.raises(ValueError, match="not attached"):
         pipespec.detach(model)
-    again = pipespec.attach(model, noisy(model, 0.1), windows=2)
+    again = pipespec.attach(model, noisy(model, 0.1), lookahead=2, schedule="lockstep")
     assert attached(model) is again
 
 
 def test_what_cannot_be_attached_is_left_alone(model):
     with pytest.raises(ValueError, match="draft 0 has a vocabulary of 300"):
-        pipespec.attach(model, random_llama(4, vocabulary=300))
+        pipespec.attach(model, random_llama(4, vocabulary=300), schedule="lockstep")
     assert attached(model) is None
     assert "generate" not in vars(model)
 
 
 def test_detach_ends_the_workers(model):
+    template.prepare()  # it stays for other pipelines
     before = children()
     pipe = pipespec.attach(model, noisy(model, 0.02), schedule="workers")
     (ids,) = random_prompts(1, seed=2)
@@ -128,11 +132,87 @@ def test_it_looks_like_generate(model, pipe):
     assert pipe.report.tokens == 5
 
 
-def test_refusals_are_the_pipelines(model, pipe):
-    ids = torch.tensor([[5, 6, 7]])
-    for name, value in {"num_beams": 4, "assistant_model": noisy(model, 0.1), "output_attentions": True}.items():
-        with pytest.raises(NotImplementedError, match=name):
-            model.generate(ids, max_new_tokens=3, **{name: value})
+def unsupported(model) -> dict[str, dict]:
+    """Calls that a pipeline refuses, by the argument that it names."""
+    half = torch.tensor([[5, 6, 7, 0, 0]])
+    return {
+        "num_beams": {"num_beams": 3},
+        "assistant_model": {"assistant_model": noisy(model, 0.1)},
+        "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+        "position_ids": {"inputs": half, "position_ids": torch.arange(2, 7)[None]},
+        "past_key_values": {"past_key_values": StaticCache(config=model.config, max_cache_len=99)},
+        "inputs_embeds": {"inputs": None, "inputs_embeds": model.get_input_embeddings()(half).detach()},
+        "cache_implementation": {"cache_implementation": "static"},
+    }
+
+
+NAMES = ["num_beams", "assistant_model", "output_attentions", "position_ids", "past_key_values", "inputs_embeds", "cache_implementation"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_pipeline_cannot_is_decoded_by_transformers(model, name):
+    def call(generate):
+        kwargs = {
+            "inputs": torch.tensor([[5, 6, 7]]),
+            "max_new_tokens": 6,
+            "do_sample": False,
+            **unsupported(model)[name],
+        }
+        out = generate(**kwargs)
+        return out if isinstance(out, torch.Tensor) else out.sequences
+
+    wanted = call(model.generate)
+    with pipespec.attach(model, noisy(model, 0.1), schedule="lockstep") as pipe:
+        with pytest.warns(SpeedWarning, match=f"(?s)this {name} itself") as caught:
+            assert torch.equal(call(model.generate), wanted)
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SpeedWarning)
+            assert torch.equal(call(model.generate), wanted)  # warned already
+        assert pipe.report is None
+        with pytest.raises(NotImplementedError):
+            call(pipe.generate)
+        if name != "past_key_values":
+            with pytest.raises(NotImplementedError, match="seed|" + name):
+                model.generate(
+                    **{"inputs": torch.tensor([[5, 6, 7]]), "max_new_tokens": 6, "seed": 1, **unsupported(model)[name]}
+                )
+    pipespec.detach(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_or_refused(model, name):
+    pipespec.attach(model, noisy(model, 0.1), schedule="lockstep", unsupported="raise")
+    with pytest.raises(NotImplementedError, match=name):
+        model.generate(**{"inputs": torch.tensor([[5, 6, 7]]), "max_new_tokens": 6, **unsupported(model)[name]})
+    pipespec.detach(model)
+    with pytest.raises(ValueError, match="unsupported must be 'plain' or 'raise', not 'ignore'"):
+        pipespec.attach(model, noisy(model, 0.1), schedule="lockstep", unsupported="ignore")
+
+
+def test_a_streamer_of_a_call_that_transformers_decodes(model, pipe):
+    """It gets the text once, and no failure."""
+    seen = []
+
+    class Streamer:
+        def put(self, value):
+            seen.append(value)
+
+        def end(self):
+            seen.append(None)
+
+    ids, positions = torch.tensor([[5, 6, 7]]), torch.tensor([[3, 4, 5]])
+    with pytest.warns(SpeedWarning, match="position_ids"):
+        out = model.generate(ids, position_ids=positions, max_new_tokens=4, do_sample=False, streamer=Streamer())
+    assert torch.equal(torch.cat([v.flatten() for v in seen[:-1]]), out[0])
+    assert seen[-1] is None
+    assert seen.count(None) == 1
+
+
+def test_errors_are_raised_all_the_same(model, pipe):
+    for error, kwargs in {ValueError: {"max_new_tokens": 0}, TypeError: {"eos_token_id": "x"}}.items():
+        with pytest.raises(error):
+            model.generate(torch.tensor([[5, 6, 7]]), **kwargs)
 
 
 def test_somebody_elses_loop(model, pipe):
@@ -172,7 +252,7 @@ def test_copies_are_plain(model, pipe):
     assert torch.equal(model.generate(ids[None], max_new_tokens=NEW), wanted)
     assert pipe.report.tokens == NEW
     # A copy can be attached itself.
-    assert torch.equal(pipespec.attach(copies[0], model).generate(ids[None], max_new_tokens=3), plain(copies[0], ids[None], max_new_tokens=3))  # fmt: skip
+    assert torch.equal(pipespec.attach(copies[0], model, schedule="lockstep").generate(ids[None], max_new_tokens=3), plain(copies[0], ids[None], max_new_tokens=3))  # fmt: skip
 
 
 def test_a_saved_model_is_plain(model, pipe, tmp_path):
@@ -269,7 +349,7 @@ def test_four_threads(model, pipe):
     begin = threading.Barrier(4)
 
     def work(i):
-        begin.wait(60)
+        begin.wait(SECONDS)
         for _ in range(5):
             outs[i].append(model.generate(prompts[i][0], attention_mask=prompts[i][1], max_new_tokens=NEW + i))
 

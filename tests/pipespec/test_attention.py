@@ -1,4 +1,4 @@
-"""attn_implementation="pipespec": the text of the other attentions, and RowCaches whose lengths speak for themselves."""
+"""attn_implementation="pipespec": the text of the other attentions, and RowCaches with lengths instead of masks."""
 
 import copy
 import inspect
@@ -11,10 +11,11 @@ import torch
 from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from pipespec import Pipeline, attention, register_attention
-from pipespec import forward as forward_module
-from pipespec.cache import RowCache
-from pipespec.forward import forward
+from pipespec import Pipeline, register_attention
+from pipespec.engine import attention
+from pipespec.engine import forward as forward_module
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import forward
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 
 OPTIONS = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
@@ -37,9 +38,9 @@ def model(models):
 
 @pytest.fixture
 def by_rows(monkeypatch):
-    """What a GPU does: every RowCache of a model with our attention goes by its lengths."""
+    """As on a GPU: every RowCache of a model with this attention uses its lengths."""
     ours = property(lambda self: self._config._attn_implementation == attention.ATTENTION)
-    monkeypatch.setattr(RowCache, "by_rows", ours)
+    monkeypatch.setattr(RowCache, "uses_device_lengths", ours)
 
 
 @pytest.fixture
@@ -59,13 +60,13 @@ def calls(monkeypatch):
 
 
 def test_registered_whichever_is_imported_first() -> None:
-    """pipespec alone loads neither torch nor transformers, and yet the name is known afterwards."""
+    """pipespec alone loads neither torch nor transformers, and the name is registered later."""
     code = (
         "import sys, pipespec; assert not {'torch', 'transformers'} & sys.modules.keys(); "
         "from transformers import AutoModelForCausalLM, LlamaConfig; "
         "config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=9); "
         "model = AutoModelForCausalLM.from_config(config, attn_implementation='pipespec'); "
-        "assert not any(type(f).__module__ == 'pipespec.attention' for f in sys.meta_path); "
+        "assert not any(type(f).__module__ == 'pipespec.engine.attention' for f in sys.meta_path); "
         "print(model.config._attn_implementation)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -185,7 +186,6 @@ def test_pipeline(models, schedule, rows, request, calls) -> None:
     assert bool(calls) == rows
 
 
-@pytest.mark.slow  # two processes; not with the oldest transformers
 def test_workers(models) -> None:
     target = models["pipespec"]
     ids, mask = left_pad(random_prompts(2, seed=8))
@@ -205,7 +205,7 @@ def test_ragged_rows_equal_rows_run_alone(models, calls) -> None:
     text = torch.from_numpy(rng.integers(3, VOCABULARY, (rows, total)))
     with torch.no_grad():
         alone = [model(text[r : r + 1]).logits[0] for r in range(rows)]
-    cache = RowCache.for_model(model, rows, total + 16, fixed=True)
+    cache = RowCache.for_model(model, rows, total + 16, static=True)
     pointers = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
     device_lengths = cache.device_lengths
     calls.clear()
@@ -244,7 +244,7 @@ def test_generate_with_a_fixed_cache(models, how) -> None:
     if how == "prompt lookup":
         ids, mask = ids[1:2].clamp(min=2).repeat(1, 2), None
     rows = len(ids) * options.get("num_beams", 1) * options.get("num_return_sequences", 1)
-    cache = RowCache.for_model(models["pipespec"], rows, 80, fixed=True)
+    cache = RowCache.for_model(models["pipespec"], rows, 80, static=True)
     texts = []
     for model, given in ((models["sdpa"], {}), (models["pipespec"], {"past_key_values": cache})):
         torch.manual_seed(1)
@@ -253,9 +253,9 @@ def test_generate_with_a_fixed_cache(models, how) -> None:
 
 
 def test_lengths_that_the_device_writes(model) -> None:
-    """As a graph's replay does it: forward, then a kernel that lowers the lengths; the host hears of it later."""
+    """As in a replay: a forward, then a kernel that lowers the lengths; the host reads them later."""
     ids = torch.stack(random_prompts(2, seed=10, shortest=20, longest=20))
-    cache, expected = (RowCache.for_model(model, 2, 40, fixed=True) for _ in range(2))
+    cache, expected = (RowCache.for_model(model, 2, 40, static=True) for _ in range(2))
     for c in (cache, expected):
         forward(model, ids[:, :8], c, keep=0)
         c.sync()
@@ -276,9 +276,9 @@ def test_lengths_that_the_device_writes(model) -> None:
 
 
 def test_inside_of_a_capture(model, monkeypatch) -> None:
-    """Nothing goes from the host to the device there, and what has not run does not count."""
+    """A capture copies nothing from the host to the device, and its forwards do not count."""
     ids = torch.stack(random_prompts(2, seed=11, shortest=9, longest=9))
-    cache = RowCache.for_model(model, 2, 20, fixed=True)
+    cache = RowCache.for_model(model, 2, 20, static=True)
     forward(model, ids[:, :4], cache, keep=0)
     monkeypatch.setattr(RowCache, "_capturing", lambda self: True)
     with pytest.raises(RuntimeError, match=r"sync\(\) before the capture"):
@@ -295,7 +295,7 @@ def test_a_captured_forward(model) -> None:
     """One graph for all lengths."""
     model = copy.deepcopy(model).to("cuda")
     ids = torch.stack(random_prompts(2, seed=12, shortest=20, longest=20)).cuda()
-    cache, expected = (RowCache.for_model(model, 2, 40, fixed=True) for _ in range(2))
+    cache, expected = (RowCache.for_model(model, 2, 40, static=True) for _ in range(2))
     for c in (cache, expected):
         forward(model, ids[:, :8], c, keep=0)
     tokens = ids[:, 8:12].clone()
@@ -321,8 +321,8 @@ def test_a_captured_forward(model) -> None:
 
 def test_what_a_fixed_cache_refuses(models, model) -> None:
     with pytest.raises(ValueError, match=r"this model has sdpa: call model.set_attn_implementation\('pipespec'\)"):
-        RowCache.for_model(models["sdpa"], 1, 8, fixed=True)
-    cache = RowCache.for_model(model, 2, 8, fixed=True)
+        RowCache.for_model(models["sdpa"], 1, 8, static=True)
+    cache = RowCache.for_model(model, 2, 8, static=True)
     ids = torch.ones(2, 3, dtype=torch.long)
     model.set_attn_implementation("sdpa")
     try:
@@ -354,15 +354,15 @@ def test_what_a_fixed_cache_refuses(models, model) -> None:
 
 
 def test_copies_and_ordinary_caches(model) -> None:
-    cache = RowCache.for_model(model, 1, 16, fixed=True)
+    cache = RowCache.for_model(model, 1, 16, static=True)
     ids = torch.arange(2, 8)[None]
     forward(model, ids, cache, keep=0)
     twin = copy.deepcopy(cache)
-    assert twin.by_rows
+    assert twin.uses_device_lengths
     assert twin.device_lengths is not cache.device_lengths
     assert torch.equal(forward(model, ids[:, :2], twin, keep=2), forward(model, ids[:, :2], cache, keep=2))
     # On the CPU, and not fixed: masks, and the shortest way of calling the model.
     ordinary = RowCache.for_model(model, 1, 16)
-    assert not ordinary.by_rows
+    assert not ordinary.uses_device_lengths
     forward(model, ids, ordinary, keep=0)
-    assert type(forward_module._callers[model]).__name__ == "_Flat"
+    assert type(forward_module._callers[model][True]).__name__ == "NativeForm"

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from pipespec import Pipeline
-from pipespec.drivers import workers
-from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+from pipespec.drivers.workers import driver as workers
+from tests.conftest import always_right, noisy, random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
@@ -37,7 +37,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def pipeline(model):
-    return Pipeline(model, noisy(model, 0.02))
+    return Pipeline(model, noisy(model, 0.02), schedule="lockstep")
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,36 @@ def test_tokenizers_that_differ(model, tmp_path):
     loaded = [transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (target, other)]
     refused(ValueError, "draft 0 has another tokenizer", *loaded)
     for fine in (same, none):
-        assert Pipeline(target, fine).generate(PROMPT, max_new_tokens=2).shape == (1, 6)
+        assert Pipeline(target, fine, schedule="lockstep").generate(PROMPT, max_new_tokens=2).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"model": 3}', b'{"added_tokens": 5}', b'{"added_tokens": [{}]}'],
+)
+def test_damaged_tokenizers(model, tmp_path, content):
+    target, draft = save(model, tmp_path / "target", ["a", "b"]), save(noisy(model, 0.1), tmp_path / "draft")
+    (draft / "tokenizer.json").write_bytes(content)
+    message = refused(ValueError, r"draft/tokenizer\.json is damaged", target, draft)
+    assert "get the tokenizer of this model again" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_hidden_layers": 0}, "draft 0 has num_hidden_layers=0 .* at least one layer"),
+        ({"num_hidden_layers": -1}, "draft 0 has num_hidden_layers=-1 .* at least one layer"),
+        ({"num_hidden_layers": "x"}, "broken: .*config.json.*num_hidden_layers"),
+        ({"num_attention_heads": 0}, "broken: .*config.json"),
+        ({"num_key_value_heads": 0}, "broken: .*config.json"),
+        ({"vocab_size": 0}, "broken: .*config.json"),
+    ],
+)
+def test_configurations_that_no_model_has(model, tmp_path, change, match):
+    folder = save(noisy(model, 0.1), tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    refused(ValueError, match, model, folder)
 
 
 def small(config_class, **kwargs):
@@ -171,19 +200,19 @@ def test_too_many_models(model):
     refused(ValueError, "at most", model, [noisy(model, 0.1) for _ in range(40)])
 
 
-def test_schedules_windows_and_waits(model):
+def test_schedules_lookahead_and_waits(model):
     draft = always_right(model)
     refused(ValueError, "schedule='parallel'.*'lockstep'", model, draft, schedule="parallel")
-    refused(ValueError, "windows must be at least 1", model, draft, windows=0)
-    refused(ValueError, "windows must be at least 1", model, draft, windows=[-3])
-    refused(ValueError, "one per draft, 1, not 2", model, draft, windows=[3, 4])
-    refused(ValueError, "one per draft, 1, not 0", model, draft, windows=[])
-    refused(TypeError, "windows", model, draft, windows=2.5)
-    refused(ValueError, "wait must not be negative", model, draft, wait=-1)
-    for kwargs in ({}, {"schedule": "lockstep", "wait": 2}, {"schedule": "workers", "wait": 0}):
+    refused(ValueError, "lookahead must be at least 1", model, draft, lookahead=0)
+    refused(ValueError, "lookahead must be at least 1", model, draft, lookahead=[-3])
+    refused(ValueError, "one per draft, 1, not 2", model, draft, lookahead=[3, 4])
+    refused(ValueError, "one per draft, 1, not 0", model, draft, lookahead=[])
+    refused(TypeError, "lookahead", model, draft, lookahead=2.5)
+    refused(ValueError, "min_draft_tokens must not be negative", model, draft, min_draft_tokens=-1)
+    for kwargs in ({}, {"schedule": "lockstep", "min_draft_tokens": 2}, {"schedule": "workers", "min_draft_tokens": 0}):
         refused(
             ValueError,
-            "decode_meanwhile is for schedule='workers' or 'streams' with wait=",
+            "decode_meanwhile is for schedule='workers' or 'streams' and needs min_draft_tokens",
             model,
             draft,
             decode_meanwhile=True,
@@ -194,7 +223,7 @@ def test_schedules_windows_and_waits(model):
 def test_a_single_draft_needs_no_list(model, tmp_path):
     draft = noisy(model, 0.02)
     for given in (draft, [draft], (draft,), save(draft, tmp_path / "draft"), str(tmp_path / "draft")):
-        assert len(Pipeline(model, given).models) == 2
+        assert len(Pipeline(model, given, schedule="lockstep").models) == 2
 
 
 # ---- where and how the models lie
@@ -216,7 +245,10 @@ def test_dtypes_and_devices_that_cannot_work(model):
 def test_mixed_dtypes_that_do_work(model):
     wanted = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
     for dtype in (torch.bfloat16, torch.float64):
-        assert torch.equal(Pipeline(model, always_right(model).to(dtype)).generate(PROMPT, max_new_tokens=9), wanted)
+        assert torch.equal(
+            Pipeline(model, always_right(model).to(dtype), schedule="lockstep").generate(PROMPT, max_new_tokens=9),
+            wanted,
+        )
 
 
 # ---- paths
@@ -249,7 +281,7 @@ def test_weights_that_are_pickles(model, tmp_path):
     message = refused(ValueError, "pickled holds no safetensors weights .*pytorch_model.bin", folder)
     assert "convert" in message
     assert not (tmp_path / "exploded").exists()
-    # Nor where something safe lies beside it, under a name that nobody loads.
+    # Nor where something safe lies beside it, under a name that is not loaded.
     (folder / "other.safetensors").write_bytes(b"")
     refused((FileNotFoundError, ValueError), "pickled", folder)
     assert not (tmp_path / "exploded").exists()
@@ -280,7 +312,7 @@ def test_weights_that_are_missing_are_not_made_up(model, tmp_path):
 def test_remote_code_runs_only_when_asked_for(model, tmp_path, kind, monkeypatch):
     """A folder that brings its own code: refused (or loaded as what transformers knows), and its code is not executed."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "stdin", None)  # nobody to ask
+    monkeypatch.setattr(sys, "stdin", None)  # no terminal for a question
     folder = save(model, tmp_path / "remote")
     ran = tmp_path / "ran"
     (folder / "own.py").write_text(
@@ -345,29 +377,13 @@ def test_prompts_of_the_wrong_kind(pipeline):
             pipeline.generate(torch.tensor([[5, bad]]))
 
 
-def test_a_prompt_longer_than_the_models_limit(pipeline):
-    for length in (513, 600):
-        with pytest.raises(ValueError, match=f"{length} tokens.*limit.*512"):
-            pipeline.generate(torch.full((1, length), 7), max_new_tokens=1)
-
-
-def test_unequal_lengths_without_a_mask(pipeline, model):
+def test_unequal_lengths_without_a_mask(pipeline):
     with pytest.raises(ValueError, match=r"unequal lengths \[3, 2\].*attention_mask"):
         pipeline.generate([[5, 6, 7], [8, 9]], max_new_tokens=2)
-    # A tensor with padding that may be text: the pad id ends texts, too (what many tokenizers are set to).
-    ids, _ = left_pad(random_prompts(3, seed=1), pad=2)
-    with pytest.raises(ValueError, match=r"pad_token_id 2, which is also.*attention_mask"):
-        pipeline.generate(ids, max_new_tokens=2, pad_token_id=2, eos_token_id=[2, 3])
-    # Transformers takes it for padding where it ends nothing, and so it must lie on the left.
-    with pytest.raises(ValueError, match=r"pad_token_id 0 occurs behind.*attention_mask"):
-        pipeline.generate(torch.tensor([[5, 6, 7], [5, 6, 0]]), max_new_tokens=2)
 
 
 def test_masks(pipeline):
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    for mask in ([[1, 1, 1], [1, 1, 0]], [[1, 1, 1], [1, 0, 1]]):
-        with pytest.raises(ValueError, match="row 1 is not padded on the left"):
-            pipeline.generate(ids, attention_mask=torch.tensor(mask), max_new_tokens=2)
     with pytest.raises(ValueError, match="row 0 is all padding"):
         pipeline.generate(ids, attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]]), max_new_tokens=2)
     for shape in ((2, 4), (1, 3), (3,), (2, 1, 3, 3)):
@@ -414,7 +430,7 @@ def test_ids_that_are_none(pipeline):
 def test_a_refused_option_is_refused_wherever_it_comes_from(model):
     """As a keyword, in a configuration, and in the model's own configuration; None and False ask for nothing."""
     target = copy.deepcopy(model)
-    pipeline = Pipeline(target, noisy(target, 0.02))
+    pipeline = Pipeline(target, noisy(target, 0.02), schedule="lockstep")
     wanted = target.generate(PROMPT, max_new_tokens=5, do_sample=False)
     for name, value in {"penalty_alpha": 0.5, "dola_layers": "low", "token_healing": True}.items():
         config = GenerationConfig(max_new_tokens=5)
@@ -442,12 +458,17 @@ def test_options_without_an_effect_are_let_through(pipeline, model):
     assert torch.equal(pipeline.generate(PROMPT, max_new_tokens=5, **neutral), wanted)
 
 
-@pytest.mark.parametrize(
-    "name", ["max_tokens", "token_type_ids", "generator", "logits_to_keep", "cache_position", "labels"]
-)
-def test_arguments_that_nobody_knows(pipeline, name):
-    with pytest.raises(TypeError, match=f"'{name}'"):
-        pipeline.generate(PROMPT, max_new_tokens=2, **{name: 5})
+@pytest.mark.parametrize("name", ["max_tokens", "token_type_ids", "generator"])
+def test_arguments_that_nobody_knows(pipeline, model, name):
+    for generate in (model.generate, pipeline.generate):
+        with pytest.raises(ValueError, match=rf"not used by the model: \['{name}'\]"):
+            generate(PROMPT, max_new_tokens=2, **{name: 5})
+
+
+@pytest.mark.parametrize("name", ["cache_position", "labels"])
+def test_arguments_of_the_forward(pipeline, name):
+    with pytest.raises(NotImplementedError, match=name):
+        pipeline.generate(PROMPT, max_new_tokens=2, **{name: torch.tensor([[5]])})
 
 
 def test_what_stop_strings_need(pipeline):
@@ -460,6 +481,27 @@ def test_greedy_texts_of_one_prompt_are_all_the_same(pipeline, model):
     for generate in (model.generate, pipeline.generate):
         with pytest.raises(ValueError, match=r"Greedy methods.*num_return_sequences"):
             generate(PROMPT, max_new_tokens=2, do_sample=False, num_return_sequences=3)
+
+
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_temperatures_and_counts_beyond_all_bounds(model, drafts):
+    """What transformers takes. Beyond all bounds a temperature makes all tokens equally likely, and top_k keeps all of them."""
+    pipeline = Pipeline(model, [always_right(model)] * drafts, schedule="lockstep")
+    sampled = {"max_new_tokens": 8, "do_sample": True, "seed": 3}
+    uniform = pipeline.generate(PROMPT, temperature=1e30, top_k=0, **sampled)
+    for temperature in (1e300, float("inf")):
+        model.generate(PROMPT, temperature=temperature, top_k=0, max_new_tokens=2, do_sample=True)
+        assert torch.equal(pipeline.generate(PROMPT, temperature=temperature, top_k=0, **sampled), uniform)
+    whole = pipeline.generate(PROMPT, top_k=0, **sampled)
+    for k in (2**31, 2**63, 2**70):
+        assert torch.equal(pipeline.generate(PROMPT, top_k=k, **sampled), whole)
+    for temperature in (1e-300, 1e-40):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            model.generate(PROMPT, temperature=temperature, top_k=0, max_new_tokens=2, do_sample=True)
+        with pytest.raises(ValueError, match=r"no token can be drawn at position 4 .* is the temperature too small"):
+            pipeline.generate(PROMPT, temperature=temperature, top_k=0, **sampled)
+        with pytest.raises(ValueError, match=r"temperature.* strictly positive"):
+            pipeline.generate(PROMPT, temperature=-temperature, **sampled)
 
 
 def test_seeds_of_the_wrong_kind(pipeline):

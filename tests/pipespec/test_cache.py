@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
 
-from pipespec.cache import RowCache
-from pipespec.forward import forward
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import forward
 
 VOCAB = 97
 PROMPT = 11
@@ -54,7 +54,7 @@ def _no_grad():
 
 
 def call(model, tokens, cache):
-    """A model called as its users do, with what the cache says."""
+    """A call of the model with the mask and positions of the cache."""
     q = tokens.shape[1]
     return model(tokens, attention_mask=cache.mask(q), position_ids=cache.positions(q), past_key_values=cache).logits
 
@@ -89,7 +89,7 @@ def test_same_logits_as_dynamic_cache(model, ids, dtype, rows, chunks, how):
         assert ours.get_seq_length() == theirs.get_seq_length() == begin
     for layer in range(3):
         for mine, its in ((ours.layers[layer].keys, "keys"), (ours.layers[layer].values, "values")):
-            torch.testing.assert_close(mine[:, :, :begin], getattr(theirs.layers[layer], its))
+            torch.testing.assert_close(mine, getattr(theirs.layers[layer], its))
 
 
 GENERATE = {
@@ -153,13 +153,13 @@ def test_truncation_at_every_index_leaves_no_trace(model, ids, keep):
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_ragged_rows_equal_rows_run_alone(model, step, seed):
-    """Random feeds with padding columns, idle rows, a rollback per row: each row as if alone and never wrong."""
+    """Random feeds with padding columns, idle rows, a rollback per row: each row as if it ran alone."""
     rng = np.random.default_rng(seed)
     rows, total = 4, 60
     text = torch.from_numpy(rng.integers(3, VOCAB, (rows, total)))
     alone = [model(text[r : r + 1]).logits[0] for r in range(rows)]
     cache = RowCache.for_model(model, rows, total + 16)
-    pointers = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+    pointer = cache._store.data_ptr()
     for _ in range(12):
         q = int(rng.integers(1, 9))
         have = np.array(cache.lengths)
@@ -176,7 +176,7 @@ def test_ragged_rows_equal_rows_run_alone(model, step, seed):
             )
         back = np.array([rng.integers(0, min(have[r] + real[r], 6) + 1) for r in range(rows)])
         cache.truncate(have + real - back)
-    assert pointers == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+    assert pointer == cache._store.data_ptr()
 
 
 def test_truncate_reset_and_lengths_run_no_torch_operation(model, ids):
@@ -280,18 +280,17 @@ def test_bool_mask_is_honoured_by_sdpa(ids):
         lambda cache: {},
         lambda cache: {"attention_mask": torch.ones(2, 11, dtype=torch.long)},
         lambda cache: {"position_ids": cache.positions(2)},
-        lambda cache: {"attention_mask": cache.mask(2, torch.bool)[:, :, :, :].clone(), "position_ids": None},
+        lambda cache: {"attention_mask": cache.mask(2, torch.bool)},
         lambda cache: {"attention_mask": torch.zeros(2, 1, 2, 11), "position_ids": cache.positions(2)},
     ],
     ids=["nothing", "2-D mask", "positions only", "mask only", "a mask of another origin"],
 )
 def test_mask_trap(model, ids, asked):
-    """Where rows differ in length, anything that HuggingFace would derive by itself is refused, nothing is written."""
+    """Where rows differ in length, what transformers would derive from one length is refused, and nothing is written."""
     cache = RowCache.for_model(model, 2, 32)
     call(model, ids[:2, :9], cache)
     cache.truncate([9, 4])
-    if "position_ids" in (options := asked(cache)) and options["position_ids"] is None:
-        cache._ragged = None  # mask() had to know the positions; nobody asked for them
+    options = asked(cache)
     before = cache._store.clone()
     with pytest.raises(RuntimeError, match=r"\[9, 4\].*attention_mask=cache.mask\(q\)"):
         model(ids[:2, 9:11], past_key_values=cache, **options)
@@ -380,25 +379,65 @@ def test_sliding_windows_are_refused():
         RowCache(config, 1, 8, dtype=torch.float32, device="cpu")
 
 
-def test_changing_the_number_of_rows_is_refused():
-    cache = RowCache(make_model().config, 2, 8, dtype=torch.float32, device="cpu")
-    with pytest.raises(NotImplementedError, match="make one of 6 rows"):
-        cache.batch_repeat_interleave(3)
-    with pytest.raises(NotImplementedError, match="fixed number of rows"):
-        cache.batch_select_indices(torch.tensor([0]))
+@pytest.mark.parametrize("how", ["repeat", "select"])
+def test_changing_the_number_of_rows(ids, how):
+    """As ``DynamicCache``: the rows go on as those that they are copies of."""
+    model = make_model()
+    ours = RowCache(model.config, 2, 12, dtype=torch.float64, device="cpu")
+    theirs = DynamicCache()
+    order = {"repeat": [0, 0, 0, 1, 1, 1], "select": [1, 0, 1]}[how]
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            model(ids[:2, :5], past_key_values=cache)
+            if how == "repeat":
+                cache.batch_repeat_interleave(3)
+            else:
+                cache.batch_select_indices(torch.tensor(order))
+        assert (ours.rows, ours.batch_size, ours.lengths) == (len(order), len(order), (5,) * len(order))
+        for mine, its in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine[0], its[0])
+            torch.testing.assert_close(mine[1], its[1])
+        further = ids[:2, 5:8][order]
+        got, wanted = (model(further, past_key_values=cache).logits for cache in (ours, theirs))
+    torch.testing.assert_close(got, wanted)
+    ours.truncate([3 + row for row in range(3)] + [8] * (len(order) - 3))
+    ours.batch_select_indices(torch.tensor([1, 0]))
+    assert ours.lengths == (4, 3)
+    for bad in ([], [2], [-1]):
+        with pytest.raises(ValueError, match="of a cache of 2 rows"):
+            ours.batch_select_indices(torch.tensor(bad, dtype=torch.long))
+
+
+def test_a_cache_looks_like_a_dynamic_cache(ids):
+    model = make_model()
+    ours = RowCache(model.config, 2, 12, dtype=torch.float64, device="cpu")
+    theirs = DynamicCache()
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            model(ids[:2, :7], past_key_values=cache)
+            cache.crop(-2)
+    assert ours.get_seq_length() == theirs.get_seq_length() == 5
+    for mine, its in zip(ours.layers, theirs.layers, strict=True):
+        assert mine.keys.shape == its.keys.shape
+        torch.testing.assert_close(mine.keys, its.keys)
+        torch.testing.assert_close(mine.values, its.values)
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine[0], its[0])
+        torch.testing.assert_close(mine[1], its[1])
+        assert mine[2] is its[2] is None
 
 
 # ---- the object
 
 
-def test_storage_and_what_it_says_of_itself():
+def test_storage_and_its_properties():
     config = make_model(kv_heads=2).config
     with torch.inference_mode():
         cache = RowCache(config, 2, 10, dtype=torch.bfloat16, device="cpu")
-    assert not cache._store.is_inference()  # or no one could write to it outside of inference_mode
+    assert not cache._store.is_inference()  # which could not be written outside of inference_mode
     assert (cache.rows, cache.capacity, len(cache)) == (2, 10, 3)
     assert cache.nbytes == 2 * 3 * 2 * 2 * 10 * 8 * 2
-    assert cache.layers[0].keys.shape == (2, 2, 10, 8)
+    assert cache.layers[0].keys.shape == (2, 2, 0, 8)
     assert cache.get_max_length() == cache.get_max_cache_shape() == cache.layers[1].get_max_length() == 10
     assert cache.is_compileable is False
     assert cache.is_initialized
@@ -417,8 +456,8 @@ def test_update_returns_views_of_the_used_prefix(ids):
     for layer in range(3):
         keys, values = cache.update(states, states + 1, layer)
         assert keys.shape == values.shape == (2, 2, 3, 8)
-        assert keys.data_ptr() == cache.layers[layer].keys.data_ptr()
-        assert values.data_ptr() == cache.layers[layer].values.data_ptr()
+        assert keys.data_ptr() == cache._store[layer].data_ptr()
+        assert values.data_ptr() == cache._store[3 + layer].data_ptr()
         assert torch.equal(keys, states)
         assert torch.equal(values, states + 1)
 

@@ -17,15 +17,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from bench import bench_cpu, bench_spd
-from pipespec.cli import main
+from bench import bench_spd
+from pipespec.cli.main import main
 from pipespec.demo import family_path
 from pipespec.demo import run as demo_run
-from pipespec.demo.comparison import Comparison, Family, Result, cells
+from pipespec.demo.comparison import Measurement, SpeedComparison, cells
+from pipespec.demo.contenders import Family, PipelineContender, Workload, standard_contenders
 from pipespec.observe.text import TextStream
-from pipespec.pipeline import Pipeline
 from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, uniform_stages
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec.spd.partition import Partition
 from tests.conftest import noisy, random_llama
 from tests.waiting import SECONDS, until
 
@@ -80,7 +81,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
 
 def test_version_and_help_do_not_import_torch():
     code = (
-        "import sys\nfrom pipespec.cli import main\n"
+        "import sys\nfrom pipespec.cli.main import main\n"
         "for flag in ('--version', '--help'):\n"
         "    try: main([flag])\n"
         "    except SystemExit as end: assert end.code == 0\n"
@@ -105,7 +106,7 @@ def test_an_unknown_command_is_a_usage_error(capsys):
 def test_doctor_says_that_all_works(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for expected in ("native module", "schedule workers", "bundled family", "torch"):
+    for expected in ("native module", "schedule workers", "default schedule", "bundled family", "torch"):
         assert expected in out
 
 
@@ -118,7 +119,9 @@ def test_doctor_json(capsys):
 
 @pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])
 def test_doctor_works_where_something_is_missing(missing):
-    code = "import sys; sys.modules[sys.argv[1]] = None; from pipespec.cli import main; sys.exit(main(sys.argv[2:]))"
+    code = (
+        "import sys; sys.modules[sys.argv[1]] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[2:]))"
+    )
     done = run_python(code, missing, "doctor")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "CANNOT work" in done.stdout
@@ -127,7 +130,7 @@ def test_doctor_works_where_something_is_missing(missing):
 
 
 def test_generate_without_torch_is_one_line():
-    code = "import sys; sys.modules['torch'] = None; from pipespec.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['torch'] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = run_python(code, "generate", "--prompt", "x")
     assert done.returncode == 2
     assert "pipespec doctor" in done.stderr
@@ -148,7 +151,7 @@ def test_generate_from_stdin_streams_the_targets_text(family, capsys, monkeypatc
         *drafts,
         "--schedule",
         schedule,
-        "--windows",
+        "--lookahead",
         "3",
         "4",
     ]
@@ -173,8 +176,9 @@ def test_generate_with_the_bundled_family(capsys):
     assert captured.out.endswith("\n")
 
 
-def test_generate_warns_beyond_the_models_limit(family, capsys):
-    arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * 508, "--max-new-tokens", "6"]
+@pytest.mark.parametrize("length", [508, 600])
+def test_generate_warns_beyond_the_models_limit(family, capsys, length):
+    arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * length, "--max-new-tokens", "6"]
     assert main(arguments) == 0
     assert "limit of 512" in capsys.readouterr().err
 
@@ -184,13 +188,16 @@ def test_generate_warns_beyond_the_models_limit(family, capsys):
     [
         (["--prompt", ""], "prompt is empty"),
         (["--prompt-file", "/nowhere/prompt"], "/nowhere/prompt"),
+        (["--prompt", "caf\udce9"], "not UTF-8 text: --prompt"),  # as Python reads other bytes in the C locale
         (["--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
         (["--prompt", "x", "--draft", "y"], "--target"),
         (["--prompt", "x", "--target", "/nowhere/model"], "/nowhere/model"),
         (["--prompt", "x", "--target", "{family}"], "config.json"),
         (["--prompt", "x", "--target", "{family}/target", "--chat"], "chat template"),
-        (["--prompt", "x" * 600, "--target", "{family}/target"], "limit"),
-        (["--prompt", "x", "--target", "{family}/target", "--draft", "{family}/small", "--windows", "0"], "windows"),
+        (
+            ["--prompt", "x", "--target", "{family}/target", "--draft", "{family}/small", "--lookahead", "0"],
+            "lookahead",
+        ),
     ],
 )
 def test_generate_refuses_in_one_line(family, capsys, arguments, message):
@@ -229,8 +236,14 @@ def test_trace_writes_what_every_stage_did(family, capsys, tmp_path):
     assert "mean step in ms by width" in captured.err
 
 
-def test_trace_refuses_before_it_generates(family, capsys, tmp_path):
+def test_trace_refuses_before_it_generates(family, capsys, tmp_path, monkeypatch):
     arguments = ["trace", "--target", str(family / "target"), "--prompt", "x"]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: False)  # to root all is allowed
+        assert main([*arguments, "--out", str(tmp_path / "run.json")]) == 2
+    captured = capsys.readouterr()
+    assert f"error: {tmp_path / 'run.json'} cannot be written" in captured.err
+    assert captured.out == ""
     assert main([*arguments, "--out", str(tmp_path / "nowhere" / "run.json")]) == 2
     captured = capsys.readouterr()
     assert f"error: there is no folder {tmp_path / 'nowhere'}" in captured.err
@@ -250,12 +263,11 @@ def test_debug_shows_where(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_the_workers_and_keeps_the_text(family, tmp_path):
     # Whatever it prints after its first steps it prints very slowly: the text is not complete when it hears of Ctrl-C.
     code = """
 import itertools, sys, time
-from pipespec.cli import main
+from pipespec.cli.main import main
 from pipespec.drivers import WorkersDriver
 
 step, steps = WorkersDriver._step, itertools.count()
@@ -310,62 +322,35 @@ def test_text_stream_marks_the_targets_own_token():
 
 # --- demo and benchmark ----------------------------------------------------------------------------------------------
 
-LOCAL_ROWS = ("plain", "assisted-small", "lookup", "ours-plain", "lockstep-3")
+LOCAL_ROWS = ("plain", "assisted-small", "lookup", "ours-plain", "lockstep-small+medium")
 
 
-def measured(family: Path) -> dict:
-    with Comparison(Family.load(family), ["def f(x):", "hello"], 8, LOCAL_ROWS) as comparison:
-        comparison.start()
-        comparison.tune(["x = "])
-        comparison.warm_up()
-        tables = list(comparison.measure(2))
-        assert len(tables) == 4
-        return comparison.record()
-
-
-def test_comparison_and_what_the_benchmark_makes_of_it(family, tmp_path, capsys):
-    record = measured(family) | {"when": "2000-01-01T00:00:00+00:00", "repeats": 2}
-    rows = {row["key"]: Result(**row) for row in record["rows"]}
+def test_comparison(family):
+    loaded = Family.load(family)
+    texts, calibration = ([loaded.encode(t) for t in group] for group in (["def f(x):", "hello"], ["x = "]))
+    contenders = [c for c in standard_contenders(list(loaded.drafts)) if c.key in LOCAL_ROWS]
+    with SpeedComparison(Workload(loaded, 8, 9, 1), contenders) as comparison:
+        comparison.start(calibration[0])
+        comparison.tune(calibration, 4)
+        tables = [comparison.results() for _ in comparison.measure(texts, 2)]
+    assert len(tables) == 4
+    rows = {row.key: row for row in tables[-1]}
     assert tuple(rows) == LOCAL_ROWS
     for row in rows.values():
         assert row.identical == row.runs == 4
         assert row.tokens_per_second > 0
-    assert rows["plain"].ratio_to_plain == 1
-    assert rows["assisted-small"].setting
-    assert len(record["tuning"]["assisted-small"]) == 7
-    assert list(rows["lockstep-3"].accepted_length) == ["medium", "target"]
-    assert rows["lockstep-3"].accepted_length["target"] > 1
-    assert "tmp" not in json.dumps(record)
-
-    file, readme = tmp_path / "cpu.json", tmp_path / "README.md"
-    file.write_text(json.dumps(record))
-    readme.write_text("before\n<!-- table:begin -->\nSTALE\n<!-- table:end -->\nafter\n")
-    copy = tmp_path / "results" / "copy.json"
-    assert bench_cpu.main(["--from", str(file), "--readme", str(readme), "--json", str(copy)]) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "STALE" not in text
-    assert all(cells(row)[1] in text for row in rows.values())
-    assert json.loads(copy.read_text()) == record
-    assert copy.with_suffix(".svg").read_text().count("<rect") == len(rows) + 1
-    assert "tokens/s" in capsys.readouterr().out
-
-    record["rows"][0]["identical"] = 3
-    file.write_text(json.dumps(record))
-    assert bench_cpu.main(["--from", str(file)]) == 1
-    assert "NO (3/4)" in capsys.readouterr().out
-
-
-def test_comparison_refuses_unknown_rows(family):
-    with pytest.raises(ValueError, match="no row 'nothing'"):
-        Comparison(Family.load(family), ["x"], 4, ["nothing"])
+        assert cells(row)[4] == "4/4"
+    assert rows["plain"].vs_plain == 1
+    assert "draft tokens" in rows["assisted-small"].setting
+    assert len(comparison.tuning["assisted-small"]) == 4
+    assert list(rows["lockstep-small+medium"].accepted_length) == ["medium", "target"]
+    assert rows["lockstep-small+medium"].accepted_length["target"] > 1
+    assert set(rows["lockstep-small+medium"].acceptance_rate) == {"medium", "target"}
 
 
 QUICK_DEMO = ["demo", "--quick", "--prompts", "1", "--new-tokens", "6", "--family"]
 
 
-@pytest.mark.slow
 def test_demo(family, capsys):
     assert main([*QUICK_DEMO, str(family)]) == 0
     out = capsys.readouterr().out
@@ -378,7 +363,7 @@ def test_demo(family, capsys):
 def staged(family) -> Path:
     """The same folder with a draft module for the target in two stages."""
     target = Family.load(family).target
-    config = DraftModuleConfig.for_target(target, uniform_stages(target.config.num_hidden_layers, 2))
+    config = DraftModuleConfig.for_target(target, Partition.uniform(target.config.num_hidden_layers, 2).ranges)
     DraftModule.of_target(target, config).save(family / "module")
     return family
 
@@ -415,7 +400,6 @@ def test_demo_of_stages_without_a_module(family, tmp_path, capsys):
     assert "holds no draft module" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_benchmark_of_stages(tmp_path, capsys):
     file = tmp_path / "spd.json"
     arguments = ["--quick", "--new-tokens", "6", "--threads", "1", "--ranks", "2", "--json", str(file)]
@@ -431,18 +415,50 @@ def test_benchmark_of_stages(tmp_path, capsys):
     assert "n-gram, n = 2, 2 ranks" in capsys.readouterr().out
 
 
+def local_contenders(drafts):
+    return [c for c in standard_contenders(drafts) if c.key in ("plain", "lockstep-small+medium")]
+
+
 def test_demo_fails_where_a_text_differs(family, capsys, monkeypatch):
-    class WithoutWorkers(Comparison):
-        def __post_init__(self) -> None:
-            self.rows = ("lockstep-3",)
-            super().__post_init__()
-
-        def pipeline(self, key: str) -> Pipeline:
-            return super().pipeline("lockstep-3")
-
-    monkeypatch.setattr(demo_run, "Comparison", WithoutWorkers)
-    monkeypatch.setattr(Result, "is_identical", property(lambda result: result.key == "plain"))
+    monkeypatch.setattr(demo_run, "standard_contenders", local_contenders)
+    monkeypatch.setattr(Measurement, "is_identical", property(lambda result: result.key == "plain"))
     assert main([*QUICK_DEMO, str(family)]) == 1
     out = capsys.readouterr().out
-    assert "NO (" in out
-    assert "NOT every row" in out
+    assert "lockstep, small + medium" in out
+    assert "NOT every row generated the same text" in out
+
+
+def test_demo_fails_where_a_row_does_not_run(family, capsys, monkeypatch):
+    def refuse(self, workload):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(demo_run, "standard_contenders", local_contenders)
+    monkeypatch.setattr(PipelineContender, "start", refuse)
+    assert main([*QUICK_DEMO, str(family)]) == 1
+    out = capsys.readouterr().out
+    assert "Not measured: lockstep, small + medium (OSError: no more processes)." in out
+    assert "NOT every row ran" in out
+
+
+# ---- streams that are closed or full
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "text", "message"),
+    [
+        ("2>&-", 0, True, ""),
+        (">&-", 2, False, "standard output is closed"),
+        ("--report 2>/dev/full", 2, True, ""),
+        ("--max-new-tokens 0 2>&-", 2, False, ""),
+        ("--max-new-tokens 0 2>/dev/full", 2, False, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(family, redirected, status, text, message):
+    command = (
+        f"{sys.executable} -m pipespec.cli.main generate --target {family / 'target'} --prompt xy --max-new-tokens 4"
+    )
+    done = subprocess.run(["sh", "-c", f"exec {command} {redirected}"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == status, done
+    assert bool(done.stdout.strip()) == text
+    assert message in done.stderr
+    assert "error" not in done.stdout

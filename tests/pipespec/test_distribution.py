@@ -15,14 +15,15 @@ import torch
 
 import pipespec.generation
 from pipespec import Pipeline
-from pipespec.sampling import Selection, Selector
-from pipespec.stage import Stage
+from pipespec.engine.sampling import Sampler, SamplingParams
+from pipespec.engine.stage import Stage
 from tests.conftest import always_wrong, noisy, random_llama
 from tests.pipespec import test_sampling
 from tests.pipespec.oracle import Oracle, Sampling
+from tests.trials import trials
 
 IDS = 16
-DRAWS = 200_000
+DRAWS = trials(ci=50_000, nightly=200_000)
 
 
 def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
@@ -46,11 +47,11 @@ def test_the_statistic():
     """It accepts what fits and notices a bias of one part in twenty."""
     generator = np.random.default_rng(0)
     p = generator.dirichlet(np.ones(IDS))
-    check_fits(generator.multinomial(DRAWS, p), p, "right")
+    check_fits(generator.multinomial(200_000, p), p, "right")
     wrong = p.copy()
     wrong[np.argsort(p)[-2:]] *= (0.95, 1.05)
     with pytest.raises(AssertionError, match="chi-square"):
-        check_fits(generator.multinomial(DRAWS, wrong / wrong.sum()), p, "wrong")
+        check_fits(generator.multinomial(200_000, wrong / wrong.sum()), p, "wrong")
     with pytest.raises(AssertionError, match="cannot be drawn"):
         check_fits(np.ones(4), np.array([0.5, 0.5, 0.0, 0.0]), "outside")
 
@@ -81,7 +82,7 @@ def filtered(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
 
 
 def walk(sampling: Sampling, draws: int, *, batch: int = 500, columns: int = 4, keys: str = "seeds"):
-    """Verify coupled hints of a draft that likes best what the target likes least, but for the one token that is out of reach.
+    """Verify coupled draft tokens of a draft that likes best what the target likes least, but for the one token that is out of reach.
 
     Per column the counts of what the target drew there (as far as it came), and of the pairs drawn in columns 0 and 1. ``keys``: whether
     the draws differ by their seeds or by their positions.
@@ -93,7 +94,7 @@ def walk(sampling: Sampling, draws: int, *, batch: int = 500, columns: int = 4, 
     reached = accepted = 0
     fields = {name: value for name, value in vars(sampling).items() if value and name != "repetition_penalty"}
     text = np.zeros((batch, 4), dtype=np.int32)
-    n_fed = np.full(batch, columns, dtype=np.int32)
+    query_lens = np.full(batch, columns, dtype=np.int32)
     for call in range(draws // batch):
         if keys == "seeds":
             seeds = tuple(range(call * batch, (call + 1) * batch))
@@ -101,22 +102,24 @@ def walk(sampling: Sampling, draws: int, *, batch: int = 500, columns: int = 4, 
         else:
             seeds = (99,) * batch
             positions = (call * batch + np.arange(batch, dtype=np.int64)) * columns
-        select = Selector(Selection(seeds=seeds, **fields), text)
+        select = Sampler(SamplingParams(seeds=seeds, **fields), text)
         block, opposite = logits.expand(batch, -1, -1), perverse.expand(batch, -1, -1)
-        # The draft's tokens: its own choice in each column, which the target gets as hints one column later.
+        # The draft's tokens: its own choice in each column, which the target gets as draft tokens one column later.
         fed = torch.zeros((batch, columns), dtype=torch.int64)
         for column in range(columns - 1):
-            own = select(opposite[:, column : column + 1], fed[:, :1], n_fed * 0 + 1, n_fed * 0, positions + column)
+            own = select(
+                opposite[:, column : column + 1], fed[:, :1], query_lens * 0 + 1, query_lens * 0, positions + column
+            )
             fed[:, column + 1] = own[:, 0]
-        chosen = select(block, fed, n_fed, n_fed - 1, positions).numpy()
+        chosen = select(block, fed, query_lens, query_lens - 1, positions).numpy()
         for column in range(columns):
             there = chosen[:, column][chosen[:, column] >= 0]
             single[column] += np.bincount(there, minlength=IDS)
         reached += int((chosen >= 0).sum())
         accepted += int((chosen[:, 1:] >= 0).sum())
-        # Pairs need every draw, not only those behind an accepted hint.
-        free = select(block, fed, n_fed * 0 + 1, n_fed * 0, positions).numpy()[:, 0]
-        second = select(block[:, 1:2], fed[:, :1], n_fed * 0 + 1, n_fed * 0, positions + 1).numpy()[:, 0]
+        # Pairs need every draw, not only those behind an accepted draft token.
+        free = select(block, fed, query_lens * 0 + 1, query_lens * 0, positions).numpy()[:, 0]
+        second = select(block[:, 1:2], fed[:, :1], query_lens * 0 + 1, query_lens * 0, positions + 1).numpy()[:, 0]
         np.add.at(pairs, (free, second), 1)
     return logits, single, pairs, accepted / max(1, reached - single[-1].sum())
 
@@ -145,11 +148,11 @@ def check_selection(sampling: Sampling, draws: int = DRAWS, **kwargs) -> None:
     ],
     ids=str,
 )
-def test_adversarial_hints(sampling, keys, draws):
+def test_adversarial_draft_tokens(sampling, keys, draws):
     check_selection(sampling, draws, keys=keys)
 
 
-def test_the_hints_are_adversarial():
+def test_the_draft_tokens_are_adversarial():
     """Most are refused, some are not: both branches of the walk are drawn from."""
     _, single, _, rate = walk(Sampling(), 20_000)
     assert 0.01 < rate < 0.4
@@ -206,11 +209,11 @@ def check_end_to_end(sampling: Sampling, pipeline: Pipeline, calls: int, rows: i
     ids=str,
 )
 def test_end_to_end(sampling, drafts):
-    """Six thousand pairs of tokens through a whole pipeline."""
+    """Thousands of pairs of tokens through a whole pipeline."""
     models = {"wrong": [always_wrong(NARROW)], "good": [noisy(NARROW, 0.05)]}
     models["both"] = models["wrong"] + models["good"]
-    pipeline = Pipeline(NARROW, models[drafts], windows=2)
-    check_end_to_end(sampling, pipeline, 12)
+    pipeline = Pipeline(NARROW, models[drafts], lookahead=2, schedule="lockstep")
+    check_end_to_end(sampling, pipeline, trials(ci=6, nightly=12))
     rate = pipeline.report.stages[-1].acceptance_rate
     assert rate < 0.4 if drafts == "wrong" else rate > 0.6, rate
 
@@ -227,19 +230,21 @@ def shifted_drafts(monkeypatch):
         real(self, start, record)
         if self.index < self.block.stages - 1:
             select = self._select
-            self._select = lambda logits, fed, n, hints, positions: select(logits, fed, n, hints, positions + 1)
+            self._select = lambda logits, fed, n, draft_tokens, positions: select(
+                logits, fed, n, draft_tokens, positions + 1
+            )
 
     monkeypatch.setattr(Stage, "prefill", prefill)
 
 
 def mutate_call(monkeypatch, change) -> None:
     """Every stage's selection sees ``change(positions)``."""
-    real = Selector.__call__
+    real = Sampler.__call__
 
-    def call(self, logits, fed, n_fed, n_hint, positions):
-        return real(self, logits, fed, n_fed, n_hint, change(positions))
+    def call(self, logits, fed, query_lens, num_draft_tokens, positions):
+        return real(self, logits, fed, query_lens, num_draft_tokens, change(positions))
 
-    monkeypatch.setattr(Selector, "__call__", call)
+    monkeypatch.setattr(Sampler, "__call__", call)
 
 
 MODEL = random_llama(3)
@@ -250,7 +255,7 @@ PENALISED = Sampling(temperature=0.9, repetition_penalty=1.6)
 def check_texts(sampling: Sampling, pipeline: Pipeline | None = None) -> None:
     """The check of the grid, for a few prompts: alone against the oracle, the chain against alone."""
     alone = Pipeline(MODEL)
-    chain = pipeline or Pipeline(MODEL, [noisy(MODEL, 0.03)], windows=4)
+    chain = pipeline or Pipeline(MODEL, [noisy(MODEL, 0.03)], lookahead=4, schedule="lockstep")
     for seed, prompt in enumerate(test_sampling.PROMPTS):
         kwargs = {"seed": [seed], "max_new_tokens": 12, **test_sampling.arguments(sampling)}
         texts = [test_sampling.new_tokens(p, prompt[None], **kwargs)[0] for p in (alone, chain)]
@@ -259,7 +264,7 @@ def check_texts(sampling: Sampling, pipeline: Pipeline | None = None) -> None:
 
 
 def acceptance() -> float:
-    chain = Pipeline(MODEL, [noisy(MODEL, 0.03)], windows=4)
+    chain = Pipeline(MODEL, [noisy(MODEL, 0.03)], lookahead=4, schedule="lockstep")
     check_texts(Sampling(), chain)
     return chain.report.stages[-1].acceptance_rate
 
@@ -281,25 +286,25 @@ def test_a_target_off_by_one(monkeypatch):
 
 def test_a_skipped_penalty(monkeypatch):
     check_texts(PENALISED)
-    monkeypatch.setattr(Selector, "_penalised", lambda self, logits, *_: logits)
+    monkeypatch.setattr(Sampler, "_penalised", lambda self, logits, *_: logits)
     with pytest.raises(AssertionError, match="the oracle says"):
         check_texts(PENALISED)
 
 
-def test_a_penalty_that_forgets_the_hints(monkeypatch):
+def test_a_penalty_that_forgets_the_draft_tokens(monkeypatch):
     """The prefix of a step's first column for all its columns: right for K=1, wrong for a block."""
-    real = Selector._penalised
+    real = Sampler._penalised
 
-    def penalised(self, logits, n_fed, n_hint, positions):
-        out = real(self, logits, n_fed, n_hint, positions)
-        for row, (fed, hints) in enumerate(zip(n_fed, n_hint, strict=True)):
-            first = int(fed) - 1 - int(hints)
+    def penalised(self, logits, query_lens, num_draft_tokens, positions):
+        out = real(self, logits, query_lens, num_draft_tokens, positions)
+        for row, (fed, draft_tokens) in enumerate(zip(query_lens, num_draft_tokens, strict=True)):
+            first = int(fed) - 1 - int(draft_tokens)
             for column in range(first + 1, int(fed)):
                 ratio = out[row, first] / logits[row, first]
                 out[row, column] = logits[row, column] * torch.where(ratio.isfinite(), ratio, 1.0)
         return out
 
-    monkeypatch.setattr(Selector, "_penalised", penalised)
+    monkeypatch.setattr(Sampler, "_penalised", penalised)
     with pytest.raises(AssertionError):
         check_texts(PENALISED)
 
@@ -307,15 +312,15 @@ def test_a_penalty_that_forgets_the_hints(monkeypatch):
 def test_noise_by_row_instead_of_seed(monkeypatch):
     alone = Pipeline(MODEL)
     test_sampling.check_reproducible(alone)
-    real = Selector.__init__
+    real = Sampler.__init__
 
-    def init(self, selection, text, *rest):
-        real(self, selection, text, *rest)
-        if selection.seeds is not None:
-            self._keys = torch.arange(len(selection.seeds))
+    def init(self, sampling_params, text, *rest):
+        real(self, sampling_params, text, *rest)
+        if sampling_params.seeds is not None:
+            self._keys = torch.arange(len(sampling_params.seeds))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Selector, "__init__", init)
+        patch.setattr(Sampler, "__init__", init)
         with pytest.raises(AssertionError):
             test_sampling.check_reproducible(alone)
     # And where the seed counts, but the row does, too.
@@ -324,29 +329,29 @@ def test_noise_by_row_instead_of_seed(monkeypatch):
         pipespec.generation, "row_seeds", lambda seed, rows: [s + r for r, s in enumerate(own(seed, rows))]
     )
     with monkeypatch.context() as patch:
-        patch.setattr(Selector, "__init__", lambda self, s, *rest: real(self, _rekeyed(s), *rest))
+        patch.setattr(Sampler, "__init__", lambda self, s, *rest: real(self, _rekeyed(s), *rest))
         with pytest.raises(AssertionError):
             test_sampling.check_reproducible(alone)
 
 
-def _rekeyed(selection: Selection) -> Selection:
+def _rekeyed(sampling_params: SamplingParams) -> SamplingParams:
     from dataclasses import replace
 
-    return replace(selection, seeds=tuple((s + row) % 2**64 for row, s in enumerate(selection.seeds)))
+    return replace(sampling_params, seeds=tuple((s + row) % 2**64 for row, s in enumerate(sampling_params.seeds)))
 
 
 def test_one_noise_for_two_positions(monkeypatch):
-    """Each token alone is distributed as it should be; two of them are not, and what comes behind an accepted hint is not."""
-    real = Selector.__call__
+    """Each token alone is distributed as it should be; two of them are not, and what comes behind an accepted draft token is not."""
+    real = Sampler.__call__
 
-    def call(self, logits, fed, n_fed, n_hint, positions):
+    def call(self, logits, fed, query_lens, num_draft_tokens, positions):
         # Column by column: the positions inside of a block must be shared, too.
         selected = torch.full(fed.shape, -1, dtype=torch.int32)
-        ones = np.ones_like(n_fed)
-        going = n_fed > 0
-        for j in range(int(n_hint.max()) + 1):
-            at = np.maximum(n_fed - 1 - n_hint + j, 0)
-            going = going & (j <= n_hint)
+        ones = np.ones_like(query_lens)
+        going = query_lens > 0
+        for j in range(int(num_draft_tokens.max()) + 1):
+            at = np.maximum(query_lens - 1 - num_draft_tokens + j, 0)
+            going = going & (j <= num_draft_tokens)
             rows = torch.arange(len(at))
             column = np.minimum(at, logits.shape[1] - 1)
             picked = real(self, logits[rows, column][:, None], fed[:, :1], ones, ones * 0, (positions + at) // 2 * 2)
@@ -356,33 +361,33 @@ def test_one_noise_for_two_positions(monkeypatch):
         return selected
 
     check_selection(Sampling(), 20_000, columns=2, keys="positions")
-    monkeypatch.setattr(Selector, "__call__", call)
+    monkeypatch.setattr(Sampler, "__call__", call)
     with pytest.raises(AssertionError, match="chi-square"):
         check_selection(Sampling(), 20_000, columns=2, keys="positions")
     with pytest.raises(AssertionError, match=r"pairs|first"):
-        check_end_to_end(Sampling(), Pipeline(NARROW, always_wrong(NARROW), windows=2), 4)
+        check_end_to_end(Sampling(), Pipeline(NARROW, always_wrong(NARROW), lookahead=2, schedule="lockstep"), 4)
     with pytest.raises(AssertionError, match="the oracle says"):
         check_texts(Sampling())
 
 
-def test_hints_that_bias_the_draw(monkeypatch):
-    """Accepting a hint because the target would not mind it, rather than because it drew it, is what the chi-square is for."""
-    real = Selector.__call__
+def test_draft_tokens_that_bias_the_draw(monkeypatch):
+    """Accepting a draft token because the target would not mind it, rather than because it drew it, is what the chi-square is for."""
+    real = Sampler.__call__
 
-    def lenient(self, logits, fed, n_fed, n_hint, positions):
-        selected = real(self, logits, fed, n_fed, n_hint, positions)
+    def lenient(self, logits, fed, query_lens, num_draft_tokens, positions):
+        selected = real(self, logits, fed, query_lens, num_draft_tokens, positions)
         if logits.shape[1] == 1:
             return selected
-        first = np.maximum(n_fed - 1 - n_hint, 0)
+        first = np.maximum(query_lens - 1 - num_draft_tokens, 0)
         rows = torch.arange(len(first))
-        hint = fed[rows, np.minimum(first + 1, fed.shape[1] - 1)]
-        p = logits[rows, first].softmax(-1).gather(1, hint[:, None])[:, 0]
-        takes = torch.from_numpy(n_hint > 0) & (p > 0.02)
-        selected[takes, 0] = hint[takes].int()
+        draft_token = fed[rows, np.minimum(first + 1, fed.shape[1] - 1)]
+        p = logits[rows, first].softmax(-1).gather(1, draft_token[:, None])[:, 0]
+        takes = torch.from_numpy(num_draft_tokens > 0) & (p > 0.02)
+        selected[takes, 0] = draft_token[takes].int()
         selected[takes, 1:] = -1
         return selected
 
     check_selection(Sampling(), 20_000, columns=2)
-    monkeypatch.setattr(Selector, "__call__", lenient)
+    monkeypatch.setattr(Sampler, "__call__", lenient)
     with pytest.raises(AssertionError, match="column 0"):
         check_selection(Sampling(), 20_000, columns=2)

@@ -1,5 +1,6 @@
-"""Calling a model: every way gives bit for bit what the model itself gives; and what is asked of transformers."""
+"""Calls of a model: every form but the native one gives the bits of the model itself. And properties of transformers that this relies on."""
 
+import functools
 import gc
 import itertools
 import weakref
@@ -9,10 +10,13 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from pipespec import compat
-from pipespec import forward as forward_module
-from pipespec.cache import RowCache
-from pipespec.forward import Parts, Section, forward
+from pipespec.engine import forward as forward_module
+from pipespec.engine.attention import MaskKind, mask_kind
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import ModelParts, ModelSection
+from pipespec.models import compat
+
+forward = functools.partial(forward_module.forward, native=False)
 
 VOCAB = 101
 
@@ -41,22 +45,22 @@ def rope(kind, **options):
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 MODELS = {
-    "fp32": ({}, "_Flat"),
-    "fp64": ({"dtype": torch.float64}, "_Flat"),
-    "bf16": ({"dtype": torch.bfloat16}, "_Flat"),
-    "grouped": ({"num_key_value_heads": 2}, "_Flat"),
-    "one kv head": ({"num_key_value_heads": 1}, "_Flat"),
-    "head_dim": ({"head_dim": 32}, "_Flat"),
-    "tied": ({"tie_word_embeddings": True}, "_Flat"),
-    "gelu": ({"hidden_act": "gelu"}, "_Flat"),
-    "linear rope": (rope("linear", factor=2.0), "_Flat"),
-    "llama3 rope": (rope("llama3", **LLAMA3), "_Flat"),
-    "yarn rope": (rope("yarn", factor=4.0, original_max_position_embeddings=32), "_Flat"),
-    "dynamic rope": (rope("dynamic", factor=2.0), "_Flat"),
-    "biases": ({"attention_bias": True, "mlp_bias": True}, "_Walk"),
-    "eager": ({"attention": "eager"}, "_Walk"),
-    "eager grouped": ({"attention": "eager", "num_key_value_heads": 2}, "_Walk"),
-    "mistral": ({"kind": MistralForCausalLM, "config": MistralConfig, "sliding_window": None}, "_Ordinary"),
+    "fp32": ({}, "_FlatLoop"),
+    "fp64": ({"dtype": torch.float64}, "_FlatLoop"),
+    "bf16": ({"dtype": torch.bfloat16}, "_FlatLoop"),
+    "grouped": ({"num_key_value_heads": 2}, "_FlatLoop"),
+    "one kv head": ({"num_key_value_heads": 1}, "_FlatLoop"),
+    "head_dim": ({"head_dim": 32}, "_FlatLoop"),
+    "tied": ({"tie_word_embeddings": True}, "_FlatLoop"),
+    "gelu": ({"hidden_act": "gelu"}, "_FlatLoop"),
+    "linear rope": (rope("linear", factor=2.0), "_FlatLoop"),
+    "llama3 rope": (rope("llama3", **LLAMA3), "_FlatLoop"),
+    "yarn rope": (rope("yarn", factor=4.0, original_max_position_embeddings=32), "_FlatLoop"),
+    "dynamic rope": (rope("dynamic", factor=2.0), "_FlatLoop"),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, "_LayerLoop"),
+    "eager": ({"attention": "eager"}, "_LayerLoop"),
+    "eager grouped": ({"attention": "eager", "num_key_value_heads": 2}, "_LayerLoop"),
+    "mistral": ({"kind": MistralForCausalLM, "config": MistralConfig, "sliding_window": None}, "_WholeModel"),
 }
 
 
@@ -66,7 +70,7 @@ def ids():
 
 
 def way(model):
-    return type(forward_module._callers[model]).__name__
+    return type(forward_module._callers[model][False]).__name__
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -187,14 +191,14 @@ def adapt(model):
 
 
 CHANGES = {
-    replace_weight: "_Flat",
-    change_in_place: "_Flat",
-    change_dtype: "_Flat",
-    use_eager: "_Walk",
-    hook: "_Ordinary",
-    pre_hook: "_Ordinary",
-    patch_forward: "_Ordinary",
-    adapt: "_Ordinary",
+    replace_weight: "_FlatLoop",
+    change_in_place: "_FlatLoop",
+    change_dtype: "_FlatLoop",
+    use_eager: "_LayerLoop",
+    hook: "_WholeModel",
+    pre_hook: "_WholeModel",
+    patch_forward: "_WholeModel",
+    adapt: "_WholeModel",
 }
 
 
@@ -202,7 +206,7 @@ CHANGES = {
 def test_a_changed_model_is_noticed_when_the_next_sequence_begins(change, ids):
     model = make_model()
     first = forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=9)
-    assert way(model) == "_Flat"
+    assert way(model) == "_FlatLoop"
     change(model)
     got = forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=9)
     assert way(model) == CHANGES[change]
@@ -212,15 +216,15 @@ def test_a_changed_model_is_noticed_when_the_next_sequence_begins(change, ids):
         assert not torch.allclose(got, first)
 
 
-def test_a_walk_that_differs_in_one_bit_is_not_used(monkeypatch, ids):
+def test_a_loop_that_differs_in_one_bit_is_not_used(monkeypatch, ids):
     def off_by_a_bit(self, x, norm):
         return torch.nextafter(right(self, x, norm), x.new_tensor(torch.inf))
 
-    right = forward_module._Flat.normed
-    monkeypatch.setattr(forward_module._Flat, "normed", off_by_a_bit)
+    right = forward_module._FlatLoop.normed
+    monkeypatch.setattr(forward_module._FlatLoop, "normed", off_by_a_bit)
     model = make_model()
     forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
-    assert way(model) == "_Walk"
+    assert way(model) == "_LayerLoop"
 
 
 def test_captured_hidden_states_do_not_slow_later_calls(ids):
@@ -228,14 +232,14 @@ def test_captured_hidden_states_do_not_slow_later_calls(ids):
     with torch.no_grad():
         model(ids[:1, :5], output_hidden_states=True, output_attentions=False)
     forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
-    assert way(model) == "_Flat"
+    assert way(model) == "_FlatLoop"
 
 
 def test_large_models_on_a_cpu_are_called_in_the_ordinary_way(monkeypatch, ids):
-    monkeypatch.setattr(forward_module, "_WALK_UP_TO", 1000)
+    monkeypatch.setattr(forward_module, "_LOOP_UP_TO", 1000)
     model = make_model()
     forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
-    assert way(model) == "_Ordinary"
+    assert way(model) == "_WholeModel"
 
 
 def test_models_are_not_kept_alive(ids):
@@ -263,13 +267,13 @@ def test_autocast_is_honoured(ids):
 
 def sections(model, cuts=(1,)):
     """Embedding and first layers, the layers behind each of ``cuts``, norm and head."""
-    whole = Parts.of(model)
+    whole = ModelParts.of(model)
     bounds = [0, *cuts, len(whole.layers)]
     ranges = list(itertools.pairwise(bounds))
     spans = [
-        Parts(model.config, whole.layers[a:b], a, whole.rotary, whole.embed if a == 0 else None) for a, b in ranges
+        ModelParts(model.config, whole.layers[a:b], a, whole.rotary, whole.embed if a == 0 else None) for a, b in ranges
     ]
-    out = [Section(parts) for parts in (*spans, Parts(model.config, norm=whole.norm, head=whole.head))]
+    out = [ModelSection(parts) for parts in (*spans, ModelParts(model.config, norm=whole.norm, head=whole.head))]
     for section in out:
         section.open(model.dtype, model.device)
     return out
@@ -292,10 +296,10 @@ def test_sections_are_bit_identical_to_the_model(name, ids):
         with torch.no_grad():
             options = {"attention_mask": whole.mask(q), "position_ids": whole.positions(q), "past_key_values": whole}
             wanted = model(tokens, output_hidden_states=True, **options)
-        hidden = entered = spans[0].embedded(tokens)
+        hidden = entered = spans[0].embed(tokens)
         for span, cache in zip(spans, caches, strict=True):
             before = hidden.clone()
-            after = span.through(hidden, cache, seen.__setitem__)
+            after = span.run_layers(hidden, cache, seen.__setitem__)
             assert torch.equal(hidden, before)
             hidden = after
         assert torch.equal(head.logits(hidden), wanted.logits)
@@ -303,8 +307,12 @@ def test_sections_are_bit_identical_to_the_model(name, ids):
         for ours, theirs in zip(streams[:-1], wanted.hidden_states, strict=False):  # the last of theirs is normed
             assert torch.equal(ours, theirs)
         assert streams[-1] is not streams[-2]
-    # The flat walk is for plain parts, and where a layer has what it does not know, the head may still be plain.
-    expected = {"_Flat"} if MODELS[name][1] == "_Flat" else {"_Walk", "_Flat"} if name == "biases" else {"_Walk"}
+    # The flat loop is for plain parts. Where a layer is not plain, the head may still be.
+    expected = {"_LayerLoop"}
+    if MODELS[name][1] == "_FlatLoop":
+        expected = {"_FlatLoop"}
+    elif name == "biases":
+        expected = {"_LayerLoop", "_FlatLoop"}
     assert ways([*spans, head]) == expected
 
 
@@ -312,38 +320,40 @@ def test_sections_are_bit_identical_to_the_model(name, ids):
 def test_changed_parts_are_noticed_when_the_next_sequence_begins(change, ids):
     model = make_model()
     *spans, head = sections(model)
-    assert ways([*spans, head]) == {"_Flat"}
+    assert ways([*spans, head]) == {"_FlatLoop"}
     change(model)
     for section in (*spans, head):
         section.open(model.dtype, model.device)
-    hidden = spans[0].embedded(ids[:1, :9])
+    hidden = spans[0].embed(ids[:1, :9])
     for span in spans:
-        hidden = span.through(
+        hidden = span.run_layers(
             hidden, RowCache(span.parts.cache_config(), 1, 16, dtype=model.dtype, device=model.device)
         )
     with torch.no_grad():
-        # A hook on the whole is nobody's part: pre_hook above changes nothing.
+        # pre_hook is on the whole model, not on a part, so it changes nothing here.
         assert torch.equal(head.logits(hidden), model(ids[:1, :9]).logits)
-    unwalkable = change in (use_eager, hook, patch_forward, adapt)
-    assert ("_Walk" in ways([*spans, head])) is unwalkable
+    unloopable = change in (use_eager, hook, patch_forward, adapt)
+    assert ("_LayerLoop" in ways([*spans, head])) is unloopable
 
 
 def test_parts_that_differ_in_one_bit_are_not_used(monkeypatch):
     def off_by_a_bit(self, x, norm):
         return torch.nextafter(right(self, x, norm), x.new_tensor(torch.inf))
 
-    right = forward_module._Flat.normed
-    monkeypatch.setattr(forward_module._Flat, "normed", off_by_a_bit)
-    assert ways(sections(make_model())) == {"_Walk"}
+    right = forward_module._FlatLoop.normed
+    monkeypatch.setattr(forward_module._FlatLoop, "normed", off_by_a_bit)
+    assert ways(sections(make_model())) == {"_LayerLoop"}
 
 
 def test_autocast_is_honoured_by_parts(ids):
     model = make_model()
     *spans, head = sections(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = spans[0].embedded(ids[:2, :9])
+        hidden = spans[0].embed(ids[:2, :9])
         for span in spans:
-            hidden = span.through(hidden, RowCache(span.parts.cache_config(), 2, 16, dtype=model.dtype, device="cpu"))
+            hidden = span.run_layers(
+                hidden, RowCache(span.parts.cache_config(), 2, 16, dtype=model.dtype, device="cpu")
+            )
         assert head.logits(hidden).dtype == torch.bfloat16
 
 
@@ -353,5 +363,5 @@ def test_query_length():
 
 
 def test_mask_kind():
-    assert compat.mask_kind(make_model().config) is compat.MaskKind.SDPA
-    assert compat.mask_kind(make_model(attention="eager").config) is compat.MaskKind.EAGER
+    assert mask_kind(make_model().config) is MaskKind.SDPA
+    assert mask_kind(make_model(attention="eager").config) is MaskKind.EAGER

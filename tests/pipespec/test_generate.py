@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.waiting import SECONDS
 
 LIMIT = 512  # of the random models (max_position_embeddings)
 
@@ -23,7 +24,7 @@ def model():
 @pytest.fixture(scope="module")
 def chain(model):
     """Three stages in one process: a draft that is often right behind one that always is."""
-    return Pipeline(model, [noisy(model, 0.02), always_right(model)], windows=[3, 4])
+    return Pipeline(model, [noisy(model, 0.02), always_right(model)], lookahead=[3, 4], schedule="lockstep")
 
 
 def both(pipeline: Pipeline, *args, **kwargs) -> torch.Tensor:
@@ -50,8 +51,8 @@ def first_uses(text: list[int]) -> list[int]:
 # ---- the end of a text
 
 
-def test_eos_at_every_place_of_the_window(chain, model):
-    """First token, inside of an accepted block, as its last hint, as bonus, at the edge, one past it: wherever it falls."""
+def test_eos_at_every_place_of_the_lookahead(chain, model):
+    """First token, inside of an accepted block, as its last draft token, as bonus, at the edge, one past it: wherever it falls."""
     prompt = random_prompts(1, seed=5, shortest=6)[0][None]
     text = new_tokens(model, prompt, 24)
     places = first_uses(text)
@@ -62,9 +63,9 @@ def test_eos_at_every_place_of_the_window(chain, model):
         assert out[0, -1] == text[place]
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 12])
-def test_eos_at_every_place_with_one_perfect_draft(model, window):
-    pipeline = Pipeline(model, always_right(model), windows=window)
+@pytest.mark.parametrize("lookahead", [1, 2, 5, 12])
+def test_eos_at_every_place_with_one_perfect_draft(model, lookahead):
+    pipeline = Pipeline(model, always_right(model), lookahead=lookahead, schedule="lockstep")
     prompt = random_prompts(1, seed=6, shortest=6)[0][None]
     text = new_tokens(model, prompt, 15)
     for place in first_uses(text):
@@ -113,7 +114,7 @@ def test_rows_end_at_different_times(chain, model):
 def test_what_finished_rows_are_filled_with(model, pad, eos):
     target = copy.deepcopy(model)
     target.generation_config.pad_token_id = pad
-    pipeline = Pipeline(target, always_right(target))
+    pipeline = Pipeline(target, always_right(target), schedule="lockstep")
     ids = torch.stack(random_prompts(4, seed=10, shortest=6, longest=6))
     texts = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
     end = int(texts[0, 6 + 2])
@@ -132,7 +133,7 @@ def test_what_finished_rows_are_filled_with(model, pad, eos):
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 6, 7, 16, 17, 64, 65])
 def test_max_new_tokens(model, new):
     for draft in (always_right(model), always_wrong(model)):
-        pipeline = Pipeline(model, draft, windows=5)
+        pipeline = Pipeline(model, draft, lookahead=5, schedule="lockstep")
         ids, mask = left_pad(random_prompts(2, seed=new))
         assert both(pipeline, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
 
@@ -159,7 +160,7 @@ def test_the_callers_words_go_before_the_configurations(model):
     text = new_tokens(target, prompt, 12)
     target.generation_config.max_new_tokens = 9
     target.generation_config.eos_token_id = text[first_uses(text)[5]]
-    pipeline = Pipeline(target, noisy(target, 0.02))
+    pipeline = Pipeline(target, noisy(target, 0.02), schedule="lockstep")
     before = target.generation_config.to_dict()
     assert both(pipeline, prompt).shape[1] == 5 + 6
     assert both(pipeline, prompt, max_new_tokens=3).shape[1] == 5 + 3
@@ -255,10 +256,10 @@ def test_the_plain_schedule_ignores_the_drafts(model):
     assert [s.drafted for s in pipeline.report.stages] == [0]
 
 
-@pytest.mark.parametrize("window", [*range(1, 21), 40, 200])
-def test_windows(model, window):
-    pipeline = Pipeline(model, [noisy(model, 0.05), noisy(model, 0.01)], windows=window)
-    ids, mask = left_pad(random_prompts(2, seed=window))
+@pytest.mark.parametrize("lookahead", [*range(1, 21), 40, 200])
+def test_lookahead(model, lookahead):
+    pipeline = Pipeline(model, [noisy(model, 0.05), noisy(model, 0.01)], lookahead=lookahead, schedule="lockstep")
+    ids, mask = left_pad(random_prompts(2, seed=lookahead))
     both(pipeline, ids, attention_mask=mask, max_new_tokens=20)
     for upstream in pipeline.report.stages[:-1]:
         assert upstream.produced > 0
@@ -277,7 +278,7 @@ def test_windows(model, window):
 )
 def test_other_models(config):
     target = random_llama(40, **config)
-    pipeline = Pipeline(target, [random_llama(41, layers=1), noisy(target, 0.02)])
+    pipeline = Pipeline(target, [random_llama(41, layers=1), noisy(target, 0.02)], schedule="lockstep")
     ids, mask = left_pad(random_prompts(3, seed=41))
     wanted = target.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     got = pipeline.generate(ids, attention_mask=mask, max_new_tokens=12)
@@ -299,7 +300,7 @@ def test_tied_weights():
             initializer_range=0.15, tie_word_embeddings=True, pad_token_id=0, eos_token_id=None,
         )
     ).eval()  # fmt: skip
-    pipeline = Pipeline(target, [noisy(target, 0.02), copy.deepcopy(target)])
+    pipeline = Pipeline(target, [noisy(target, 0.02), copy.deepcopy(target)], schedule="lockstep")
     both(pipeline, torch.stack(random_prompts(2, seed=51, shortest=7, longest=7)), max_new_tokens=15)
 
 
@@ -322,7 +323,7 @@ class Recorder:
 
 @pytest.mark.parametrize("make", [always_right, always_wrong, lambda t: noisy(t, 0.03)])
 def test_the_streamer_gets_every_token_once(model, make):
-    pipeline = Pipeline(model, make(model), windows=4)
+    pipeline = Pipeline(model, make(model), lookahead=4, schedule="lockstep")
     prompt = random_prompts(1, seed=60)[0][None]
     text = new_tokens(model, prompt, 21)
     for end in (None, text[first_uses(text)[-1]]):
@@ -341,7 +342,7 @@ def test_the_streamer_of_a_batch(model):
     ids, mask = left_pad(random_prompts(3, seed=63))
     text = model.generate(ids, attention_mask=mask, max_new_tokens=18, do_sample=False)[:, ids.shape[1] :]
     for make in (always_right, always_wrong, lambda t: noisy(t, 0.03)):
-        pipeline = Pipeline(model, make(model), windows=4)
+        pipeline = Pipeline(model, make(model), lookahead=4, schedule="lockstep")
         for ends in (None, [int(text[0, 3]), int(text[2, 9])], [int(t) for t in text[:, 5]]):
             recorders = Recorder(), Recorder()
             kwargs = {"attention_mask": mask, "max_new_tokens": 18, "eos_token_id": ends, "pad_token_id": 0}
@@ -361,7 +362,7 @@ def test_the_streamer_gets_tokens_as_they_come(model):
             if sum(v.numel() for v in self.values[1:]) >= 5:
                 raise LookupError("enough")
 
-    pipeline = Pipeline(model, noisy(model, 0.05), windows=2)
+    pipeline = Pipeline(model, noisy(model, 0.05), lookahead=2, schedule="lockstep")
     prompt = random_prompts(1, seed=61)[0][None]
     impatient = Impatient()
     with pytest.raises(LookupError, match="enough"):
@@ -379,7 +380,9 @@ def test_a_streamer_of_transformers(model):
 
     prompt = random_prompts(1, seed=62)[0][None]
     streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True)
-    out = Pipeline(model, noisy(model, 0.02)).generate(prompt, max_new_tokens=15, streamer=streamer)
+    out = Pipeline(model, noisy(model, 0.02), schedule="lockstep").generate(
+        prompt, max_new_tokens=15, streamer=streamer
+    )
     assert "".join(streamer) == Tokenizer().decode(out[0, prompt.shape[1] :])
 
 
@@ -390,7 +393,7 @@ def test_the_report_adds_up(model):
     ids, mask = left_pad(random_prompts(5, seed=70))
     end = int(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[1, ids.shape[1] + 6])
     for drafts in ([], [noisy(model, 0.03)], [always_wrong(model), noisy(model, 0.02), always_right(model)]):
-        pipeline = Pipeline(model, drafts)
+        pipeline = Pipeline(model, drafts, schedule="lockstep")
         out = pipeline.generate(ids, attention_mask=mask, max_new_tokens=20, eos_token_id=end, pad_token_id=0)
         report = pipeline.report
         new = out[:, ids.shape[1] :].tolist()
@@ -407,14 +410,14 @@ def test_the_report_adds_up(model):
             assert stage.accepted <= stage.drafted
             assert sum(stage.histogram) == stage.steps
             assert sum(j * n for j, n in enumerate(stage.histogram)) == stage.accepted
-            # One token of its own per step, unless an accepted hint was the end.
+            # One token of its own per step, unless an accepted draft token was the end.
             assert stage.accepted <= stage.produced <= stage.accepted + stage.steps
             assert stage.fed >= stage.drafted + stage.steps
             if place == 0:
                 assert stage.drafted == 0
         assert set(report.to_dict()) >= {"schedule", "tokens", "stages", "tokens_per_second"}
         assert "target" in str(report)
-    perfect = Pipeline(model, always_right(model), windows=4)
+    perfect = Pipeline(model, always_right(model), lookahead=4, schedule="lockstep")
     perfect.generate(ids, attention_mask=mask, max_new_tokens=20)
     assert perfect.report.stages[-1].acceptance_rate == 1
     assert perfect.report.stages[-1].steps == 5 * 4  # 20 tokens at 4 + 1 per step
@@ -434,11 +437,11 @@ class Gate(Recorder):
         super().put(value)
         if len(self.values) == 3:
             self.inside.set()
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(SECONDS)
 
 
 def test_other_threads_wait_their_turn(model):
-    pipeline = Pipeline(model, noisy(model, 0.02), windows=2)
+    pipeline = Pipeline(model, noisy(model, 0.02), lookahead=2, schedule="lockstep")
     first, *others = [p[None] for p in random_prompts(4, seed=80, shortest=4)]
     gate, outs = Gate(), {}
 
@@ -447,7 +450,7 @@ def test_other_threads_wait_their_turn(model):
 
     threads = [threading.Thread(target=work, args=(0, first), kwargs={"streamer": gate})]
     threads[0].start()
-    assert gate.inside.wait(60)
+    assert gate.inside.wait(SECONDS)
     for i, prompt in enumerate(others, start=1):
         threads.append(threading.Thread(target=work, args=(i, prompt)))
         threads[-1].start()
@@ -456,14 +459,17 @@ def test_other_threads_wait_their_turn(model):
     assert not outs
     gate.go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(SECONDS)
     for i, prompt in enumerate([first, *others]):
         assert torch.equal(outs[i], both(pipeline, prompt, max_new_tokens=30))
 
 
 def test_a_call_from_inside_of_a_call_is_refused(model):
     """It would wait for itself. Another pipeline may be used there; the outer call goes on if the refusal is caught."""
-    pipeline, another = Pipeline(model, noisy(model, 0.02)), Pipeline(model, noisy(model, 0.02))
+    pipeline, another = (
+        Pipeline(model, noisy(model, 0.02), schedule="lockstep"),
+        Pipeline(model, noisy(model, 0.02), schedule="lockstep"),
+    )
     prompt = random_prompts(1, seed=82)[0][None]
     inner = []
 
@@ -471,7 +477,7 @@ def test_a_call_from_inside_of_a_call_is_refused(model):
         def put(self, value):
             super().put(value)
             if len(self.values) > 1 and len(inner) < 2:
-                with pytest.raises(RuntimeError, match="inside of a call of the same pipeline"):
+                with pytest.raises(RuntimeError, match="inside a call of the same pipeline"):
                     pipeline.generate(prompt, max_new_tokens=3)
                 inner.append(another.generate(prompt, max_new_tokens=3))
 
@@ -482,14 +488,17 @@ def test_a_call_from_inside_of_a_call_is_refused(model):
     def processor(ids, scores):
         return pipeline.generate(prompt, max_new_tokens=3)
 
-    with pytest.raises(RuntimeError, match="inside of a call"):
+    with pytest.raises(RuntimeError, match="inside a call"):
         pipeline.generate(prompt, max_new_tokens=20, logits_processor=[processor])
     both(pipeline, prompt, max_new_tokens=20)
 
 
 def test_two_pipelines_in_two_threads(model):
     prompts = [p[None] for p in random_prompts(2, seed=81, shortest=4)]
-    pipelines = [Pipeline(model, noisy(model, 0.02)), Pipeline(model, always_wrong(model))]
+    pipelines = [
+        Pipeline(model, noisy(model, 0.02), schedule="lockstep"),
+        Pipeline(model, always_wrong(model), schedule="lockstep"),
+    ]
     wanted = [model.generate(p, max_new_tokens=40, do_sample=False) for p in prompts]
     outs = [None, None]
 

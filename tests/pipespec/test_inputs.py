@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 
+import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache
+import transformers
+from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
-import pipespec.stage
+import pipespec.engine.stage
 from pipespec import Pipeline
-from pipespec.cache import RowCache
-from pipespec.compat import lost_arguments
+from pipespec.engine.cache import RowCache
+from pipespec.models.compat import lost_arguments
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 
@@ -26,7 +29,7 @@ def model():
 @pytest.fixture(scope="module")
 def pipes(model):
     with Pipeline(model, noisy(model, 0.02), schedule="workers") as workers:
-        yield {"lockstep": Pipeline(model, noisy(model, 0.02), windows=3), "workers": workers}
+        yield {"lockstep": Pipeline(model, noisy(model, 0.02), lookahead=3, schedule="lockstep"), "workers": workers}
 
 
 @pytest.fixture
@@ -38,14 +41,14 @@ def pipe(pipes):
 def prefilled(model, monkeypatch):
     """Columns that the target was fed in prefills, one entry per forward."""
     columns: list[int] = []
-    inner = pipespec.stage.forward
+    inner = pipespec.engine.stage.forward
 
-    def counting(which, tokens, cache, *, keep):
+    def counting(which, tokens, cache, *, keep, **options):
         if which is model and keep == 0:
             columns.append(tokens.shape[1])
-        return inner(which, tokens, cache, keep=keep)
+        return inner(which, tokens, cache, keep=keep, **options)
 
-    monkeypatch.setattr(pipespec.stage, "forward", counting)
+    monkeypatch.setattr(pipespec.engine.stage, "forward", counting)
     return columns
 
 
@@ -95,7 +98,7 @@ def test_a_chat_of_five_turns(pipes, model, prefilled, schedule):
 
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 def test_a_chat_of_three_ragged_rows(pipes, model, prefilled, schedule):
-    """Rows begin and end at different places; each turn they are padded anew, and the cache knows nothing of that."""
+    """Rows begin and end at different places; each turn pads them again, and the cache holds no padding."""
     pipe, cache = pipes[schedule], None
     rows = random_prompts(3, seed=2, shortest=3, longest=14)
     for turn in range(3):
@@ -208,6 +211,137 @@ def test_transformers_goes_on_with_a_cache_of_ours(pipe, model):
     )
 
 
+@pytest.mark.parametrize("how", ["empty", "filled"])
+@pytest.mark.parametrize("name", ["lockstep", "workers"])
+def test_a_dynamic_cache_of_several_rows(pipes, model, prefilled, name, how):
+    """Its columns are those of the batch, padding included. Turn by turn, the pipeline and transformers alternate."""
+    pipe = pipes[name]
+    ids, mask = left_pad(random_prompts(3, seed=51, shortest=3, longest=9))
+    assert (mask == 0).any()
+    cache = DynamicCache()
+    if how == "filled":
+        # All but the last three columns; the longest row's padding is in them, too.
+        with torch.no_grad():
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, :-3]
+            model(ids[:, :-3], attention_mask=mask[:, :-3], position_ids=positions, past_key_values=cache)
+    for turn, generate in enumerate((pipe.generate, model.generate, pipe.generate)):
+        already = cache.get_seq_length()
+        prefilled.clear()
+        out = generate(ids, attention_mask=mask, max_new_tokens=NEW, past_key_values=cache, do_sample=False)
+        assert torch.equal(out, plain(model, ids, attention_mask=mask, max_new_tokens=NEW)), f"turn {turn}"
+        assert cache.get_seq_length() == out.shape[1] - 1
+        if generate == pipe.generate:
+            assert sum(prefilled) == ids.shape[1] - 1 - already
+        more = torch.stack([prompt(52 + row, 4)[0] for row in range(3)])
+        ids = torch.cat([out, more], dim=1)
+        mask = torch.cat([mask, torch.ones((3, ids.shape[1] - mask.shape[1]), dtype=mask.dtype)], dim=1)
+
+
+def test_a_dynamic_cache_of_rows_that_end_early(pipe, model):
+    ids, mask = left_pad(random_prompts(3, seed=51, shortest=3, longest=9))
+    text = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
+    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "eos_token_id": [int(text[0, 2])], "pad_token_id": 0}
+    ours, theirs = DynamicCache(), DynamicCache()
+    out = pipe.generate(ids, past_key_values=ours, **kwargs)
+    assert torch.equal(out, plain(model, ids, past_key_values=theirs, **kwargs))
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        for row in range(3):
+            ended = (out[row, ids.shape[1] :] == kwargs["eos_token_id"][0]).nonzero()
+            end = ids.shape[1] + int(ended[0, 0]) if len(ended) else a.keys.shape[2]
+            real = slice(int((mask[row] == 0).sum()), end)
+            torch.testing.assert_close(a.keys[row, :, real], b.keys[row, :, real], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(a.values[row, :, real], b.values[row, :, real], rtol=1e-4, atol=1e-4)
+
+
+# ---- arguments in the forms that transformers takes
+
+
+NUMBERS = [int, np.int64, np.uint8, torch.tensor]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: n.__name__)
+def test_numbers_of_numpy_and_torch(pipe, model, number):
+    text = prompt(60)
+    wanted = plain(model, text, max_new_tokens=7)
+    assert torch.equal(pipe.generate(text, max_new_tokens=number(7)), wanted)
+    assert torch.equal(pipe.generate(text, GenerationConfig(max_new_tokens=number(7), do_sample=False)), wanted)
+    assert torch.equal(pipe.generate(text, max_length=number(15)), wanted)
+    sampled = {"do_sample": True, "seed": 3, "max_new_tokens": 7}
+    wanted = pipe.generate(text, top_k=5, temperature=0.5, **sampled)
+    assert torch.equal(pipe.generate(text, top_k=number(5), temperature=torch.tensor(0.5), **sampled), wanted)
+
+
+@pytest.mark.parametrize("lengths", [[20], [11, 20], [9], [8], [3]])
+def test_the_callers_maximum_length_is_the_maximum(pipe, model, lengths):
+    """Instead of the one that transformers makes of max_length, and at least one token is generated."""
+    text = prompt(61)
+
+    def call(generate):
+        criteria = StoppingCriteriaList([MaxLengthCriteria(n) for n in lengths])
+        return generate(text, max_length=12, do_sample=False, stopping_criteria=criteria)
+
+    wanted = call(model.generate)
+    assert torch.equal(call(pipe.generate), wanted)
+    assert wanted.shape[1] == max(9, min(lengths))
+    if max(lengths) > 12:
+        with pytest.raises(ValueError, match="more than any row"):
+            pipe.generate(text, max_length=12, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(2**40)]))
+
+
+def test_arguments_that_ask_for_nothing(pipe, model):
+    text = prompt(62)
+    wanted = plain(model, text, max_new_tokens=5)
+    nothing = dict.fromkeys(
+        ["token_type_ids", "cache_position", "labels", "position_ids", "encoder_outputs", "max_new_token"]
+    )
+    for kwargs in (nothing, {"logits_to_keep": 1}, {"trust_remote_code": True}, {"trust_remote_code": None}):
+        assert torch.equal(pipe.generate(text, max_new_tokens=5, **kwargs), wanted)
+        kwargs = {
+            name: value for name, value in kwargs.items() if name != "token_type_ids"
+        }  # fails in transformers 5.0
+        assert torch.equal(plain(model, text, max_new_tokens=5, **kwargs), wanted)
+
+
+def test_positions_that_follow_from_the_mask(pipe, model):
+    ids, mask = left_pad(random_prompts(3, seed=63, shortest=3, longest=9))
+    wanted = plain(model, ids, attention_mask=mask, max_new_tokens=5)
+    positions = mask.cumsum(1) - 1
+    for padding in (0, 1, -1):
+        given = positions.masked_fill(mask == 0, padding)
+        assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=5, position_ids=given), wanted)
+    text = prompt(64)
+    given = torch.arange(8)[None]
+    assert torch.equal(pipe.generate(text, max_new_tokens=5, position_ids=given), plain(model, text, max_new_tokens=5))
+    for bad in (given + 1, given.flip(1), given[:, 1:], given[0], given.repeat(2, 1)):
+        with pytest.raises(NotImplementedError, match="position_ids"):
+            pipe.generate(text, max_new_tokens=5, position_ids=bad)
+
+
+@pytest.mark.parametrize("length", [505, 511, 512, 513, 600])
+@pytest.mark.parametrize("name", ["lockstep", "workers"])
+def test_texts_beyond_the_models_length(pipes, model, caplog, name, length):
+    """transformers warns and goes on."""
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+    text = prompt(65, length)
+
+    def warned(generate):
+        transformers.utils.logging.get_logger(logger.name).warning_once.__func__.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger=logger.name):
+            logger.addHandler(caplog.handler)
+            try:
+                out = generate(text, max_new_tokens=9, do_sample=False)
+            finally:
+                logger.removeHandler(caplog.handler)
+        return out, any("maximum length" in record.message for record in caplog.records)
+
+    wanted, theirs = warned(model.generate)
+    got, ours = warned(pipes[name].generate)
+    assert torch.equal(got, wanted)
+    assert ours == theirs == (length + 9 > 512)
+
+
 # ---- caches that do not fit
 
 
@@ -235,7 +369,6 @@ def test_caches_that_do_not_fit_are_refused_and_not_harmed(pipe, model):
         (ValueError, "holds 23 tokens of row 0, input_ids only 8", text, filled),
         (ValueError, "holds 1 rows, input_ids 2", longer.expand(2, -1), cache),
         (ValueError, "holds 2 rows, input_ids 1", longer, of_two),
-        (NotImplementedError, "DynamicCache has one length for all rows", longer.expand(2, -1), of_two),
         (ValueError, "does not fit the target", longer, of_another),
         (ValueError, "does not fit the target", longer, theirs),
         (NotImplementedError, "StaticCache", longer, StaticCache(config=model.config, max_cache_len=99)),
@@ -244,9 +377,6 @@ def test_caches_that_do_not_fit_are_refused_and_not_harmed(pipe, model):
         with pytest.raises(error, match="past_key_values") as caught:
             pipe.generate(ids, max_new_tokens=3, past_key_values=bad)
         assert match in str(caught.value)
-    padded = torch.cat([torch.tensor([[0, 0]]), longer], dim=1)
-    with pytest.raises(NotImplementedError, match=r"past_key_values.*padding"):
-        pipe.generate(padded, max_new_tokens=3, past_key_values=filled)
     assert untouched(cache, before)
     assert untouched(filled, before_filled)
     for fine in (cache, filled):
@@ -268,7 +398,7 @@ def test_what_a_cache_remembers_of_its_text(pipe, model):
     cache.truncate([6])
     other = torch.cat([text[:, :6], prompt(20, 9)], dim=1)
     with torch.no_grad():
-        model(other[:, 6:12], past_key_values=cache)  # somebody else goes on
+        model(other[:, 6:12], past_key_values=cache)  # another call continues with it
     assert cache.lengths == (12,)
     assert [t.tolist() for t in cache.text] == text[:, :6].tolist()
     out = pipe.generate(other, max_new_tokens=NEW, past_key_values=cache)
@@ -312,7 +442,7 @@ def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(pipe, model, prefil
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_model_that_fails_midway_leaves_the_cache_as_it_was(model, at):
     target = Faulty.like(model)
-    pipe = Pipeline(target, noisy(model, 0.02), windows=3)
+    pipe = Pipeline(target, noisy(model, 0.02), lookahead=3, schedule="lockstep")
     first = pipe.generate(prompt(23), max_new_tokens=NEW, return_dict_in_generate=True)
     cache, longer = first.past_key_values, torch.cat([first.sequences, prompt(24, 9)], dim=1)
     before = held(cache)
@@ -372,7 +502,7 @@ def test_configurations_and_what_the_model_has(model):
         True,
         True,
     )
-    pipe = Pipeline(target, noisy(target, 0.02))
+    pipe = Pipeline(target, noisy(target, 0.02), schedule="lockstep")
     given = GenerationConfig(suppress_tokens=[words[1]], do_sample=False, max_new_tokens=7)
     for kwargs in (
         {},
@@ -541,7 +671,7 @@ def test_custom_generate_with_a_cache(pipe, model, prefilled, kind):
         assert cache.get_seq_length() == out.shape[1] - 1
         assert sum(prefilled) == missing
         text = torch.cat([out, prompt(43 + turn, 4)], dim=1)
-    # Without one, each call begins anew, and returns its own where asked to.
+    # Without one, each call begins with an empty cache, and returns its own where asked to.
     out = model.generate(text, return_dict_in_generate=True, **kwargs)
     assert out.past_key_values is not cache
     assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1

@@ -1,6 +1,6 @@
 """The one promise: greedy text equal, token for token, to the target's own ``generate(do_sample=False)``.
 
-Two hundred random prompts (left-padded batches of 1, 3 and 8; some rows end early) through chains of two, three and four models,
+Random prompts (left-padded batches of 1, 3 and 8; some rows end early) through chains of two, three and four models,
 in both schedules, with drafts that are good, bad, always right and always wrong in every place of the chain. And the bundled
 family on real code.
 """
@@ -17,9 +17,10 @@ import torch
 
 from pipespec import Pipeline
 from tests.conftest import VOCABULARY, always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.trials import trials
 from tests.waiting import abreast
 
-PROMPTS = 200
+PROMPTS = trials(ci=24, nightly=200)
 BATCHES = (1, 3, 8)
 NEW = 16
 EOS = [17, 101, 230]
@@ -56,7 +57,7 @@ def check(target, prompts, wanted, got, width, what) -> int:
     return ties
 
 
-class Family:
+class BundledFamily:
     """A target and the states that a draft can be put into: its weights are overwritten in place, in whatever process it runs."""
 
     def __init__(self):
@@ -95,10 +96,9 @@ def limits(rows, new: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def family():
-    return Family()
+    return BundledFamily()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_random_models(family, k, schedule):
@@ -108,13 +108,15 @@ def test_random_models(family, k, schedule):
     ties = texts = 0
     accepted: dict[str, int] = dict.fromkeys(KINDS, 0)
     rejected: dict[str, int] = dict.fromkeys(KINDS, 0)
-    with Pipeline(family.target, drafts, schedule=schedule, windows=[4, 3, 3][: k - 1], wait=2) as pipeline:
+    with Pipeline(
+        family.target, drafts, schedule=schedule, lookahead=[4, 3, 3][: k - 1], min_draft_tokens=2
+    ) as pipeline:
         for batch in BATCHES:
             for number, (rows, ids, mask, wanted) in enumerate(family.reference(batch)):
                 chain = chains[number * step % len(chains)]
                 for draft, kind in zip(drafts, chain, strict=True):
                     family.become(draft, kind)
-                # How many hints come in time is the machine's affair: in every fifth call the target waits for them.
+                # How many draft tokens come in time is the machine's affair: in every fifth call the target waits for them.
                 in_turn = schedule == "workers" and number % 5 == 0
                 with abreast(pipeline, limits(rows, NEW), EOS) if in_turn else nullcontext():
                     got = pipeline.generate(
@@ -130,14 +132,15 @@ def test_random_models(family, k, schedule):
     assert texts == PROMPTS * len(BATCHES)
     if ties:
         warnings.warn(f"{ties} of {texts} texts differ at a near-tie", stacklevel=1)
-    assert ties <= texts // 100
+    # Each one was checked to be a near-tie; their number varies with few texts.
+    assert ties <= max(3, texts // 100)
     # The chains were what they were meant to be; without drafts all of the above would be empty.
     # (Through a middle stage that is wrong nothing right arrives, and a stage may be asked at a row's last place.)
     assert accepted["right"] > 50 * rejected["right"]
     assert accepted["good"] > rejected["good"] > 0
     assert rejected["bad"] > accepted["bad"]
     assert accepted["wrong"] == 0
-    assert rejected["wrong"] > 100
+    assert rejected["wrong"] > trials(ci=20, nightly=100)
 
 
 def test_every_token_of_the_vocabulary_is_compared(family):
@@ -150,7 +153,7 @@ def test_every_token_of_the_vocabulary_is_compared(family):
 
 
 @pytest.fixture(scope="module")
-def bundled(request):
+def bundled():
     """The bundled family in float32, its tokenizer, and per batch size the prompts with the target's own text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -164,7 +167,7 @@ def bundled(request):
     except FileNotFoundError as error:
         pytest.skip(str(error))
     tokenizer = AutoTokenizer.from_pretrained(family_path("target"))
-    texts = prompts(request.config.getoption("--bundled-prompts"))
+    texts = prompts(trials(ci=4, nightly=200))
     rows = [torch.tensor(tokenizer(text).input_ids) for text in texts]
     references = {}
 
@@ -181,7 +184,6 @@ def bundled(request):
     return target, medium, small, reference
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_bundled_family(bundled, k, schedule):
@@ -193,7 +195,7 @@ def test_bundled_family(bundled, k, schedule):
     with Pipeline(target, drafts, schedule=schedule) as pipeline:
         for batch in BATCHES:
             for number, (rows, ids, mask, wanted) in enumerate(reference(batch)):
-                in_turn = schedule == "workers" and number == 0  # that there are hints in time
+                in_turn = schedule == "workers" and number == 0  # that there are draft tokens in time
                 with abreast(pipeline, limits(rows, 32), eos) if in_turn else nullcontext():
                     got = pipeline.generate(ids, attention_mask=mask, max_new_tokens=32, do_sample=False)
                 what = f"bundled K={k} {schedule} batch {batch} number {number}"
@@ -202,5 +204,6 @@ def test_bundled_family(bundled, k, schedule):
                 accepted += pipeline.report.stages[-1].accepted
     if ties:
         warnings.warn(f"{ties} of {texts} texts differ at a near-tie", stacklevel=1)
-    assert ties <= max(1, texts // 100)
+    # Each one was checked to be a near-tie; their number varies with few texts.
+    assert ties <= max(3, texts // 100)
     assert accepted > (texts if schedule == "lockstep" else 0)

@@ -33,7 +33,7 @@ def alone(target):
 
 @pytest.fixture(scope="module")
 def chain(target):
-    return Pipeline(target, [noisy(target, 0.1), noisy(target, 0.02)], windows=[3, 4])
+    return Pipeline(target, [noisy(target, 0.1), noisy(target, 0.02)], lookahead=[3, 4], schedule="lockstep")
 
 
 SAMPLED_ONLY = {  # transformers has them for do_sample=True only
@@ -79,7 +79,7 @@ def compared(alone, chain, ids, mask, **kwargs) -> torch.Tensor:
     kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0} | kwargs
     if kwargs["do_sample"]:
         kwargs["seed"] = 17
-        wanted = alone.generate(ids, **copy.deepcopy(kwargs))  # processors may have a memory
+        wanted = alone.generate(ids, **copy.deepcopy(kwargs))  # processors may keep a state
     else:
         wanted = chain.target.generate(ids, **copy.deepcopy({k: v for k, v in kwargs.items() if k != "top_k"}))
     got = chain.generate(ids, **kwargs)
@@ -108,7 +108,7 @@ def test_built_in(alone, chain, case, do_sample):
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 def test_forced_bos_token(alone, chain, do_sample):
-    """It speaks where the text so far has one token."""
+    """It acts where the text so far has one token."""
     for token in (4, 33):
         text = compared(alone, chain, torch.tensor([[9], [8]]), None, do_sample=do_sample, forced_bos_token_id=token)
         assert text[:, 0].tolist() == [token, token]
@@ -117,11 +117,11 @@ def test_forced_bos_token(alone, chain, do_sample):
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 def test_remove_invalid_values(target, do_sample):
-    """A model whose logits hold a NaN says that token for ever, unless it is removed."""
+    """A model whose logits hold a NaN repeats that token, unless the NaN is removed."""
     broken = copy.deepcopy(target)
     with torch.no_grad():
         broken.lm_head.weight[12] = torch.nan
-    alone, chain = Pipeline(broken), Pipeline(broken, [noisy(broken, 0.02)], windows=4)
+    alone, chain = Pipeline(broken), Pipeline(broken, [noisy(broken, 0.02)], lookahead=4, schedule="lockstep")
     ids, mask = left_pad(prompts(3))
     text = compared(alone, chain, ids, mask, do_sample=do_sample, remove_invalid_values=True)
     assert (text != 12).any()
@@ -217,7 +217,7 @@ class InPlace(LogitsProcessor):
 
 
 class Counting(LogitsProcessor):
-    """Remembers what it was called with, and bans a token by the number of the call."""
+    """Stores its calls, and bans a token by the number of the call."""
 
     def __init__(self, ban: bool = True):
         self.prefixes: list[list[int]] = []
@@ -256,18 +256,18 @@ def test_a_user_s_processor(alone, chain, processor, do_sample):
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("drafts", ["some", "perfect"])
-def test_a_processor_with_a_memory(target, alone, chain, drafts, do_sample):
+def test_a_processor_with_a_state(target, alone, chain, drafts, do_sample):
     """It is called once per token, in order, so the number of the call means the same as in ``generate()``."""
-    pipeline = chain if drafts == "some" else Pipeline(target, always_right(target), windows=9)
+    pipeline = chain if drafts == "some" else Pipeline(target, always_right(target), lookahead=9, schedule="lockstep")
     ids = prompts(1, seed=9)[0][None]
     text = compared(alone, pipeline, ids, None, do_sample=do_sample, logits_processor=[Counting()])
     assert not torch.equal(text, compared(alone, pipeline, ids, None, do_sample=do_sample))
 
 
-@pytest.fixture(scope="module", params=["lockstep", pytest.param("workers", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["lockstep", "workers"])
 def long_blocks(request, target):
     drafts = [noisy(target, 0.02), always_right(target)]
-    with Pipeline(target, drafts, schedule=request.param, windows=[3, 8], wait=3) as pipeline:
+    with Pipeline(target, drafts, schedule=request.param, lookahead=[3, 8], min_draft_tokens=3) as pipeline:
         yield pipeline
 
 
@@ -290,7 +290,7 @@ def test_one_call_per_token(long_blocks, do_sample):
         for row in ids.tolist():
             mine = [p for p in seen.prefixes if p[: len(row)] == row]
             assert mine == [p for p in wanted if p[: len(row)] == row]
-        if not ends and long_blocks.schedule == "lockstep":  # how many hints come in time is the workers' affair
+        if not ends and long_blocks.schedule == "lockstep":  # how many draft tokens come in time is the workers' affair
             assert long_blocks.report.stages[-1].accepted > 10
 
 

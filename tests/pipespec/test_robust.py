@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from pipespec import Pipeline, attach, detach, generation
-from pipespec import stage as stages
 from pipespec.drivers.base import StageFailure
+from pipespec.engine import stage as stages
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.waiting import SECONDS
 
 PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
 
@@ -30,7 +31,7 @@ def model():
 
 @pytest.fixture
 def chain(model):
-    return Pipeline(model, noisy(model, 0.02))
+    return Pipeline(model, noisy(model, 0.02), schedule="lockstep")
 
 
 def greedy(model, ids=PROMPT, new: int = 20, **kwargs) -> torch.Tensor:
@@ -62,7 +63,7 @@ def test_nothing_of_a_call_waits_for_the_garbage_collector(chain, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_cache_grows_with_the_text(model, chain, monkeypatch, rows):
     """Not with the limit, which is often the model's."""
-    monkeypatch.setattr(stages, "FIRST_ROOM", 5)
+    monkeypatch.setattr(stages, "INITIAL_CAPACITY", 5)
     ids, mask = left_pad(random_prompts(rows, seed=8, shortest=4))
     got = chain.generate(ids, attention_mask=mask, max_new_tokens=300)
     assert torch.equal(got, greedy(model, ids, 300, attention_mask=mask))
@@ -70,6 +71,38 @@ def test_a_cache_grows_with_the_text(model, chain, monkeypatch, rows):
     assert short.shape[1] == ids.shape[1] + 1
     chain.generate(ids[:, -4:].repeat(5, 1), max_new_tokens=400, max_time=0.0)
     assert chain._driver.target._cache.capacity < 100
+
+
+# ---- drafts that write what they should not
+
+
+@pytest.mark.parametrize("garbage", [-1, 320, 10**6, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("drafts", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_token_ids_outside_of_the_vocabulary(model, monkeypatch, garbage, drafts, rows):
+    """In a draft's sequence: they are draft tokens that the target rejects."""
+    ids, mask = left_pad(random_prompts(rows, seed=8, shortest=4))
+    with Pipeline(model, [noisy(model, 0.02 * i) for i in range(drafts, 0, -1)], schedule="lockstep") as pipe:
+        first = pipe._driver._stages[0]
+        real = first.prefill
+
+        def prefill(*arguments) -> None:
+            real(*arguments)
+            select, count = first._select, [0]
+
+            def wrong(*args):
+                chosen = select(*args)
+                count[0] += 1
+                return chosen.masked_fill(chosen >= 0, garbage) if count[0] % 2 else chosen
+
+            first._select = wrong
+
+        monkeypatch.setattr(first, "prefill", prefill)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = pipe.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+        assert torch.equal(got, greedy(model, ids, attention_mask=mask))
+        assert pipe.report.stages[0].produced > 0
 
 
 # ---- models that change
@@ -91,7 +124,7 @@ def test_models_that_are_cast_between_calls(model, chain):
 @pytest.mark.parametrize("call", [1, 3], ids=["prefill", "step"])
 def test_a_draft_that_fails_in_lockstep(model, stage, call):
     drafts = [Faulty.like(noisy(model, 0.02, seed=i)) for i in range(2)]
-    pipeline = Pipeline(model, drafts)
+    pipeline = Pipeline(model, drafts, schedule="lockstep")
     drafts[stage].set(fail_at=call)
     with pytest.warns(StageFailure, match=rf"draft stage {stage} failed \(ArithmeticError: made to fail\)") as caught:
         got = pipeline.generate(PROMPT, max_new_tokens=20)
@@ -132,7 +165,7 @@ def test_a_model_that_has_overflown(model, chain, top_k):
     with pytest.raises(ValueError, match="no token can be drawn"):
         chain.generate(PROMPT, max_new_tokens=5, do_sample=True, top_k=top_k)
     model.lm_head.weight.data.copy_(weight)
-    # A draft's odd logits are only bad hints.
+    # A draft's odd logits are only bad draft tokens.
     chain.models[0].lm_head.weight.data[5] = torch.nan
     alone = Pipeline(model).generate(PROMPT, max_new_tokens=9, do_sample=True, top_k=top_k, seed=3)
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=9, do_sample=True, top_k=top_k, seed=3), alone)
@@ -178,7 +211,7 @@ def test_seeds_that_are_none(chain, seed, error, sample):
 
 
 def test_the_partial_text_comes_with_the_error(model):
-    pipeline = Pipeline(model, always_right(model), windows=3)
+    pipeline = Pipeline(model, always_right(model), lookahead=3, schedule="lockstep")
 
     def fails(ids, scores):
         if ids.shape[1] == PROMPT.shape[1] + 9:
@@ -207,7 +240,7 @@ class Held:
         self.puts += 1
         if self.puts == 2:  # behind the prompt
             self.inside.set()
-            assert self.go.wait(60)
+            assert self.go.wait(SECONDS)
             self.does()
 
     def end(self):
@@ -239,12 +272,12 @@ def test_close_waits_for_the_call(model, how, monkeypatch):
     calling, closing = threading.Thread(target=call), threading.Thread(target=pipe.close)
     streamer.end = lambda: order.append("ended")
     calling.start()
-    assert streamer.inside.wait(60)
+    assert streamer.inside.wait(SECONDS)
     closing.start()
     closing.join(0.1)  # time to do it too early
     streamer.go.set()
-    calling.join(60)
-    closing.join(60)
+    calling.join(SECONDS)
+    closing.join(SECONDS)
     assert order == ["ended", "closed"]
     assert torch.equal(got[0], wanted)
     assert model.config._attn_implementation == "sdpa"
@@ -257,13 +290,13 @@ def test_close_from_inside_of_a_call(model, how):
     streamer = Held(does=lambda: pipe.close())
     streamer.go.set()
     with Pipeline(model, noisy(model, 0.02), **how) as pipe:
-        with pytest.raises(RuntimeError, match=r"close\(\) was called from inside of a call"):
+        with pytest.raises(RuntimeError, match=r"close\(\) was called inside a call"):
             pipe.generate(PROMPT, max_new_tokens=20, streamer=streamer)
         assert pipe.generate(PROMPT, max_new_tokens=20).shape[1] == PROMPT.shape[1] + 20
     attach(model, noisy(model, 0.02), **how)
     streamer = Held(does=lambda: detach(model))
     streamer.go.set()
-    with pytest.raises(RuntimeError, match="from inside of a call"):
+    with pytest.raises(RuntimeError, match="called inside a call"):
         model.generate(PROMPT, max_new_tokens=20, streamer=streamer)
     detach(model)
 

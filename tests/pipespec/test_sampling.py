@@ -17,6 +17,7 @@ import torch
 from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.oracle import Oracle, Sampling
+from tests.trials import trials
 from tests.waiting import abreast
 
 NEW = 16
@@ -62,7 +63,7 @@ class Grid:
         self.seeds = [1000 * i + 7 for i in range(prompts)]
         self.alone = Pipeline(self.target)
         self.texts: dict[str, list[list[int]]] = {}
-        self.ties = 0  # places where the oracle itself cannot tell
+        self.ties = 0  # near-ties, where the oracle is undecided
 
     def wanted(self, name: str) -> list[list[int]]:
         if name not in self.texts:
@@ -79,17 +80,16 @@ class Grid:
 
 
 @pytest.fixture(scope="module")
-def grid(request):
-    return Grid(-(-request.config.getoption("--sampling-prompts") // 4) * 4)
+def grid():
+    return Grid(trials(ci=4, nightly=100))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 @pytest.mark.parametrize("k", [2, 3])
 def test_the_text_is_the_target_s(grid, k, schedule):
     drafts = [noisy(grid.target, 0.1, seed=1), noisy(grid.target, 0.03, seed=2)][1 - k :]
     texts = ties = accepted = rejected = ended = 0
-    with Pipeline(grid.target, drafts, schedule=schedule, windows=[4, 3][: k - 1], wait=2) as pipeline:
+    with Pipeline(grid.target, drafts, schedule=schedule, lookahead=[4, 3][: k - 1], min_draft_tokens=2) as pipeline:
         for name, sampling in FUSED.items():
             wanted = grid.wanted(name)
             for batch in (1, 4):
@@ -97,7 +97,7 @@ def test_the_text_is_the_target_s(grid, k, schedule):
                     prompts = grid.prompts[begin : begin + batch]
                     ids, mask = left_pad(prompts)
                     seeds = grid.seeds[begin : begin + batch]
-                    # How many hints come in time is the machine's affair: in the first call the target waits for them.
+                    # How many draft tokens come in time is the machine's affair: in the first call the target waits for them.
                     in_turn = schedule == "workers" and begin == 0
                     with abreast(pipeline, [len(p) + NEW for p in prompts], EOS) if in_turn else nullcontext():
                         got = new_tokens(
@@ -120,14 +120,14 @@ def test_the_text_is_the_target_s(grid, k, schedule):
                     accepted += last.accepted
                     rejected += last.drafted - last.accepted
     print(
-        f"K={k} {schedule}: {texts} texts, {ties} differ at a near-tie, {accepted} hints accepted, {rejected} rejected"
+        f"K={k} {schedule}: {texts} texts, {ties} differ at a near-tie, {accepted} draft tokens accepted, {rejected} rejected"
     )
     if ties:
         warnings.warn(f"{ties} of {texts} texts differ at a near-tie", stacklevel=1)
     assert texts == 2 * len(FUSED) * len(grid.prompts)
     assert ties <= max(1, texts // 100)
     assert grid.ties <= len(FUSED) * len(grid.prompts) * NEW // 100
-    # Without hints right and wrong, without rows that end early, all of the above would be empty.
+    # Without draft tokens right and wrong, without rows that end early, all of the above would be empty.
     assert ended > 0
     if schedule == "lockstep":
         assert accepted > texts
@@ -137,7 +137,7 @@ def test_the_text_is_the_target_s(grid, k, schedule):
 
 
 def test_every_parameter_changes_the_text(grid):
-    """Or the grid would compare the same texts eight times."""
+    """Otherwise the grid would compare one text eight times."""
     assert len({str(grid.wanted(name)) for name in FUSED}) == len(FUSED)
 
 
@@ -151,7 +151,7 @@ def test_the_oracle_by_a_forward_per_token(grid):
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("make", [always_right, always_wrong])
 def test_extreme_drafts(grid, name, make):
-    pipeline = Pipeline(grid.target, make(grid.target), windows=6)
+    pipeline = Pipeline(grid.target, make(grid.target), lookahead=6, schedule="lockstep")
     for prompt, seed, text in list(zip(grid.prompts, grid.seeds, grid.wanted(name), strict=True))[:4]:
         kwargs = arguments(FUSED[name])
         assert new_tokens(pipeline, prompt[None], seed=seed, max_new_tokens=NEW, eos_token_id=EOS, **kwargs) == [text]
@@ -166,7 +166,7 @@ def test_other_dtypes(dtype):
     target = random_llama(7, dtype=dtype)
     alone = Pipeline(target)
     for drafts in ([noisy(target, 0.03)], [noisy(target, 0.1), noisy(target, 0.03)]):
-        chain = Pipeline(target, drafts, windows=3)
+        chain = Pipeline(target, drafts, lookahead=3, schedule="lockstep")
         same = total = 0
         for i, prompt in enumerate(random_prompts(6, seed=3)):
             kwargs = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "seed": i, "max_new_tokens": 12}
@@ -181,7 +181,9 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_and_position_by_position(grid, name):
-    chain = Pipeline(grid.target, [noisy(grid.target, 0.1), noisy(grid.target, 0.03)], windows=[4, 3])
+    chain = Pipeline(
+        grid.target, [noisy(grid.target, 0.1), noisy(grid.target, 0.03)], lookahead=[4, 3], schedule="lockstep"
+    )
     for begin in range(0, min(8, len(grid.prompts)), 4):
         ids, mask = left_pad(grid.prompts[begin : begin + 4])
         kwargs = arguments(FUSED[name]) | {"attention_mask": mask, "max_new_tokens": NEW, "seed": 5}
@@ -202,7 +204,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def chain(model):
-    return Pipeline(model, [noisy(model, 0.1), noisy(model, 0.03)], windows=[3, 4])
+    return Pipeline(model, [noisy(model, 0.1), noisy(model, 0.03)], lookahead=[3, 4], schedule="lockstep")
 
 
 PROMPTS = random_prompts(4, seed=40, shortest=3, longest=9)
@@ -316,7 +318,7 @@ def test_what_is_no_seed(chain, seed, error, words):
 
 def test_two_threads_do_not_share_noise(model):
     """Noise has no state: two pipelines sampling at once give what they give alone."""
-    pipelines = [Pipeline(model, noisy(model, 0.03)) for _ in range(2)]
+    pipelines = [Pipeline(model, noisy(model, 0.03), schedule="lockstep") for _ in range(2)]
     wanted = [sample(p, PROMPTS[i][None], new=30, seed=i) for i, p in enumerate(pipelines)]
     got = [None, None]
 

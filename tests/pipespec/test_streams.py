@@ -1,8 +1,8 @@
-"""The steps that need no host: as threads (streams), in rounds (lockstep), and on a GPU as captured graphs. The text is plain decoding's.
+"""Steps that need no host: on threads (streams), in rounds (lockstep), and on a GPU as captured graphs. The text is that of plain decoding.
 
-Attention by row lengths rounds otherwise than sdpa with a mask, and a wide step otherwise than a narrow one; in float32 that moves logits by a few
-units in the last place, which none of these texts is near enough to a tie to notice. So the texts are compared with ``generate()`` itself, under
-sdpa; where something else could hide behind that, with plain decoding under the same attention as well.
+Attention by row lengths rounds differently from sdpa with a mask, and a wide step differently from a narrow one. In float32 logits differ by a few units
+in the last place; no text here comes that close to a tie. So the texts are compared with ``generate()`` under sdpa, and where that could hide an error,
+with plain decoding under the same attention, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import itertools
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -21,23 +22,26 @@ import threading
 import time
 import warnings
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
-from pipespec import Pipeline, attach, detach, pipeline
-from pipespec.cache import RowCache
-from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, WorkersDriver
-from pipespec.drivers.base import Policy, StageFailure
-from pipespec.drivers.graphs import Running
-from pipespec.drivers.rounds import Part, parts
-from pipespec.drivers.step import Kind
-from pipespec.forward import forward
-from pipespec.placement import NotCapturable
-from pipespec.sampling import Selection
-from pipespec.stage import Stage
+from pipespec import Pipeline, attach, detach
+from pipespec.config import SpeculationConfig
+from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, factory
+from pipespec.drivers.base import SpeedWarning, StageFailure
+from pipespec.drivers.graphed.buffers import SamplingKind
+from pipespec.drivers.graphed.driver import GraphedDriver
+from pipespec.drivers.graphed.rounds import round_steps
+from pipespec.drivers.graphed.tracker import ModuleTracker
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import forward
+from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.stage import Stage
+from pipespec.errors import NotCapturable
 from pipespec_kernels.scheduler import widths
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
@@ -80,16 +84,27 @@ def seeded(options: dict, rows: int) -> dict:
     return {"seed": list(range(40, 40 + rows))} if options["do_sample"] else {}
 
 
-def plain(model, ids, mask, options):
-    """What the target says alone: by ``generate()``; sampled, where there is nothing else, by plain decoding under sdpa."""
-    assert model.config._attn_implementation == "sdpa"
-    if not options["do_sample"]:
-        return model.generate(ids, attention_mask=mask, **options)
-    return Pipeline(model, schedule="plain").generate(ids, attention_mask=mask, **seeded(options, len(ids)), **options)
+@pytest.fixture(scope="module")
+def expected(model):
+    """The text of the target alone, under sdpa: of ``generate()``, or if sampled of plain decoding. Each is computed once."""
+    target, texts = copy.deepcopy(model), {}
+    assert target.config._attn_implementation == "sdpa"
+
+    def text(ids, options, mask=None):
+        key = repr((ids.tolist(), options, None if mask is None else mask.tolist()))
+        if key not in texts:
+            if options["do_sample"]:
+                alone, options = Pipeline(target, schedule="plain"), options | seeded(options, len(ids))
+            else:
+                alone = target
+            texts[key] = alone.generate(ids, attention_mask=mask, **options)
+        return texts[key]
+
+    return text
 
 
 def make(model, drafts, how: str, device: str = "cpu", **options):
-    """A pipeline with steps that need no host. ``how``: a schedule, on copies if the device is another one."""
+    """A pipeline with steps that need no host. ``how``: its schedule. On another device than the CPU it runs copies."""
     if device != "cpu":
         model, drafts = copy.deepcopy(model).to(device), [draft.to(device) for draft in drafts]
     if how == "streams":
@@ -98,7 +113,7 @@ def make(model, drafts, how: str, device: str = "cpu", **options):
 
 
 def paced(pipe, how: str, ids, mask=None):
-    """Around a call with ``GREEDY``: where the stages run as they like, the target waits for the drafts before each step."""
+    """Around a call with ``GREEDY``: in an asynchronous schedule, the target waits for the drafts before each step."""
     starts = torch.full((len(ids),), ids.shape[1]) if mask is None else mask.sum(1)
     return abreast(pipe, (starts + NEW).tolist()) if how == "streams" else contextlib.nullcontext()
 
@@ -112,14 +127,12 @@ CHAINS = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("how", "kinds"), CHAINS, ids=["-".join(c) for c in CHAINS])
-def test_the_text_is_the_targets(model, how, kinds, device):
-    """Rows of different lengths, one alone and several; greedy and sampled; twice, since the second call finds everything made."""
-    with make(model, drafts_of(model, kinds), how, device, **({"windows": 4} if kinds else {})) as pipe:
+def test_the_text_is_the_targets(model, expected, how, kinds, device):
+    """One row and several of different lengths, greedy and sampled. The last call is like the first and reuses its buffers."""
+    with make(model, drafts_of(model, kinds), how, device, **({"lookahead": 4} if kinds else {})) as pipe:
         for rows, options in ((3, WAYS["greedy"]), (1, WAYS["greedy"]), (3, WAYS["all cuts"]), (3, WAYS["greedy"])):
             ids, mask = batch(rows)
-            with_sdpa = copy.deepcopy(model)
-            with_sdpa.set_attn_implementation("sdpa")
-            wanted = plain(with_sdpa, ids, mask, options)
+            wanted = expected(ids, options, mask)
             given = {"attention_mask": mask.to(device), **options, **seeded(options, rows)}
             assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
             assert pipe.report.schedule == how
@@ -131,20 +144,20 @@ def test_the_text_is_the_targets(model, how, kinds, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_every_way_of_choosing(model, how, way, device):
-    """The selection on the device is the host's: its seeds, its cuts, its position numbers."""
+def test_every_way_of_choosing(model, expected, how, way, device):
+    """Sampling on the device uses the seeds, filters and positions of sampling on the host."""
     ids, mask = batch(2, seed=4)
-    wanted = plain(model, ids, mask, WAYS[way])
+    wanted = expected(ids, WAYS[way], mask)
     with make(model, drafts_of(model, "g"), how, device) as pipe:
         given = {"attention_mask": mask.to(device), **WAYS[way], **seeded(WAYS[way], 2)}
         assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
-        other = SAMPLED | {"temperature": 0.4}  # another kind, other numbers, and back again
+        other = SAMPLED | {"temperature": 0.4}  # another kind of sampling, other numbers, and back
         pipe.generate(ids.to(device), attention_mask=mask.to(device), seed=3, **other)
         assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
 
 
 def test_under_the_same_attention_plain_decoding_is_the_same_bit_for_bit(model):
-    """One model, steps of one column: the very logits of plain decoding by masks are not asked for, the tokens of plain rounds are."""
+    """The target runs the attention ``"pipespec"`` on both sides, so no difference in rounding is left."""
     twin = copy.deepcopy(model)
     twin.set_attn_implementation("pipespec")
     ids, mask = batch(3, seed=5)
@@ -155,43 +168,46 @@ def test_under_the_same_attention_plain_decoding_is_the_same_bit_for_bit(model):
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_a_step_at_the_wrong_place_is_found(model, how, monkeypatch):
-    """The tests above can fail: lengths that are off by one change the text."""
-    lead = RowCache.lead
-    monkeypatch.setattr(RowCache, "lead", lambda cache, lengths: lead(cache, (lengths - 1).clamp(min=0)))
+def test_wrong_cache_lengths_are_found(model, expected, how, monkeypatch):
+    """The tests above can fail: cache lengths that are one too small change the text."""
     ids, mask = batch(3)
-    wanted = plain(model, ids, mask, GREEDY)
+    wanted = expected(ids, GREEDY, mask)
+    follow = RowCache.follow
+    monkeypatch.setattr(RowCache, "follow", lambda cache, lengths: follow(cache, (lengths - 1).clamp(min=0)))
     with make(model, drafts_of(model, "g"), how) as pipe:
         assert not torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_an_end_of_text_at_every_place(model, how):
+def test_an_end_of_text_at_every_place(model, expected, how):
+    """``generate()`` ends a single row with the first end-of-text token."""
     ids, _ = batch(1, seed=3)
-    text = plain(model, ids, None, GREEDY)[0, ids.shape[1] :].tolist()
-    with make(model, drafts_of(model, "g"), how, windows=3) as pipe:
+    whole = expected(ids, GREEDY)
+    text = whole[0, ids.shape[1] :].tolist()
+    with make(model, drafts_of(model, "g"), how, lookahead=3) as pipe:
         for token in dict.fromkeys(text):
-            end = GREEDY | {"eos_token_id": token}
-            assert torch.equal(pipe.generate(ids, **end), plain_of(pipe, ids, end))
-            assert pipe.report.tokens == text.index(token) + 1
+            new = text.index(token) + 1
+            got = pipe.generate(ids, **GREEDY | {"eos_token_id": token})
+            assert torch.equal(got, whole[:, : ids.shape[1] + new])
+            assert pipe.report.tokens == new
 
 
 def plain_of(pipe, ids, options):
-    """``generate()`` of a model that is at work in a pipeline, hence under its attention."""
+    """``generate()`` of a pipeline's target, under the pipeline's attention."""
     return type(pipe.target).generate(pipe.target, ids, **options)
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_limits(model, how):
+def test_limits(model, expected, how):
     ids, mask = batch(2)
-    with make(model, drafts_of(model, "rg"), how, windows=(6, 5)) as pipe:
+    with make(model, drafts_of(model, "rg"), how, lookahead=(6, 5)) as pipe:
         for new in (1, 2, 5, 6, 7):
-            got = pipe.generate(ids, attention_mask=mask, **GREEDY | {"max_new_tokens": new})
-            assert torch.equal(got, plain_of(pipe, ids, GREEDY | {"max_new_tokens": new, "attention_mask": mask}))
+            options = GREEDY | {"max_new_tokens": new}
+            assert torch.equal(pipe.generate(ids, attention_mask=mask, **options), expected(ids, options, mask))
 
 
 class UntilToken:
-    """Over where a row's newest token is ``token``; remembers how much it was shown."""
+    """Ends a row after ``token``. ``shown``: the lengths that it was called with."""
 
     def __init__(self, token: int):
         self.token, self.shown = token, []
@@ -202,10 +218,10 @@ class UntilToken:
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_criteria_and_streamers(model, how):
-    """Criteria see each prefix once and in order, end rows, and the streamer gets what holds."""
+def test_criteria_and_streamers(model, expected, how):
+    """Criteria see each prefix once and in order, and end rows. The streamer gets committed tokens."""
     ids, mask = batch(2, seed=6)
-    text = plain(model, ids, mask, GREEDY)
+    text = expected(ids, GREEDY, mask)
     stop = int(text[0, ids.shape[1] + 9])
 
     class Streamer:
@@ -232,33 +248,33 @@ def test_criteria_and_streamers(model, how):
 # ---- caches and calls after calls
 
 
-def test_what_is_made_once_is_used_again(model):
-    """Launcher, threads and caches; other batches in between; more room only when a limit outgrows it."""
+def test_buffers_and_scheduler_are_reused(model, expected):
+    """Scheduler and static buffers stay from call to call, with other batches in between. Only a larger limit needs new ones."""
     with make(model, drafts_of(model, "g"), "streams") as pipe:
         driver = pipe._driver
         seen = []
-        for rows, new in ((1, 9), (3, 9), (1, 12), (3, 5), (1, 200), (1, 10)):
+        for rows, new in ((1, 9), (3, 9), (1, 12), (3, 5), (1, 70), (1, 10)):
             ids, mask = batch(rows)
-            options = GREEDY | {"max_new_tokens": new, "attention_mask": mask}
-            assert torch.equal(pipe.generate(ids, **options), plain_of(pipe, ids, options))
-            seen.append((driver._scheduler, driver.target.room.number))
-        rooms = [room for _, room in seen]
-        assert rooms[0] == rooms[2] != rooms[1] == rooms[3]
-        assert rooms[4] not in rooms[:4]
-        assert rooms[4] == rooms[5]
-        assert seen[1][0] is seen[2][0] is seen[3][0]  # the block has room for three rows
+            options = GREEDY | {"max_new_tokens": new}
+            assert torch.equal(pipe.generate(ids, attention_mask=mask, **options), expected(ids, options, mask))
+            seen.append((driver.scheduled.scheduler, driver.target.buffers.version))
+        numbers = [number for _, number in seen]
+        assert numbers[0] == numbers[2] != numbers[1] == numbers[3]
+        assert numbers[4] not in numbers[:4]
+        assert numbers[4] == numbers[5]
+        assert seen[1][0] is seen[2][0] is seen[3][0]  # the block holds three rows from the second call on
         assert seen[4][0] is seen[5][0]
-        assert all(cache.cache.capacity & (cache.cache.capacity - 1) == 0 for cache in driver.target.rooms())
+        assert all(cache.cache.capacity & (cache.cache.capacity - 1) == 0 for cache in driver.target.all_buffers())
         for rows in range(1, 9):
             ids, mask = batch(rows)
             pipe.generate(ids, attention_mask=mask, **GREEDY | {"max_new_tokens": 2})
-        assert len(driver.target.rooms()) == 4
+        assert len(driver.target.all_buffers()) == 4
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_conversations(model, how, rows, monkeypatch):
-    """The returned cache is the caller's, and is gone on with; the drafts go on with their own."""
+def test_conversations(model, expected, how, rows, monkeypatch):
+    """The next call continues with the returned cache, which is the caller's. The drafts continue with their own."""
     fed = []
     real = Stage._fill
 
@@ -270,18 +286,18 @@ def test_conversations(model, how, rows, monkeypatch):
     ids = torch.stack(random_prompts(rows, seed=9, shortest=12, longest=12))
     with make(model, drafts_of(model, "g"), how) as pipe:
         given = GREEDY | {"return_dict_in_generate": True}
-        with paced(pipe, how, ids):  # so that the draft has something to keep
+        with paced(pipe, how, ids):  # so that the draft's cache holds some of the text
             first = pipe.generate(ids, **given)
-        assert torch.equal(first.sequences, plain_of(pipe, ids, GREEDY))
+        assert torch.equal(first.sequences, expected(ids, GREEDY))
         assert first.past_key_values.lengths == (ids.shape[1] + NEW - 1,) * rows
         more = torch.cat([first.sequences, torch.stack(random_prompts(rows, seed=10, shortest=4, longest=4))], 1)
         fed.clear()
         second = pipe.generate(more, past_key_values=first.past_key_values, **given)
         assert second.past_key_values is first.past_key_values
-        assert torch.equal(second.sequences, plain_of(pipe, more, GREEDY))
+        assert torch.equal(second.sequences, expected(more, GREEDY))
         new = dict(fed)
         assert new[1] == 4 * rows  # the last token of the first text, and three of the new four
-        assert new[0] < rows * (ids.shape[1] + 12)  # the draft kept what it had of the text
+        assert new[0] < rows * (ids.shape[1] + 12)  # the draft's cache held the rest
         if rows == 1:
             own = DynamicCache(config=model.config)
             with torch.no_grad():
@@ -291,10 +307,10 @@ def test_conversations(model, how, rows, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_a_cache_is_given_back_after_a_failure(model, how):
+def test_a_cache_is_given_back_after_a_failure(model, expected, how):
     target = Faulty.like(model)
     ids, _ = batch(1)
-    with make(target, drafts_of(model, "g"), how, windows=3) as pipe:  # there are four steps, at least
+    with make(target, drafts_of(model, "g"), how, lookahead=3) as pipe:  # at least four steps
         cache = pipe.generate(ids, **GREEDY | {"return_dict_in_generate": True, "max_new_tokens": 4}).past_key_values
         lengths, more = cache.lengths, torch.cat([ids, ids, ids], 1)
         more[:, : lengths[0]] = torch.from_numpy(cache.text[0])
@@ -303,27 +319,32 @@ def test_a_cache_is_given_back_after_a_failure(model, how):
             pipe.generate(more, past_key_values=cache, **GREEDY)
         target.set()
         assert cache.lengths == lengths
-        assert torch.equal(pipe.generate(more, past_key_values=cache, **GREEDY), plain_of(pipe, more, GREEDY))
+        assert torch.equal(pipe.generate(more, past_key_values=cache, **GREEDY), expected(more, GREEDY))
 
 
 def test_lengths_by_the_device():
-    """``lead``, ``hold`` and ``copy_from``: what the step body relies on."""
+    """``follow``, ``set_lengths`` and ``copy_from`` of the cache, on which the step body rests."""
     twin = random_llama(3)
     twin.set_attn_implementation("pipespec")
-    a, b = (RowCache.for_model(twin, 2, 32, fixed=True) for _ in range(2))
+    a, b = (RowCache.for_model(twin, 2, 32, static=True) for _ in range(2))
     ids = torch.stack(random_prompts(2, seed=1, shortest=9, longest=9))
     for cache in (a, b):
         forward(twin, ids[:, :6], cache, keep=0)
-    a.lead(torch.tensor([3, 5], dtype=torch.int32))
+    lengths = torch.tensor([6, 6], dtype=torch.int32)
+    a.follow(lengths)
+    lengths.copy_(torch.tensor([3, 5]))  # as a kernel would, later
     b.truncate([3, 5])
     assert torch.equal(forward(twin, ids[:, 6:9], a, keep=3), forward(twin, ids[:, 6:9], b, keep=3))
-    assert a.device_lengths.tolist() == [3, 5]  # nobody but the device moves them
-    a.hold([6, 7])
+    assert a.device_lengths is lengths
+    assert lengths.tolist() == [3, 5]  # only the device changes them
+    a.read_lengths()
+    assert a.lengths == (3, 5)
+    a.set_lengths([6, 7])
     b.truncate([6, 7])
     assert a.lengths == b.lengths
     assert torch.equal(forward(twin, ids[:, :1], a, keep=1), forward(twin, ids[:, :1], b, keep=1))
     with pytest.raises(ValueError, match="capacity of 32"):
-        a.hold([33, 0])
+        a.set_lengths([33, 0])
     c = RowCache.for_model(twin, 2, 16)
     c.copy_from(b, [4, 7])
     b.truncate([4, 7])
@@ -338,24 +359,27 @@ def test_lengths_by_the_device():
 # ---- steering
 
 
-def test_steering_while_it_runs(model):
+def test_steering_while_it_runs(model, expected):
     ids, mask = batch(2)
-    options = GREEDY | {"max_new_tokens": 60, "attention_mask": mask}
-    with make(model, drafts_of(model, "gb"), "streams", wait=2, decode_meanwhile=True) as pipe:
-        wanted = plain_of(pipe, ids, options)
+    options = GREEDY | {"max_new_tokens": 60}
+    with make(model, drafts_of(model, "gb"), "streams", min_draft_tokens=2, decode_meanwhile=True) as pipe:
+        wanted = expected(ids, options, mask)
         steered = []
 
         class Steers:
             def __call__(self, ids, scores, **kwargs):
                 n = ids.shape[1]
-                pipe._driver.steer(Policy((n % 4, 3 * n % 9), n % 3, n % 2 == 1))
+                pipe._driver.steer(
+                    SpeculationConfig(lookahead=(n % 4, 3 * n % 9), min_draft_tokens=n % 3, decode_meanwhile=n % 2 == 1)
+                )
                 steered.append(n)
                 return torch.zeros(len(ids), dtype=torch.bool)
 
-        assert torch.equal(pipe.generate(ids, stopping_criteria=StoppingCriteriaList([Steers()]), **options), wanted)
+        given = {"attention_mask": mask, "stopping_criteria": StoppingCriteriaList([Steers()]), **options}
+        assert torch.equal(pipe.generate(ids, **given), wanted)
         assert len(steered) == 60
-        with pytest.raises(ValueError, match="needs 2 windows"):
-            pipe._driver.steer(Policy((1,)))
+        with pytest.raises(ValueError, match="needs 2 lookahead"):
+            pipe._driver.steer(SpeculationConfig(lookahead=(1,)))
 
 
 # ---- failures
@@ -363,16 +387,16 @@ def test_steering_while_it_runs(model):
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
 @pytest.mark.parametrize(("stage", "call"), [(0, 1), (0, 5), (1, 1), (1, 4)])
-def test_a_draft_that_fails(model, how, stage, call):
-    """In the prefill or later: it is named once, the text is the same, and the next call tries it again."""
+def test_a_draft_that_fails(model, expected, how, stage, call):
+    """In the prefill or in a step: one warning names it, the text is the same, and the next call runs it again."""
     drafts = [Faulty.like(draft) for draft in drafts_of(model, "gg")]
     ids, mask = batch(2)
     options = GREEDY | {"attention_mask": mask}
-    with make(model, drafts, how, windows=3) as pipe:
-        wanted = plain_of(pipe, ids, options)
+    with make(model, drafts, how, lookahead=3) as pipe:
+        wanted = expected(ids, GREEDY, mask)
         drafts[stage].set(fail_at=call)
         with (
-            paced(pipe, how, ids, mask),  # of four tokens and fewer: each draft takes a step for each of them
+            paced(pipe, how, ids, mask),  # each draft takes at least one step per step of the target
             pytest.warns(StageFailure, match=rf"draft stage {stage} failed \(ArithmeticError: made to fail\)") as told,
         ):
             assert torch.equal(pipe.generate(ids, **options), wanted)
@@ -385,8 +409,8 @@ def test_a_draft_that_fails(model, how, stage, call):
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_a_draft_that_finds_no_memory(model, how, monkeypatch):
-    """The call goes on without it, the next one tries again."""
+def test_a_draft_without_memory(model, expected, how, monkeypatch):
+    """The call runs without it, the next call with it."""
     ids, _ = batch(1)
     drafts = drafts_of(model, "gb")
     real = RowCache.for_model
@@ -397,10 +421,13 @@ def test_a_draft_that_finds_no_memory(model, how, monkeypatch):
         return real(of, *sizes, **options)
 
     with make(model, drafts, how) as pipe:
-        wanted = plain_of(pipe, ids, GREEDY)
+        wanted = expected(ids, GREEDY)
         with monkeypatch.context() as patch:
             patch.setattr(RowCache, "for_model", full)
-            with pytest.warns(StageFailure, match=r"draft stage 0 failed \(OutOfMemoryError: no memory is left\)"):
+            with (
+                pytest.warns(SpeedWarning, match=r"draft 0 cannot be prepared \(OutOfMemoryError: no memory is left\)"),
+                pytest.warns(StageFailure, match=r"draft stage 0 failed \(OutOfMemoryError: no memory is left\)"),
+            ):
                 assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
             assert pipe.report.schedule == "lockstep"
             assert "draft 0 cannot be prepared (OutOfMemoryError: no memory is left)" in str(pipe.report)
@@ -412,11 +439,11 @@ def test_a_draft_that_finds_no_memory(model, how, monkeypatch):
         assert pipe.report.stages[0].steps > 0
 
 
-def test_a_target_that_fails(model):
+def test_a_target_that_fails(model, expected):
     target = Faulty.like(model)
     ids, _ = batch(1)
-    with make(target, drafts_of(model, "g"), "streams", windows=2) as pipe:  # it takes eight steps, at least
-        wanted = plain_of(pipe, ids, GREEDY)
+    with make(target, drafts_of(model, "g"), "streams", lookahead=2) as pipe:  # at least eight steps
+        wanted = expected(ids, GREEDY)
         target.set(fail_at=8)
         with pytest.raises(
             RuntimeError, match=r"^the target \(stage 1\) failed: ArithmeticError: made to fail"
@@ -429,12 +456,12 @@ def test_a_target_that_fails(model):
         assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
 
 
-def test_ctrl_c(model, no_thread_is_left):
-    """The stages stop, no thread is left after close(), the pipeline goes on."""
+def test_ctrl_c(model, expected, no_thread_is_left):
+    """The stages stop, no thread is left after ``close()``, and the pipeline runs further calls."""
     ids, _ = batch(1)
     target = Faulty.like(model)
-    with make(target, drafts_of(model, "g"), "streams", windows=2) as pipe:
-        wanted = plain_of(pipe, ids, GREEDY)
+    with make(target, drafts_of(model, "g"), "streams", lookahead=2) as pipe:
+        wanted = expected(ids, GREEDY)
 
         class Interrupts:
             steps = 0
@@ -448,11 +475,11 @@ def test_ctrl_c(model, no_thread_is_left):
         steps = 0
 
         def wait_for_the_stop(*_):
-            """The seventh step of the target's ends when there is to be no other: else the text can be complete before the caller has seen six."""
+            """Hold the target's seventh step until the stop: otherwise the text can be complete before the caller has seen six steps."""
             nonlocal steps
-            steps += pipe._driver.block.scheduler is not None  # else it is the prefill
+            steps += pipe._driver.block.scheduler is not None  # not in the prefill
             if steps == 7:
-                scheduler = pipe._driver._scheduler
+                scheduler = pipe._driver.scheduled.scheduler
                 until(lambda: not scheduler._native.wait(0, 0)[1], "the stages are to stop")
 
         hook = target.register_forward_pre_hook(wait_for_the_stop)
@@ -469,7 +496,7 @@ def test_ctrl_c(model, no_thread_is_left):
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
 def test_nothing_to_draw(model, how):
-    """A target without a distribution is an error, a draft without one only a bad draft."""
+    """Logits without a distribution are an error of the target. A draft with such logits only drafts badly."""
     ids, _ = batch(1)
     broken = copy.deepcopy(model)
     with torch.no_grad():
@@ -484,11 +511,11 @@ def test_nothing_to_draw(model, how):
         assert pipe.partial.shape[1] == at
 
 
-# ---- what the host must do
+# ---- calls that need the host
 
 
 class Bans:
-    """A user's processor: forbids one token."""
+    """A logits processor of the user: forbids one token."""
 
     def __call__(self, ids, scores):
         scores[:, 7] = -torch.inf
@@ -497,42 +524,46 @@ class Bans:
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("arguments", "reason"),
     [
-        ({"repetition_penalty": 1.3}, "repetition_penalty"),
-        ({"logits_processor": LogitsProcessorList([Bans()])}, "position by position: Bans"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty .*; leave it out"),
+        ({"logits_processor": LogitsProcessorList([Bans()])}, "position by position: Bans; leave them out"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits .*; leave them out"),
     ],
     ids=["penalty", "processor", "ngram", "logits"],
 )
-def test_calls_that_need_the_host_run_in_lockstep_and_say_so(model, how, asked, reason):
+def test_calls_that_need_the_host_run_in_lockstep(model, expected, how, arguments, reason):
     ids, mask = batch(2)
     with make(model, drafts_of(model, "g"), how) as pipe:
-        wanted = plain_of(pipe, ids, GREEDY | asked | {"attention_mask": mask})
-        got = pipe.generate(ids, attention_mask=mask, **GREEDY | asked)
-        if "output_logits" in asked:
+        wanted = expected(ids, GREEDY | arguments, mask)
+        with pytest.warns(SpeedWarning, match=reason) as told:
+            got = pipe.generate(ids, attention_mask=mask, **GREEDY | arguments)
+        assert len(told) == 1
+        with warnings.catch_warnings():  # once for each pipeline and reason
+            warnings.simplefilter("error", SpeedWarning)
+            pipe.generate(ids, attention_mask=mask, **GREEDY | arguments)
+        if "output_logits" in arguments:
             assert len(got.logits) == len(wanted.logits) == NEW
             wanted, got = wanted.sequences, got.sequences
         assert torch.equal(got, wanted)
         assert pipe.report.schedule == "lockstep"
-        assert reason in str(pipe.report)
+        assert re.search(reason, str(pipe.report))
         assert pipe.report.stages[-1].accepted > 0
-        assert torch.equal(
-            pipe.generate(ids, attention_mask=mask, **GREEDY), plain_of(pipe, ids, GREEDY | {"attention_mask": mask})
-        )
+        assert torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), expected(ids, GREEDY, mask))
         assert pipe.report.schedule == how
         assert pipe.report.decisions is None
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_autocast_is_the_callers(model, how):
-    """It belongs to a thread, and to a stretch of time: the stages' threads would not see it, a graph would keep it."""
+def test_autocast(model, how):
+    """Autocast holds for one thread and for a time: other threads do not have it, and a graph would keep it."""
     ids, _ = batch(1)
     with make(model, drafts_of(model, "g"), how) as pipe:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             wanted = plain_of(pipe, ids, GREEDY)
-            assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+            with pytest.warns(SpeedWarning, match="autocast"):
+                assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
             assert "autocast" in str(pipe.report)
         pipe.generate(ids, **GREEDY)
         assert pipe.report.schedule == how
@@ -541,7 +572,7 @@ def test_autocast_is_the_callers(model, how):
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
 def test_inference_mode_of_some_calls(model, how):
-    """What a first call makes serves later ones, in whatever mode."""
+    """Buffers of a first call serve later calls, in any inference mode."""
     ids, _ = batch(1)
     with make(model, drafts_of(model, "g"), how) as pipe:
         texts = []
@@ -554,18 +585,20 @@ def test_inference_mode_of_some_calls(model, how):
 
 def test_one_model_alone(model):
     ids, mask = batch(2)
-    driver = StreamsDriver([model], Policy())
+    driver = StreamsDriver([model], SpeculationConfig())
     with Pipeline(model, schedule="plain") as pipe:
         wanted = pipe.generate(ids, attention_mask=mask, **GREEDY)
         pipe._driver = driver
         assert torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
 
 
-def test_kinds_of_selection():
-    assert Kind.of(Selection()) == Kind()
-    assert Kind.of(Selection(seeds=(1,), temperature=0.3)) == Kind(sampled=True)
-    assert Kind.of(Selection(seeds=(1,), top_k=3, min_p=0.1)) == Kind(True, top_k=True, min_p=True)
-    assert Kind.of(Selection(seeds=(2,), top_k=9, min_p=0.2)) == Kind.of(Selection(seeds=(1,), top_k=3, min_p=0.1))
+def test_kinds_of_sampling():
+    assert SamplingKind.of(SamplingParams()) == SamplingKind()
+    assert SamplingKind.of(SamplingParams(seeds=(1,), temperature=0.3)) == SamplingKind(sampled=True)
+    assert SamplingKind.of(SamplingParams(seeds=(1,), top_k=3, min_p=0.1)) == SamplingKind(True, top_k=True, min_p=True)
+    assert SamplingKind.of(SamplingParams(seeds=(2,), top_k=9, min_p=0.2)) == SamplingKind.of(
+        SamplingParams(seeds=(1,), top_k=3, min_p=0.1)
+    )
 
 
 # ---- rounds
@@ -578,46 +611,50 @@ def test_widths():
     assert widths(16) == [1, 2, 4, 8, 16]
 
 
-def test_parts_of_a_round():
-    assert parts(Policy()) == [Part(0, 1)]
-    assert parts(Policy((3,))) == [Part(0, 2), Part(0, 1), Part(0, 1), Part(1, 4)]
-    # The middle one takes 4 tokens in steps of 3 at most: two of them, each behind a full window of the first.
-    assert parts(Policy((2, 4))) == [
-        Part(0, 3), Part(0, 1), Part(1, 4), Part(0, 2), Part(0, 1), Part(1, 3), Part(2, 5),
-    ]  # fmt: skip
-    assert parts(Policy((0, 2))) == [Part(1, 2), Part(1, 1), Part(2, 3)]
-    assert parts(Policy((2, 0))) == [Part(2, 1)]
+@pytest.mark.parametrize(
+    ("lookahead", "steps"),
+    [
+        ((), [(0, 1)]),
+        ((3,), [(0, 2), (0, 1), (0, 1), (1, 4)]),
+        # The middle stage takes 4 tokens in steps of 3 at most: two steps, each after a full lookahead of the first stage.
+        ((2, 4), [(0, 3), (0, 1), (1, 4), (0, 2), (0, 1), (1, 3), (2, 5)]),
+        ((0, 2), [(1, 2), (1, 1), (2, 3)]),
+        ((2, 0), [(2, 1)]),
+    ],
+)
+def test_the_steps_of_a_round(lookahead, steps):
+    assert round_steps(SpeculationConfig(lookahead=lookahead)) == steps
 
 
-@pytest.mark.parametrize("kind", "rgbw")
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("kind", "rows"), [("r", 1), ("g", 3), ("b", 1), ("w", 3)])
 def test_a_round_does_what_lockstep_does(model, kind, rows):
-    """One draft: not only the text, every count is the same."""
+    """With one draft, all counts are the same, not only the text."""
     ids, mask = batch(rows, seed=8)
     options = GREEDY | {"attention_mask": mask, "max_new_tokens": 50}
     drafts = drafts_of(model, kind)
     reports = []
     for graphs in (False, True):
-        with Pipeline(model, drafts, windows=5, graphs=graphs) as pipe:
+        with Pipeline(model, drafts, lookahead=5, graphs=graphs, schedule="lockstep") as pipe:
             text = pipe.generate(ids, **options)
-            reports.append((pipe.report.stages, text.tolist()))
+            # Captured steps have another form of the forward.
+            reports.append(([replace(stage, forward="") for stage in pipe.report.stages], text.tolist()))
     assert reports[0] == reports[1]
 
 
-# ---- what the user holds
+# ---- pipelines
 
 
-def test_streams_without_drafts_decodes_plainly_in_such_steps(model):
+def test_streams_without_drafts_are_plain_rounds(model, expected):
     ids, mask = batch(2)
     with Pipeline(model, schedule="streams") as pipe:
         assert isinstance(pipe._driver, RoundsDriver)
         out = pipe.generate(ids, attention_mask=mask, **GREEDY)
     assert pipe.report.schedule == "plain"
-    assert torch.equal(out, plain(model, ids, mask, GREEDY))
+    assert torch.equal(out, expected(ids, GREEDY, mask))
 
 
 def test_the_attention_is_borrowed(model):
-    """Two pipelines may share a model; the last one gives its attention back, and so does the garbage collector."""
+    """Two pipelines may share a model. The last one that closes restores its attention, and so does garbage collection."""
     twin = copy.deepcopy(model)
     ids, _ = batch(1)
     first = make(twin, drafts_of(model, "g"), "streams")
@@ -640,7 +677,7 @@ def test_the_attention_is_borrowed(model):
 
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
 def test_copies_have_the_models_own_attention(model, own, tmp_path):
-    """Made while the attention is borrowed: nobody would give it back there."""
+    """A copy made while the attention is borrowed has the model's own, as nothing restores it there."""
     target = copy.deepcopy(model)
     target.set_attn_implementation(own)
     ids, mask = batch(2)
@@ -690,40 +727,46 @@ def test_what_is_refused(model):
         Pipeline(model, draft, schedule="workers", graphs=True)
     with pytest.raises(ValueError, match="decode_meanwhile is for"):
         Pipeline(model, draft, schedule="streams", decode_meanwhile=True)
-    with pytest.raises(ValueError, match="wait must not be negative"):
-        Pipeline(model, draft, schedule="streams", wait=-1)
+    with pytest.raises(ValueError, match="min_draft_tokens must not be negative"):
+        Pipeline(model, draft, schedule="streams", min_draft_tokens=-1)
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_captured_runs_otherwise(model, monkeypatch):
-    """``workers`` instead of streams, or lockstep where there are none; one warning, with the name of what it was."""
+def test_a_model_that_cannot_be_captured_runs_without_graphs(model, monkeypatch):
+    """Streams become workers, or lockstep without worker processes. One warning names the module."""
 
     def refuse(self, *args, **kwargs):
-        raise NotCapturable("target", "model.layers.0.mlp (Strange)", "RuntimeError: it looks at its numbers")
+        raise NotCapturable("target", "model.layers.0.mlp (Strange)", "RuntimeError: it reads its numbers")
 
-    monkeypatch.setattr(pipeline.FixedDriver, "__init__", refuse)
+    class InThisProcess(LockstepDriver):
+        schedule = "workers"
+
+    def no_processes(*args):
+        raise RuntimeError("no processes")
+
+    monkeypatch.setattr(GraphedDriver, "__init__", refuse)
+    monkeypatch.setattr(factory, "WorkersDriver", InThisProcess)
     draft, ids = drafts_of(model, "g"), batch(1)[0]
     with pytest.warns(
-        StageFailure, match=r"target .* graph: model\.layers\.0\.mlp \(Strange\): .*'workers' is used"
+        SpeedWarning, match=r"target .* graph: model\.layers\.0\.mlp \(Strange\): .*'workers' is used"
     ) as told:
         pipe = Pipeline(model, draft, schedule="streams")
     assert len(told) == 1
     with pipe:
-        assert isinstance(pipe._driver, WorkersDriver)
+        assert isinstance(pipe._driver, InThisProcess)
         pipe.generate(ids, **GREEDY)
         assert pipe.report.schedule == "workers"
-    monkeypatch.setattr(WorkersDriver, "__init__", lambda *args: (_ for _ in ()).throw(RuntimeError("no processes")))
+    monkeypatch.setattr(factory, "WorkersDriver", no_processes)
     for how in ({"schedule": "streams"}, {"schedule": "lockstep", "graphs": True}):
-        with pytest.warns(StageFailure, match="in lockstep, without graphs") as told:
+        with pytest.warns(SpeedWarning, match="in lockstep, without graphs") as told:
             pipe = Pipeline(model, draft, **how)
         assert len(told) == 1
         assert type(pipe._driver) is LockstepDriver
 
 
 @pytest.mark.parametrize("ignores", [False, True])
-def test_a_model_with_an_attention_of_its_own(model, monkeypatch, ignores):
-    """It is told before any work is done; the others have theirs back."""
+def test_a_model_with_an_attention_of_its_own(model, expected, monkeypatch, ignores):
+    """The warning comes before any work, and the other models have their attention back."""
 
     def refuse(name):
         if not ignores:
@@ -733,25 +776,25 @@ def test_a_model_with_an_attention_of_its_own(model, monkeypatch, ignores):
     monkeypatch.setattr(twin, "set_attn_implementation", refuse)
     cause = "it stays as it is" if ignores else "no such attention here"
     with pytest.warns(
-        StageFailure, match=f"target .* graph: LlamaForCausalLM's sdpa attention, .*: {cause}; the steps run one by one"
+        SpeedWarning, match=f"target .* graph: LlamaForCausalLM's sdpa attention, .*: {cause}; the steps run one by one"
     ):
-        pipe = Pipeline(twin, draft, graphs=True)
+        pipe = Pipeline(twin, draft, graphs=True, schedule="lockstep")
     assert draft[0].config._attn_implementation == "sdpa"
     ids, _ = batch(1)
-    assert torch.equal(pipe.generate(ids, **GREEDY), plain(model, ids, None, GREEDY))
+    assert torch.equal(pipe.generate(ids, **GREEDY), expected(ids, GREEDY))
 
 
 def test_the_module_that_was_running_is_named(model):
     twin = copy.deepcopy(model)
     ids, _ = batch(1)
-    with Running(twin) as running:
+    with ModuleTracker(twin) as tracker:
         twin(ids)
-        assert running.part == "the selection of its tokens"
+        assert tracker.module == "the selection of its tokens"
         seen = []
 
         def reached(*args):
-            """Another thread is in the middle of the model."""
-            seen.append(running.part)
+            """Runs in another thread, inside of the model."""
+            seen.append(tracker.module)
 
         hook = twin.model.layers[0].register_forward_pre_hook(reached)
         other = threading.Thread(target=twin, args=(ids,))
@@ -766,7 +809,7 @@ def test_the_module_that_was_running_is_named(model):
         twin.model.layers[1].mlp.act_fn.forward = fails
         with pytest.raises(RuntimeError, match="no"):
             twin(ids)
-        assert running.part.startswith("model.layers.1.mlp.act_fn (")
+        assert tracker.module.startswith("model.layers.1.mlp.act_fn (")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
 
 
@@ -777,7 +820,7 @@ SELF = "tests/pipespec/test_streams.py"
 
 
 def run_again(selected: str, prefix: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
-    """Some of the captured tests of this file in a process of their own."""
+    """Run some GPU tests of this file in another process."""
     command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", SELF]
     return subprocess.run(
         [*command, "-k", selected],
@@ -792,7 +835,7 @@ def run_again(selected: str, prefix: tuple[str, ...] = (), **environment: str) -
 @pytest.mark.gpu
 @GPU[1]
 def test_captured_one_launch_at_a_time() -> None:
-    """Nothing on the device waits for another kernel: with one queue, and launches that block, everything still ends."""
+    """No kernel waits for another one: with one queue, and launches that block, every call ends."""
     ran = run_again(
         "text_is_the_targets and cuda and (gb or lockstep-g)",
         CUDA_LAUNCH_BLOCKING="1",
@@ -803,16 +846,16 @@ def test_captured_one_launch_at_a_time() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_stages_on_two_gpus(model):
-    """The block then lies in pinned memory, and nothing else is shared. A round needs one GPU, and says so."""
+def test_stages_on_two_gpus(model, expected):
+    """The block lies in pinned memory. A round needs one GPU; the error says so."""
     ids, mask = batch(2)
-    wanted = plain(model, ids, mask, GREEDY)
+    wanted = expected(ids, GREEDY, mask)
     draft, target = drafts_of(model, "g")[0].to("cuda:0"), copy.deepcopy(model).to("cuda:1")
     with Pipeline(target, [draft], schedule="streams") as pipe:
         got = pipe.generate(ids.to("cuda:1"), attention_mask=mask.to("cuda:1"), **GREEDY)
     assert torch.equal(got.cpu(), wanted)
     with pytest.raises(ValueError, match="they must be on one device"):
-        Pipeline(target, [draft], graphs=True)
+        Pipeline(target, [draft], graphs=True, schedule="lockstep")
 
 
 def sanitizer() -> str | None:
@@ -821,7 +864,7 @@ def sanitizer() -> str | None:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.sanitizer
 @GPU[1]
 @pytest.mark.skipif(sanitizer() is None, reason="needs compute-sanitizer")
 def test_captured_under_memcheck() -> None:
@@ -849,7 +892,7 @@ SYNCHRONISES = {
 @GPU[1]
 @pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
 def test_no_step_waits_for_the_device(model, how) -> None:
-    """A text that is four times as long has as many synchronisations: those of the prefill, and of begin and end."""
+    """A text that is four times as long has as many synchronisations: those of the prefill, and of the call's begin and end."""
     from torch.profiler import ProfilerActivity, profile
 
     ids, _ = batch(1)
@@ -871,8 +914,24 @@ def test_no_step_waits_for_the_device(model, how) -> None:
 @pytest.mark.gpu
 @GPU[1]
 @pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
+def test_cleared_workspaces(model, how) -> None:
+    """As a compiled model's captures clear them: the graphs have their own, and no other allocation gets that memory."""
+    ids, _ = batch(1)
+    ids = ids.cuda()
+    with make(model, drafts_of(model, "" if how == "plain" else "g"), how, "cuda") as pipe:
+        wanted = pipe.generate(ids, **GREEDY)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        others = [torch.full((1 << 20,), 7, dtype=torch.int64, device="cuda") for _ in range(64)]
+        assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+        assert all(bool((memory == 7).all()) for memory in others)
+
+
+@pytest.mark.gpu
+@GPU[1]
+@pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
 def test_how_many_texts_are_the_same_in_bfloat16(how, capsys) -> None:
-    """Not all are: steps of different widths round differently. Where they part, the two tokens must lie within that rounding."""
+    """Not all are, as steps of different widths round differently. Where two texts part, the two logits lie within that rounding."""
     target = random_llama(11, layers=4, hidden=256, dtype=torch.bfloat16).cuda()
     drafts = [] if how == "plain" else [noisy(target.cpu(), 0.05).cuda()]
     target = target.cuda()

@@ -14,7 +14,7 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.drivers.base import StageFailure
-from pipespec.observe.timeline import timeline
+from pipespec.observe.plot import timeline
 from pipespec.observe.trace import chrome_trace, not_kept, save_trace, summary
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
@@ -29,9 +29,9 @@ FULL = np.dtype(
         ("end_ns", np.int64),
         ("width", np.uint32),
         ("fed", np.uint32),
-        ("hints", np.uint32),
+        ("draft_tokens", np.uint32),
         ("accepted", np.uint32),
-        ("taken_back", np.uint32),
+        ("rolled_back", np.uint32),
     ]
 )
 DRAFT = np.array(
@@ -64,9 +64,9 @@ def test_every_step_is_a_slice_of_its_track(tmp_path: Path) -> None:
         "step": 0,
         "width": 8,
         "fed": 5,
-        "hints": 4,
+        "draft_tokens": 4,
         "accepted": 2,
-        "taken_back": 0,
+        "rolled_back": 0,
         "launch_to_start_us": 3.0,
     }
     (rollback,) = [e for e in events if e["ph"] == "i"]
@@ -108,7 +108,7 @@ def test_what_was_not_kept_is_counted() -> None:
 
 
 def check_against_report(pipe: Pipeline, prompt_tokens: int, began_ns: int, exact: bool = True) -> None:
-    """Entries add up to what the report says, and lie within the call, one after the other."""
+    """Entries add up to the report's figures and lie within the call, one after the other."""
     report = pipe.report
     assert report is not None
     traces = report.trace
@@ -117,9 +117,9 @@ def check_against_report(pipe: Pipeline, prompt_tokens: int, began_ns: int, exac
     for stage in report.stages:
         steps = traces[stage.name]
         assert steps["fed"].sum() == stage.fed
-        assert steps["hints"].sum() == stage.drafted
+        assert steps["draft_tokens"].sum() == stage.drafted
         assert steps["accepted"].sum() == stage.accepted
-        assert steps["taken_back"].sum() == stage.wasted
+        assert steps["rolled_back"].sum() == stage.wasted
         assert steps["rollbacks"].sum() == stage.rollbacks
         assert steps["step"].tolist() == list(range(len(steps)))
         assert (steps["launched_ns"] <= steps["start_ns"]).all()
@@ -144,9 +144,9 @@ def schedules() -> list:
         pytest.param(1, {"schedule": "lockstep", "graphs": True}, id="lockstep-graphs"),
         pytest.param(1, {"schedule": "streams"}, id="streams-2"),
         pytest.param(1, {"schedule": "lockstep"}, id="lockstep-2"),
-        pytest.param(2, {"schedule": "lockstep", "windows": [3, 5]}, id="lockstep-3"),
-        pytest.param(1, {"schedule": "workers"}, id="workers-2", marks=pytest.mark.slow),
-        pytest.param(2, {"schedule": "workers", "windows": 4, "wait": 2}, id="workers-3", marks=pytest.mark.slow),
+        pytest.param(2, {"schedule": "lockstep", "lookahead": [3, 5]}, id="lockstep-3"),
+        pytest.param(1, {"schedule": "workers"}, id="workers-2"),
+        pytest.param(2, {"schedule": "workers", "lookahead": 4, "min_draft_tokens": 2}, id="workers-3"),
     ]
 
 
@@ -178,7 +178,7 @@ def test_a_trace_adds_up_to_the_report(target, tmp_path: Path, drafts: int, opti
         assert slices[0]["name"] == f"prefill {int(mask[0].sum()) - 1}"
         assert min(e["ts"] for e in slices) >= 0
         marks = [e for e in trace["traceEvents"] if e["ph"] == "i" and e["tid"] == track]
-        if drafts == 1:  # a plan of one row, with the target alone to obey, takes back once
+        if drafts == 1:  # a plan of one row, with the target alone to obey, rolls back once
             assert len(marks) == stage.rollbacks
     if drafts:
         assert any(e["ph"] == "i" for e in trace["traceEvents"]) == any(s.rollbacks for s in report.stages)
@@ -186,11 +186,11 @@ def test_a_trace_adds_up_to_the_report(target, tmp_path: Path, drafts: int, opti
 
 
 def test_rollbacks_and_verdicts_show(target) -> None:
-    with Pipeline(target, [always_wrong(target)], trace=1000, windows=3) as pipe:
+    with Pipeline(target, [always_wrong(target)], trace=1000, lookahead=3, schedule="lockstep") as pipe:
         pipe.generate(random_prompts(1, seed=9)[0][None], max_new_tokens=12)
     names = {e["name"] for e in chrome_trace(pipe.report.trace)["traceEvents"]}
     assert {"verify 0/3", "rollback 3"} <= names
-    with Pipeline(target, [always_right(target)], trace=1000, windows=3) as pipe:
+    with Pipeline(target, [always_right(target)], trace=1000, lookahead=3, schedule="lockstep") as pipe:
         pipe.generate(random_prompts(1, seed=9)[0][None], max_new_tokens=12)
     names = {e["name"] for e in chrome_trace(pipe.report.trace)["traceEvents"]}
     assert "verify 3/3" in names
@@ -200,7 +200,7 @@ def test_rollbacks_and_verdicts_show(target) -> None:
 @pytest.mark.parametrize("schedule", ["lockstep", "streams"])
 def test_the_oldest_steps_are_overwritten(target, schedule) -> None:
     ids = random_prompts(1, seed=10, shortest=3)[0][None]
-    with Pipeline(target, [noisy(target, 0.1)], schedule=schedule, windows=4, trace=4) as pipe:
+    with Pipeline(target, [noisy(target, 0.1)], schedule=schedule, lookahead=4, trace=4) as pipe:
         # The draft is to have more than four steps, too.
         in_turn = abreast(pipe, [ids.shape[1] + 40]) if schedule == "streams" else contextlib.nullcontext()
         with in_turn:
@@ -228,7 +228,7 @@ def test_chunks_of_a_prompt_and_a_cache_that_comes_back(target) -> None:
 def test_a_draft_that_fails_has_a_trace_until_then() -> None:
     plain = random_llama(3)
     draft = Faulty.like(noisy(plain, 0.03))
-    with Pipeline(plain, [draft], trace=1000) as pipe:
+    with Pipeline(plain, [draft], trace=1000, schedule="lockstep") as pipe:
         draft.set(fail_at=9)
         with pytest.warns(StageFailure):
             pipe.generate(random_prompts(1, seed=12, shortest=3)[0][None], max_new_tokens=30)
@@ -237,8 +237,7 @@ def test_a_draft_that_fails_has_a_trace_until_then() -> None:
         assert (pipe.report.trace["draft 0"]["fed"] > 0).sum() == 7  # of nine calls one was the prefill, one failed
 
 
-@pytest.mark.slow
-def test_auto_names_the_drafts_it_chose(monkeypatch, tmp_path: Path, target) -> None:
+def test_auto_names_the_drafts_it_chose(monkeypatch, tmp_path: Path, target, measured_briefly) -> None:
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     with Pipeline(target, [noisy(target, 0.1)], schedule="auto", trace=1000) as pipe:
         began = time.perf_counter_ns()
@@ -248,7 +247,7 @@ def test_auto_names_the_drafts_it_chose(monkeypatch, tmp_path: Path, target) -> 
 
 
 def test_without_a_trace(target, tmp_path: Path) -> None:
-    with Pipeline(target, [noisy(target, 0.1)]) as pipe:
+    with Pipeline(target, [noisy(target, 0.1)], schedule="lockstep") as pipe:
         pipe.generate(random_prompts(1)[0][None], max_new_tokens=5)
     assert pipe.report.trace is None
     with pytest.raises(ValueError, match=r"not traced: make the pipeline with Pipeline\(\.\.\., trace="):
@@ -256,7 +255,7 @@ def test_without_a_trace(target, tmp_path: Path) -> None:
     assert not (tmp_path / "run.json").exists()
     staged = SpeculativePipeline(target, stages=2)
     staged.generate(random_prompts(1)[0][None], max_new_tokens=5)
-    with pytest.raises(NotImplementedError, match="target in stages"):
+    with pytest.raises(NotImplementedError, match="no trace of single steps"):
         staged.report.save_trace(tmp_path / "run.json")
 
 
@@ -295,7 +294,7 @@ RUN = {
 
 def test_the_summary_says_what_can_be_counted_by_hand() -> None:
     head, draft, target, _, draft_steps, _ = summary(RUN).splitlines()
-    columns = ["busy", "prefill", "steps", "fed", "hints", "accepted", "rollbacks", "wasted", "not", "kept"]
+    columns = ["busy", "prefill", "steps", "fed", "draft_tokens", "accepted", "rollbacks", "wasted", "not", "kept"]
     assert head.split() == columns
     assert draft.split() == ["draft", "0", "50%", "0.0", "ms", "2", "2", "0", "0", "2", "3", "0"]
     assert target.split() == ["target", "80%", "0.0", "ms", "3", "8", "5", "4", "0", "0", "7"]
@@ -320,7 +319,7 @@ def test_the_picture() -> None:
     bars = [e for e in svg.iter(f"{tag}rect") if e.get("stroke") == "white"]
     # Prefill, two of the draft's, two halves of a verification, one all green, one of the target's own.
     assert len(bars) == 7
-    assert [e.get("height") for e in bars[3:5]] == ["13.0", "13.0"]
+    assert [e.get("height") for e in bars[3:5]] == ["13.00", "13.00"]
     ends = [float(e.get("x")) + float(e.get("width")) for e in bars]
     assert max(ends) == pytest.approx(80 + 1100, abs=0.1)
     assert sum(e.get("stroke") == "#c0261c" for e in svg.iter(f"{tag}line")) == 2

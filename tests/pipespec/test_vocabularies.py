@@ -49,14 +49,14 @@ def save(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def paths(model, save):
-    """The target, a draft padded less, one padded more that would like to say what the target has no word for."""
+    """The target, a draft padded less, and one padded more that prefers ids beyond the target's vocabulary."""
     less, more = padded(noisy(model, 0.02), 240), padded(noisy(model, 0.02), 384, bias=3.0)
     return {"target": save("target", model), "less": save("less", less), "more": save("more", more)}
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Prompts and a text with ids beyond the smaller draft's vocabulary, which it can neither read nor write."""
+    """Prompts and a text with ids beyond the smaller draft's vocabulary."""
     ids, mask = left_pad(random_prompts(4, seed=2, shortest=6))
     assert int(ids.max()) >= 240
     return ids, mask
@@ -76,10 +76,10 @@ def check(pipe, model, prompts, **kwargs):
 
 @pytest.mark.parametrize("drafts", DRAFTS, ids="-".join)
 def test_the_text_is_the_targets(model, paths, prompts, drafts):
-    pipe = Pipeline(paths["target"], [paths[d] for d in drafts], windows=4)
+    pipe = Pipeline(paths["target"], [paths[d] for d in drafts], lookahead=4, schedule="lockstep")
     assert len({m.config.vocab_size for m in pipe.models}) == len(drafts) + 1
     check(pipe, model, prompts)
-    # And they are of use; a draft that cannot read a quarter of the text, of little.
+    # The drafts help; one that cannot read a quarter of the text, little.
     assert pipe.report.stages[-1].acceptance_rate > (0.5 if drafts[-1] == "more" else 0)
     for kwargs in (
         {"repetition_penalty": 1.5},  # fused, in the drafts too
@@ -102,18 +102,21 @@ def test_in_processes_of_their_own(model, paths, prompts):
 
 
 def test_models_that_were_loaded_by_the_user(model, paths, prompts):
-    """Of an object it is known where it came from."""
+    """The tokenizer is found by the path that the object came from."""
     loaded = [AutoModelForCausalLM.from_pretrained(paths[name]) for name in ("target", "less")]
-    check(Pipeline(*loaded), model, prompts)
+    check(Pipeline(*loaded, schedule="lockstep"), model, prompts)
 
 
 def test_a_target_that_is_padded_less_than_its_draft_never_says_the_drafts_padding(model, paths, prompts):
-    """The draft prefers ids that the target does not have; what it proposes instead is still good."""
+    """The draft prefers ids that the target does not have. Its draft tokens are still accepted."""
     ids, mask = prompts
     draft = AutoModelForCausalLM.from_pretrained(paths["more"])
     with torch.no_grad():
         assert (draft(ids, attention_mask=mask).logits[:, -1].argmax(-1) >= 320).any()
-    pipe, unpadded = Pipeline(paths["target"], paths["more"]), Pipeline(model, noisy(model, 0.02))
+    pipe, unpadded = (
+        Pipeline(paths["target"], paths["more"], schedule="lockstep"),
+        Pipeline(model, noisy(model, 0.02), schedule="lockstep"),
+    )
     check(pipe, model, prompts)
     check(unpadded, model, prompts)
     assert pipe.report.stages[-1].histogram == unpadded.report.stages[-1].histogram

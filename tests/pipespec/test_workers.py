@@ -1,4 +1,4 @@
-"""Worker processes under attack: killed, stopped, failing, slow, interrupted, orphaned. The text stays, nothing is left behind."""
+"""Worker processes that are killed, stopped, slow, interrupted or orphaned, or that fail. The text stays, and no process is left."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,26 +17,26 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.drivers import workers
 from pipespec.drivers.base import StageFailure
-from pipespec.drivers.worker import NICE
-from pipespec.drivers.workers import restored_threads, target_threads
-from pipespec.planning import simulator
+from pipespec.drivers.workers import driver as workers
+from pipespec.drivers.workers import template
+from pipespec.drivers.workers.process import NICE
+from pipespec.process.threads import restored_threads, target_threads
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.faulty import CALLS, Faulty
+from tests.pipespec.faulty import CALLS, Faulty, Telling
+from tests.trials import trials
 from tests.waiting import SECONDS, abreast, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.slow  # importing torch and transformers is what starting a worker costs
-
 
 def alive(pid: int) -> bool:
-    """Whether any thread of it is: its first one may be a zombie already while the others still die."""
+    """Whether a thread of the process is alive. The first thread may be a zombie while others still run."""
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
@@ -51,13 +52,25 @@ def await_end_of(pids) -> None:
     until(lambda: not any(map(alive, pids)), f"the processes {pids} have ended")
 
 
-def cpu_ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+def sleeps(pid: int) -> bool:
+    """Whether none of its threads runs or is ready to run."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "S" for stat in stats)
+
+
+def wake_ups(pid: int) -> int:
+    """How often its threads have gone to sleep so far."""
+    statuses = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(int(line.split()[1]) for s in statuses for line in s.splitlines() if line.startswith("voluntary_ctxt"))
+
+
+def cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 class OnToken:
-    """A streamer that does something once, when so many new tokens are there."""
+    """A streamer that does something once, after ``at`` new tokens."""
 
     def __init__(self, at: int, do):
         self.at, self.do, self.count = at, do, -1
@@ -73,13 +86,13 @@ class OnToken:
 
 
 class Rig:
-    """Two drafts in processes of their own and a target, all of which misbehave when told to."""
+    """Two drafts in their own processes and a target, all of which can be made to misbehave."""
 
     def __init__(self):
         plain = random_llama(3)
         self.target = Faulty.like(plain)
         self.drafts = [Faulty.like(noisy(plain, 0.03, seed=i)) for i in range(2)]
-        self.pipeline = Pipeline(self.target, self.drafts, schedule="workers", windows=[4, 6])
+        self.pipeline = Pipeline(self.target, self.drafts, schedule="workers", lookahead=[4, 6])
         self.prompts = random_prompts(8, seed=4, shortest=3)
         self.texts = [plain.generate(p[None], max_new_tokens=60, do_sample=False)[0] for p in self.prompts]
 
@@ -90,14 +103,14 @@ class Rig:
     def lengths(self) -> list[int]:
         return [self.pipeline._driver.block.length(stage, 0) for stage in range(3)]
 
-    def await_full_windows(self) -> None:
-        """While the target stands still: until the drafts are as far ahead as they may be."""
+    def await_full_lookahead(self) -> None:
+        """Wait until the drafts are as far ahead as their lookahead allows. The target must rest meanwhile."""
 
         def full() -> bool:
             smallest, middle, target = self.lengths()
             return middle == target + 6 and smallest == middle + 4
 
-        until(full, "both windows are full")
+        until(full, "both lookahead are full")
 
     def behave(self):
         for model in (self.target, *self.drafts):
@@ -108,11 +121,11 @@ class Rig:
         return abreast(self.pipeline, [len(self.prompts[which]) + 60])
 
     def await_ends_of_call(self) -> None:
-        """Until no worker has anything left to do: the end of a call is the target's, and they hear of it later."""
+        """Wait until all workers are idle. They end a call later than the target does."""
         assert all(worker.await_idle() for worker in self.pipeline._driver._workers.values())
 
     def generate(self, which: int = 0, new: int = 60, do=None, at: int = 0) -> list[str]:
-        """One call, its text checked. Returns what it warned of."""
+        """Run one call and check its text. Return the messages of its warnings."""
         prompt = self.prompts[which]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -127,10 +140,10 @@ class Rig:
         process = self.pipeline._driver._workers[stage].process
         os.kill(process.pid, sig)
         if sig == signal.SIGKILL:
-            process.wait(SECONDS)  # it takes the kernel a moment
+            process.wait(SECONDS)
 
     def check_recovered(self):
-        """The next call works, all stages are there, and hints flow."""
+        """The next call works, all stages are there, and draft tokens flow."""
         self.behave()
         assert self.generate(1) == []
         assert len(self.pids) == 2
@@ -144,7 +157,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """No worker is taken for hung because the machine is slow."""
+    """A slow machine must not make a worker count as hung."""
     monkeypatch.setattr(workers, "_FINISH_TIMEOUT_S", SECONDS)
 
 
@@ -157,7 +170,7 @@ def healthy():
 
 @pytest.fixture
 def rig(healthy):
-    """With all its workers there and awake, whatever the test before has left."""
+    """The rig with all workers running, after any test."""
     healthy.behave()
     for pid in filter(alive, healthy.pids):
         os.kill(pid, signal.SIGCONT)
@@ -188,7 +201,7 @@ def test_workers_are_kept_and_leak_nothing(rig):
         wanted = rig.target.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
         calls.append((ids, mask, new, wanted))
     before = None
-    for i in range(208):
+    for i in range(trials(ci=48, nightly=208)):
         ids, mask, new, wanted = calls[i % 4 if i < 12 or i % 20 < 4 else i % 3]
         assert torch.equal(rig.pipeline.generate(ids, attention_mask=mask, max_new_tokens=new), wanted)
         if i == 7:
@@ -206,32 +219,46 @@ def test_drafts_give_way_to_the_target(rig):
 
 
 def test_no_busy_wait(rig):
-    """Neither an idle worker between calls nor one held back by a slow target uses the processor."""
+    """A worker that is idle, or held back by a slow target, uses no processor time.
 
-    def used(action) -> int:
-        before = [cpu_ticks(pid) for pid in rig.pids]
-        action()
-        return max(cpu_ticks(pid) - old for pid, old in zip(rig.pids, before, strict=True))
+    A process that spins is never asleep and uses the time of a core, and one that polls wakes up hundreds of times a second. A worker
+    that waits wakes up twice a second, to check that its parent lives. On a busy machine it may then wait for a core for long.
+    """
 
-    def look():
-        rig.await_full_windows()
-        ticks.append(used(lambda: time.sleep(1.5)))
+    def observe():
+        until(lambda: all(map(sleeps, rig.pids)), "the workers are asleep")
+        before, began, asleep = {pid: wake_ups(pid) for pid in rig.pids}, time.monotonic(), dict.fromkeys(rig.pids, 0)
+        used = {pid: cpu_seconds(pid) for pid in rig.pids}
+        for _ in range(40):
+            time.sleep(0.01)
+            for pid in rig.pids:
+                asleep[pid] += sleeps(pid)
+        seconds = time.monotonic() - began
+        for pid in rig.pids:
+            assert asleep[pid] > 0
+            assert cpu_seconds(pid) - used[pid] <= 0.1 + 0.1 * seconds
+            assert wake_ups(pid) - before[pid] <= 10 + 20 * seconds
+        observed.append(seconds)
 
-    ticks = []
+    def in_a_step():
+        rig.await_full_lookahead()
+        observe()
+
+    observed = []
     rig.generate()
     rig.await_ends_of_call()
-    assert used(lambda: time.sleep(1.5)) <= 6  # of 150; it looks for its parent twice a second
-    rig.generate(do=look, at=5)
-    assert ticks[0] <= 6
+    observe()
+    rig.generate(do=in_a_step, at=5)
+    assert len(observed) == 2
 
 
 def test_run_ahead_is_bounded(rig):
-    """While the target stands still, a draft stops at its window."""
+    """While the target stands still, a draft stops at its lookahead."""
     later = []
 
     def look():
-        rig.await_full_windows()
-        time.sleep(0.5)  # who does not stop there goes on
+        rig.await_full_lookahead()
+        until(lambda: all(map(sleeps, rig.pids)), "the drafts wait")
         later.extend(rig.lengths())
 
     rig.generate(do=look, at=5)
@@ -243,7 +270,7 @@ def test_run_ahead_is_bounded(rig):
 def test_random_delays_do_not_change_the_text(rig):
     random.seed(1)
     ids, mask = left_pad(rig.prompts[:3])
-    for call in range(12):
+    for call in range(trials(ci=3, nightly=12)):
         for model, longest in zip([rig.target, *rig.drafts], ([0, 0.004, 0.02] * 2)[call % 3 :], strict=False):
             model.set(delay=longest)
         assert rig.generate(call % 8) == []
@@ -294,7 +321,7 @@ def test_killed_during_the_prefill(rig):
 
 
 def test_killed_while_it_starts(rig, monkeypatch):
-    """A worker that cannot be started again is missed, not fatal; a pipeline that cannot be made says why."""
+    """A call continues without a worker that cannot be started again. A pipeline that cannot start raises the reason."""
     real = workers._Worker.await_ready
     born = []
 
@@ -308,7 +335,7 @@ def test_killed_while_it_starts(rig, monkeypatch):
         patch.setattr(workers._Worker, "await_ready", stillborn)
         messages = rig.generate()
         assert len(messages) == 2
-        assert "draft stage 1 has gone" in messages[0]
+        assert "draft stage 1 has ended" in messages[0]
         assert "draft stage 1 is missing" in messages[1]
         assert "SIGKILL" in messages[1]
         with pytest.raises(RuntimeError, match=r"draft stage 0 could not start: killed by SIGKILL"):
@@ -318,7 +345,7 @@ def test_killed_while_it_starts(rig, monkeypatch):
     rig.check_recovered()
 
 
-def test_thirty_kills_at_random_moments(rig):
+def test_kills_at_random_moments(rig):
     """Every call loses one worker or both, somewhere between its first and its last moment."""
     random.seed(2)
     rig.target.set(delay=-0.003)
@@ -326,7 +353,7 @@ def test_thirty_kills_at_random_moments(rig):
     rig.generate()
     duration = time.monotonic() - began
     kills = told = call = 0
-    while kills < 30:
+    while kills < trials(ci=6, nightly=30):
         if not all(map(alive, rig.pids)):  # the last blow fell after the end of the call
             told += len(rig.generate())
         victims = random.choice([[0, 1], [0, 1], [0], [1]])
@@ -368,9 +395,9 @@ class CountingPort:
 
 
 def test_a_dead_draft_costs_no_time(rig):
-    """Nobody waits for it: a target that awaits two hints for each step does so once more at most, in the step after which it looks."""
+    """A target that waits for two draft tokens before each step waits at most once more after the drafts' death."""
     driver = rig.pipeline._driver
-    before, ports = driver.policy, []
+    before, ports = driver.config, []
 
     def strike():
         for stage in (0, 1):
@@ -378,7 +405,7 @@ def test_a_dead_draft_costs_no_time(rig):
         ports.append(CountingPort(driver.target.port, driver.block))
         driver.target.port = ports[0]
 
-    driver.steer(replace(before, wait=2))
+    driver.steer(replace(before, min_draft_tokens=2))
     try:
         assert len(rig.generate(do=strike, at=1)) == 2
     finally:
@@ -388,23 +415,25 @@ def test_a_dead_draft_costs_no_time(rig):
 
 
 def test_decoding_meanwhile_verifies_only_what_is_worth_it():
-    """With fewer drafts than ``wait`` a step feeds none of them; there are steps of both kinds, and the text is the target's."""
+    """With fewer draft tokens than ``min_draft_tokens`` a step verifies none. Both kinds of steps occur, and the text is the target's."""
     target = random_llama(3)
     prompt = random_prompts(1, seed=4, shortest=3)[0][None]
     wanted = target.generate(prompt, max_new_tokens=60, do_sample=False)
-    hints = []
-    with Pipeline(target, noisy(target, 0.02), schedule="workers", windows=8, wait=4, decode_meanwhile=True) as pipe:
+    draft_tokens = []
+    with Pipeline(
+        target, noisy(target, 0.02), schedule="workers", lookahead=8, min_draft_tokens=4, decode_meanwhile=True
+    ) as pipe:
         block, pid = pipe._driver.block, pipe._driver._workers[0].process.pid
 
         class Watch:
             def put(self, value):
                 if value.numel() != 1:
                     return  # the prompt
-                hints.append(int(pipe._driver._target.port.n_hint[0]))
-                if len(hints) == 10:  # what the draft has is soon used up
+                draft_tokens.append(int(pipe._driver._target.port.num_draft_tokens[0]))
+                if len(draft_tokens) == 10:  # what the draft has is soon used up
                     os.kill(pid, signal.SIGSTOP)
                     until(lambda: is_stopped(pid), "the draft is stopped")
-                if len(hints) == 30:
+                if len(draft_tokens) == 30:
                     os.kill(pid, signal.SIGCONT)
                     until(lambda: block.length(0, 0) >= block.length(1, 0) + 4, "there are enough drafts again")
 
@@ -412,14 +441,10 @@ def test_decoding_meanwhile_verifies_only_what_is_worth_it():
                 pass
 
         assert torch.equal(pipe.generate(prompt, max_new_tokens=60, streamer=Watch()), wanted)
-    early = hints[:-12]  # the draft may not pass the end: then fewer are all there will be
+    early = draft_tokens[:-12]  # the draft may not pass the end: then fewer are all there will be
     assert all(n == 0 or n >= 4 for n in early)
     assert any(early)
     assert 0 in early
-
-
-def test_the_simulator_waits_as_long():
-    assert workers.PATIENCE == simulator.PATIENCE
 
 
 # ---- stopped, failing
@@ -434,14 +459,17 @@ def test_a_stopped_worker(rig, monkeypatch):
         patch.setattr(workers, "_FINISH_TIMEOUT_S", 1.0)
         messages = rig.generate(1)
     assert len(messages) == 1
-    assert "draft stage 1 has gone since the last call (it did not answer)" in messages[0]
+    assert "draft stage 1 has ended since the last call (it did not answer)" in messages[0]
     assert not alive(stopped)
     rig.check_recovered()
 
 
-def test_a_worker_stopped_between_calls_does_not_block_the_caller(rig, monkeypatch):
-    # Prompts larger than a socket's buffer: sending them to a process that reads nothing must end.
-    ids = torch.randint(2, VOCABULARY, (400, 256), generator=torch.Generator().manual_seed(0))
+def test_a_worker_stopped_between_calls_does_not_block_the_caller(rig):
+    # Prompts larger than the socket's buffer: sending them to a process that reads nothing must end.
+    ids = torch.randint(2, VOCABULARY, (20, 256), generator=torch.Generator().manual_seed(0))
+    with socket.socket(fileno=os.dup(rig.pipeline._driver._workers[0].conn.fileno())) as sender:
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        assert sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 20 * 256 * 4
     with Pipeline(rig.target, schedule="plain") as plain:
         wanted = plain.generate(ids, max_new_tokens=2)
     rig.kill(0, signal.SIGSTOP)
@@ -496,7 +524,7 @@ def test_a_streamer_that_fails(rig):
 
 
 def test_a_failure_may_be_made_an_error(rig):
-    """With warnings as errors, the call ends with it, and the next one works."""
+    """With warnings as errors the call raises, and the next one works."""
     rig.target.set(delay=-0.005)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -505,11 +533,105 @@ def test_a_failure_may_be_made_an_error(rig):
     rig.check_recovered()
 
 
+# ---- the template
+
+
+def start_telling(deed: str) -> str:
+    """What keeps the worker of a :class:`Telling` from starting."""
+    target = random_llama(3)
+    draft = noisy(target, 0.02)
+    draft.__class__ = Telling
+    draft.config.deed, draft.config.caller = deed, os.getpid()
+    with pytest.raises(RuntimeError, match=r"draft stage 0 could not start: ") as caught:
+        Pipeline(target, draft, schedule="workers")
+    return str(caught.value).partition("could not start: ")[2].splitlines()[0]
+
+
+def template_pid() -> int:
+    return template._templates[-1].process.pid
+
+
+def test_a_worker_is_a_fork_of_the_template(rig):
+    assert all(psutil.Process(pid).ppid() == template_pid() for pid in rig.pids)
+    assert all(os.getpgid(pid) == pid for pid in (template_pid(), *rig.pids))
+    assert start_telling("exit") == "its process ended with status 7"
+
+
+def test_a_fork_has_what_the_caller_has_at_present(rig, monkeypatch, tmp_path, capfd):
+    before, cores = template_pid(), os.sched_getaffinity(0)
+    monkeypatch.setenv("DEED", "environment")
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))  # read at each use
+    monkeypatch.chdir(tmp_path)
+    one = {min(cores)}
+    try:
+        os.sched_setaffinity(0, one)
+        told = start_telling("tell")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert told == f"RuntimeError: {['environment', str(tmp_path), sorted(one), before]}"
+    assert capfd.readouterr() == ("to stdout", "to stderr")
+    assert template_pid() == before
+
+
+@pytest.mark.parametrize("what", ["path", "environment"])
+def test_a_template_that_imported_under_other_settings_is_not_used(rig, what, monkeypatch, tmp_path):
+    before = template_pid()
+    if what == "path":
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    told = start_telling("tell")
+    assert template_pid() != before
+    assert told.endswith(f", {template_pid()}]")
+    assert all(map(alive, [before, *rig.pids]))
+    assert rig.generate() == []
+    rig.pipeline.close()
+    await_end_of([before])
+
+
+def test_a_killed_template_is_started_again(rig):
+    before, pids = template_pid(), rig.pids
+    os.kill(before, signal.SIGKILL)
+    await_end_of([before, *pids])
+    messages = rig.generate()
+    assert len(messages) == 2
+    assert all("its process ended together with the template" in message for message in messages)
+    assert template_pid() != before
+    rig.check_recovered()
+
+
+@pytest.mark.parametrize("lacking", ["pidfd", "template"])
+def test_without_a_template_a_worker_is_a_command(rig, monkeypatch, lacking):
+    if lacking == "pidfd":
+        monkeypatch.setattr(template, "_has_pidfd", lambda: False)
+    else:
+        monkeypatch.setattr(template._Template, "fork", lambda *args: (_ for _ in ()).throw(EOFError))
+    rig.kill(1)
+    assert len(rig.generate()) == 1
+    assert isinstance(rig.pipeline._driver._workers[1].process, subprocess.Popen)
+    rig.check_recovered()
+    assert start_telling("exit") == "its process ended with status 7"
+    monkeypatch.undo()
+    rig.kill(1)
+    assert len(rig.generate()) == 1
+    rig.check_recovered()
+    assert psutil.Process(rig.pids[1]).ppid() == template_pid()
+
+
+def test_an_idle_template_ends(monkeypatch):
+    """The loop of a template without workers ends when no request comes."""
+    monkeypatch.setattr(template, "_IDLE_S", 0.0)
+    monkeypatch.setattr(template, "_CHECK_S", 0.01)
+    requests, caller = socket.socketpair()
+    with requests, caller:
+        template._serve(requests, os.getppid())
+
+
 # ---- the end
 
 
 class Own(threading.Thread):
-    """A thread that does one thing after the other, when it is told to."""
+    """A thread that runs functions one after the other."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -522,7 +644,7 @@ class Own(threading.Thread):
 
     def do(self, what):
         self.todo.put(what)
-        return self.done.get(timeout=60)
+        return self.done.get(timeout=SECONDS)
 
 
 def interrupted():
@@ -591,7 +713,7 @@ import torch
 from tests.conftest import VOCABULARY, random_llama, noisy
 from tests.pipespec.faulty import Faulty
 from pipespec import Pipeline
-from pipespec.drivers import workers
+from pipespec.drivers.workers import driver as workers, template
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background of a shell ignores it
 plain = random_llama(3)
@@ -600,7 +722,7 @@ pipeline = Pipeline(target, [noisy(plain, 0.02), noisy(plain, 0.01)], schedule="
 prompt = torch.tensor([[5, 6, 7, 8]])
 wanted = plain.generate(prompt, max_new_tokens=40, do_sample=False)
 pids = [w.process.pid for w in pipeline._driver._workers.values()]
-print("pids", *pids, flush=True)
+print("pids", *pids, template._templates[0].process.pid, flush=True)
 
 
 class Say:
@@ -608,7 +730,7 @@ class Say:
     def put(self, value):
         self.count += 1
         if self.count == 4:
-            target.set(delay=-60)  # it goes on until it is interrupted, however late that is
+            target.set(delay=-60)  # until the interrupt, however late it comes
             print("generating", flush=True)
     def end(self):
         pass
@@ -636,7 +758,7 @@ print("done", flush=True)
 
 @contextlib.contextmanager
 def user_script(tmp_path):
-    """The script above in a session of its own, generating. Yields the process and its workers."""
+    """The script above in a session of its own, generating. Yields the process, and its workers with their template."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     process = subprocess.Popen(
@@ -652,7 +774,7 @@ def user_script(tmp_path):
         assert lines, "no output"
         assert lines[-1] == "generating\n", "".join(lines)
         pids = next([int(p) for p in line.split()[1:]] for line in lines if line.startswith("pids"))
-        assert len(pids) == 2
+        assert len(pids) == 3
         assert all(map(alive, pids))
         yield process, pids
     finally:

@@ -1,4 +1,4 @@
-"""schedule="auto": steering over scripted clocks, learning over made-up profiles, and the text, whatever is decided when."""
+"""schedule="auto": steering over scripted clocks, planning over made-up profiles, and the text, which no decision changes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import random
 import types
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,65 +14,50 @@ import torch
 
 from pipespec import Pipeline
 from pipespec import pipeline as pipelines
-from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, making
-from pipespec.drivers.base import Policy, StageFailure
-from pipespec.drivers.fixed import FixedDriver
-from pipespec.placement import DoesNotFit, NotCapturable
+from pipespec.config import SpeculationConfig
+from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, factory
+from pipespec.drivers.base import SpeedWarning, StageFailure
+from pipespec.drivers.graphed.driver import GraphedDriver
+from pipespec.engine.sampling import SamplingParams
+from pipespec.errors import DoesNotFit, NotCapturable
+from pipespec.planning import agreement, measure, planner, profile_store
 from pipespec.planning import auto as autos
-from pipespec.planning import planner
-from pipespec.planning import profile as profiles
-from pipespec.planning.auto import Auto
-from pipespec.planning.planner import Rung
-from pipespec.planning.profile import ProfileWarning
-from pipespec.planning.steering import Counts, Ledger, Steering, acceptance
-from pipespec.sampling import Selection
+from pipespec.planning.auto import AutoDriver
+from pipespec.planning.profile_store import ProfileWarning
+from pipespec.planning.steering import CallSteering, MeasuredRate
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
-from tests.pipespec.test_angles import LIMIT, model_of, prompt_of
 from tests.pipespec.test_lossless import check
+from tests.pipespec.test_rope import LIMIT, model_of, prompt_of
 from tests.planning.test_planner import captured, chain
 
 # --- steering --------------------------------------------------------------------------------------------------------
 
 
 class Machine:
-    """Decodes on a clock of its own: ``plain`` and ``speculating`` are seconds per token at the time; ``accepted`` of ``drafted`` hints a step."""
+    """Decodes on a clock of its own: ``plain`` and ``drafting`` return seconds per token at the time."""
 
-    def __init__(self, plain, speculating, *, believed=None, accepted=1, drafted=2, ladder=(), **more):
-        self.plain, self.speculating = plain, speculating
-        self.accepted, self.drafted = accepted, drafted
-        self.now = self.tokens = self.hints = self.right = self.steps = 0
-        self.policy = ((4,), 0)
-        self.applied = []
-        self.ledger = Ledger(believed or plain(0))
-        self.steering = Steering(
-            policy=self.policy,
-            ladder=ladder,
-            ledger=self.ledger,
-            apply=self.apply,
-            counts=lambda: Counts(self.tokens, self.hints, self.right, self.steps),
-            tokens=lambda: self.tokens,
-            clock=lambda: self.now,
-            **more,
+    def __init__(self, plain, drafting, *, believed=None, **more):
+        self.plain, self.drafting = plain, drafting
+        self.now = self.tokens = 0
+        self.rests = False
+        self.rate = MeasuredRate()
+        self.steering = CallSteering(
+            self.let_rest, lambda: self.tokens, lambda: self.now, 1 / (believed or plain(0)), self.rate, **more
         )
 
-    def apply(self, windows, wait):
-        self.policy = (windows, wait)
-        self.applied.append((self.tokens, windows, wait))
+    def let_rest(self, rests):
+        self.rests = rests
 
     def run(self, tokens):
         """Returns the share of tokens decoded plainly."""
         rested = 0
         while self.tokens < tokens:
-            rests = not any(self.policy[0])
-            new = 1 if rests else 1 + self.accepted
-            self.hints += 0 if rests else self.drafted
-            self.right += new - 1
-            self.steps += 1
-            self.now += new * (self.plain if rests else self.speculating)(self.tokens)
+            new = 1 if self.rests else 2
+            self.now += new * (self.plain if self.rests else self.drafting)(self.tokens)
             self.tokens += new
-            rested += new * rests
-            self.steering.look()
+            rested += new * self.rests
+            self.steering.after_step()
         return rested / tokens
 
 
@@ -80,45 +66,34 @@ def always(seconds):
 
 
 def test_drafts_that_lose_rest():
-    m = Machine(plain=always(1.0), speculating=always(1.5))
+    m = Machine(plain=always(1.0), drafting=always(1.5))
     assert m.run(2000) > 0.9
     assert m.now < 1.03 * 2000
     assert "changed to plain decoding" in m.steering.decisions[0]
 
 
 def test_drafts_that_win_go_on():
-    m = Machine(plain=always(1.0), speculating=always(0.5))
+    m = Machine(plain=always(1.0), drafting=always(0.5))
     assert m.run(4000) < 0.04  # plain decoding is measured now and then
     assert m.now < 1.03 * 0.5 * 4000
-    assert m.ledger.measured > 0
+    assert m.rate.count > 0
     assert m.steering.decisions == []
 
 
 def test_a_slow_machine_is_not_the_drafts_fault():
-    m = Machine(plain=always(3.0), speculating=always(2.0), believed=1.0)  # all is three times slower than believed
+    m = Machine(plain=always(3.0), drafting=always(2.0), believed=1.0)  # three times slower than predicted
     assert m.run(4000) < 0.05
-    assert m.ledger.plain_s == pytest.approx(3.0)
+    assert m.rate.factor == pytest.approx(1 / 3.0)
     assert "back to drafting" in m.steering.decisions[1]
 
 
-def test_plain_decoding_that_is_better_than_believed_is_found_out():
-    m = Machine(plain=always(1.0), speculating=always(1.2), believed=2.0)
+def test_plain_decoding_that_is_faster_than_predicted_is_found():
+    m = Machine(plain=always(1.0), drafting=always(1.2), believed=2.0)
     assert m.run(4000) > 0.8
 
 
-def test_two_ways_that_are_equal_are_left_alone():
-    """Numbers of threads: no looking around, and no change for the machine's moods."""
-    generator = random.Random(5)
-    pace = [generator.uniform(0.93, 1.07) for _ in range(5000)]
-    m = Machine(plain=lambda t: pace[int(t)], speculating=lambda t: pace[int(t)], loses=0.85, probes=False)
-    assert m.run(4000) == 0.0
-    assert m.steering.decisions == []
-    m = Machine(plain=always(1.0), speculating=always(2.0), loses=0.85, probes=False)
-    assert m.run(4000) > 0.9  # but a real difference is noticed
-
-
 def test_drafts_that_recover_are_tried_again():
-    m = Machine(plain=always(1.0), speculating=lambda tokens: 2.0 if tokens < 100 else 0.4)
+    m = Machine(plain=always(1.0), drafting=lambda tokens: 2.0 if tokens < 100 else 0.4)
     m.run(4000)
     assert m.now < 0.6 * 4000
     assert any("tried again" in d for d in m.steering.decisions)
@@ -126,51 +101,37 @@ def test_drafts_that_recover_are_tried_again():
 
 def test_decisions_are_bounded():
     generator = random.Random(3)
-    m = Machine(plain=lambda t: generator.uniform(0.2, 2), speculating=lambda t: generator.uniform(0.2, 2))
+    m = Machine(plain=lambda t: generator.uniform(0.2, 2), drafting=lambda t: generator.uniform(0.2, 2))
     m.run(50_000)
     assert len(m.steering.decisions) <= 32
     assert sum("changed" in d for d in m.steering.decisions) <= 8
 
 
-LADDER = (Rung(0.2, (1,), 0, 1.0), Rung(0.6, (4,), 0, 2.0), Rung(0.95, (8,), 2, 3.0))
-
-
-def test_windows_follow_the_acceptance():
-    m = Machine(plain=always(1.0), speculating=always(0.5), accepted=4, drafted=4, ladder=LADDER)
-    m.run(1000)
-    assert m.policy == ((8,), 2)
-    m.accepted = 0
-    m.run(2000)
-    assert m.policy[0][0] < 8
-    assert any("acceptance" in d for d in m.steering.decisions)
-
-
-def test_acceptance_from_means():
-    for a in (0.1, 0.5, 0.9):
-        for n in (1, 3.5, 8):
-            assert acceptance(n, a * (1 - a**n) / (1 - a)) == pytest.approx(a, abs=1e-6)
-    assert acceptance(0, 0) == 0
-    assert acceptance(4, 0) == pytest.approx(0, abs=1e-6)
-    assert acceptance(4, 4) == pytest.approx(1, abs=1e-6)
-    with pytest.raises(ValueError, match="cannot be accepted"):
-        acceptance(1, 2)
+def test_a_measured_rate_is_a_weighted_mean():
+    rate = MeasuredRate(tokens_since=7)
+    rate.add(0.5)
+    assert (rate.factor, rate.count, rate.tokens_since) == (0.5, 1, 0)
+    rate.add(1.5)
+    assert 0.5 < rate.factor < 1.0
+    rate.add(1e9)
+    assert rate.factor <= 5.0
 
 
 # --- steering a driver -----------------------------------------------------------------------------------------------
 
 
 def test_a_policy_must_fit_the_chain(target):
-    driver = LockstepDriver([always_right(target), target], Policy((4,)))
-    with pytest.raises(ValueError, match="1 windows"):
-        driver.steer(Policy((4, 4)))
+    driver = LockstepDriver([always_right(target), target], SpeculationConfig(lookahead=(4,)))
+    with pytest.raises(ValueError, match="1 lookahead"):
+        driver.steer(SpeculationConfig(lookahead=(4, 4)))
 
 
 def test_what_resting_means():
-    assert Policy((0,)).rests
-    assert Policy((4, 0)).rests
-    assert Policy(()).rests
-    assert not Policy((0, 4)).rests
-    assert Policy((0, 4)).max_hints(1) == 0
+    assert SpeculationConfig(lookahead=(0,)).rests
+    assert SpeculationConfig(lookahead=(4, 0)).rests
+    assert SpeculationConfig(lookahead=()).rests
+    assert not SpeculationConfig(lookahead=(0, 4)).rests
+    assert SpeculationConfig(lookahead=(0, 4)).max_draft_tokens(1) == 0
 
 
 # --- the pipeline ----------------------------------------------------------------------------------------------------
@@ -186,7 +147,8 @@ def table(*right: float, positions: int = 200) -> np.ndarray:
 
 def pipeline(monkeypatch, models, profile, tables, **more) -> Pipeline:
     monkeypatch.setattr(
-        "pipespec.pipeline.Auto", functools.partial(Auto, profile=profile, tables={"greedy": tables}, **more)
+        "pipespec.pipeline.AutoDriver",
+        functools.partial(AutoDriver, profile=profile, tables={"greedy": tables}, **more),
     )
     return Pipeline(models[-1], models[:-1], schedule="auto")
 
@@ -223,7 +185,7 @@ def test_a_plan_for_nothing_learns_better(monkeypatch, target, one_core):
         assert not pipe.plan.speculates
         first, second = reports(pipe, 2)
         assert first.schedule == "plain"
-        assert any("planned anew" in d for d in first.decisions)
+        assert any("planned again" in d for d in first.decisions)
         assert second.schedule == "lockstep"
 
 
@@ -236,10 +198,9 @@ def test_a_plan_for_something_learns_better(monkeypatch, target, one_core):
         assert len(last.stages) == 1
 
 
-def test_agreement_that_does_not_move_is_asked_for_ever_more_seldom(monkeypatch, target, one_core):
-    """On a clock of its own, each look at it is a second."""
-    now = [0.0]
-    asked = []
+def test_agreement_that_does_not_change_is_measured_less_often(monkeypatch, target, one_core):
+    """On a clock of its own, each measurement takes a second and each call ten."""
+    now, asked = [0.0], []
 
     def clock():
         now[0] += 1.0
@@ -247,19 +208,22 @@ def test_agreement_that_does_not_move_is_asked_for_ever_more_seldom(monkeypatch,
 
     monkeypatch.setattr(autos, "_SHARE", 0.5)
     monkeypatch.setattr(
-        profiles,
+        agreement,
         "agreement_on",
-        lambda *a, **k: asked.append(pipe._auto._in_calls) or np.zeros((16, 1), dtype=np.uint8),
+        lambda *a, **k: asked.append(auto._in_calls_s) or np.zeros((16, 1), dtype=np.uint8),
     )
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0), clock=clock) as pipe:
-        auto = pipe._auto
+        auto = pipe._driver
+        prompt = np.zeros(4, dtype=np.int32)
+        block = types.SimpleNamespace(target=0, length=lambda *a: 20, tokens=lambda *a: [1] * 16)
+        call = types.SimpleNamespace(
+            mode="greedy",
+            inputs=types.SimpleNamespace(prompts=[prompt], sampling_params=SamplingParams()),
+            driver=types.SimpleNamespace(block=block),
+        )
         for _ in range(400):
-            generation = types.SimpleNamespace(
-                generated=lambda: [[1] * 16],
-                prompts=[np.zeros(4, dtype=np.int32)],
-                request=types.SimpleNamespace(start=types.SimpleNamespace(selection=Selection())),
-            )
-            auto.learn(types.SimpleNamespace(mode="greedy"), generation, 10.0)
+            auto._in_calls_s += 10.0
+            auto._measure_agreement(call)
     first = autos._ENOUGH // 16
     assert asked[:first] == [10.0 * (i + 1) for i in range(first)]  # until there is enough
     gaps = np.diff(asked[first:])
@@ -267,18 +231,18 @@ def test_agreement_that_does_not_move_is_asked_for_ever_more_seldom(monkeypatch,
     assert gaps[0] < gaps[-1] <= autos._MOST_PATIENCE * 2 / 0.5 + 10
 
 
-def test_no_processes_are_started_to_look_around(monkeypatch, target):
-    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0})
+def test_no_processes_are_started_for_a_trial(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
-        auto = pipe._auto
+        auto, record = pipe._driver, pipe._driver.record(1, "greedy")
         plan = planner.plan(auto.profile, auto.answers("greedy"))
         workers, lockstep = (next(c for c in plan.candidates if c.schedule == s) for s in ("workers", "lockstep"))
-        both = (autos.replace(lockstep, rate=workers.rate), workers, plan.plain)
-        near = autos.replace(plan, candidates=both, chosen=both[0])
-        auto.correct(1, lockstep.key, 1.0)
-        assert auto._choose(near, 1).key == lockstep.key
-        auto._drivers[workers.schedule, workers.drafts] = auto._drivers[lockstep.schedule, lockstep.drafts]
-        assert auto._choose(near, 1).key == workers.key
+        both = (replace(lockstep, rate=workers.rate), workers, plan.plain)
+        near = replace(plan, candidates=both, chosen=both[0])
+        record.rate(lockstep.key).add(1.0)
+        assert auto._choose(near, record).key == lockstep.key
+        drivers = auto.pool.drivers
+        monkeypatch.setitem(drivers, (workers.schedule, workers.drafts), drivers[lockstep.schedule, lockstep.drafts])
+        assert auto._choose(near, record).key == workers.key
 
 
 def test_processes_that_were_measured_with_count_as_gone(monkeypatch, target, tmp_path):
@@ -292,61 +256,69 @@ def test_processes_that_were_measured_with_count_as_gone(monkeypatch, target, tm
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(making, "WorkersDriver", InOurProcess)
-    monkeypatch.setattr(profiles, "measure_stages", lambda *a, **k: chain(9e-3, 1e-2))
-    auto = Auto([random_llama(4, layers=1), target])  # of no use
+    monkeypatch.setattr(factory, "WorkersDriver", InOurProcess)
+    monkeypatch.setattr(measure, "measure_stages", lambda *a, **k: chain(9e-3, 1e-2))
+    auto = AutoDriver([random_llama(4, layers=1), target])  # of no use
     assert len(made) == 1
     assert not auto.plan.speculates
-    assert not [at for at in auto._drivers if at[0] == "workers"]
+    assert not [at for at in auto.pool.drivers if at[0] == "workers"]
     auto.close()
 
 
 def test_sampled_and_greedy_are_told_apart(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         reports(pipe, 1)
-        greedy = pipe._auto.tables["greedy"]
+        greedy = pipe._driver.tables["greedy"]
         reports(pipe, 1, do_sample=True, seed=1, top_k=0, temperature=0.8)
-        assert set(pipe._auto.tables) == {"greedy", "sampled"}
-        assert pipe._auto.tables["greedy"] is greedy
-        assert (pipe._auto.tables["sampled"] == 0).mean() > 0.95  # coupled noise
+        assert set(pipe._driver.tables) == {"greedy", "sampled"}
+        assert pipe._driver.tables["greedy"] is greedy
+        assert (pipe._driver.tables["sampled"] == 0).mean() > 0.95  # coupled noise
 
 
 def test_what_loses_in_fact_is_left(monkeypatch, target, one_core):
-    """Predicted to win, measured to lose: corrected, whatever the profile says."""
+    """Predicted to win, measured to lose."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0)) as pipe:
-        chosen = pipe.plan.chosen
-        pipe._auto.correct(1, chosen.key, 0.1)
         for candidate in pipe.plan.candidates:
             if candidate.schedule != "plain":
-                pipe._auto.correct(1, candidate.key, 0.1)
+                pipe._driver.record(1, "greedy").rate(candidate.key).add(0.1)
         assert reports(pipe, 1)[0].schedule == "plain"
 
 
-def test_a_text_that_the_draft_does_not_know_is_not_the_drivers_fault(monkeypatch, target, one_core):
-    """Steps as long as predicted, half of the tokens: no correction; steps twice as long, as many tokens as predicted: one half."""
+def test_what_was_measured_for_one_shape_says_nothing_of_others(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0)) as pipe:
+        auto = pipe._driver
+        for candidate in pipe.plan.candidates:
+            auto.record(1, "greedy").rate(candidate.key).add(0.1 if candidate.schedule != "plain" else 1.0)
+        assert not auto._planned(planner.CallShape(1), "greedy").speculates
+        assert auto._planned(planner.CallShape(1), "sampled").speculates
+        assert auto._planned(planner.CallShape(3), "greedy").speculates
+        assert auto.record(3, "greedy") is auto.record(4, "greedy")
+
+
+def test_the_tokens_of_a_text_are_not_the_drivers_merit(monkeypatch, target, one_core):
+    """The measured rate of a chain is that of its steps. What is measured fades while calls are decoded plainly."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
-        auto, chosen = pipe._auto, pipe.plan.chosen
-        decoded = []
+        auto, chosen = pipe._driver, pipe.plan.chosen
 
-        def steered(luck, slower):
-            auto._corrections.clear()
-            session = autos._Session(auto, next(iter(auto._drivers.values())), chosen, pipe.plan, "greedy", 1)
-            m = Machine(plain=always(1.0), speculating=always(1.0))
-            steps = 100
-            tokens = int(steps * chosen.tokens_per_step * luck)
-            m.steering.speculated.append((tokens, steps * slower * chosen.tokens_per_step / chosen.rate, steps))
-            session.steering = m.steering
-            monkeypatch.setattr(auto, "learn", lambda *a: decoded.append(a))
-            session.end(None, 1.0)
-            return auto._corrections[1][chosen.key]
+        def measured(candidate, seconds):
+            record = autos._ShapeRecord()
+            call = types.SimpleNamespace(
+                candidate=candidate,
+                record=record,
+                driver=types.SimpleNamespace(remarks=()),
+                steering=types.SimpleNamespace(intervals=[(seconds / 2, 50), (seconds / 2, 50)]),
+                steps_per_report=lambda: 1.0,
+            )
+            auto._record_rate(call)
+            return call
 
-        assert steered(1.0, 1.0) == pytest.approx(1.0)
-        assert steered(0.5, 1.0) == pytest.approx(1.0)
-        assert steered(1.0, 2.0) == pytest.approx(0.5)
-        # And that is forgotten while nothing is drafted.
+        assert measured(chosen, 100 * chosen.step_s).record.factors() == {chosen.key: pytest.approx(1.0)}
+        call = measured(chosen, 200 * chosen.step_s)
+        assert call.record.factors() == {chosen.key: pytest.approx(0.5)}
+        call.candidate, call.steering.intervals = pipe.plan.plain, []
         for _ in range(400):
-            auto.fade(1)
-        assert auto._corrections[1][chosen.key] > 0.98
+            auto._record_rate(call)
+        assert call.record.factors()[chosen.key] > 0.98
 
 
 def test_a_draft_that_fails_costs_no_text(monkeypatch, target, one_core):
@@ -362,24 +334,25 @@ def test_a_draft_that_fails_costs_no_text(monkeypatch, target, one_core):
                 got = pipe.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
             check(target, prompts, wanted, got, ids.shape[1], "a draft that fails")
             told = "\n".join(str(w.message) for w in seen)
-            assert "could not be asked about a text (ArithmeticError: made to fail)" in told
+            assert "agreement with a text could not be measured (ArithmeticError: made to fail)" in told
         assert "batches of 2 could not be measured" in told
 
 
-def test_what_is_as_good_is_tried_once(monkeypatch, target, one_core):
+def test_a_near_candidate_is_tried_once(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
-        auto = pipe._auto
+        auto, record = pipe._driver, pipe._driver.record(1, "greedy")
         plan = planner.plan(auto.profile, auto.answers("greedy"))
         first, second = [c for c in plan.candidates if c.schedule != "plain"][:2]
-        monkeypatch.setitem(auto._drivers, (second.schedule, second.drafts), next(iter(auto._drivers.values())))
-        auto.correct(1, first.key, 1.0)
-        near = autos.replace(plan, candidates=(first, autos.replace(second, rate=0.95 * first.rate), plan.plain))
-        assert auto._choose(near, 1).key == second.key
-        auto.correct(1, second.key, 1.0)
-        assert auto._choose(near, 1).key == first.key
-        far = autos.replace(plan, candidates=(first, autos.replace(second, rate=0.5 * first.rate), plan.plain))
-        auto._corrections[1].pop(second.key)
-        assert auto._choose(far, 1).key == first.key
+        drivers = auto.pool.drivers
+        monkeypatch.setitem(drivers, (second.schedule, second.drafts), next(iter(drivers.values())))
+        record.rate(first.key).add(1.0)
+        near = replace(plan, candidates=(first, replace(second, rate=0.95 * first.rate), plan.plain))
+        assert auto._choose(near, record).key == second.key
+        record.rate(second.key).add(1.0)
+        assert auto._choose(near, record).key == first.key
+        far = replace(plan, candidates=(first, replace(second, rate=0.5 * first.rate), plan.plain))
+        del record.measured[second.key]
+        assert auto._choose(far, record).key == first.key
 
 
 def test_where_no_process_can_be_started(monkeypatch, target, capsys):
@@ -388,25 +361,23 @@ def test_where_no_process_can_be_started(monkeypatch, target, capsys):
     def refuse(*args):
         raise RuntimeError("no more processes")
 
-    monkeypatch.setattr(making, "WorkersDriver", refuse)
+    monkeypatch.setattr(factory, "WorkersDriver", refuse)
     with pipeline(monkeypatch, [always_right(target), target], chain(5e-3, 1e-2), table(0.9)) as pipe:
         assert "no more processes" in capsys.readouterr().err
         assert "workers" not in {c.schedule for c in pipe.plan.candidates}
         assert reports(pipe, 1)[0].schedule in ("plain", "lockstep")
 
 
-def test_what_was_measured_without_processes_is_not_kept(monkeypatch, target, tmp_path, capsys):
+def test_what_was_measured_without_processes_is_not_kept(monkeypatch, target, tmp_path, capsys, measured_briefly):
     """It lacks what stages cost each other; processes may start the next time."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
-    measure = profiles.measure_stages
-    monkeypatch.setattr(profiles, "measure_stages", lambda *a, **k: measure(*a, **(k | {"budget_s": 0.5})))
 
     def refuse(*args):
         raise RuntimeError("no more processes")
 
-    monkeypatch.setattr(making, "WorkersDriver", refuse)
-    Auto([random_llama(4, layers=1), target]).close()
+    monkeypatch.setattr(factory, "WorkersDriver", refuse)
+    AutoDriver([random_llama(4, layers=1), target]).close()
     assert "no more processes); the profile is not kept" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -415,23 +386,22 @@ def test_a_batch_is_measured_when_it_comes(monkeypatch, target, one_core):
     ids, mask = left_pad(random_prompts(3, seed=1))
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        assert pipe._auto.profile.target.has(4)
+        assert pipe._driver.profile.target.has(4)
         assert pipe.plan.call.rows == 4
 
 
-def test_no_speculation_where_angles_depend_on_the_length(monkeypatch, one_core):
+def test_no_speculation_where_rope_depend_on_the_length(monkeypatch, one_core):
     target = model_of("longrope")
     looks = []
-    steering = lambda **more: types.SimpleNamespace(decisions=[], look=lambda: looks.append(1))  # noqa: E731
-    models, profile = [always_right(target), target], chain(1e-3, 1e-2)
-    with pipeline(monkeypatch, models, profile, table(0.9), steering=steering) as pipe:
+    monkeypatch.setattr(CallSteering, "after_step", lambda steering: looks.append(1))
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         with pytest.warns(UserWarning, match="the drafts rest"):
             pipe.generate(prompt_of(LIMIT - 8), max_new_tokens=32, do_sample=False)
         assert pipe.report.schedule == "lockstep"
         assert 0 < len(looks) <= 8  # then there is nothing to compare
         pipe.generate(prompt_of(LIMIT), max_new_tokens=8, do_sample=False)
         assert pipe.report.schedule == "plain"
-        assert any("rotary angles" in decision for decision in pipe.report.decisions)
+        assert any("dynamic RoPE" in decision for decision in pipe.report.decisions)
 
 
 def test_without_drafts_it_is_plain(target):
@@ -440,33 +410,35 @@ def test_without_drafts_it_is_plain(target):
         assert pipe.plan is None
 
 
-@pytest.mark.parametrize("arguments", [{"windows": 4}, {"wait": 0}, {"decode_meanwhile": True}])
+@pytest.mark.parametrize("arguments", [{"lookahead": 4}, {"min_draft_tokens": 0}, {"decode_meanwhile": True}])
 def test_what_auto_chooses_cannot_be_given(target, arguments):
     with pytest.raises(ValueError, match="schedule='auto' chooses"):
         Pipeline(target, [always_right(target)], schedule="auto", **arguments)
 
 
-def test_the_profile_is_kept_and_a_corrupt_one_made_anew(monkeypatch, target, tmp_path, one_core):
+def test_the_profile_is_stored_and_a_corrupt_one_measured_again(
+    monkeypatch, target, tmp_path, one_core, measured_briefly
+):
     """Really measured, on one core."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(profiles, "_told", set())
+    monkeypatch.setattr(profile_store, "_warned", set())
     draft = random_llama(4, layers=1)
     measured = []
     monkeypatch.setattr(
-        profiles, "measure_stages", lambda *a, f=profiles.measure_stages, **k: measured.append(1) or f(*a, budget_s=1.0)
+        measure, "measure_stages", lambda *a, f=measure.measure_stages, **k: measured.append(1) or f(*a, **k)
     )
-    Auto([draft, target]).close()
-    again = Auto([draft, target])
+    AutoDriver([draft, target]).close()
+    again = AutoDriver([draft, target])
     assert len(measured) == 1
     assert len(again.tables["greedy"]) >= 16
     (file,) = tmp_path.iterdir()
     file.write_text(file.read_text()[:200])
-    with pytest.warns(ProfileWarning, match="made anew"):
-        Auto([draft, target]).close()
+    with pytest.warns(ProfileWarning, match="measured again"):
+        AutoDriver([draft, target]).close()
     assert len(measured) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Auto([draft, target]).close()
+        AutoDriver([draft, target]).close()
     assert len(measured) == 2
 
 
@@ -479,33 +451,30 @@ class Chaos:
     generator = random.Random(1)
     switches = 0
 
-    def __init__(self, *, policy, apply, **more):
-        self.drafts, self.apply = len(policy[0]), apply
-        self.decisions = []
+    def __init__(self, call):
+        self.driver, self.decisions, self.intervals = call.driver, [], []
 
-    def look(self):
-        pick = self.generator.random()
-        if pick < 0.3:
-            self.apply((0,) * self.drafts, 0)
-        elif pick < 0.7:
-            self.apply(
-                tuple(self.generator.choice((0, 1, 3, 8)) for _ in range(self.drafts)), self.generator.choice((0, 0, 2))
-            )
-        else:
+    def after_step(self):
+        drafts, generator = len(self.driver.config.lookahead), self.generator
+        pick = generator.random()
+        if not drafts or pick >= 0.7:
             return
+        lookahead = tuple(0 if pick < 0.3 else generator.choice((0, 1, 3, 8)) for _ in range(drafts))
+        minimum = 0 if pick < 0.3 else generator.choice((0, 0, 2))
+        self.driver.steer(replace(self.driver.config, lookahead=lookahead, min_draft_tokens=minimum))
         type(self).switches += 1
 
 
 def _chaos(monkeypatch, family, profile, schedule, tables, **more):
     monkeypatch.setattr(Chaos, "generator", random.Random(7))
     monkeypatch.setattr(Chaos, "switches", 0)
-    monkeypatch.setattr(autos, "_SHARE", 0.0)
+    monkeypatch.setattr(AutoDriver, "_steering_of", lambda auto, call: Chaos(call))
+    monkeypatch.setattr(AutoDriver, "_measure_agreement", lambda *a: None)  # the plan stays
     seen = set()
     ties = rows = 0
     target = family[-1]
-    with pipeline(monkeypatch, family, profile, tables, steering=Chaos, **more) as pipe:
+    with pipeline(monkeypatch, family, profile, tables, **more) as pipe:
         assert pipe.plan.chosen.schedule == schedule
-        pipe._auto._seen |= dict.fromkeys(("greedy", "sampled"), 10**6)  # nothing is learnt: the schedule stays
         for number, batch in enumerate((1, 3, 1, 2)):
             prompts = random_prompts(batch, seed=100 + number)
             ids, mask = left_pad(prompts)
@@ -530,20 +499,18 @@ def test_lockstep_switched_at_random_gives_the_same_text(monkeypatch, target, on
     _chaos(monkeypatch, models, chain(1e-4, 1e-3, 1e-2), "lockstep", table(0.5, 0.9))
 
 
-@pytest.mark.slow
 def test_workers_switched_at_random_give_the_same_text(monkeypatch, target):
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1, 2})
     models = [noisy(target, 0.2), noisy(target, 0.02), target]
     _chaos(monkeypatch, models, chain(2e-3, 4e-3, 1e-2), "workers", table(0.5, 0.9))
 
 
-@pytest.mark.slow
-def test_measured_planned_and_run_for_real(monkeypatch, target, tmp_path):
+def test_measured_planned_and_run_for_real(monkeypatch, target, tmp_path, measured_briefly):
     """Everything together, nothing made up: processes, profile, plan, calls."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
     with Pipeline(target, [random_llama(4, layers=1)], schedule="auto") as pipe:
-        assert pipe._auto.profile.stages[0].contention >= 0.0
+        assert pipe._driver.profile.stages[0].contention >= 0.0
         assert {c.schedule for c in pipe.plan.candidates} == {"plain", "lockstep", "workers"}
         for prompt in random_prompts(3, seed=3):
             wanted = target.generate(prompt[None], max_new_tokens=24, do_sample=False)
@@ -585,9 +552,9 @@ def test_captured_steps_are_chosen_and_give_the_same_text(monkeypatch, own, targ
     with with_graphs(monkeypatch, own, schedule) as pipe:
         assert pipe.plan.chosen.schedule == schedule
         assert pipe.plan.chosen.captured
-        pipe._auto._seen |= dict.fromkeys(("greedy", "sampled"), 10**6)  # nothing is learnt: the plan stays
-        monkeypatch.setattr(autos, "_SHARE", 0.0)
-        pipe._auto.correct = pipe._auto.set_correction = lambda *a: None
+        monkeypatch.setattr(
+            AutoDriver, "learn", lambda auto: setattr(auto, "remarks", (auto.plan.why,))
+        )  # the plan stays
         for prompt in random_prompts(3, seed=8):
             wanted = target.generate(prompt[None], max_new_tokens=60, do_sample=False)
             got = pipe.generate(prompt[None], max_new_tokens=60, do_sample=False)
@@ -596,7 +563,7 @@ def test_captured_steps_are_chosen_and_give_the_same_text(monkeypatch, own, targ
             assert report.schedule == schedule
             assert report.decisions[0].startswith(pipe.plan.chosen.way + ":")
             assert [s.name for s in report.stages] == (["target"] if schedule == "plain" else ["draft 0", "target"])
-        drivers = pipe._auto._drivers
+        drivers = pipe._driver.pool.drivers
         assert {type(d) for d in drivers.values()} == {StreamsDriver if schedule == "streams" else RoundsDriver}
         with Pipeline(target, schedule="plain") as plain:
             arguments = {"max_new_tokens": 24, "do_sample": True, "seed": 3, "temperature": 0.9, "top_k": 0}
@@ -604,16 +571,15 @@ def test_captured_steps_are_chosen_and_give_the_same_text(monkeypatch, own, targ
     assert own.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.slow
 def test_streams_switched_at_random_give_the_same_text(monkeypatch, own):
     profile = captured(chain(1e-3, 1e-2), 2e-3, 5e-3, devices=(0, 1))
     _chaos(monkeypatch, [noisy(own, 0.02), own], profile, "streams", table(0.9), captured=EVERY)
 
 
 def test_on_a_cpu_nothing_is_captured(monkeypatch, target, one_core):
-    monkeypatch.setattr(profiles, "measure_captured", None)
+    monkeypatch.setattr(measure, "measure_captured", None)
     with pipeline(monkeypatch, [always_right(target), target], graphs_profile("lockstep"), table(0.9)) as pipe:
-        assert pipe._auto.captured == ()
+        assert pipe._driver.captured == ()
         assert not any(c.captured for c in pipe.plan.candidates)
 
 
@@ -621,7 +587,7 @@ def test_on_a_cpu_nothing_is_captured(monkeypatch, target, one_core):
     ("arguments", "why"),
     [
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores and output_logits"),
-        ({"no_repeat_ngram_size": 3}, "run by the host, position by position: NoRepeatNGram"),
+        ({"no_repeat_ngram_size": 3}, "run on the host, position by position: NoRepeatNGram"),
         ({"repetition_penalty": 1.2}, "repetition_penalty"),
     ],
 )
@@ -629,12 +595,12 @@ def test_a_call_that_needs_the_host_is_planned_without_graphs(monkeypatch, own, 
     prompt = random_prompts(1, seed=8)[0][None]
     options = {"max_new_tokens": 24, "do_sample": False}
     with with_graphs(monkeypatch, own, "lockstep") as pipe:
-        pipe._auto._seen["greedy"] = 10**6
-        monkeypatch.setattr(autos, "_SHARE", 0.0)
-        rounds = next(iter(pipe._auto._drivers.values()))
+        monkeypatch.setattr(AutoDriver, "_measure_agreement", lambda *a: None)
+        rounds = next(iter(pipe._driver.pool.drivers.values()))
         pipe.generate(prompt, **options)
-        rooms = list(rounds.target.rooms())
-        got = pipe.generate(prompt, **options, **arguments)
+        rooms = list(rounds.target.all_buffers())
+        with pytest.warns(SpeedWarning, match=f"without CUDA graphs: .*{why}.*; leave"):
+            got = pipe.generate(prompt, **options, **arguments)
         assert not pipe.plan.chosen.captured
         assert pipe.report.schedule in ("plain", "lockstep")
         assert any(d.startswith("without CUDA graphs: ") and why in d for d in pipe.report.decisions)
@@ -647,26 +613,26 @@ def test_a_call_that_needs_the_host_is_planned_without_graphs(monkeypatch, own, 
         pipe.generate(prompt, **options)
         assert pipe.plan.chosen.captured
         assert not any("without" in d for d in pipe.report.decisions)
-        assert all(a is b for a, b in zip(rooms, rounds.target.rooms(), strict=True))
+        assert all(a is b for a, b in zip(rooms, rounds.target.all_buffers(), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::pipespec.drivers.base.StageFailure")
+@pytest.mark.filterwarnings("ignore::pipespec.drivers.base.SpeedWarning")
 def test_a_batch_whose_captured_steps_cannot_be_measured(monkeypatch, own, one_core):
-    """Too large for the memory: told once, and other sizes keep their graphs."""
+    """Too large for the memory: one warning, and other sizes keep their graphs."""
     asked = []
 
-    def measure(*args, rows, **more):
+    def out_of_memory(*args, rows, **more):
         asked.append(rows)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with with_graphs(monkeypatch, own, "lockstep") as pipe:
-        monkeypatch.setattr(profiles, "measure_captured", measure)
+        monkeypatch.setattr(measure, "measure_captured", out_of_memory)
         ids, mask = left_pad(random_prompts(4, seed=8))
         for _ in range(2):
             pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert asked == [4]
         reports(pipe, 1)
-        assert pipe._auto.captured
+        assert pipe._driver.captured
         assert pipe.plan.chosen.captured
 
 
@@ -676,7 +642,9 @@ def test_what_stays_is_not_counted_as_free(monkeypatch, own, one_core):
     seen = []
     with with_graphs(monkeypatch, own, "lockstep") as pipe:
         pipe.generate(prompt, max_new_tokens=8, do_sample=False)
-        monkeypatch.setattr(pipelines, "check_memory", lambda *a, kept, **more: seen.append(dict(kept())))
+        monkeypatch.setattr(
+            pipelines, "check_memory", lambda *a, reusable_bytes, **more: seen.append(dict(reusable_bytes()))
+        )
         pipe.generate(prompt, max_new_tokens=8, do_sample=False)
         pipe.generate(prompt, max_new_tokens=8, do_sample=False, repetition_penalty=1.2)
     assert seen[0].get("cpu", 0) > 0
@@ -697,8 +665,8 @@ def test_a_call_whose_fixed_caches_do_not_fit(monkeypatch, own, one_core):
         assert checked == [True, False]
         assert any("do not fit the memory" in d for d in report.decisions)
         assert not pipe.plan.chosen.captured
-        (rounds,) = (d for d in pipe._auto._drivers.values() if isinstance(d, RoundsDriver))
-        assert rounds.target.rooms() == []  # what it held is given back
+        (rounds,) = (d for d in pipe._driver.pool.drivers.values() if isinstance(d, RoundsDriver))
+        assert rounds.target.all_buffers() == []  # what it held is given back
 
 
 def refuse_capture(*args, **more):
@@ -708,16 +676,16 @@ def refuse_capture(*args, **more):
 @pytest.mark.parametrize("stored", [True, False], ids=["profile", "measuring"])
 def test_models_that_cannot_be_captured(monkeypatch, own, target, stored, one_core):
     """Told once; then it is as if there were no graphs."""
-    monkeypatch.setattr(FixedDriver, "__init__", refuse_capture)
+    monkeypatch.setattr(GraphedDriver, "__init__", refuse_capture)
     profile = graphs_profile("lockstep") if stored else chain(1e-3, 1e-2)
     models = [always_right(own), own]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with pipeline(monkeypatch, models, profile, table(0.9), captured=EVERY) as pipe:
-            assert pipe._auto.captured == ()
+            assert pipe._driver.captured == ()
             assert pipe.plan.chosen.way == "lockstep"
             got = reports(pipe, 2)
-    assert [str(w.message).partition(" cannot be")[0] for w in told if w.category is StageFailure] == [
+    assert [str(w.message).partition(" cannot be")[0] for w in told if w.category is SpeedWarning] == [
         f"schedule='auto': {'target' if stored else 'draft 0'}"
     ]
     assert "without CUDA graphs" in str(told[0].message)
@@ -727,71 +695,68 @@ def test_models_that_cannot_be_captured(monkeypatch, own, target, stored, one_co
 def test_a_call_that_cannot_be_captured_is_the_last_one_tried(monkeypatch, own, target, one_core):
     """It is run step by step by the same stages, its time is not taken for that of graphs, and no further call is tried."""
     with with_graphs(monkeypatch, own, "lockstep") as pipe:
-        rounds = next(iter(pipe._auto._drivers.values()))
+        rounds = next(iter(pipe._driver.pool.drivers.values()))
         monkeypatch.setattr(rounds, "on_gpu", True)
-        monkeypatch.setattr(rounds, "_capture", refuse_capture)
+        monkeypatch.setattr(rounds, "capture", refuse_capture)
         monkeypatch.setattr(rounds, "_drop_graphs", lambda: None)
         prompt = random_prompts(1, seed=8)[0][None]
         wanted = target.generate(prompt, max_new_tokens=24, do_sample=False)
-        with pytest.warns(StageFailure, match="it looks at its numbers; this call is run in lockstep") as told:
+        with pytest.warns(SpeedWarning, match="in lockstep, step by step: .*it looks at its numbers") as told:
             got = pipe.generate(prompt, max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
         assert torch.equal(got.sequences, wanted)
         assert got.past_key_values is not None
         assert len(told) == 1
         assert any("step by step" in d for d in pipe.report.decisions)
-        assert ("lockstep, graphs", (0,), 2) not in pipe._auto._corrections.get(1, {})
+        assert ("lockstep, graphs", (0,), 2) not in pipe._driver.record(1, "greedy").factors()
         assert own.config._attn_implementation == "sdpa"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert all("graphs" not in d for report in reports(pipe, 2) for d in report.decisions)
 
 
-def test_captured_steps_are_measured_when_they_are_missing(monkeypatch, own, tmp_path, one_core):
+def test_captured_steps_are_measured_when_they_are_missing(monkeypatch, own, tmp_path, one_core, measured_briefly):
     """Of a profile from before, and of a batch; and kept."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
-    measure = profiles.measure_stages
-    monkeypatch.setattr(profiles, "measure_stages", lambda *a, **k: measure(*a, **(k | {"budget_s": 0.0})))
     asked = []
-    capture = profiles.measure_captured
+    capture = measure.measure_captured
     monkeypatch.setattr(
-        profiles, "measure_captured", lambda *a, rows: asked.append(rows) or capture(*a, rows=rows, widths=(1, 4))
+        measure, "measure_captured", lambda *a, rows: asked.append(rows) or capture(*a, rows=rows, widths=(1, 4))
     )
     models = [random_llama(4, layers=1), own]
-    Auto(models).close()
+    AutoDriver(models).close()
     assert asked == []
-    Auto(models, captured=EVERY).close()
+    AutoDriver(models, captured=EVERY).close()
     assert asked == [1]
-    Auto(models, captured=EVERY).close()
+    AutoDriver(models, captured=EVERY).close()
     assert asked == [1]
-    Auto(models).close()
-    monkeypatch.setattr("pipespec.pipeline.Auto", functools.partial(Auto, captured=EVERY))
+    AutoDriver(models).close()
+    monkeypatch.setattr("pipespec.pipeline.AutoDriver", functools.partial(AutoDriver, captured=EVERY))
     ids, mask = left_pad(random_prompts(3, seed=1))
     for _ in range(2):
         with Pipeline(own, models[:1], schedule="auto") as pipe:
             pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-            assert pipe._auto.profile.target.has(4, captured=True)
+            assert pipe._driver.profile.target.has(4, captured=True)
         assert asked == [1, 4]
 
 
-def test_what_a_round_takes_corrects_its_prediction(monkeypatch, own, one_core):
-    """On a clock of its own, where each of its steps is a hundredth of a second. What a text gives per step is not its merit."""
-    now, ended = [0.0], []
-    look, end = autos._Session._mark, autos._Session.end
+def test_the_steps_of_a_round_are_measured(monkeypatch, own, one_core):
+    """On a clock of its own, where each of its steps takes a hundredth of a second."""
+    auto = []
 
-    def tick(session):
-        now[0] += 0.01
-        look(session)
+    def clock():
+        call = auto[0]._call if auto else None
+        return 0.01 * (call.reports if call is not None else 0)
 
-    monkeypatch.setattr(autos._Session, "_mark", tick)
-    monkeypatch.setattr(autos._Session, "end", lambda session, *a: ended.append(session) or end(session, *a))
-    with with_graphs(monkeypatch, own, "lockstep", clock=lambda: now[0]) as pipe:
+    with with_graphs(monkeypatch, own, "lockstep", clock=clock) as pipe:
+        auto.append(pipe._driver)
         chosen = pipe.plan.chosen
         reports(pipe, 1, new=60)
-        (session,) = ended
-        assert pipe._auto._corrections[1] == {chosen.key: pytest.approx(session._step_s() / 0.01)}
-        assert session._steps_per_look() == 1.0
-        session._looks /= 2  # as where a scheduler tells of two steps at once
-        assert session._steps_per_look() == pytest.approx(2.0, rel=0.1)
+        call = pipe._driver._call
+        assert call.candidate == chosen
+        assert call.record.factors() == {chosen.key: pytest.approx(chosen.step_s / 0.01)}
+        assert call.steps_per_report() == 1.0
+        call.reports /= 2  # as where a scheduler reports two steps at once
+        assert call.steps_per_report() == pytest.approx(2.0, rel=0.1)
 
 
 @pytest.mark.gpu
@@ -804,7 +769,7 @@ def test_on_a_gpu_everything_is_measured_and_the_text_is_the_same(own, monkeypat
     with Pipeline(target, [draft], schedule="auto") as pipe:
         ways = {c.way for c in pipe.plan.candidates}
         assert {"plain", "lockstep", "plain, graphs", "lockstep, graphs", "streams"} <= ways
-        assert all(s.has(1, captured=True) for s in pipe._auto.profile.stages)
+        assert all(s.has(1, captured=True) for s in pipe._driver.profile.stages)
         for prompt, text in zip(prompts, wanted, strict=True):
             assert torch.equal(pipe.generate(prompt, max_new_tokens=64, do_sample=False), text)
     assert target.config._attn_implementation == "sdpa"

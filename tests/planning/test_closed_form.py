@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from bench import theory
+from bench import bounds, theory
 from pipespec.planning import closed_form as cf
 from pipespec.planning.simulator import simulate_spd
+from pipespec.spd import law
+from tests.trials import trials
 
 ACCEPTANCE = (0.0, 0.2, 0.5, 0.8, 0.95, 0.999)
 
@@ -35,8 +37,8 @@ def test_limits_of_the_published_form():
 @pytest.mark.parametrize("a", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("g", [0.5, 1, 10])
 def test_theorem_1(a, g):
-    assert cf.theorem_1_holds(a, g)
-    assert not cf.theorem_1_holds(0.0, g)
+    assert cf.tokens_per_step(a, g) > 1.0
+    assert cf.tokens_per_step(0.0, g) == 1.0
 
 
 @pytest.mark.parametrize("a", ACCEPTANCE)
@@ -50,61 +52,63 @@ def test_the_generalised_form_contains_the_published_one(a, c):
 def test_values_worked_out_elsewhere():
     """a = .8, c = 20: without a wait, with the best one, and the best lock step."""
     assert cf.two_stage(0.8, 1, 20, 20).rate * 20 == pytest.approx(2.76, abs=0.005)
-    wait, rate = cf.best_wait(0.8, 1, 20, 20)
-    assert (wait, rate * 20) == (6, pytest.approx(3.31, abs=0.005))
-    assert cf.best_lockstep(0.8, 20) == (8, pytest.approx(3.09, abs=0.005))
-    assert [cf.crossover_acceptance(c) for c in (3, 5)] == [0.0, 0.0]
-    found = [cf.crossover_acceptance(c) for c in (6, 8, 10, 15, 20, 40)]
+    min_draft_tokens, rate = bounds.best_min_draft_tokens(0.8, 1, 20, 20)
+    assert (min_draft_tokens, rate * 20) == (6, pytest.approx(3.31, abs=0.005))
+    assert bounds.best_lockstep(0.8, 20) == (8, pytest.approx(3.09, abs=0.005))
+    assert [bounds.crossover_acceptance(c) for c in (3, 5)] == [0.0, 0.0]
+    found = [bounds.crossover_acceptance(c) for c in (6, 8, 10, 15, 20, 40)]
     assert found == pytest.approx([0.43, 0.65, 0.73, 0.83, 0.875, 0.94], abs=0.006)
-    even = [cf.break_even_acceptance(1, 10 * r, 10) for r in (1.2, 1.5, 2, 3.5)]
+    even = [bounds.break_even_acceptance(1, 10 * r, 10) for r in (1.2, 1.5, 2, 3.5)]
     assert even == pytest.approx([0.17, 0.33, 0.50, 0.73], abs=0.006)
-    even = [cf.break_even_acceptance(1, c, c, handshake=0.5) for c in (2, 5, 10)]
+    even = [bounds.break_even_acceptance(1, c, c, handshake=0.5) for c in (2, 5, 10)]
     assert even == pytest.approx([0.56, 0.30, 0.22], abs=0.006)
 
 
 def test_break_even_is_where_plain_decoding_is_met():
-    a = cf.break_even_acceptance(1, 25, 10, wait=2)
-    assert cf.two_stage(a, 1, 25, 10, wait=2).rate == pytest.approx(1 / 10)
-    assert cf.break_even_acceptance(1.0, 1000.0, 1.0) == 1.0  # a draft as slow as the target, dear verification: never
+    a = bounds.break_even_acceptance(1, 25, 10, min_draft_tokens=2)
+    assert cf.two_stage(a, 1, 25, 10, min_draft_tokens=2).rate == pytest.approx(1 / 10)
+    assert (
+        bounds.break_even_acceptance(1.0, 1000.0, 1.0) == 1.0
+    )  # a draft as slow as the target, dear verification: never
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 16])
 @pytest.mark.parametrize("a", [0.0, 0.5, 0.9, 1.0])
 def test_spd_forms_belong_together(a, n):
-    length = cf.spd_accepted_length(a, n)
-    assert length == pytest.approx(cf.spd_speedup(a, n, 20.0))
+    length = law.spd_accepted_length(a, n)
+    assert length == pytest.approx(law.spd_speedup(a, n, 20.0))
     if n > 1:
-        assert cf.spd_acceptance(length, n) == pytest.approx(a)
+        assert law.spd_acceptance(length, n) == pytest.approx(a)
     else:
         assert length == 1.0
 
 
 def test_spd_best_number_of_stages_is_the_best():
-    best = cf.spd_best_stages(0.82, 28.4, 2.0)
+    best = law.spd_best_stages(0.82, 28.4, 2.0)
     assert best == pytest.approx(8.0, abs=0.1)
-    speed = [cf.spd_speedup(0.82, n, 28.4, 2.0) for n in range(1, 40)]
+    speed = [law.spd_speedup(0.82, n, 28.4, 2.0) for n in range(1, 40)]
     assert int(np.argmax(speed)) + 1 == round(best)
-    assert math.isinf(cf.spd_best_stages(1.0, 10, 1))
-    assert math.isinf(cf.spd_best_stages(0.5, 10, 0))
+    assert math.isinf(law.spd_best_stages(1.0, 10, 1))
+    assert math.isinf(law.spd_best_stages(0.5, 10, 0))
 
 
 def test_one_device_gains_by_fewer_target_steps_only():
-    assert cf.roofline_rate([16e9], [1.0], 800e9) == pytest.approx(50.0)
-    # Five drafts and one verification for four tokens; the draft is a tenth of the target.
-    assert cf.roofline_speedup([1.6e9, 16e9], [5 / 4, 1 / 4]) == pytest.approx(1 / (0.125 + 0.25))
+    assert bounds.roofline_rate([16e9], [1.0], 800e9) == pytest.approx(50.0)
+    # Five drafts and one verification for four tokens; the draft is a tenth of the target, which decodes one token per second.
+    assert bounds.roofline_rate([1.6e9, 16e9], [5 / 4, 1 / 4], 16e9) == pytest.approx(1 / (0.125 + 0.25))
     # A pipeline whose target steps once per token cannot gain, whatever runs beside it.
-    assert cf.roofline_speedup([1.6e9, 16e9], [0.1, 1.0]) < 1.0
+    assert bounds.roofline_rate([1.6e9, 16e9], [0.1, 1.0], 16e9) < 1.0
 
 
 def test_the_best_policy_is_a_ceiling_and_is_reached_where_waiting_is_best():
     for a, c in ((0.5, 5), (0.8, 20), (0.95, 10)):
-        best = cf.best_policy(a, 1.0, c, c)
-        wait, rate = cf.best_wait(a, 1.0, c, c, most=c - 1)
+        best = bounds.best_policy(a, 1.0, c, c)
+        min_draft_tokens, rate = bounds.best_min_draft_tokens(a, 1.0, c, c, most=c - 1)
         assert best.rate == pytest.approx(rate, rel=2e-3)
-        assert best.threshold == pytest.approx(wait, abs=1)
+        assert best.threshold == pytest.approx(min_draft_tokens, abs=1)
         assert set(best.actions[: best.threshold]) == {"wait"}
-    dear = cf.best_policy(0.952, 22.0, 427.0, 120.0)
-    assert dear.rate > max(cf.two_stage(0.952, 22.0, 427.0, 120.0, wait=w).rate for w in range(19))
+    dear = bounds.best_policy(0.952, 22.0, 427.0, 120.0)
+    assert dear.rate > max(cf.two_stage(0.952, 22.0, 427.0, 120.0, min_draft_tokens=w).rate for w in range(19))
     assert set(dear.actions[: dear.threshold]) == {"decode"}
 
 
@@ -121,7 +125,7 @@ def test_published_form_within_the_sampling_error():
 
 
 def test_generalised_form_within_two_percent():
-    rows = theory.generalised_grid(6000, acceptance=(0.3, 0.8))
+    rows = theory.generalised_grid(trials(ci=3000, nightly=6000), acceptance=(0.3, 0.8))
     assert len(rows) > 150
     for row in rows:
         assert abs(row.error) < 0.02 + 2 * row.noise, row
@@ -151,7 +155,7 @@ def test_spd_law_within_the_sampling_error():
 def test_spd_wall_clock():
     a, n, step, cost = 0.8, 8, 28.4, 2.0
     simulated = simulate_spd([step / n] * n, a, 200_000, cycle_s=cost, seed=1)
-    assert step * simulated.rate == pytest.approx(cf.spd_speedup(a, n, step, cost), rel=0.01)
+    assert step * simulated.rate == pytest.approx(law.spd_speedup(a, n, step, cost), rel=0.01)
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -167,12 +171,12 @@ NAN = float("nan")
         lambda a: cf.verify_probability(a, 1),
         lambda a: cf.tokens_per_step(a, 1),
         lambda a: cf.published_chain_speedup([0.5, a], [5, 5]),
-        lambda a: cf.lockstep_speedup(a, 3, 5),
-        lambda a: cf.best_lockstep(a, 5),
+        lambda a: bounds.lockstep_speedup(a, 3, 5),
+        lambda a: bounds.best_lockstep(a, 5),
         lambda a: cf.two_stage(a, 1, 10, 10),
-        lambda a: cf.best_policy(a, 1, 10, 10),
-        lambda a: cf.spd_tokens_per_cycle(a, 4),
-        lambda a: cf.spd_best_stages(a, 10, 1),
+        lambda a: bounds.best_policy(a, 1, 10, 10),
+        lambda a: law.spd_tokens_per_cycle(a, 4),
+        lambda a: law.spd_best_stages(a, 10, 1),
     ],
 )
 def test_impossible_probabilities(call, a):
@@ -185,16 +189,15 @@ def test_impossible_probabilities(call, a):
     "call",
     [
         lambda t: cf.published_speedup(0.5, t),
-        lambda t: cf.lockstep_rate(0.5, 3, t, 1.0),
-        lambda t: cf.lockstep_rate(0.5, 3, 1.0, t),
+        lambda t: bounds.lockstep_speedup(0.5, 3, t),
         lambda t: cf.two_stage(0.5, t, 10, 10),
         lambda t: cf.two_stage(0.5, 1, t, 10),
         lambda t: cf.two_stage(0.5, 1, 10, t),
-        lambda t: cf.best_policy(0.5, 1, t, 10),
+        lambda t: bounds.best_policy(0.5, 1, t, 10),
         lambda t: cf.chain_rate([0.5], t, [10], [10]),
-        lambda t: cf.spd_speedup(0.5, 4, t),
-        lambda t: cf.roofline_rate([t], [1.0], 1e9),
-        lambda t: cf.roofline_rate([1e9], [1.0], t),
+        lambda t: law.spd_speedup(0.5, 4, t),
+        lambda t: bounds.roofline_rate([t], [1.0], 1e9),
+        lambda t: bounds.roofline_rate([1e9], [1.0], t),
     ],
 )
 def test_impossible_times(call, t):
@@ -207,20 +210,20 @@ def test_impossible_times(call, t):
     [
         (lambda: cf.published_speedup(0.5, 0.5), "slower"),
         (lambda: cf.two_stage(0.5, 20, 10, 10), "longer"),
-        (lambda: cf.two_stage(0.5, 1, 10, 10, wait=-1), "wait"),
+        (lambda: cf.two_stage(0.5, 1, 10, 10, min_draft_tokens=-1), "min_draft_tokens"),
         (lambda: cf.two_stage(0.5, 1, 10, 10, handshake=-1), "negative"),
-        (lambda: cf.best_policy(1.0, 1, 10, 10), "rejected"),
-        (lambda: cf.best_policy(0.5, 1, 10, 10, most_hints=0), "most_hints"),
-        (lambda: cf.best_lockstep(1.0, 10), "more drafts"),
+        (lambda: bounds.best_policy(1.0, 1, 10, 10), "rejected"),
+        (lambda: bounds.best_policy(0.5, 1, 10, 10, max_draft_tokens=0), "max_draft_tokens"),
+        (lambda: bounds.best_lockstep(1.0, 10), "more drafts"),
         (lambda: cf.published_chain_speedup([], []), "at least one"),
         (lambda: cf.published_chain_speedup([0.5], [5, 5]), "ratios"),
         (lambda: cf.chain_rate([0.5, 0.5], 1, [5], [5, 5]), "verify"),
         (lambda: cf.chain_rate([], 1, [], []), "at least one"),
-        (lambda: cf.spd_tokens_per_cycle(0.5, 0), "stages"),
-        (lambda: cf.spd_acceptance(5.0, 4), "length"),
-        (lambda: cf.spd_acceptance(1.0, 1), "one stage"),
-        (lambda: cf.roofline_rate([], [], 1e9), "no stages"),
-        (lambda: cf.roofline_rate([1e9], [], 1e9), "steps_per_token"),
+        (lambda: law.spd_tokens_per_cycle(0.5, 0), "stages"),
+        (lambda: law.spd_acceptance(5.0, 4), "length"),
+        (lambda: law.spd_acceptance(1.0, 1), "one stage"),
+        (lambda: bounds.roofline_rate([], [], 1e9), "no stages"),
+        (lambda: bounds.roofline_rate([1e9], [], 1e9), "steps_per_token"),
     ],
 )
 def test_other_nonsense(call, says):

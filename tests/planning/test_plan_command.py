@@ -1,4 +1,4 @@
-"""``pipespec plan`` and the picture of depth and window."""
+"""``pipespec plan`` and the picture of depth and lookahead."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipespec.cli import main
+from pipespec.cli import survey
+from pipespec.cli.main import main
+from pipespec.cli.survey import SurveyPoint
 from pipespec.planning import auto as autos
-from pipespec.planning import planner, survey
+from pipespec.planning import planner
 from pipespec.planning.simulator import Answers
-from pipespec.planning.survey import Point
 from tests.conftest import noisy, random_llama
 from tests.planning.test_planner import chain
 
 
 @pytest.fixture
-def folders(tmp_path, monkeypatch):
+def folders(tmp_path, monkeypatch, measured_briefly):
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0})
     target = random_llama(0)
@@ -65,17 +66,27 @@ def test_bad_arguments(given, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_refused_before_anything_is_measured(folders, capsys, monkeypatch):
+    monkeypatch.setattr("pipespec.planning.auto.AutoDriver", None)
+    given = ["plan", "--target", str(folders / "target"), "--draft", str(folders / "draft")]
+    assert main([*given, "--new-tokens", "1000000"]) == 2
+    assert "1000000 new ones pass the target's limit of 512" in capsys.readouterr().err
+    assert main([*given, "--svg", str(folders / "nowhere" / "plan.svg")]) == 2
+    assert f"there is no folder {folders / 'nowhere'}" in capsys.readouterr().err
+
+
 def test_predicted_and_measured_side_by_side():
     profile, answers = chain(1e-3, 2e-3, 1e-2), Answers((0.8, 0.9))
-    candidates = survey.settings(profile, windows=(2, 4, 8), waits=(0, 2))
+    candidates = survey.settings(profile, lookahead=(2, 4, 8), minima=(0, 2))
     assert len(candidates) == 1 + 3 * 3 * 3
-    points = [Point(planner.predict(profile, answers, c, planner.Call())) for c in candidates]
+    points = [SurveyPoint(planner.predict(profile, answers, c, planner.CallShape())) for c in candidates]
     for p in points:
         p.measured = [p.candidate.rate * 0.8] * 3
     assert all(p.error == pytest.approx(0.25) for p in points)
     names = ["s<", "m", "t"]
     root = ElementTree.fromstring(survey.picture(points, names, "a & b"))
-    assert len(root.findall(".//{*}polyline")) == 2 * 3
+    panels = 2 * 2  # schedules, numbers of stages; the target alone is a curve in each
+    assert len(root.findall(".//{*}polyline")) == 2 * 3 + panels
     assert len(survey.table(points, names).splitlines()) == 1 + len(points)
     with pytest.raises(ValueError, match="nothing to draw"):
         survey.picture(points[:1], names, "")

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipespec.drivers.base import Policy
-from pipespec.drivers.rounds import parts
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.graphed.rounds import round_steps
 from pipespec.planning import planner
-from pipespec.planning.planner import Call, plan
+from pipespec.planning.planner import CallShape, plan
 from pipespec.planning.profile import Profile, StageProfile, StepTimes
 from pipespec.planning.simulator import Answers
 from pipespec_kernels.scheduler import widths
@@ -88,15 +88,14 @@ def test_stages_that_slow_each_other_down_take_turns():
     assert workers.ideal > workers.rate
 
 
-def test_nobody_sleeps_for_a_small_gain(monkeypatch):
+def test_no_sleep_for_a_small_gain(monkeypatch):
     def waits(margin):
         monkeypatch.setattr(planner, "WAIT_MARGIN", margin)
         found = plan(chain(1e-3, 1e-2), Answers((0.85,)), schedules=("workers",))
-        rungs = planner.ladder(chain(1e-3, 1e-2), Answers((0.85,)), found.chosen, found.call)
-        return {c.wait for c in (found.chosen, *rungs) if not getattr(c, "decode_meanwhile", False)}
+        return found.chosen.min_draft_tokens if not found.chosen.decode_meanwhile else 0
 
-    assert max(waits(1.0)) > 0
-    assert waits(10.0) == {0}
+    assert waits(1.0) > 0
+    assert waits(10.0) == 0
 
 
 def test_one_core_has_no_workers():
@@ -105,7 +104,7 @@ def test_one_core_has_no_workers():
 
 
 def test_the_right_drafts_in_the_right_order():
-    # Draft 0 knows nothing; draft 1 is good.
+    # Draft 0 is always wrong; draft 1 is good.
     table = np.array([[1, 0]] * 9 + [[1, 2]], dtype=np.uint8)
     found = plan(chain(1e-3, 1e-3, 1e-2, contention=0.3), Answers(table=table))
     assert found.chosen.drafts == (1,)
@@ -124,9 +123,7 @@ def test_of_many_drafts_not_all_subsets():
 def test_subsets_of_independent_pairs_multiply():
     own = planner._subset(Answers((0.5, 0.8)), (0,), 3)
     assert own.acceptance == (0.4,)
-    assert planner.neighbours(Answers((0.5, 0.8)), (0, 1), 3) == [0.5, 0.8]
-    table = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], dtype=np.uint8)
-    assert planner.neighbours(Answers(table=table), (0, 1), 3) == [0.75, 0.75]
+    assert planner._subset(Answers((0.5, 0.8)), (0, 1), 3).acceptance == (0.5, 0.8)
 
 
 def _target_with(one: float, two: float) -> Profile:
@@ -161,7 +158,7 @@ def test_the_prompt_is_read_with_the_candidates_threads():
     times = tuple(StepTimes(n, 1, 64, (1,), (1e-3,), 4e-3 / n) for n in (1, 2))
     profile = Profile((StageProfile("target", 1, times),), 2)
     rates = [
-        planner.predict(profile, Answers(), planner.Candidate("plain", (), (), 0, n, 0.0), Call(1, 100, 100)).rate
+        planner.predict(profile, Answers(), planner.Candidate("plain", (), (), 0, n, 0.0), CallShape(1, 100, 100)).rate
         for n in (1, 2)
     ]
     assert rates == pytest.approx([100 / 0.5, 100 / 0.3])
@@ -177,19 +174,19 @@ def test_a_slow_machine_slows_all_alike():
 
 def test_ideally_only_steps_take_time(monkeypatch):
     candidate = planner.Candidate("workers", (0,), (8,), 0, 1, 0.0)
-    wanted = planner.predict(chain(1e-3, 1e-2), Answers((0.8,)), candidate, Call()).rate
+    wanted = planner.predict(chain(1e-3, 1e-2), Answers((0.8,)), candidate, CallShape()).rate
     monkeypatch.setattr(planner, "WAKE_S", 1e-3)
     monkeypatch.setattr(planner, "BETWEEN_S", 1e-3)
     shared = chain(1e-3, 1e-2, contention=0.5)
-    assert planner.predict(shared, Answers((0.8,)), candidate, Call(), ideal=True, cores=1).rate == wanted
-    assert planner.predict(shared, Answers((0.8,)), candidate, Call()).rate < 0.8 * wanted
+    assert planner.predict(shared, Answers((0.8,)), candidate, CallShape(), ideal=True, cores=1).rate == wanted
+    assert planner.predict(shared, Answers((0.8,)), candidate, CallShape()).rate < 0.8 * wanted
 
 
-def test_whom_contention_slows_down():
+def test_the_slowdown_of_a_draft_and_of_the_target():
     candidate = planner.Candidate("workers", (0,), (8,), 0, 1, 0.0)
 
     def rate(**more):
-        return planner.predict(chain(1e-3, 1e-2, **more), Answers((0.9,)), candidate, Call()).rate
+        return planner.predict(chain(1e-3, 1e-2, **more), Answers((0.9,)), candidate, CallShape()).rate
 
     # A slower draft costs less than a slower target; the target's own figures say nothing.
     assert rate(burden=0.5) < rate(contention=0.5, burden=0.0) < rate(contention=0.0)
@@ -199,7 +196,7 @@ def test_whom_contention_slows_down():
 def test_stages_in_turn_find_cold_caches():
     candidate = planner.Candidate("lockstep", (0,), (4,), 0, 1, 0.0)
     warm, cold = (
-        planner.predict(chain(1e-3, 1e-2, cold_s=c), Answers((0.0,)), candidate, Call()).rate for c in (0.0, 1e-3)
+        planner.predict(chain(1e-3, 1e-2, cold_s=c), Answers((0.0,)), candidate, CallShape()).rate for c in (0.0, 1e-3)
     )
     # Four drafts per round: 1 + 1/2 + 1/4 + 1/8 ms more, and the target's own 1 ms.
     assert 1 / cold - 1 / warm == pytest.approx(1e-3 * (1 + 0.5 + 0.25 + 0.125 + 1), rel=0.01)
@@ -210,7 +207,7 @@ def test_a_long_table_is_replayed_as_a_whole():
     table = np.ones((2000, 1), dtype=np.uint8)
     table[:500] = 0
     candidate = planner.Candidate("workers", (0,), (8,), 0, 1, 0.0)
-    found = planner.predict(chain(1e-3, 1e-2), Answers(table=table), candidate, Call())
+    found = planner.predict(chain(1e-3, 1e-2), Answers(table=table), candidate, CallShape())
     assert found.tokens_per_step < 1.4
     assert plan(chain(1e-3, 1e-2), Answers(table=table[::-1].copy())).speculates  # its end counts, too
     thin = planner._thinned(Answers(table=table)).table
@@ -221,22 +218,29 @@ def test_a_long_table_is_replayed_as_a_whole():
 def test_more_stages_than_cores_share_them():
     candidate = planner.Candidate("workers", (0, 1), (8, 8), 0, 1, 0.0)
     rates = [
-        planner.predict(chain(1e-3, 4e-3, 1e-2), Answers((0.8, 0.8)), candidate, Call(), cores=n).rate
+        planner.predict(chain(1e-3, 4e-3, 1e-2), Answers((0.8, 0.8)), candidate, CallShape(), cores=n).rate
         for n in (2, 3, None)
     ]
     assert rates[0] < rates[1] == rates[2]
 
 
 def test_a_long_prompt_counts():
-    short = plan(chain(1e-3, 1e-2, prefill_s=1e-3), Answers((0.85,)), Call(1, 10, 100), cores=1)
-    long = plan(chain(1e-3, 1e-2, prefill_s=1e-3), Answers((0.85,)), Call(1, 5000, 100), cores=1)
+    short = plan(chain(1e-3, 1e-2, prefill_s=1e-3), Answers((0.85,)), CallShape(1, 10, 100), cores=1)
+    long = plan(chain(1e-3, 1e-2, prefill_s=1e-3), Answers((0.85,)), CallShape(1, 5000, 100), cores=1)
     assert short.speculates
     assert not long.speculates  # in turn, the draft's prompt costs as much as the target's
 
 
 def test_batches():
-    found = plan(chain(1e-3, 1e-2), Answers((0.85,)), Call(rows=4))
+    found = plan(chain(1e-3, 1e-2), Answers((0.85,)), CallShape(rows=4))
     assert found.plain.rate == pytest.approx(400)
+
+
+def test_seconds_of_a_step():
+    """Rows * tokens per step / seconds per step is the rate of decoding, which is the whole rate where prompts take no time."""
+    for rows in (1, 4):
+        for c in plan(chain(1e-3, 1e-2), Answers((0.85,)), CallShape(rows=rows)).candidates:
+            assert rows * c.tokens_per_step / c.step_s == pytest.approx(c.rate, rel=0.02), c.way
 
 
 def test_what_was_measured_corrects():
@@ -259,16 +263,6 @@ def test_it_explains_itself_in_one_table():
 
 def test_the_same_again():
     assert plan(chain(1e-3, 1e-2), Answers((0.7,))) == plan(chain(1e-3, 1e-2), Answers((0.7,)))
-
-
-def test_the_ladder_climbs():
-    profile, answers = chain(1e-3, 1e-2), Answers((0.7,))
-    chosen = next(c for c in plan(profile, answers).candidates if c.schedule == "lockstep")
-    rungs = planner.ladder(profile, answers, chosen, Call())
-    assert [r.acceptance for r in rungs] == sorted(r.acceptance for r in rungs)
-    assert rungs[0].windows[-1] < rungs[-1].windows[-1]
-    assert rungs[0].rate < rungs[-1].rate
-    assert planner.ladder(profile, answers, plan(profile, answers).plain, Call()) == ()
 
 
 @pytest.mark.parametrize("acceptance", [-0.1, 1.1, float("nan")])
@@ -303,7 +297,7 @@ def test_zero_times():
 
 def test_calls_that_cannot_be():
     with pytest.raises(ValueError, match="at least 1"):
-        Call(rows=0)
+        CallShape(rows=0)
 
 
 # --- captured steps --------------------------------------------------------------------------------------------------
@@ -348,54 +342,46 @@ def test_stages_on_one_gpu_share_it():
     one = captured(chain(1e-3, 1e-2), 1e-3, 1e-2)
     two = captured(chain(1e-3, 1e-2), 1e-3, 1e-2, devices=(0, 1))
     busy = planner.Candidate("streams", (0,), (8,), 0, 2, 0.0, captured=True)  # drafts all the time
-    shared, alone = (planner.predict(profile, Answers((0.85,)), busy, Call()) for profile in (one, two))
-    ideal = planner.predict(one, Answers((0.85,)), busy, Call(), ideal=True)
+    shared, alone = (planner.predict(profile, Answers((0.85,)), busy, CallShape()) for profile in (one, two))
+    ideal = planner.predict(one, Answers((0.85,)), busy, CallShape(), ideal=True)
     assert shared.rate < 0.9 * alone.rate
     assert alone.rate == pytest.approx(ideal.rate)
     ways = [{c.way for c in plan(p, Answers((0.85,)), captured=EVERY).candidates} for p in (one, two)]
     assert ways[0] - ways[1] == {"lockstep, graphs"}  # a round is one graph, on one device
 
 
-@pytest.mark.parametrize("windows", [(2,), (4,), (8,), (16,), (3, 8)])
-def test_a_captured_step_is_charged_with_all_its_columns(windows):
-    streams = planner.Candidate("streams", tuple(range(len(windows))), windows, 0, 1, 0.0, captured=True)
-    policy = Policy(windows)
-    most = 1 + max(windows)
-    for place in range(len(windows) + 1):
+@pytest.mark.parametrize("lookahead", [(2,), (4,), (8,), (16,), (3, 8)])
+def test_a_captured_step_is_charged_with_all_its_columns(lookahead):
+    streams = planner.Candidate("streams", tuple(range(len(lookahead))), lookahead, 0, 1, 0.0, captured=True)
+    policy = SpeculationConfig(lookahead=lookahead)
+    most = 1 + max(lookahead)
+    for place in range(len(lookahead) + 1):
         fed = {w: planner.columns(streams, place, w) for w in range(1, most + 1)}
         assert set(fed.values()) <= set(widths(most))
         assert all(w <= c < 2 * w for w, c in fed.items())
     rounds = replace(streams, schedule="lockstep")
-    for part in parts(policy):  # room for a token of the stage's own, or some, and all hints
-        assert part.width >= planner.columns(rounds, part.stage, 1) >= 1 + policy.max_hints(part.stage)
-    assert parts(policy)[-1].width == planner.columns(rounds, len(windows), 1)
-    assert planner.columns(replace(rounds, captured=False), len(windows), 1) == 1
+    for part in round_steps(policy):  # room for a token of the stage's own, or some, and all draft tokens
+        assert part.width >= planner.columns(rounds, part.stage, 1) >= 1 + policy.max_draft_tokens(part.stage)
+    assert round_steps(policy)[-1].width == planner.columns(rounds, len(lookahead), 1)
+    assert planner.columns(replace(rounds, captured=False), len(lookahead), 1) == 1
 
 
 def test_wide_captured_steps_cost_what_they_are_padded_to(monkeypatch):
-    """Hints that fill half of a step are as dear as a full one."""
+    """Draft tokens that fill half of a step are as dear as a full one."""
     streams = planner.Candidate("streams", (0,), (6,), 0, 2, 0.0, captured=True)
     profile = captured(chain(1e-3, 1e-2), 0.7e-3, 5e-3, slope=0.1)
-    padded = planner.predict(profile, Answers((0.8,)), streams, Call()).rate
+    padded = planner.predict(profile, Answers((0.8,)), streams, CallShape()).rate
     with monkeypatch.context() as without:
         without.setattr(planner, "columns", lambda candidate, place, width: width)
-        assert padded < planner.predict(profile, Answers((0.8,)), streams, Call()).rate
+        assert padded < planner.predict(profile, Answers((0.8,)), streams, CallShape()).rate
     cheap, dear = (
         plan(captured(chain(1e-3, 1e-2), 1e-3, 5e-3, slope=slope), Answers((0.6,)), captured=EVERY)
         for slope in (0.0, 0.5)
     )
-    widest = {c.way: max(c.windows, default=0) for c in cheap.candidates}
-    assert all(max(c.windows, default=0) <= widest[c.way] for c in dear.candidates if c.captured)
+    widest = {c.way: max(c.lookahead, default=0) for c in cheap.candidates}
+    assert all(max(c.lookahead, default=0) <= widest[c.way] for c in dear.candidates if c.captured)
     rate = {c.way: c.rate for c in dear.candidates}
     assert rate["streams"] < max(c.rate for c in cheap.candidates if c.way == "streams")
-
-
-def test_steering_of_captured_steps():
-    profile = captured(chain(1e-3, 1e-2), 1e-3, 5e-3, devices=(0, 1))
-    streams = planner.Candidate("streams", (0,), (4,), 0, 2, 0.0, captured=True)
-    rungs = planner.ladder(profile, Answers((0.5,)), streams, Call())
-    assert rungs[0].windows[0] < rungs[-1].windows[0]
-    assert planner.ladder(profile, Answers((0.5,)), replace(streams, schedule="lockstep"), Call()) == ()
 
 
 def test_what_a_drivers_rests_are():

@@ -1,4 +1,4 @@
-"""Profiles: what is measured goes through the engine, what is kept can be read, and what cannot be read is made anew."""
+"""Profiles: measured through the engine, stored, and measured again where the file cannot be read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.drivers import Request, WorkersDriver
-from pipespec.drivers.base import Policy
-from pipespec.drivers.step import FixedStage
-from pipespec.placement import NotCapturable
-from pipespec.planning import profile as profiles
-from pipespec.planning.profile import Profile, ProfileWarning, StageProfile, StepTimes, Stored
-from pipespec.sampling import Selection
-from pipespec.stage import Start
+from pipespec.config import SpeculationConfig
+from pipespec.drivers import GenerationRequest, WorkersDriver
+from pipespec.drivers.graphed.stage import GraphedStage
+from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.stage import StageInputs
+from pipespec.errors import NotCapturable
+from pipespec.planning import agreement, measure, profile_store
+from pipespec.planning.profile import Profile, StageProfile, StepTimes
+from pipespec.planning.profile_store import ProfileWarning, StoredProfile
 from tests.conftest import VOCABULARY, always_right, always_wrong, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 
@@ -34,7 +35,7 @@ def a_profile(key="some") -> Profile:
 
 @pytest.fixture(autouse=True)
 def forget_warnings(monkeypatch):
-    monkeypatch.setattr(profiles, "_told", set())
+    monkeypatch.setattr(profile_store, "_warned", set())
 
 
 def test_between_the_measured_widths_it_is_interpolated():
@@ -92,7 +93,7 @@ def test_what_cannot_be_is_refused(make):
 
 def test_measured_steps_feed_what_they_say():
     model = random_llama(3)
-    bench = profiles._Bench(model, rows=2, context=8, steps=16)
+    bench = measure._StepTimer(model, rows=2, context=8, steps=16, native=True)
     for again in (False, True):
         assert bench.begin(reuse=again) > 0
         assert [bench._block.length(1, row) for row in range(2)] == [8, 8]
@@ -101,23 +102,23 @@ def test_measured_steps_feed_what_they_say():
             assert bench.step(width) > 0
             assert [bench._block.counters(1, row)["fed"] - b for row, b in enumerate(before)] >= [width] * 2
             if width > 1:
-                assert bench._stage.port.n_hint[:2].tolist() == [width - 1] * 2
+                assert bench._stage.port.num_draft_tokens[:2].tolist() == [width - 1] * 2
 
 
 def test_all_stages_with_every_number_of_threads():
     models = [random_llama(1, layers=1), random_llama(0)]
-    found = profiles.measure_stages(models, ["a", "b"], budget_s=0.5)
+    found = measure.measure_stages(models, ["a", "b"], budget_s=0.5)
     assert [s.name for s in found.stages] == ["a", "b"]
     for s in found.stages:
-        assert {t.threads for t in s.times} == set(profiles.thread_counts(2))
+        assert {t.threads for t in s.times} == set(measure.thread_counts(2))
         assert len({t.context for t in s.times}) == 2
         assert min(t.prefill_s for t in s.times) > 0
-    assert all(s.contention == s.burden == 0.0 for s in found.stages)  # nobody asked
+    assert all(s.contention == s.burden == 0.0 for s in found.stages)  # not measured
 
 
 def test_a_hurried_profile_has_fewer_widths():
-    found = profiles.measure_stages([random_llama(0)], ["a"], budget_s=0.0)
-    assert 1 < len(found.stages[0].times[0].widths) < len(profiles.WIDTHS)
+    found = measure.measure_stages([random_llama(0)], ["a"], budget_s=0.0)
+    assert 1 < len(found.stages[0].times[0].widths) < len(measure.WIDTHS)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -125,11 +126,11 @@ def test_captured_steps_have_the_width_they_are_measured_for(monkeypatch, rows):
     """Through the driver's own steps, and with the prompts beside them."""
     models = [random_llama(1, layers=1), random_llama(0)]
     fed = []
-    body = FixedStage.body
+    body = GraphedStage.body
     monkeypatch.setattr(
-        FixedStage, "body", lambda s, tokens, *more: fed.append(tuple(tokens.shape)) or body(s, tokens, *more)
+        GraphedStage, "body", lambda s, tokens, *more: fed.append(tuple(tokens.shape)) or body(s, tokens, *more)
     )
-    found = profiles.measure_captured(models, ["a", "b"], rows=rows, widths=(1, 4))
+    found = measure.measure_captured(models, ["a", "b"], rows=rows, widths=(1, 4))
     assert set(fed) == {(rows, 1), (rows, 4)}
     for times in found:
         short, long = times
@@ -139,7 +140,7 @@ def test_captured_steps_have_the_width_they_are_measured_for(monkeypatch, rows):
             assert min(t.seconds) > 0
             assert t.prefill_s > 0
     assert all(m.config._attn_implementation == "sdpa" for m in models)
-    profile = profiles.measure_stages(models, ["a", "b"], rows=rows, budget_s=0.0)
+    profile = measure.measure_stages(models, ["a", "b"], rows=rows, budget_s=0.0)
     assert not profile.target.has(rows, captured=True)
     both = profile.adding(found)
     assert both.target.has(rows, captured=True)
@@ -153,15 +154,15 @@ def test_what_cannot_be_captured_is_named_as_in_the_chain(monkeypatch):
     models = [random_llama(1, layers=1), random_llama(0)]
     monkeypatch.setattr(models[0], "set_attn_implementation", lambda name: None)
     with pytest.raises(NotCapturable, match="small cannot be captured"):
-        profiles.measure_captured(models, ["small", "big"])
+        measure.measure_captured(models, ["small", "big"])
     with torch.autocast("cpu"), pytest.raises(NotCapturable, match=r"big cannot be captured .* autocast"):
-        profiles.measure_captured(models[1:], ["big"])
+        measure.measure_captured(models[1:], ["big"])
     assert models[1].config._attn_implementation == "sdpa"
 
 
 def test_a_file_from_before_there_were_captured_steps(tmp_path):
-    stored = Stored(a_profile(), {})
-    profiles.store(stored, tmp_path)
+    stored = StoredProfile(a_profile(), {})
+    profile_store.store(stored, tmp_path)
     file = tmp_path / "some.json"
     data = json.loads(file.read_text())
     for s in data["profile"]["stages"]:
@@ -169,7 +170,7 @@ def test_a_file_from_before_there_were_captured_steps(tmp_path):
         for t in s["times"]:
             del t["captured"]
     file.write_text(json.dumps(data))
-    assert profiles.load("some", 2, tmp_path).profile == stored.profile
+    assert profile_store.load("some", 2, tmp_path).profile == stored.profile
 
 
 class Scripted:
@@ -177,8 +178,8 @@ class Scripted:
 
     def __init__(self, monkeypatch, seconds, pace):
         self.round = -1
-        monkeypatch.setattr(profiles._Bench, "begin", lambda bench, reuse=False: 64e-4 * self.pace())
-        monkeypatch.setattr(profiles._Bench, "step", lambda bench, width: seconds(width) * self.pace())
+        monkeypatch.setattr(measure._StepTimer, "begin", lambda bench, reuse=False: 64e-4 * self.pace())
+        monkeypatch.setattr(measure._StepTimer, "step", lambda bench, width: seconds(width) * self.pace())
         self._pace = pace
 
     def pace(self):
@@ -188,14 +189,14 @@ class Scripted:
 def test_a_bad_moment_is_the_machines_and_not_the_steps(monkeypatch):
     """A quarter of the rounds is twice as slow: the step times are those of the others, and slowness tells of it."""
     script = Scripted(monkeypatch, lambda width: 1e-3 * (1 + 0.1 * width), [1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0])
-    profiler = profiles.Profiler([random_llama(1, layers=1), random_llama(0)], ["a", "b"])
+    profiler = measure.Profiler([random_llama(1, layers=1), random_llama(0)], ["a", "b"])
     for script.round in range(8):
         profiler.round()
     found = profiler.profile()
     assert found.slowness == pytest.approx(1.25)
     for s in found.stages:
         for t in s.times:
-            assert t.widths == profiles.WIDTHS
+            assert t.widths == measure.WIDTHS
             assert t.seconds == pytest.approx([1e-3 * (1 + 0.1 * w) for w in t.widths])
             assert t.prefill_s == pytest.approx(1e-4)
 
@@ -217,23 +218,24 @@ class AtWork(WorkersDriver):
             yield more
 
 
-@pytest.mark.slow
 def test_a_draft_at_work_beside_the_target(target):
     draft = Faulty.like(random_llama(4, layers=1))
-    profiler = profiles.Profiler([draft, target], ["draft", "target"], widths=(1, 2))
-    driver = AtWork([draft, target], Policy((4,)))
+    profiler = measure.Profiler([draft, target], ["draft", "target"], widths=(1, 2))
+    driver = AtWork([draft, target], SpeculationConfig(lookahead=(4,)))
     draft.set(delay=-0.1)  # it does not come to its end meanwhile
     try:
         for _ in range(3):
             profiler.beside(driver)
-        assert driver.policy == Policy((4,))
+        assert driver.config == SpeculationConfig(lookahead=(4,))
         prompt = random_prompts(1, seed=3)[0].numpy().astype(np.int32)
-        driver.run(Request(Start([prompt], [len(prompt) + 8], Selection(), VOCABULARY), []))  # and it can be used
+        driver.run(
+            GenerationRequest(StageInputs([prompt], [len(prompt) + 8], SamplingParams(), VOCABULARY), [])
+        )  # and it can be used
         assert driver.block.length(1, 0) == len(prompt) + 8
         driver._workers[0].process.kill()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            profiler.beside(driver)  # started anew, or nothing is learnt
+            profiler.beside(driver)  # the draft starts again, or nothing is measured
     finally:
         driver.close()
         draft.set()
@@ -249,10 +251,10 @@ def test_a_draft_at_work_beside_the_target(target):
 
 def test_the_table_names_equal_mistakes_alike():
     truth = np.array([5, 6, 7, 8])
-    table = profiles.agreement(truth, [np.array([5, 1, 2, 3]), np.array([5, 6, 2, 4])])
+    table = agreement.agreement(truth, [np.array([5, 1, 2, 3]), np.array([5, 6, 2, 4])])
     assert table.tolist() == [[0, 0], [1, 0], [1, 1], [1, 2]]
-    with pytest.raises(ValueError, match="answered"):
-        profiles.agreement(truth, [truth[:2]])
+    with pytest.raises(ValueError, match="draft 0 has"):
+        agreement.agreement(truth, [truth[:2]])
 
 
 @pytest.mark.parametrize("sample", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}])
@@ -262,11 +264,11 @@ def test_a_stage_asked_afterwards_says_what_it_said(target, sample):
         arguments = {"do_sample": True, "seed": 9, "top_k": 0} | sample if sample else {"do_sample": False}
         text = plain.generate(prompt[None], max_new_tokens=90, **arguments)[0].numpy()
         seeds = plain.report.seeds
-    selection = Selection(seeds=seeds, **sample)
-    said = profiles.choices(target, text, 7, selection, VOCABULARY)
+    sampling_params = SamplingParams(seeds=seeds, **sample)
+    said = agreement.choices(target, text, 7, sampling_params, VOCABULARY)
     assert np.mean(said == text[7:]) > 0.98  # but for near-ties of wider forwards
     models = [always_wrong(target), noisy(target, 0.02), always_right(target), target]
-    table = profiles.agreement_on(models, text, 7, own_text=True, selection=selection)
+    table = agreement.agreement_on(models, text, 7, own_text=True, sampling_params=sampling_params)
     right = (table == 0).mean(axis=0)
     assert right[0] < 0.05 < right[1] <= right[2]
     assert right[2] > 0.98
@@ -274,7 +276,7 @@ def test_a_stage_asked_afterwards_says_what_it_said(target, sample):
 
 def test_agreement_on_a_text_that_is_not_the_targets(target):
     text = torch.cat(random_prompts(4, seed=2, shortest=24)).numpy()
-    table = profiles.agreement_on([always_right(target), target], text, 12, own_text=False)
+    table = agreement.agreement_on([always_right(target), target], text, 12, own_text=False)
     assert len(table) == len(text) - 12
     assert not table.any()
 
@@ -283,12 +285,12 @@ def test_agreement_on_a_text_that_is_not_the_targets(target):
 
 
 def test_it_comes_back_as_it_was(tmp_path):
-    stored = Stored(a_profile(), {"greedy": np.array([[0], [1]], dtype=np.uint8)})
-    assert profiles.store(stored, tmp_path / "new")
-    back = profiles.load("some", 2, tmp_path / "new")
+    stored = StoredProfile(a_profile(), {"greedy": np.array([[0], [1]], dtype=np.uint8)})
+    assert profile_store.store(stored, tmp_path / "new")
+    back = profile_store.load("some", 2, tmp_path / "new")
     assert back.profile == stored.profile
     assert np.array_equal(back.tables["greedy"], stored.tables["greedy"])
-    assert profiles.load("other", 2, tmp_path / "new") is None
+    assert profile_store.load("other", 2, tmp_path / "new") is None
     assert [f.name for f in (tmp_path / "new").iterdir()] == ["some.json"]
 
 
@@ -299,8 +301,8 @@ def _damaged(data: dict, **changes) -> str:
 @pytest.mark.parametrize(
     "kind", ["noise", "binary", "cut", "format", "foreign", "zero", "table", "list", "empty", "huge", "deep"]
 )
-def test_a_corrupt_file_is_told_once_and_made_anew(tmp_path, kind):
-    profiles.store(Stored(a_profile(), {"greedy": np.array([[0], [1]], dtype=np.uint8)}), tmp_path)
+def test_a_corrupt_file_gives_one_warning(tmp_path, kind):
+    profile_store.store(StoredProfile(a_profile(), {"greedy": np.array([[0], [1]], dtype=np.uint8)}), tmp_path)
     file = tmp_path / "some.json"
     good = json.loads(file.read_text())
     zero = json.loads(file.read_text())
@@ -325,38 +327,38 @@ def test_a_corrupt_file_is_told_once_and_made_anew(tmp_path, kind):
         file.write_bytes(b"\xff\xfe\x00\x81")
     else:
         file.write_text(text)
-    with pytest.warns(ProfileWarning, match=r"some\.json.*made anew"):
-        assert profiles.load("some", 2, tmp_path) is None
+    with pytest.warns(ProfileWarning, match=r"some\.json.*measured again"):
+        assert profile_store.load("some", 2, tmp_path) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert profiles.load("some", 2, tmp_path) is None  # told once
-    assert profiles.store(Stored(a_profile(), {}), tmp_path)
-    assert profiles.load("some", 2, tmp_path) is not None
+        assert profile_store.load("some", 2, tmp_path) is None  # one warning
+    assert profile_store.store(StoredProfile(a_profile(), {}), tmp_path)
+    assert profile_store.load("some", 2, tmp_path) is not None
 
 
 def test_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.warns(ProfileWarning, match="cannot be kept"):
-        assert not profiles.store(Stored(a_profile(), {}), tmp_path / "file")
+        assert not profile_store.store(StoredProfile(a_profile(), {}), tmp_path / "file")
 
 
 def test_where_it_lies(monkeypatch, tmp_path):
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
-    assert profiles.cache_folder() == tmp_path
+    assert profile_store.cache_folder() == tmp_path
     monkeypatch.delenv("PIPESPEC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert profiles.cache_folder() == tmp_path / "pipespec"
+    assert profile_store.cache_folder() == tmp_path / "pipespec"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert profiles.cache_folder().parts[-2:] == (".cache", "pipespec")
+    assert profile_store.cache_folder().parts[-2:] == (".cache", "pipespec")
 
 
 def test_the_key_is_of_everything_that_matters(monkeypatch):
     a, same, other = random_llama(1), random_llama(1), random_llama(2)
-    key = profiles.digest([a], threads=1)
-    assert key == profiles.digest([same], threads=1)
-    assert key != profiles.digest([other], threads=1)  # same shape, other weights
-    assert key != profiles.digest([a], threads=2)
-    assert key != profiles.digest([a, same], threads=1)
-    assert key != profiles.digest([random_llama(1).bfloat16()], threads=1)
-    monkeypatch.setattr(profiles, "__version__", "9.9")
-    assert key != profiles.digest([a], threads=1)
+    key = profile_store.digest([a], threads=1)
+    assert key == profile_store.digest([same], threads=1)
+    assert key != profile_store.digest([other], threads=1)  # same shape, other weights
+    assert key != profile_store.digest([a], threads=2)
+    assert key != profile_store.digest([a, same], threads=1)
+    assert key != profile_store.digest([random_llama(1).bfloat16()], threads=1)
+    monkeypatch.setattr(profile_store, "__version__", "9.9")
+    assert key != profile_store.digest([a], threads=1)

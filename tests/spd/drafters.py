@@ -10,7 +10,7 @@ from pipespec.spd import Drafter
 
 
 class Known(Drafter):
-    """Knows each row's text, by prompt; right at rate ``a`` (drawn per position and visit), else certainly wrong."""
+    """Drafts from known texts, by prompt. A draft is right at rate ``a``, drawn per position and visit, and else certainly wrong."""
 
     def __init__(self, vocabulary: int, a: float = 1.0, seed: int = 0) -> None:
         self.vocabulary, self.a = vocabulary, a

@@ -36,7 +36,7 @@ class Machine:
         self.depth[self.prompt] = 0
 
     def cycle(self, right: bool) -> Call:
-        """One cycle; ``right``: is the token behind the exiting one, as drafted, what the target wants?"""
+        """Run one cycle. ``right``: whether the draft token behind the exiting one equals the target's."""
         n, flight = self.n, sorted(self.depth)
         oldest, newest = flight[0], flight[-1]
         before = list(self.cache)

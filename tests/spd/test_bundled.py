@@ -8,9 +8,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipespec import demo
 from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModule, uniform_stages
-from pipespec.spd.training import Acceptance, acceptance_along
+from pipespec.spd.draft_module import DraftModule
+from pipespec.spd.partition import Partition
+from pipespec.spd.training.trainer import Acceptance, acceptance_along
 from tests.spd.test_training import speculative
+from tests.trials import trials
 
 # Measured figures are in family/module/README.md; a floor has to tell a trained module from broken files, on few prompts.
 FLOOR = 0.6
@@ -24,7 +26,9 @@ def target() -> LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def module() -> DraftModule:
     return DraftModule.load(
-        demo.draft_module_path(), target=demo.family_path("target"), stages=uniform_stages(12, demo.MODULE_STAGES)
+        demo.draft_module_path(),
+        target=demo.family_path("target"),
+        stages=Partition.uniform(12, demo.MODULE_STAGES).ranges,
     )
 
 
@@ -33,15 +37,21 @@ def test_it_is_for_no_other_model_or_split() -> None:
     with pytest.raises(ValueError, match="hidden units"):
         DraftModule.load(folder, target=demo.family_path("medium"))
     with pytest.raises(ValueError, match="trained for the stages"):
-        DraftModule.load(folder, stages=uniform_stages(12, 3))
+        DraftModule.load(folder, stages=Partition.uniform(12, 3).ranges)
 
 
-def test_drafts_are_accepted(target: LlamaForCausalLM, module: DraftModule) -> None:
+@pytest.fixture(scope="module")
+def texts(target: LlamaForCausalLM) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Prompts, each with the target's own continuation, both ``[1, L]``."""
     tokenizer = AutoTokenizer.from_pretrained(demo.family_path("target"))
+    prompts = [tokenizer(p, return_tensors="pt")["input_ids"] for p in demo.prompts(trials(ci=2, nightly=4))]
+    options = {"max_new_tokens": 40, "do_sample": False}
+    return [(ids, target.generate(ids, attention_mask=torch.ones_like(ids), **options)) for ids in prompts]
+
+
+def test_drafts_are_accepted(target: LlamaForCausalLM, module: DraftModule, texts) -> None:
     counts = Acceptance(0, 0, 0, 0)
-    for i, prompt in enumerate(demo.prompts(4)):
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+    for i, (ids, text) in enumerate(texts):
         begin, end = ids.shape[1], text.shape[1]
         counts += acceptance_along(target, module, text, [begin], [end])
         if i == 0:  # the same by a real run with the drafter
@@ -52,18 +62,16 @@ def test_drafts_are_accepted(target: LlamaForCausalLM, module: DraftModule) -> N
     assert counts.rate > FLOOR, f"{counts.accepted} of {counts.verified} drafts"
 
 
-def test_the_bundled_module_in_the_pipeline(target: LlamaForCausalLM) -> None:
+def test_the_bundled_module_in_the_pipeline(texts) -> None:
     pipe = SpeculativePipeline(
         demo.family_path("target"), demo.draft_module_path(), stages=demo.MODULE_STAGES, dtype="float32"
     )
-    tokenizer = AutoTokenizer.from_pretrained(demo.family_path("target"))
-    ids = tokenizer(demo.prompts(1)[0], return_tensors="pt")["input_ids"]
-    text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+    ids, text = texts[0]
     assert torch.equal(pipe.generate(ids, max_new_tokens=40, do_sample=False), text)
     assert pipe.report is not None
     assert pipe.report.drafter == "ModuleDrafter"
     # Everything goes forward()'s fast way: a probe that fails would cost half of the speed, and no test of texts would notice.
     parts = [*(stage._section for stage in pipe._driver.stages), pipe._driver.verifier._section]
     parts += [pipe.drafter._blocks, pipe.drafter._head]
-    assert {type(part._call).__name__ for part in parts} == {"_Flat"}
+    assert {type(part._call).__name__ for part in parts} == {"_FlatLoop"}
     assert pipe.report.equivalent_accepted_length > 1.5

@@ -11,14 +11,15 @@ import torch
 import torch.multiprocessing as mp
 from transformers import AutoTokenizer
 
-from pipespec.cli import main
+from pipespec.cli.main import main
 from pipespec.demo import family_path
-from pipespec.spd import training
-from pipespec.spd.command import stages_of
-from pipespec.spd.draft_module import CONFIG_FILE, WEIGHTS_FILE, DraftModule, DraftModuleConfig, uniform_stages
+from pipespec.spd.draft_module import CONFIG_FILE, WEIGHTS_FILE, DraftModule, DraftModuleConfig
+from pipespec.spd.partition import Partition
+from pipespec.spd.training import trainer as training
 from tests.conftest import random_llama
 from tests.spd.test_data import LLAMA, TALK
 from tests.spd.test_training import lines
+from tests.waiting import SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def target(tmp_path_factory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(family_path("target"))
     tokenizer.chat_template = LLAMA
     model = random_llama(0, layers=4, hidden=32, vocabulary=2048)
-    with torch.no_grad():  # it likes the words of the conversation, so a small draft vocabulary has what it says
+    with torch.no_grad():  # prefer the tokens of the conversation, which a small draft vocabulary covers
         model.lm_head.weight[tokenizer.apply_chat_template(TALK, return_dict=True)["input_ids"]] *= 4
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -72,9 +73,9 @@ def test_from_conversations_to_a_module(target: Path, talks: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--stages", "5"], "4 layers cannot be cut into 5 stages"),
-        (["--stages", "2", "3"], "the stages 2 3 have 5 layers together, the target has 4"),
-        (["--stages", "4", "0"], "at least one, for each stage"),
+        (["--stages", "5"], "a model of 4 layers can be cut into 1 to 4 stages, not 5"),
+        (["--stages", "2", "3"], "the stages [2, 3] have 5 layers together, the model has 4"),
+        (["--stages", "4", "0"], "a whole number of layers, at least one"),
         (["--stages", "2", "--vocabulary", "5000"], "between 1 and the target's 2048"),
         (["--stages", "2", "--minutes", "1"], "either --steps or --minutes"),
         (["--stages", "2", "--length", "3"], "at least 10"),
@@ -87,10 +88,22 @@ def test_from_conversations_to_a_module(target: Path, talks: Path, tmp_path: Pat
 def test_refused_before_the_weights_are_loaded(
     target: Path, talks: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, more: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("pipespec.spd.command.load_model", None)
+    monkeypatch.setattr("pipespec.models.loading.load_model", None)
     assert spd_train(target, talks, tmp_path / "out", *more) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("below", [[], ["module"]])
+def test_a_file_in_the_place_of_the_folder(
+    target: Path, talks: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, below: list[str]
+) -> None:
+    monkeypatch.setattr("pipespec.models.loading.load_model", None)
+    file = tmp_path / "out"
+    file.write_text("mine")
+    assert spd_train(target, talks, file.joinpath(*below), "--stages", "2") == 2
+    assert f"{file} is a file" in capsys.readouterr().err
+    assert file.read_text() == "mine"
 
 
 def test_a_folder_without_a_model(talks: Path, tmp_path: Path, capsys) -> None:
@@ -98,12 +111,7 @@ def test_a_folder_without_a_model(talks: Path, tmp_path: Path, capsys) -> None:
     assert "holds no model with a tokenizer" in capsys.readouterr().err
 
 
-def test_stages() -> None:
-    assert stages_of(12, [4]) == uniform_stages(12, 4)
-    assert stages_of(5, [1, 3, 1]) == ((0, 1), (1, 4), (4, 5))
-
-
-SETTINGS = training.Settings(steps=3, rate=2e-3, validate_every=3, seed=1)
+SETTINGS = training.TrainingSettings(steps=3, rate=2e-3, validate_every=3, seed=1)
 
 
 def share(index: int, rank: int, folder: str) -> None:
@@ -114,7 +122,7 @@ def share(index: int, rank: int, folder: str) -> None:
         "gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(minutes=2)
     )
     target = random_llama(0, layers=4, hidden=32)
-    module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, uniform_stages(4, 2)))
+    module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, Partition.uniform(4, 2).ranges))
     training.train(target, module, lines, SETTINGS, Path(folder) / "shared")
     torch.save([p.detach() for p in module.parameters()], Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -123,11 +131,11 @@ def share(index: int, rank: int, folder: str) -> None:
 def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
     other = mp.spawn(share, args=(1, str(tmp_path)), nprocs=1, join=False)
     share(0, 0, str(tmp_path))
-    assert other.join(60)
+    assert other.join(SECONDS)
     target = random_llama(0, layers=4, hidden=32)
-    module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, uniform_stages(4, 2)))
+    module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, Partition.uniform(4, 2).ranges))
     alone = training.train(
-        target, module, lines, training.Settings(**{**vars(SETTINGS), "accumulate": 2}), tmp_path / "alone"
+        target, module, lines, training.TrainingSettings(**{**vars(SETTINGS), "accumulate": 2}), tmp_path / "alone"
     )
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.demo import family_path
-from pipespec.spd import data
+from pipespec.spd.training import data
 
 # As LLaMA 3 has it: no markers, a header that add_generation_prompt leaves open.
 LLAMA = (
@@ -116,12 +116,12 @@ def test_too_long_conversations(tok, tmp_path: Path) -> None:
 def test_nothing_to_learn_is_an_error(tok, tmp_path: Path) -> None:
     tok.chat_template = LLAMA
     silent = {"messages": [{"role": "user", "content": "Is there anybody who would answer this?"}]}
-    with pytest.raises(ValueError, match=r"nothing to learn.*1 without a word of the assistant's"):
+    with pytest.raises(ValueError, match=r"nothing to learn.*1 without a message of the assistant"):
         data.load_examples([write(tmp_path / "a.jsonl", silent)], tok, 64)
     with pytest.raises(ValueError, match=r"nothing to learn.*1 shorter than 10 tokens"):
         data.load_examples([write(tmp_path / "a.txt", "x")], tok, 64)
     tok.chat_template = HIDES
-    with pytest.raises(ValueError, match=r"nothing to learn.*1 (in which the template hides|without a word)"):
+    with pytest.raises(ValueError, match=r"nothing to learn.*1 (whose chat template does not show|without a message)"):
         data.load_examples([write(tmp_path / "b.jsonl", {"messages": TALK})], tok, 64)
 
 
@@ -173,8 +173,8 @@ def test_parquet(tok, tmp_path: Path) -> None:
         data.load_examples([file], tok, 64)
 
 
-def examples(lengths: list[int]) -> list[data.Example]:
-    return [data.Example(np.full(n, i, dtype=np.int32), np.arange(n) % 2 == 0) for i, n in enumerate(lengths)]
+def examples(lengths: list[int]) -> list[data.TrainingExample]:
+    return [data.TrainingExample(np.full(n, i, dtype=np.int32), np.arange(n) % 2 == 0) for i, n in enumerate(lengths)]
 
 
 def test_batches_depend_on_seed_and_number_alone() -> None:
@@ -206,7 +206,9 @@ def test_validation_split() -> None:
 
 def test_frequent_tokens() -> None:
     ids = np.array([9, 4, 4, 7, 7, 4, 2, 5], dtype=np.int32)
-    example = data.Example(ids, np.array([1, 1, 1, 1, 1, 0, 0, 0], dtype=bool))  # the 2 and the 5 are not to be learnt
+    example = data.TrainingExample(
+        ids, np.array([1, 1, 1, 1, 1, 0, 0, 0], dtype=bool)
+    )  # the 2 and the 5 are not to be learnt
     assert data.frequent_tokens([example], 2) == [4, 7]
     assert data.frequent_tokens([example], 2, always=[1]) == [1, 4]
     assert data.frequent_tokens([example], 10) == [4, 7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +18,15 @@ from pipespec.spd.draft_module import (
     WEIGHTS_FILE,
     DraftModule,
     DraftModuleConfig,
+    LayerRanges,
     ModuleDrafter,
-    Stages,
     anchors_for,
     target_digest,
     types_for,
-    uniform_stages,
 )
-from pipespec.spd.drafting import Request
-from pipespec.spd.training import simulate
+from pipespec.spd.machine import DraftRequest
+from pipespec.spd.partition import Partition
+from pipespec.spd.training.trainer import simulate
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
 
@@ -35,21 +36,23 @@ from tests.spd.replay import Machine
 @pytest.mark.parametrize(
     ("stages", "anchors", "types"),
     [
-        (uniform_stages(32, 4), (0, 8, 16, 24, 31), (0, 1, 2, 3, 4)),
-        (uniform_stages(12, 4), (0, 3, 6, 9, 11), (0, 1, 2, 3, 4)),
-        (uniform_stages(28, 2), (0, 14, 27), (0, 1, 2)),
+        (Partition.uniform(32, 4).ranges, (0, 8, 16, 24, 31), (0, 1, 2, 3, 4)),
+        (Partition.uniform(12, 4).ranges, (0, 3, 6, 9, 11), (0, 1, 2, 3, 4)),
+        (Partition.uniform(28, 2).ranges, (0, 14, 27), (0, 1, 2)),
         (
             ((0, 1), (1, 7), (7, 8)),
             (0, 1, 7),
             (0, 1, 2, 2),
         ),  # the last stage has one layer: its input is the last anchor
-        (uniform_stages(4, 4), (0, 1, 2, 3), (0, 1, 2, 3, 3)),
-        (uniform_stages(16, 1), (0, 15), (0, 1)),
-        (uniform_stages(2, 1), (0, 1), (0, 1)),
-        (uniform_stages(1, 1), (0, 1), (0, 1)),  # nothing below L but the embedding
+        (Partition.uniform(4, 4).ranges, (0, 1, 2, 3), (0, 1, 2, 3, 3)),
+        (Partition.uniform(16, 1).ranges, (0, 15), (0, 1)),
+        (Partition.uniform(2, 1).ranges, (0, 1), (0, 1)),
+        (Partition.uniform(1, 1).ranges, (0, 1), (0, 1)),  # nothing below L but the embedding
     ],
 )
-def test_anchors_come_from_the_real_ranges(stages: Stages, anchors: tuple[int, ...], types: tuple[int, ...]) -> None:
+def test_anchors_come_from_the_real_ranges(
+    stages: LayerRanges, anchors: tuple[int, ...], types: tuple[int, ...]
+) -> None:
     assert anchors_for(stages) == anchors
     assert types_for(stages, anchors) == types
 
@@ -72,7 +75,7 @@ def test_every_split_has_anchors_that_exist_when_they_are_read() -> None:
 
 
 def test_fewer_types_than_depths() -> None:
-    stages = uniform_stages(32, 8)
+    stages = Partition.uniform(32, 8).ranges
     assert anchors_for(stages, 5) == (0, 8, 16, 24, 31)
     assert types_for(stages, (0, 8, 16, 24, 31)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)
     with pytest.raises(ValueError, match="at least 2 anchors"):
@@ -80,10 +83,10 @@ def test_fewer_types_than_depths() -> None:
 
 
 def test_uneven_uniform_split() -> None:
-    assert uniform_stages(12, 8) == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 9), (9, 10), (10, 11), (11, 12))
+    assert Partition.uniform(12, 8).ranges == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 9), (9, 10), (10, 11), (11, 12))
     for n in (0, 13):
-        with pytest.raises(ValueError, match="cannot be cut"):
-            uniform_stages(12, n)
+        with pytest.raises(ValueError, match="can be cut into 1 to 12 stages"):
+            Partition.uniform(12, n)
 
 
 # ---- drafting computes what training trained
@@ -99,13 +102,13 @@ def filled(module: DraftModule, seed: int) -> DraftModule:
     return module.eval()
 
 
-def make(layers: int, stages: Stages, blocks: int, seed: int, **how) -> DraftModule:
+def make(layers: int, stages: LayerRanges, blocks: int, seed: int, **how) -> DraftModule:
     target = random_llama(seed, layers=layers, kv_heads=1 + seed % 2)
     return filled(DraftModule(DraftModuleConfig.for_target(target, stages, layers=blocks, **how)), seed)
 
 
 class Row:
-    """One row's machine, its tokens and their features: drawn anew for every token that replaces a flushed one."""
+    """One row's machine, its tokens and their features. A token that replaces a flushed one gets new features."""
 
     def __init__(self, n: int, prompt: int, anchors: int, table: torch.Tensor, generator: torch.Generator) -> None:
         self.machine, self.table, self.generator = Machine(n, prompt), table, generator
@@ -153,7 +156,7 @@ def differences(
             machine = rows[r].machine
             flights[r] = dict(machine.depth)
             newest = max(machine.depth)
-            requests.append(Request(r, rows[r].tokens[: newest + 1], len(machine.depth)))
+            requests.append(DraftRequest(r, rows[r].tokens[: newest + 1], len(machine.depth)))
         assert drafter.draft(requests) == [7] * len(requests)
         for i, request in enumerate(requests):
             anchors = rows[request.row].features[: len(request.tokens)]
@@ -181,18 +184,20 @@ def differences(
 
 
 CASES = [
-    (4, uniform_stages(4, 1), 1, None),
-    (6, uniform_stages(6, 2), 2, None),
-    (5, uniform_stages(5, 3), 1, None),
-    (8, uniform_stages(8, 4), 2, None),
+    (4, Partition.uniform(4, 1).ranges, 1, None),
+    (6, Partition.uniform(6, 2).ranges, 2, None),
+    (5, Partition.uniform(5, 3).ranges, 1, None),
+    (8, Partition.uniform(8, 4).ranges, 2, None),
     (6, ((0, 1), (1, 4), (4, 5), (5, 6)), 1, None),
-    (3, uniform_stages(3, 3), 1, None),
-    (8, uniform_stages(8, 8), 2, 4),  # fewer types than depths: two depths share a projection
+    (3, Partition.uniform(3, 3).ranges, 1, None),
+    (8, Partition.uniform(8, 8).ranges, 2, 4),  # fewer types than depths: two depths share a projection
 ]
 
 
 @pytest.mark.parametrize(("layers", "stages", "blocks", "types"), CASES)
-def test_drafting_computes_what_training_computes(layers: int, stages: Stages, blocks: int, types: int | None) -> None:
+def test_drafting_computes_what_training_computes(
+    layers: int, stages: LayerRanges, blocks: int, types: int | None
+) -> None:
     module = make(layers, stages, blocks, len(stages), types=types)
     fills: set[int] = set()
     with torch.inference_mode():
@@ -203,7 +208,7 @@ def test_drafting_computes_what_training_computes(layers: int, stages: Stages, b
 
 def test_the_comparison_notices_a_wrong_depth() -> None:
     """With another fill simulated than decoded the logits differ: the test above can fail."""
-    module = make(8, uniform_stages(8, 4), 1, 3)
+    module = make(8, Partition.uniform(8, 4).ranges, 1, 3)
     anchors = torch.randn(1, 10, len(module.config.anchors), module.config.hidden)
     with torch.inference_mode():
         by_fill = [simulate(module, anchors, fill)[0, -1] for fill in (1, 2, 3, 4)]
@@ -212,14 +217,14 @@ def test_the_comparison_notices_a_wrong_depth() -> None:
 
 def test_one_row_and_a_subset_vocabulary() -> None:
     ids = range(3, VOCABULARY, 7)
-    module = make(6, uniform_stages(6, 3), 1, 1, vocabulary=ids)
+    module = make(6, Partition.uniform(6, 3).ranges, 1, 1, vocabulary=ids)
     found, _ = differences(module, [30], 30, seed=0)  # not in inference mode: a caller need not be
     assert max(found) < 1e-4
 
 
 def test_tokens_outside_of_the_draft_vocabulary_are_impossible() -> None:
     ids = [5, 9, 300]
-    module = make(4, uniform_stages(4, 2), 1, 0, vocabulary=ids)
+    module = make(4, Partition.uniform(4, 2).ranges, 1, 0, vocabulary=ids)
     seen = []
 
     def select(logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
@@ -231,16 +236,16 @@ def test_tokens_outside_of_the_draft_vocabulary_are_impossible() -> None:
     for index in drafter.features:
         drafter.observe(index, [0, 0], [0, 1], torch.randn(2, 64))
     with pytest.raises(RuntimeError, match=r"anchor 2 of row 0, position 2 was not observed"):
-        drafter.draft([Request(0, [1, 2, 3, 4], 1)])
-    (token,) = drafter.draft([Request(0, [1, 2, 3], 1)])
+        drafter.draft([DraftRequest(0, [1, 2, 3, 4], 1)])
+    (token,) = drafter.draft([DraftRequest(0, [1, 2, 3], 1)])
     assert seen[0].shape == (1, VOCABULARY)
     assert torch.isfinite(seen[0]).nonzero()[:, 1].tolist() == ids
     assert token in ids
 
 
 def test_memory_does_not_grow_with_the_text() -> None:
-    """Anchors of a long prompt are let go with the first draft; later there are never more than the stages need."""
-    module = make(4, uniform_stages(4, 4), 1, 2)
+    """The first draft releases the anchors of a long prompt. Later there are never more than the stages need."""
+    module = make(4, Partition.uniform(4, 4).ranges, 1, 2)
     with torch.inference_mode():
         found, span = differences(module, [90, 2], 40, seed=5)
     assert max(found) < 1e-4
@@ -248,9 +253,9 @@ def test_memory_does_not_grow_with_the_text() -> None:
 
 
 def test_narrow_last_block_equals_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipespec.spd import training
+    from pipespec.spd.training import trainer as training
 
-    module = make(6, uniform_stages(6, 3), 2, 1)  # grouped heads
+    module = make(6, Partition.uniform(6, 3).ranges, 2, 1)  # grouped heads
     anchors = torch.randn(2, 11, len(module.config.anchors), module.config.hidden)
     with torch.no_grad():
         narrow = simulate(module, anchors, 3)
@@ -259,14 +264,14 @@ def test_narrow_last_block_equals_the_whole_one(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_calls_out_of_order() -> None:
-    drafter = ModuleDrafter(make(4, uniform_stages(4, 2), 1, 0), torch.randn(VOCABULARY, 64).__getitem__)
-    with pytest.raises(RuntimeError, match=r"start\(\) comes first"):
-        drafter.draft([Request(0, [1], 1)])
+    drafter = ModuleDrafter(make(4, Partition.uniform(4, 2).ranges, 1, 0), torch.randn(VOCABULARY, 64).__getitem__)
+    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+        drafter.draft([DraftRequest(0, [1], 1)])
     drafter.start([[1]], 8, lambda logits, rows, positions: [0])
     assert drafter.draft([]) == []
     for fill in (0, 3):
         with pytest.raises(ValueError, match="in flight in 2 stages"):
-            drafter.draft([Request(0, [1, 2, 3], fill)])
+            drafter.draft([DraftRequest(0, [1, 2, 3], fill)])
 
 
 # ---- files
@@ -279,13 +284,13 @@ def big() -> LlamaForCausalLM:
 
 @pytest.fixture
 def saved(big: LlamaForCausalLM, tmp_path: Path) -> Path:
-    stages = uniform_stages(4, 2)
+    stages = Partition.uniform(4, 2).ranges
     filled(DraftModule.of_target(big, DraftModuleConfig.for_target(big, stages)), 0).save(tmp_path)
     return tmp_path
 
 
 def test_round_trip(big: LlamaForCausalLM, saved: Path) -> None:
-    module = DraftModule.load(saved, target=big, stages=uniform_stages(4, 2))
+    module = DraftModule.load(saved, target=big, stages=Partition.uniform(4, 2).ranges)
     again = filled(DraftModule.of_target(big, module.config), 0)
     assert module.state_dict().keys() == again.state_dict().keys()
     assert all(
@@ -296,7 +301,7 @@ def test_round_trip(big: LlamaForCausalLM, saved: Path) -> None:
 
 
 def test_begins_with_the_targets_weights(big: LlamaForCausalLM) -> None:
-    config = DraftModuleConfig.for_target(big, uniform_stages(4, 2), layers=2, vocabulary=[7, 3, 11])
+    config = DraftModuleConfig.for_target(big, Partition.uniform(4, 2).ranges, layers=2, vocabulary=[7, 3, 11])
     module = DraftModule.of_target(big, config)
     assert config.vocabulary == (3, 7, 11)
     assert torch.equal(module.head.weight, big.lm_head.weight[[3, 7, 11]])
@@ -369,8 +374,32 @@ def test_damaged_files(saved: Path) -> None:
         DraftModule.load(saved)
 
 
+def test_configs_from_which_no_module_can_be_made(saved: Path) -> None:
+    """Each error names the file."""
+    good = json.loads((saved / CONFIG_FILE).read_text())
+    for name, value in [
+        ("stages", [[]]),
+        ("stages", "x"),
+        ("anchors", "x"),
+        ("anchors", [1, 2]),
+        ("types", [2**70, 0, 0]),
+        ("vocabulary", ["x"]),
+        ("target", [[]]),
+        ("target", good["target"] | {"rms_norm_eps": "x"}),
+        ("target", good["target"] | {"num_attention_heads": 0}),
+        ("target", good["target"] | {"model_type": "x"}),
+        ("target", good["target"] | {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}),
+    ]:
+        (saved / CONFIG_FILE).write_text(json.dumps(good | {name: value}))
+        with pytest.raises(ValueError, match=re.escape(str(saved / CONFIG_FILE))):
+            DraftModule.load(saved)
+    (saved / CONFIG_FILE).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged"):
+        DraftModule.load(saved)
+
+
 def test_contradictory_configs(big: LlamaForCausalLM) -> None:
-    good = DraftModuleConfig.for_target(big, uniform_stages(4, 2))
+    good = DraftModuleConfig.for_target(big, Partition.uniform(4, 2).ranges)
     assert DraftModuleConfig.from_json(json.loads(json.dumps(good.to_json()))) == good
     for wrong, message in [
         ({"stages": ((0, 2), (2, 3))}, "cover all 4"),

@@ -1,4 +1,4 @@
-"""The decode machine, without any model: a text that depends on its whole prefix, and drafts that are right or wrong as a test says."""
+"""The decode machine without a model: a text that depends on its whole prefix, and drafts that a test makes right or wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pipespec.planning.closed_form import spd_tokens_per_cycle
+from pipespec.spd.law import spd_tokens_per_cycle
 from pipespec.spd.machine import Machine
 
 VOCABULARY = 1000
@@ -124,7 +124,7 @@ def test_lengths_after_every_flush(n):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7])
 def test_a_mismatch_at_each_fill_level(n):
-    """The draft made when f tokens were in flight is wrong, for every f: found n - 1 cycles later, the pipe begins anew."""
+    """The draft made with f tokens in flight is wrong, for every f. It is found n - 1 cycles later, and the pipeline starts again."""
     for f in range(1, n + 1):
         wrong = 5 + f
         trace = Trace([prompt_of(5)], [60], (), n, lambda _, p, w=wrong: p != w)
@@ -173,7 +173,7 @@ def test_random_drafts_follow_the_law(n, a):
     tokens, draw = 5_000, random.Random(1000 * n + int(10 * a))
     machine = made([[1]], [1 + tokens], (), n)
     machine.begin([2])
-    while machine.running:  # a text of equal tokens: the machine knows no other
+    while machine.running:  # a text of equal tokens
         drafts = {row: 2 if draw.random() < a else 3 for row, _, _ in machine.requests()}
         machine.commit(drafts, dict.fromkeys((e.row for e in machine.exits()), 2))
     counts = machine.count(0)
@@ -302,12 +302,12 @@ def test_sizes_that_make_no_sense(arguments, match):
 def test_what_does_not_belong_to_a_cycle():
     machine = made([[1], [2]], [9, 2], (), 2)
     machine.begin([5, 5])
-    with pytest.raises(ValueError, match=r"drafts for rows \[1\], which wanted none"):
+    with pytest.raises(ValueError, match=r"drafts for rows \[1\], which requested none"):
         machine.commit({0: 1, 1: 1}, {})
-    with pytest.raises(ValueError, match=r"choices for rows \[0\], \[\] left"):
+    with pytest.raises(ValueError, match=r"choices for rows \[0\], but rows \[\] left"):
         machine.commit({0: 1}, {0: 1})
     machine.commit({0: 1}, {})
-    with pytest.raises(ValueError, match=r"choices for rows \[\], \[0\] left"):
+    with pytest.raises(ValueError, match=r"choices for rows \[\], but rows \[0\] left"):
         machine.commit({0: 1}, {})
 
 

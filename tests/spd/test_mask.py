@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from pipespec.spd.mask import depths, visible
+from pipespec.spd.training.mask import depths, visible
 from tests.spd.replay import Call, trace
 
 SIZES = [(n, fill) for n in (1, 2, 3, 4, 8) for fill in range(1, n + 1)]
@@ -68,7 +68,7 @@ def test_one_row_per_earlier_position(n: int, fill: int) -> None:
 
 
 def distance_instead_of_lag(length: int, fill: int, n: int) -> torch.Tensor:
-    """The published code's rule: the distance from the query, instead of the lag, decides who is complete."""
+    """The rule of the published code: a token is complete by its distance from the query, instead of its lag."""
     kinds = torch.tensor(depths(fill, n))
     time = torch.arange(length)
     since = time[:, None] - time

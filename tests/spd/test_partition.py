@@ -20,8 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from pipespec.cache import RowCache
-from pipespec.forward import forward
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import forward
 from pipespec.spd import partition as module
 from pipespec.spd.partition import (
     LayerStage,
@@ -162,10 +162,10 @@ def test_stages_are_the_model(model, counts):
     feeds, lengths = [ids[:, :7], ids[:, 7:8]], [6, 7, 3]
     got, seen = run(stages, Verifier.of(model), feeds, lengths)
     cache = RowCache.for_model(model, 3, 32)
-    wanted = forward(model, feeds[0], cache, keep=7)
+    wanted = forward(model, feeds[0], cache, keep=7, native=False)
     assert torch.equal(got[0], wanted)
     cache.truncate(lengths)
-    assert torch.equal(got[1], forward(model, feeds[1], cache, keep=1))
+    assert torch.equal(got[1], forward(model, feeds[1], cache, keep=1, native=False))
     assert all(stage.cache.lengths == (7, 8, 4) for stage in stages)
     streams = model(ids[:1], output_hidden_states=True).hidden_states
     _, seen = run(stages, Verifier.of(model), [ids[:1]])

@@ -24,6 +24,7 @@ from pipespec.spd.ranks import RanksPipeline, own_device, ranks_of
 from tests.conftest import noisy, random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
+from tests.trials import trials
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +44,7 @@ def environment() -> dict[str, str]:
 CASES = ["3:2:model", "2:2:ngram", "3:3:reader", "1:1:reader", "3:2:{module}", "2:2:{module}"]
 PHASES = ["connect:kill:1", "load:kill:0", "load:interrupt:1", "prefill:kill:2", "prefill:raise:1", "cycle:raise:2"]
 PHASES += ["cycle:interrupt:1", "end:kill:1", "end:raise:0", "second:kill:0"]
+KILLS = trials(ci=3, nightly=50)
 MISSING = "model.layers.2.mlp.up_proj.weight"
 
 
@@ -72,12 +74,11 @@ def cases(drafting):
 
 
 @pytest.fixture(scope="module")
-def found(folder, incomplete, cases, request):
+def found(folder, incomplete, cases):
     """By command what the harness prints, line by line. One run of it for all tests: importing is what takes long."""
-    kills = request.config.getoption("--rank-kills")
     commands = {
         "texts": (len(cases), [folder, "texts", *cases]),
-        "kill": (kills, [folder, "kill", kills, 3]),
+        "kill": (KILLS, [folder, "kill", KILLS, 3]),
         "fail": (1, [incomplete, "fail"]),
         "late": (1, [folder, "late"]),
         "phases": (len(PHASES), [folder, "phases", *PHASES]),
@@ -90,7 +91,7 @@ def found(folder, incomplete, cases, request):
     arguments = " -- ".join(" ".join(map(str, command)) for _, command in commands.values()).split()
     command = [sys.executable, "-m", "tests.spd.ranks_harness", *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1200 + 130 * kills, check=False
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1200 + 130 * KILLS, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{"))])
@@ -123,9 +124,11 @@ def test_the_text_of_one_process(folder, cases, found):
 
 
 def test_torchrun(folder, tmp_path):
+    """Two ranks, since each imports for seconds; at night three."""
+    ranks = trials(ci=2, nightly=3)
     noisy(random_llama(3, layers=LAYERS), 0.02).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
-    command += ["pipespec.spd.ranks", "--target", str(folder), "--drafter", str(tmp_path), "--stages", "1,2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "pipespec.spd.ranks", "--target", str(folder), "--drafter", str(tmp_path), "--stages", "1,2"]
     command += ["--prompt-ids", "5,6,7", "--max-new-tokens", "20"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -137,10 +140,9 @@ def test_torchrun(folder, tmp_path):
 
 
 def test_a_rank_that_is_lost(found):
-    """Killed or stopped at some cycle: the others end by themselves, not with status 0, and say why. (``--rank-kills 50`` does it often.)"""
-    trials = found["kill"]
-    assert "SIGKILL" in {trial["how"] for trial in trials}
-    for trial in trials:
+    """Killed or stopped at some cycle: the others end by themselves, not with status 0, and say why."""
+    assert {"SIGKILL", "SIGSTOP"} == {trial["how"] for trial in found["kill"]}
+    for trial in found["kill"]:
         assert len(trial["others"]) == 2
         for status, words in trial["others"].values():
             assert status == 1, trial

@@ -1,4 +1,4 @@
-"""``SpeculativePipeline.generate`` keeps the contract of ``target.generate()``, for any partition and whoever drafts."""
+"""``SpeculativePipeline.generate`` keeps the contract of ``target.generate()`` for any partition and any drafter."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LogitsProces
 
 from pipespec import Pipeline, generation
 from pipespec.drivers.base import StageFailure
-from pipespec.planning.closed_form import spd_accepted_length, spd_tokens_per_cycle
 from pipespec.spd import Drafter, SpeculativePipeline
 from pipespec.spd import partition as runtime
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec.spd.law import spd_accepted_length, spd_tokens_per_cycle
 from pipespec.spd.ngram import NgramDrafter
 from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
@@ -417,7 +417,7 @@ def test_nothing_of_a_call_waits_for_the_garbage_collector(model, good, monkeypa
 
 
 def test_caches_grow_with_the_text(model, good, monkeypatch):
-    monkeypatch.setattr(runtime, "_FIRST_ROOM", 2)
+    monkeypatch.setattr(runtime, "_INITIAL_CAPACITY", 2)
     pipeline = SpeculativePipeline(model, good, stages=2)
     ids, mask = left_pad(random_prompts(3, seed=8, shortest=4))
     got = greedy(pipeline, ids, 90, attention_mask=mask)
@@ -436,7 +436,7 @@ def test_prefill_in_chunks(model, chunk):
     observer.check(model, got, mask)
 
 
-# ---- what a drafter is told
+# ---- calls of a drafter
 
 
 class Observer(Drafter):
@@ -513,7 +513,7 @@ def test_what_a_drafter_sees(model, stages):
 
 
 def test_caches_hold_what_the_machine_says(model, good):
-    """After every cycle, flushes included: each stage's cache, cut as the machine says, ends where the text is true."""
+    """After every cycle, flushes included, the cache of each stage at the machine's lengths agrees with the text."""
     pipeline = SpeculativePipeline(model, noisy(model, 0.05), stages=3)
     driver, flushes = pipeline._driver, 0
     real = driver.machine.commit
@@ -760,8 +760,8 @@ def test_refused_arguments(model, good):
     pipeline = SpeculativePipeline(model, good, stages=2)
     with pytest.raises(NotImplementedError, match="num_beams"):
         greedy(pipeline, num_beams=2)
-    with pytest.raises(TypeError, match="unsupported argument 'windows'"):
-        greedy(pipeline, windows=2)
+    with pytest.raises(ValueError, match=r"not used by the model: \['lookahead'\]"):
+        greedy(pipeline, lookahead=2)
 
 
 def test_models_from_paths(model, good, tmp_path):

@@ -15,17 +15,18 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipespec.spd import training
-from pipespec.spd.curves import picture
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, ModuleDrafter, uniform_stages
-from pipespec.spd.drafting import Request
-from pipespec.spd.training import Acceptance, Batch, Settings, loss_of, replay, teach
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, ModuleDrafter
+from pipespec.spd.machine import DraftRequest
+from pipespec.spd.partition import Partition
+from pipespec.spd.training import trainer as training
+from pipespec.spd.training.curves import picture
+from pipespec.spd.training.trainer import Acceptance, TrainingBatch, TrainingSettings, loss_of, replay, teach
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
 
 
 def fresh(target: LlamaForCausalLM, n: int = 3, **how) -> DraftModule:
-    stages = uniform_stages(target.config.num_hidden_layers, n)
+    stages = Partition.uniform(target.config.num_hidden_layers, n).ranges
     return DraftModule.of_target(target, DraftModuleConfig.for_target(target, stages, **how))
 
 
@@ -75,8 +76,8 @@ def decoded(right: np.ndarray, first: int) -> Acceptance:
     """The same counts from the machine, cycle by cycle, until the text's last token is verified."""
     n, length = right.shape
     machine, drafted = Machine(n, first), {first: True}
-    verified, accepted, cycles, settled = 0, 0, 0, first
-    while settled < length:
+    verified, accepted, cycles, committed = 0, 0, 0, first
+    while committed < length:
         newest, fill = max(machine.depth), len(machine.depth)
         # A draft behind a wrong one, or past the text, is anything: it is never looked at.
         drafted[newest + 1] = bool(newest < length and right[fill - 1, newest])
@@ -85,9 +86,9 @@ def decoded(right: np.ndarray, first: int) -> Acceptance:
         good = drafted.get(oldest + 1, False)
         machine.cycle(good)
         if fill == n:
-            verified, accepted, settled = verified + 1, accepted + good, oldest + 1
+            verified, accepted, committed = verified + 1, accepted + good, oldest + 1
             drafted[oldest + 1] = True
-    return Acceptance(verified, accepted, cycles, settled - first)
+    return Acceptance(verified, accepted, cycles, committed - first)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
@@ -128,10 +129,10 @@ def speculative(
         drafter.observe(index, [0] * len(at), at, taught.anchors[0, :, column])
     tokens = [*prompt, int(target.lm_head(taught.last)[0, -1].argmax())]
     machine = Machine(config.n, len(prompt))
-    settled, verified, accepted, cycles = len(prompt), 0, 0, 0
-    while settled < len(prompt) + new:
+    committed, verified, accepted, cycles = len(prompt), 0, 0, 0
+    while committed < len(prompt) + new:
         flight = dict(machine.depth)
-        (draft,) = drafter.draft([Request(0, tokens, len(flight))])
+        (draft,) = drafter.draft([DraftRequest(0, tokens, len(flight))])
         taught = teach(target, torch.tensor([tokens]), drafter.features)
         for column, index in enumerate(drafter.features):
             for p in [p for p, depth in flight.items() if depth == owner[index]]:
@@ -145,7 +146,7 @@ def speculative(
         wanted = int(target.lm_head(taught.last)[0, oldest].argmax())
         tokens.append(draft)  # with one stage, the token that has just been drafted is the one that is checked
         right = tokens[oldest + 1] == wanted
-        verified, accepted, settled = verified + 1, accepted + right, oldest + 1
+        verified, accepted, committed = verified + 1, accepted + right, oldest + 1
         machine.cycle(right)
         if not right:
             tokens[oldest + 1 :] = [wanted]
@@ -160,8 +161,8 @@ def test_acceptance_along_a_text_is_that_of_decoding_it(n: int, tmp_path: Path) 
     prompt = [5, 9, 33, 7]
     ids = target.generate(torch.tensor([prompt]), max_new_tokens=41, do_sample=False)
     module = fresh(target, n)
-    learnt = Batch(ids, torch.ones_like(ids, dtype=torch.bool))  # just so much of it that some drafts are right
-    training.train(target, module, lambda number: learnt, Settings(steps=20, rate=3e-3), tmp_path)
+    learnt = TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool))  # just so much of it that some drafts are right
+    training.train(target, module, lambda number: learnt, TrainingSettings(steps=20, rate=3e-3), tmp_path)
     text, counts = speculative(target, module, prompt, 40)
     assert text == ids[0].tolist()
     along = training.acceptance_along(target, module, torch.tensor([text]), [len(prompt)], [len(text)])
@@ -172,15 +173,15 @@ def test_acceptance_along_a_text_is_that_of_decoding_it(n: int, tmp_path: Path) 
 # ---- the loop
 
 
-def lines(number: int, rows: int = 4, length: int = 24) -> Batch:
+def lines(number: int, rows: int = 4, length: int = 24) -> TrainingBatch:
     """Short cycles of tokens: easy to learn."""
     generator = torch.Generator().manual_seed(number)
     start = torch.randint(2, 40, (rows, 1), generator=generator)
     ids = 2 + (start + 3 * torch.arange(length)) % 50
-    return Batch(ids, torch.ones(rows, length, dtype=torch.bool))
+    return TrainingBatch(ids, torch.ones(rows, length, dtype=torch.bool))
 
 
-QUICK = Settings(steps=24, rate=2e-3, validate_every=12, save_every=12, seed=3)
+QUICK = TrainingSettings(steps=24, rate=2e-3, validate_every=12, save_every=12, seed=3)
 
 
 def test_training_lowers_the_loss_and_leaves_the_target_alone(six: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_resume_goes_on_as_if_nothing_had_happened(six: LlamaForCausalLM, tmp_pa
     class Killed(Exception):
         pass
 
-    def killed_at_15(number: int) -> Batch:
+    def killed_at_15(number: int) -> TrainingBatch:
         if number == 15:
             raise Killed
         return lines(number)
@@ -252,13 +253,13 @@ def test_nothing_to_learn_is_an_error(six: LlamaForCausalLM, tmp_path: Path) -> 
         said = set(six(lines(0).ids).logits.argmax(-1).flatten().tolist())
     never = [t for t in range(VOCABULARY) if t not in said][:5]
 
-    def same(number: int) -> Batch:
+    def same(number: int) -> TrainingBatch:
         return lines(0)
 
     many = replace(QUICK, steps=60)
     with pytest.raises(ValueError, match="nothing to learn in 50 steps"):
         training.train(six, fresh(six, vocabulary=never), same, many, tmp_path)
-    silent = Batch(lines(0).ids, torch.zeros(4, 24, dtype=torch.bool))
+    silent = TrainingBatch(lines(0).ids, torch.zeros(4, 24, dtype=torch.bool))
     with pytest.raises(ValueError, match="nothing to learn in 50 steps"):
         training.train(six, fresh(six), lambda number: silent, many, tmp_path)
     with pytest.raises(ValueError, match="nothing to validate on"):
@@ -268,12 +269,12 @@ def test_nothing_to_learn_is_an_error(six: LlamaForCausalLM, tmp_path: Path) -> 
 def test_only_wanted_tokens_are_learnt(six: LlamaForCausalLM, tmp_path: Path) -> None:
     """What is not wanted has no influence: with other tokens behind the last wanted one the result is the same."""
 
-    def half(number: int, tail: int) -> Batch:
+    def half(number: int, tail: int) -> TrainingBatch:
         ids = lines(number).ids.clone()
         ids[:, 12:] = tail
         wanted = torch.zeros_like(ids, dtype=torch.bool)
         wanted[:, 4:11] = True
-        return Batch(ids, wanted)
+        return TrainingBatch(ids, wanted)
 
     modules = [fresh(six), fresh(six)]
     for module, tail in zip(modules, (5, 99), strict=True):

@@ -14,7 +14,7 @@ void bind_launcher(py::module_& m) {
   py::module_::import("pipespec_kernels._native");
   m.attr("STEP_LOG_BYTES") = sizeof(StepLog);
   m.attr("STEP_SCRATCH_BYTES") = sizeof(StepScratch);
-  m.attr("POLICY_BYTES") = sizeof(Policy);
+  m.attr("STEPS_IN_FLIGHT") = StepLog::kRecords;
   py::class_<StageGraphs>(m, "StageGraphs")
       .def(py::init<>())
       .def_readwrite("device", &StageGraphs::device)
@@ -22,11 +22,11 @@ void bind_launcher(py::module_& m) {
       .def_readwrite("widths", &StageGraphs::widths)
       .def_readwrite("graphs", &StageGraphs::graphs)
       .def_readwrite("block", &StageGraphs::block)
-      .def_readwrite("policy", &StageGraphs::policy)
+      .def_readwrite("policies", &StageGraphs::policies)
       .def_readwrite("scratch", &StageGraphs::scratch)
       .def_readwrite("log", &StageGraphs::log);
   py::class_<CudaLauncher, Launcher, std::shared_ptr<CudaLauncher>>(m, "CudaLauncher")
-      .def(py::init<std::uintptr_t, std::vector<StageGraphs>>(), py::arg("mirror"),
+      .def(py::init<std::uintptr_t, std::vector<StageGraphs>>(), py::arg("shadow"),
            py::arg("stages"))
       .def("counters", [](const CudaLauncher& launcher) {
         py::dict out;

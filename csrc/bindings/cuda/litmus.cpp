@@ -21,14 +21,15 @@ void bind_litmus(py::module_& m) {
   m.attr("LITMUS_FIELDS") = py::make_tuple("looks", "epochs", "tokens", "wrong");
   m.def(
       "litmus_write",
-      [](Address block, u32 stage, u32 row, u32 epochs, u32 length, Address stream) {
-        check(litmus_write(pointer(block), stage, row, epochs, length, stream), "litmus_write");
+      [](Address block, Scope scope, u32 stage, u32 row, u32 epochs, u32 length, Address stream) {
+        check(litmus_write(pointer(block), scope, stage, row, epochs, length, stream),
+              "litmus_write");
       },
       unlocked);
   m.def(
       "litmus_read",
-      [](Address block, u32 stage, u32 row, u32 looks, Address out, Address stream) {
-        check(litmus_read(pointer(block), stage, row, looks,
+      [](Address block, Scope scope, u32 stage, u32 row, u32 looks, Address out, Address stream) {
+        check(litmus_read(pointer(block), scope, stage, row, looks,
                           static_cast<LitmusCount*>(pointer(out)), stream),
               "litmus_read");
       },

@@ -1,6 +1,6 @@
-"""The demo: a model family that is small enough to ship, the script that trains it, and its prompts.
+"""The demo: a bundled model family, its prompts, and the comparison that ``pipespec demo`` shows.
 
-Importing this package imports neither PyTorch nor Transformers; the helpers load what they need.
+Importing this package imports neither PyTorch nor Transformers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ __all__ = ["FAMILY", "MODULE_STAGES", "draft_module_path", "family_path", "promp
 
 
 def family_path(name: str) -> Path:
-    """The folder of one bundled model (``"target"``, ``"medium"`` or ``"small"``), for ``from_pretrained``.
+    """Return the folder of one bundled model (``"target"``, ``"medium"`` or ``"small"``), for ``from_pretrained``.
 
-    Raises ``ValueError`` for another name and ``FileNotFoundError`` where the weights are not installed.
+    Raises:
+        ValueError: The family has no such model.
+        FileNotFoundError: The weights are not installed.
     """
     if name not in FAMILY:
         raise ValueError(f"no model {name!r} in the bundled family: it has {', '.join(FAMILY)}")
@@ -30,9 +32,10 @@ def family_path(name: str) -> Path:
 
 
 def draft_module_path() -> Path:
-    """The folder of the target's draft module for ``MODULE_STAGES`` stages, for ``pipespec.spd.draft_module.DraftModule.load``.
+    """Return the folder of the bundled target's draft module for ``MODULE_STAGES`` stages, for ``DraftModule.load``.
 
-    Raises ``FileNotFoundError`` where the weights are not installed.
+    Raises:
+        FileNotFoundError: The weights are not installed.
     """
     folder = Path(__file__).resolve().parent / "family" / "module"
     if not (folder / "draft_module.safetensors").is_file():
@@ -41,10 +44,13 @@ def draft_module_path() -> Path:
 
 
 def prompts(n: int, seed: int = 0) -> list[str]:
-    """``n`` distinct prompts: function heads of standard-library modules that no bundled model was trained on.
+    """Return ``n`` distinct prompts: function heads of standard-library modules that no bundled model was trained on.
 
-    The same list for the same interpreter, ``n`` and ``seed``; raises ``ValueError`` where there are fewer.
+    The list is the same for the same interpreter, ``n`` and ``seed``.
+
+    Raises:
+        ValueError: The held-out modules have fewer than ``n`` functions.
     """
-    from .corpus import function_heads
+    from pipespec.demo.corpus import function_heads
 
     return [head.text for head in function_heads(n, seed)]

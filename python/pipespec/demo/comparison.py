@@ -1,378 +1,363 @@
-"""The comparison that ``pipespec demo`` and ``bench/bench_cpu.py`` show: who generates the target's text, and how fast.
+"""Compare ways to generate the same text: contenders take turns prompt by prompt, texts are compared, medians over repeats.
 
-Fair by construction: every row generates the same prompts, in fp32, greedily, with all cores; the rows take turns prompt by
-prompt, so that a noisy machine disturbs all alike; HuggingFace's rows are tuned first, on prompts that are not measured, and
-ours run with their defaults.
+``pipespec demo`` compares :func:`pipespec.demo.contenders.standard_contenders`; ``bench/bench_generate.py`` adds others. All contenders share the models, the
+prompts and one process, and decode one prompt at a time. HuggingFace's rows are tuned first, on prompts that are not measured; ours run
+with their defaults. The number of CPU threads is tuned for every row that runs in one process.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel
 
-from pipespec.demo import FAMILY, family_path
-from pipespec.loading import load_model
-from pipespec.observe import Report
-from pipespec.pipeline import Pipeline
+from pipespec.demo.contenders import Contender, GeneratedText, StepCounts, Workload
+from pipespec.process.progress import say
 from pipespec_kernels import __version__, collect_env
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many of its parts are done, and how many there are."""
+"""Called with a description of the work, the number of parts that are done, and the number of parts."""
 
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. ``schedule`` None: HuggingFace's own ``generate()``."""
-
-    key: str
-    label: str
-    schedule: str | None
-    drafts: tuple[str, ...] = ()
-
-
-ROWS = (
-    Row("plain", "HF generate()", None),
-    Row("assisted-small", "HF assisted, small", None, ("small",)),
-    Row("assisted-medium", "HF assisted, medium", None, ("medium",)),
-    Row("lookup", "HF prompt lookup", None),
-    Row("ours-plain", "ours, target alone", "plain"),
-    Row("lockstep-small", "lockstep, small", "lockstep", ("small",)),
-    Row("lockstep-medium", "lockstep, medium", "lockstep", ("medium",)),
-    Row("lockstep-3", "lockstep, small + medium", "lockstep", ("small", "medium")),
-    Row("workers-small", "workers, small", "workers", ("small",)),
-    Row("workers-medium", "workers, medium", "workers", ("medium",)),
-    Row("workers-3", "workers, small + medium", "workers", ("small", "medium")),
-)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How HuggingFace's assisted generation or prompt lookup is set: drafts per round, the confidence to go on drafting, and how
-    transformers changes the former from round to round."""
-
-    tokens: int
-    threshold: float | None = None
-    schedule: str = "constant"
-
-    def __str__(self) -> str:
-        threshold = "" if self.threshold is None else f", threshold {self.threshold:g}"
-        return f"{self.tokens} tokens{threshold}" + (f", {self.schedule}" if self.schedule != "constant" else "")
-
-
-ASSISTED = (*(Setting(tokens, threshold) for tokens in (5, 3, 8) for threshold in (0.0, 0.4)), Setting(20, 0.4))
-"""Tried for each draft; the last is transformers' default."""
-
-LOOKUP = (Setting(3), Setting(10))
+SLOW_START_SHARE, TUNING_SHARE = 0.3, 0.5
+"""Shares of the time limit: slow contenders start before the first, and tuning ends at the second."""
 
 
 @dataclass
-class Counts:
-    """What one verifying stage did, summed."""
+class Measurement:
+    """One row, measured. Ratios are medians over the repeats, each within one repeat.
 
-    name: str
-    steps: int = 0
-    produced: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, other: Counts) -> None:
-        self.steps += other.steps
-        self.produced += other.produced
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-
-
-@dataclass(frozen=True)
-class Run:
-    """One prompt generated once. ``output``: prompt and text, LongTensor ``[1, S + new]``."""
-
-    output: torch.Tensor
-    tokens: int
-    seconds: float
-    stages: tuple[Counts, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """One row, measured. Ratios are medians over the repeats, each within one repeat; None: nothing to compare with."""
+    Attributes:
+        reason: Why there are no figures; the other fields keep their defaults then.
+        note: Remarks of the contender.
+        repeats: Tokens per second of each repeat.
+        identical: Runs with the reference text, of ``runs``; None: the texts are not comparable.
+        differs_at: Median position of the first different new token.
+        accepted_length: Tokens per step of each verifying model.
+        acceptance_rate: Accepted per verified draft token of each verifying model, where it is known.
+    """
 
     key: str
     label: str
-    setting: str | None
-    tokens_per_second: float
-    repeats: list[float]
-    ratio_to_plain: float | None
-    ratio_to_best_hf: float | None
-    accepted_length: dict[str, float]
-    acceptance_rate: dict[str, float]
-    identical: int
-    runs: int
+    group: str
+    setting: str | None = None
+    reason: str | None = None
+    note: str = ""
+    tokens_per_second: float | None = None
+    repeats: tuple[float, ...] = ()
+    vs_plain: float | None = None
+    vs_best_hf: float | None = None
+    identical: int | None = None
+    runs: int = 0
+    differs_at: float | None = None
+    accepted_length: dict[str, float] = field(default_factory=dict)
+    acceptance_rate: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_identical(self) -> bool:
-        return self.identical == self.runs
+        """No text differs from the reference."""
+        return self.identical is None or self.identical == self.runs
 
 
-@dataclass(frozen=True)
-class Family:
-    """A target, its drafts by name (smallest first), and their tokenizer; all in fp32 on the CPU."""
+class SpeedComparison:
+    """Contenders that take turns. ``with`` it, or ``close()`` it: some contenders hold processes.
 
-    name: str
-    target: PreTrainedModel
-    drafts: dict[str, PreTrainedModel]
-    tokenizer: Any
-
-    @staticmethod
-    def load(folder: Path | None = None) -> Family:
-        """The bundled family, or the one in ``folder`` (``target/``, ``medium/``, ``small/``)."""
-        paths = {name: folder / name if folder else family_path(name) for name in FAMILY}
-        models = {name: load_model(path, dtype=torch.float32) for name, path in paths.items()}
-        tokenizer = AutoTokenizer.from_pretrained(paths["target"])
-        drafts = {name: models[name] for name in reversed(FAMILY) if name != "target"}
-        return Family(folder.name if folder else "bundled", models["target"], drafts, tokenizer)
-
-    def encode(self, text: str) -> torch.Tensor:
-        """LongTensor ``[1, S]``."""
-        return self.tokenizer(text, return_tensors="pt").input_ids
-
-    def room(self, texts: Sequence[str]) -> int:
-        """Tokens that fit behind each of ``texts``. Raises ``ValueError`` if one of them fills the target already."""
-        limit: int = self.target.config.max_position_embeddings
-        longest = max(self.encode(text).shape[1] for text in texts)
-        if longest >= limit:
-            raise ValueError(f"the prompt has {longest} tokens; the family's limit, the answer included, is {limit}")
-        return limit - longest
-
-    def parameters(self) -> dict[str, int]:
-        return {name: model.num_parameters() for name, model in (*self.drafts.items(), ("target", self.target))}
-
-
-class _Rounds:
-    """A streamer that only counts: assisted generation hands over one block per verification, the prompt first."""
-
-    def __init__(self) -> None:
-        self.count = -1
-
-    def put(self, value: torch.Tensor) -> None:
-        self.count += 1
-
-    def end(self) -> None:
-        pass
-
-
-class HuggingFace:
-    """A row of transformers' own ``generate()``; ``options`` go into every call."""
-
-    def __init__(self, row: Row, family: Family, **options: Any) -> None:
-        self.options = options
-        self.target = family.target
-        self.draft = family.drafts[row.drafts[0]] if row.drafts else None
-        self.candidates: tuple[Setting, ...] = ASSISTED if row.drafts else LOOKUP if row.key == "lookup" else ()
-        self.setting = self.candidates[0] if self.candidates else None
-
-    def generate(self, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, tuple[Counts, ...]]:
-        common: dict[str, Any] = {
-            "attention_mask": torch.ones_like(ids),
-            "max_new_tokens": new_tokens,
-            "do_sample": False,
-            **self.options,
-        }
-        if self.setting is None:
-            return self.target.generate(ids, **common), ()
-        rounds = _Rounds()
-        if self.draft is not None:
-            assistant = self.draft.generation_config  # where transformers reads these from, in every call
-            assistant.num_assistant_tokens = self.setting.tokens
-            assistant.num_assistant_tokens_schedule = self.setting.schedule
-            assistant.assistant_confidence_threshold = self.setting.threshold
-            output = self.target.generate(ids, assistant_model=self.draft, streamer=rounds, **common)
-        else:
-            output = self.target.generate(ids, prompt_lookup_num_tokens=self.setting.tokens, streamer=rounds, **common)
-        return output, (Counts("target", steps=rounds.count, produced=output.shape[1] - ids.shape[1]),)
-
-    def close(self) -> None:
-        pass
-
-
-class _Ours:
-    """A row of ours."""
-
-    candidates: tuple[Setting, ...] = ()
-    setting: Setting | None = None
-
-    def __init__(self, row: Row, family: Family) -> None:
-        self.names = (*row.drafts, "target")
-        self.pipe = Pipeline(family.target, [family.drafts[d] for d in row.drafts], schedule=row.schedule or "plain")
-
-    def generate(self, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, tuple[Counts, ...]]:
-        output = self.pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False)
-        report = self.pipe.report
-        assert report is not None
-        return output, self._counts(report)
-
-    def _counts(self, report: Report) -> tuple[Counts, ...]:
-        verifying = list(zip(self.names, report.stages, strict=True))[1:]
-        return tuple(Counts(name, s.steps, s.produced, s.drafted, s.accepted) for name, s in verifying)
-
-    def close(self) -> None:
-        self.pipe.close()
-
-
-@dataclass
-class Comparison:
-    """Rows that take turns. ``with`` it: the rows of workers hold processes.
-
-    Parameters
-    ----------
-    family: the models.
-    prompts: texts to measure with.
-    new_tokens: most tokens per prompt.
-    rows: keys of :data:`ROWS`; ``"plain"`` is the reference and always there.
-    progress: told about everything that takes its time.
+    Args:
+        workload: What they generate.
+        contenders: The rows; the one with the key ``"plain"`` is the reference.
+        limit: Seconds after which no new round begins.
+        seed: Of sampling.
+        progress: Called before each part of the work.
     """
 
-    family: Family
-    prompts: Sequence[str]
-    new_tokens: int
-    rows: Sequence[str] = tuple(row.key for row in ROWS)
-    progress: Progress = field(default=lambda what, done, total: None)
-
-    def __post_init__(self) -> None:
-        keys = [row.key for row in ROWS]
-        unknown = [key for key in self.rows if key not in keys]
-        if unknown:
-            raise ValueError(f"no row {', '.join(map(repr, unknown))}; there are {', '.join(keys)}")
-        if not self.prompts:
-            raise ValueError("nothing to measure with: at least one prompt is needed")
-        self._rows = [row for row in ROWS if row.key == "plain" or row.key in self.rows]
-        self._ids = [self.family.encode(prompt) for prompt in self.prompts]
-        self._contenders: dict[str, HuggingFace | _Ours] = {}
-        self._runs: dict[str, dict[tuple[int, int], Run]] = {row.key: {} for row in self._rows}
-        self.threads = len(os.sched_getaffinity(0))
+    def __init__(
+        self,
+        workload: Workload,
+        contenders: Sequence[Contender],
+        *,
+        limit: float = math.inf,
+        seed: int = 0,
+        progress: Progress = lambda what, done, total: None,
+    ) -> None:
+        self.workload, self.limit, self.seed, self.progress = workload, limit, seed, progress
+        self.device = workload.family.target.device
+        self.contenders = list(contenders)
+        self.reasons: dict[str, str] = {}
+        """Why contenders have no figures, by key."""
         self.tuning: dict[str, list[dict[str, Any]]] = {}
+        self.runs: dict[str, dict[tuple[int, int], GeneratedText]] = {c.key: {} for c in contenders}
+        """By contender: the texts by repeat and prompt."""
+        self.lost: str | None = None
+        """Why nothing can run any more: an error on a GPU can destroy its context."""
+        self._began = time.monotonic()
+        self._started: set[str] = set()
 
-    def start(self) -> None:
-        """Make the rows ready: worker processes are started. Raises as :class:`Pipeline`."""
-        torch.set_num_threads(self.threads)
-        for done, row in enumerate(self._rows):
-            self.progress(f"starting: {row.label}", done, len(self._rows))
-            self._contender(row)
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
 
-    def pipeline(self, key: str) -> Pipeline:
-        """The pipeline of one of our rows, to show it before or between the measurements."""
-        contender = self._contender(next(row for row in self._rows if row.key == key))
-        assert isinstance(contender, _Ours)
-        return contender.pipe
+    @property
+    def active(self) -> list[Contender]:
+        """Contenders that have not failed."""
+        return [] if self.lost else [c for c in self.contenders if c.key not in self.reasons]
 
-    def _contender(self, row: Row) -> HuggingFace | _Ours:
-        if row.key not in self._contenders:
-            kind = HuggingFace if row.schedule is None else _Ours
-            self._contenders[row.key] = kind(row, self.family)
-        return self._contenders[row.key]
+    def _fail(self, contender: Contender, error: BaseException) -> None:
+        text = str(error).strip() or "no reason given"
+        self.reasons[contender.key] = f"{type(error).__name__}: {text.splitlines()[0]}"
+        say(f"{contender.label}: {self.reasons[contender.key]}")
+        try:
+            contender.close()
+        except Exception as further:
+            say(f"{contender.label}, closing: {type(further).__name__}: {further}")
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except Exception:
+                self.lost = f"the GPU could not be used any more after {contender.label} had failed"
 
-    def tune(self, calibration: Sequence[str], settings: int | None = None) -> None:
-        """Find the best setting of each row that has one to choose, among its first ``settings`` (None: all of them).
+    @contextmanager
+    def turn(self, contender: Contender) -> Iterator[None]:
+        """Surrounds everything that a contender does; benchmarks isolate contenders here."""
+        yield
 
-        ``calibration``: prompts other than the measured ones.
+    def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
+        """Let a contender generate once.
+
+        Args:
+            contender: One that has started.
+            ids: Prompt, LongTensor ``[1, S]``.
+            new_tokens: Default: the workload's.
+
+        Returns:
+            The text and its time, or None if the contender failed, which ends its part.
         """
-        ids = [self.family.encode(prompt) for prompt in calibration]
-        work = [(row, setting) for row in self._rows for setting in self._contenders[row.key].candidates[:settings]]
-        speeds: dict[str, dict[Setting, float]] = {}
-        for done, (row, setting) in enumerate(work):
-            self.progress(f"tuning: {row.label}, {setting}", done, len(work))
-            contender = self._contenders[row.key]
-            contender.setting = setting
-            runs = [_timed(contender, prompt, self.new_tokens) for prompt in ids]
-            speeds.setdefault(row.key, {})[setting] = _speed(runs)
-        for key, found in speeds.items():
-            self._contenders[key].setting = max(found, key=lambda s: found[s])
-            self.tuning[key] = [asdict(s) | {"tokens_per_second": speed} for s, speed in found.items()]
+        try:
+            with self.turn(contender):
+                ids = ids.to(self.device)
+                torch.set_num_threads(contender.threads)
+                self._synchronize()
+                began = time.perf_counter()
+                text = contender.run(ids, new_tokens or self.workload.new_tokens, self.seed)
+                self._synchronize()
+                text = replace(text, seconds=time.perf_counter() - began)
+                contender.rest()
+                return text
+        except Exception as error:
+            self._fail(contender, error)
+            return None
+        finally:
+            torch.set_num_threads(self.workload.threads)
 
-    def warm_up(self) -> None:
-        """Run each row once, unmeasured: the first call allocates caches and picks kernels."""
-        for done, row in enumerate(self._rows):
-            self.progress(f"warming up: {row.label}", done, len(self._rows))
-            _timed(self._contenders[row.key], self._ids[0], self.new_tokens)
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
-    def measure(self, repeats: int) -> Iterator[list[Result]]:
-        """Measure; yields the table so far after each prompt that all rows have generated."""
-        total = repeats * len(self._ids) * len(self._rows)
-        done = 0
-        for repeat in range(repeats):
-            for prompt, ids in enumerate(self._ids):
-                turn = (repeat * len(self._ids) + prompt) % len(self._rows)  # nobody always follows the same neighbour
-                for row in (*self._rows[turn:], *self._rows[:turn]):
-                    self.progress(f"measuring, repeat {repeat + 1} of {repeats}: {row.label}", done, total)
-                    self._runs[row.key][repeat, prompt] = _timed(self._contenders[row.key], ids, self.new_tokens)
-                    done += 1
-                yield self.results()
+    def start(self, ids: torch.Tensor, *keys: str) -> None:
+        """Start the contenders (those with ``keys``, if given) and let each generate once behind ``ids``, unmeasured."""
+        waiting = [c for c in self.contenders if c.key not in self._started and (not keys or c.key in keys)]
+        for done, contender in enumerate(sorted(waiting, key=lambda c: c.slow)):
+            self.progress(f"starting: {contender.label}", done, len(waiting))
+            if self.lost:
+                continue
+            self._started.add(contender.key)
+            if self.elapsed > self.limit * (SLOW_START_SHARE if contender.slow else 1):
+                self.reasons[contender.key] = "not started: the time was over"
+                continue
+            try:
+                with self.turn(contender):
+                    contender.start(self.workload)
+            except Exception as error:
+                self._fail(contender, error)
+            else:
+                self.run(contender, ids)
 
-    def results(self) -> list[Result]:
-        """One per row, from what has been measured so far."""
-        repeats = sorted({repeat for repeat, _ in self._runs["plain"]})
-        speeds = {
-            row.key: [_speed([r for (i, _), r in self._runs[row.key].items() if i == repeat]) for repeat in repeats]
-            for row in self._rows
-        }
-        rivals = [row.key for row in self._rows if self._contenders[row.key].candidates]
-        best = max(rivals, key=lambda key: median(speeds[key])) if rivals else None
-        return [self._result(row, speeds, best) for row in self._rows]
+    def tune(self, calibration: Sequence[torch.Tensor], settings: int | None = None) -> None:
+        """Find the fastest setting of each contender that has several.
 
-    def _result(self, row: Row, speeds: dict[str, list[float]], best: str | None) -> Result:
-        runs = self._runs[row.key]
-        total: dict[str, Counts] = {}
-        for run in runs.values():
-            for counts in run.stages:
-                total.setdefault(counts.name, Counts(counts.name)).add(counts)
-        references = {prompt: run.output for (repeat, prompt), run in self._runs["plain"].items() if repeat == 0}
-        setting = self._contenders[row.key].setting
-        return Result(
-            key=row.key,
-            label=row.label,
-            setting=str(setting) if setting else None,
-            tokens_per_second=median(speeds[row.key]),
-            repeats=speeds[row.key],
-            ratio_to_plain=_ratio(speeds[row.key], speeds["plain"]),
-            ratio_to_best_hf=_ratio(speeds[row.key], speeds[best]) if best else None,
-            accepted_length={c.name: c.produced / c.steps for c in total.values() if c.steps},
-            acceptance_rate={c.name: c.accepted / c.drafted for c in total.values() if c.drafted},
-            identical=sum(torch.equal(run.output, references[prompt]) for (_, prompt), run in runs.items()),
-            runs=len(runs),
-        )
+        Args:
+            calibration: Prompts that are not measured, each ``[1, S]``.
+            settings: Try the first ones only (None: all).
+        """
+        work = {c.key: c.settings[:settings] for c in self.active}
+        total, done = sum(map(len, work.values())), 0
+        for contender in self.active:
+            found: list[dict[str, Any]] = []
+            for setting in work[contender.key]:
+                self.progress(f"tuning: {contender.label}, {setting}", done, total)
+                done += 1
+                if self.elapsed > self.limit * TUNING_SHARE or contender.key in self.reasons:
+                    continue
+                contender.use(setting)
+                if contender.slow:  # it compiles again for another number of threads
+                    self.run(contender, calibration[0])
+                runs = [text for ids in calibration if (text := self.run(contender, ids))]
+                if contender.key not in self.reasons:
+                    found.append({"setting": str(setting), "tokens_per_second": _speed(runs)})
+            if contender.settings and contender.key not in self.reasons:
+                best = max(range(len(found)), key=lambda i: found[i]["tokens_per_second"], default=0)
+                contender.use(contender.settings[best])
+                self.tuning[contender.key] = found
 
-    def record(self) -> dict[str, Any]:
-        """Everything about this measurement, ready for JSON. No paths, no names of people or machines."""
-        return {
-            "machine": machine() | {"threads": self.threads},
-            "family": self.family.name,
-            "parameters": self.family.parameters(),
-            "dtype": "float32",
-            "prompts": len(self.prompts),
-            "new_tokens": self.new_tokens,
-            "tokens": sum(run.tokens for (repeat, _), run in self._runs["plain"].items() if repeat == 0),
-            "tuning": self.tuning,
-            "rows": [asdict(result) for result in self.results()],
-        }
+    def measure(self, texts: Sequence[torch.Tensor], repeats: int) -> Iterator[None]:
+        """Let every contender generate behind each of ``texts``, ``repeats`` times; yields after each round.
+
+        A round is one prompt in all contenders. It begins only if it can be expected to end within the time limit.
+        """
+        longest_round, done, total = 0.0, 0, repeats * len(texts) * len(self.active)
+        for repeat, prompt in itertools.product(range(repeats), range(len(texts))):
+            began = self.elapsed
+            if (repeat or prompt) and began + longest_round > self.limit:
+                return
+            order = self.active
+            # The first contender changes from round to round, so that no contender always follows the same one.
+            first = (repeat * len(texts) + prompt) % max(len(order), 1)
+            for contender in (*order[first:], *order[:first]):
+                self.progress(f"measuring, repeat {repeat + 1} of {repeats}: {contender.label}", done, total)
+                done += 1
+                text = None if self.lost else self.run(contender, texts[prompt])
+                if text is not None:
+                    self.runs[contender.key][repeat, prompt] = text
+            longest_round = max(longest_round, self.elapsed - began)
+            yield
+            if self.lost:
+                return
+
+    def results(self) -> list[Measurement]:
+        """The table so far: one row per contender, in their order."""
+        speeds = {c.key: self._speeds(c) for c in self.contenders}
+        hf = [c.key for c in self.contenders if c.group == "hf" and speeds[c.key]]
+        best = max(hf, key=lambda key: median(speeds[key])) if hf else None
+        return [self._result(c, speeds, best) for c in self.contenders]
+
+    def _speeds(self, contender: Contender) -> list[float]:
+        """Tokens per second by repeat. An incomplete repeat counts only where there is no complete one."""
+        if contender.key in self.reasons:
+            return []
+        runs = self.runs[contender.key]
+        by_repeat = {i: [text for (repeat, _), text in runs.items() if repeat == i] for i, _ in runs}
+        complete = max((len(r) for r in by_repeat.values()), default=0)
+        return [_speed(r) for _, r in sorted(by_repeat.items()) if len(r) == complete]
+
+    def _reference(self) -> dict[int, list[int]]:
+        """The texts that others are compared with, by prompt: ``generate()``'s; sampled, those of our plain decoding."""
+        exact = [c.key for c in self.contenders if c.exact and self.runs[c.key] and c.key not in self.reasons]
+        wanted = "plain" if self.workload.is_greedy else "ours-plain"
+        key = wanted if wanted in exact else next(iter(exact), None)
+        texts: dict[int, list[int]] = {}
+        for (_, prompt), text in sorted(self.runs[key].items()) if key else ():
+            texts.setdefault(prompt, text.tokens)
+        return texts
+
+    def _result(self, contender: Contender, speeds: dict[str, list[float]], best: str | None) -> Measurement:
+        key = contender.key
+        result = Measurement(key, contender.label, contender.group, reason=self.reasons.get(key))
+        runs = self.runs[key]
+        if contender.setting is not None:
+            result.setting = str(contender.setting)
+        if not speeds[key]:
+            result.reason = result.reason or self.lost or "not measured: the time was over"
+            return result
+        result.note = "; ".join(dict.fromkeys(text.note for text in runs.values() if text.note))
+        result.repeats = tuple(speeds[key])
+        result.tokens_per_second = median(speeds[key])
+        result.vs_plain = _ratio(speeds[key], speeds.get("plain", ()))
+        result.vs_best_hf = _ratio(speeds[key], speeds[best]) if best else None
+        result.runs = len(runs)
+        if contender.exact and (reference := self._reference()):
+            positions = [
+                differs_at(text.tokens, reference[prompt]) for (_, prompt), text in runs.items() if prompt in reference
+            ]
+            different = [at for at in positions if at is not None]
+            result.identical, result.runs = len(positions) - len(different), len(positions)
+            result.differs_at = median(different) if different else None
+        total: dict[str, StepCounts] = {}
+        for text in runs.values():
+            for s in text.stages[1:] or text.stages:  # the first of several stages verifies nothing
+                t = total.setdefault(s.name, StepCounts(s.name, 0))
+                t.steps, t.produced = t.steps + s.steps, t.produced + s.produced
+                t.drafted, t.accepted = t.drafted + s.drafted, t.accepted + s.accepted
+        result.accepted_length = {t.name: t.produced / t.steps for t in total.values() if t.steps and t.produced}
+        result.acceptance_rate = {t.name: t.accepted / t.drafted for t in total.values() if t.drafted}
+        return result
 
     def close(self) -> None:
-        for contender in self._contenders.values():
+        """Close all contenders that started."""
+        for contender in self.active:
             contender.close()
 
-    def __enter__(self) -> Comparison:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _speed(runs: Sequence[GeneratedText]) -> float:
+    return sum(len(text.tokens) for text in runs) / sum(text.seconds for text in runs)
+
+
+def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float | None:
+    pairs = list(zip(speeds, others, strict=False))
+    return median(a / b for a, b in pairs) if pairs else None
+
+
+def differs_at(text: Sequence[int], reference: Sequence[int]) -> int | None:
+    """The first position at which two texts differ (the shorter length for a prefix); None if they are equal."""
+    for i, (a, b) in enumerate(zip(text, reference, strict=False)):
+        if a != b:
+            return i
+    return None if len(text) == len(reference) else min(len(text), len(reference))
+
+
+HEADER = ("", "tokens/s", "vs generate()", "vs best HF", "same text", "accepted length", "acceptance")
+
+
+def cells(result: Measurement) -> tuple[str, ...]:
+    """A row under :data:`HEADER`. Values of several verifying stages stand in the order of the chain."""
+    if result.reason is not None:
+        return (result.label, "-", *[""] * (len(HEADER) - 2))
+    same = "-"
+    if result.identical is not None:
+        same = f"{result.identical}/{result.runs}" + shown(result.differs_at, ", differs at {:.0f}", "")
+    return (
+        result.label,
+        shown(result.tokens_per_second, "{:.1f}"),
+        shown(result.vs_plain, "{:.2f}x"),
+        shown(result.vs_best_hf, "{:.2f}x"),
+        same,
+        " / ".join(f"{length:.2f}" for length in result.accepted_length.values()) or "-",
+        " / ".join(f"{rate:.2f}" for rate in result.acceptance_rate.values()) or "-",
+    )
+
+
+def shown(value: float | None, form: str, absent: str = "-") -> str:
+    """``value`` in a format, or ``absent`` for None."""
+    return absent if value is None else form.format(value)
+
+
+def footnotes(results: Sequence[Measurement]) -> list[str]:
+    """The settings that won, remarks of rows, and the rows without figures with their reasons."""
+    lines = []
+    tuned = [f"{r.label}: {r.setting}" for r in results if r.setting and r.reason is None]
+    if tuned:
+        lines.append(f"Best settings found: {'; '.join(tuned)}.")
+    lines += [f"{r.label}: {r.note}." for r in results if r.note]
+    missing: dict[str, list[str]] = {}
+    for r in results:
+        if r.reason:
+            missing.setdefault(r.reason, []).append(r.label)
+    lines += [f"Not measured: {'; '.join(labels)} ({reason})." for reason, labels in missing.items()]
+    return lines
 
 
 def machine() -> dict[str, Any]:
@@ -390,69 +375,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-HEADER = ("", "tokens/s", "vs generate()", "vs best HF", "accepted length", "acceptance", "identical text")
-
-
-def cells(result: Result) -> tuple[str, ...]:
-    """A result as the table shows it, under :data:`HEADER`. Several verifying stages: the one next to the smallest first."""
-
-    def times(ratio: float | None) -> str:
-        return "-" if ratio is None else f"{ratio:.2f}x"
-
-    # Where nothing drafts, every step yields one token: nothing to tell.
-    lengths = result.accepted_length.values() if result.acceptance_rate or result.setting else ()
-    return (
-        result.label,
-        f"{result.tokens_per_second:.1f}",
-        times(result.ratio_to_plain),
-        times(result.ratio_to_best_hf),
-        " / ".join(f"{length:.2f}" for length in lengths) or "-",
-        " / ".join(f"{rate:.2f}" for rate in result.acceptance_rate.values()) or "-",
-        f"{'yes' if result.is_identical else 'NO'} ({result.identical}/{result.runs})",
-    )
-
-
-def format_table(results: Sequence[Result]) -> str:
-    """The table as plain text."""
-    return aligned([HEADER, *map(cells, results)])
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells in columns, the first one to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if column else cell.ljust(w)
-            for column, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-
-
-def footnotes(results: Sequence[Result]) -> list[str]:
-    """What the table does not say by itself: which settings won."""
-    tuned = [f"{r.label}: {r.setting}" for r in results if r.setting]
-    return [f"Best settings found: {'; '.join(tuned)}."] if tuned else []
-
-
 def describe(machine: dict[str, Any]) -> str:
     """One line about a :func:`machine`."""
     return (
         f"{machine['cpu']}, cores: {machine['cores']}, threads: {machine['threads']}, torch {machine['torch']}, "
-        f"transformers {machine['transformers']}, Python {machine['python']}, pipespec {machine['pipespec']}, fp32"
+        f"transformers {machine['transformers']}, Python {machine['python']}, pipespec {machine['pipespec']}"
     )
-
-
-def _timed(contender: HuggingFace | _Ours, ids: torch.Tensor, new_tokens: int) -> Run:
-    began = time.perf_counter()
-    output, stages = contender.generate(ids, new_tokens)
-    seconds = time.perf_counter() - began
-    return Run(output, output.shape[1] - ids.shape[1], seconds, stages)
-
-
-def _speed(runs: Sequence[Run]) -> float:
-    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
-
-
-def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
-    return median(speed / other for speed, other in zip(speeds, others, strict=True))

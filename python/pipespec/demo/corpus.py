@@ -1,11 +1,9 @@
-"""The demo's text: the running interpreter's own standard library.
+"""The demo's prompts: function heads from held-out modules of the interpreter's own standard library.
 
-Nothing is downloaded. The library's pure-Python modules are the training text, a fixed list of
-modules is held out, and the heads of the held-out functions are the demo's prompts. Every result
-depends only on the interpreter (its version and its files), never on the clock or on the order in
-which a directory happens to be listed.
+Nothing is downloaded. The bundled models are trained on the other modules (``tools/demo_family``). Every
+result depends only on the interpreter: its version and its files.
 
-This module uses the standard library alone, so that it can be used without PyTorch.
+This module imports the standard library alone, so that it works without PyTorch.
 """
 
 from __future__ import annotations
@@ -38,27 +36,6 @@ _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"},
 )
 
-# Generated tables and data that happen to be Python source: long, and nothing like a program.
-_SKIPPED_FILES = (
-    "_sysconfigdata*.py",
-    "config-*/*.py",
-    "encodings/cp*.py",
-    "encodings/iso8859*.py",
-    "encodings/koi8*.py",
-    "encodings/mac_*.py",
-    "encodings/hp_roman8.py",
-    "encodings/kz1048.py",
-    "encodings/palmos.py",
-    "encodings/ptcp154.py",
-    "encodings/tis_620.py",
-    "encodings/aliases.py",
-    "html/entities.py",
-    "locale.py",
-    "pydoc_data/*.py",
-    "stringprep.py",
-    "_pydatetime.py",
-)
-
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -86,10 +63,11 @@ def stdlib() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _sources(root: Path) -> Iterator[SourceFile]:
+def source_files(root: Path) -> Iterator[SourceFile]:
+    """The non-empty UTF-8 Python files below ``root``, without tests and installed packages, sorted by name."""
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
-        if _SKIPPED_FOLDERS.intersection(relative.parts[:-1]) or any(relative.match(p) for p in _SKIPPED_FILES):
+        if _SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -99,14 +77,9 @@ def _sources(root: Path) -> Iterator[SourceFile]:
             yield SourceFile(relative.as_posix(), text)
 
 
-def training_files(root: Path | None = None) -> list[SourceFile]:
-    """Every usable module that is not held out, sorted by name."""
-    return [s for s in _sources(root or stdlib()) if s.module not in HELD_OUT]
-
-
 def held_out_files(root: Path | None = None) -> list[SourceFile]:
-    """The held-out modules' files, sorted by name."""
-    return [s for s in _sources(root or stdlib()) if s.module in HELD_OUT]
+    """The held-out modules' files in ``root`` (default: the standard library), sorted by name."""
+    return [s for s in source_files(root or stdlib()) if s.module in HELD_OUT]
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -121,12 +94,16 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
 
 
 def heads_of(files: Iterable[SourceFile], *, max_chars: int = 480, context_lines: int = 8) -> list[Head]:
-    """Function heads of ``files``, in file order, without duplicates.
+    """Collect the function heads of ``files``, in file order, without duplicates.
 
-    A head is the signature, the docstring where there is one, and up to ``context_lines`` lines of
-    the file before it, at most ``max_chars`` characters in all (the oldest lines go first). It ends
-    on its last visible character: the tokenizer joins a line's end to the next line's indent, so a
-    final newline would be a token that the models never saw there.
+    A head is the signature, the docstring where there is one, and preceding lines of the file. It ends
+    with a visible character: the tokenizer joins a line's end to the next line's indent, so a final
+    newline would be a token that the models never saw there.
+
+    Args:
+        files: The sources.
+        max_chars: Longest head, in characters. Preceding lines are dropped first, the oldest ones before others.
+        context_lines: Most lines before the function.
     """
     heads: list[Head] = []
     seen: set[str] = set()
@@ -140,14 +117,14 @@ def heads_of(files: Iterable[SourceFile], *, max_chars: int = 480, context_lines
             body = node.body[0]
             documented = ast.get_docstring(node, clean=False) is not None
             if len(node.body) < 2 and documented:
-                continue  # Nothing left to continue.
+                continue  # no body to generate
             if body.lineno == node.lineno:
-                continue  # A one-line function: the head cannot be told from the body by lines.
+                continue  # a one-line function: head and body share a line
             start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
             end = body.end_lineno if documented else body.lineno - 1
             head = lines[start:end]
             while head and (not head[-1].strip() or head[-1].lstrip().startswith("#")):
-                head.pop()  # Comments between the signature and the first statement belong to the body.
+                head.pop()  # comments before the first statement belong to the body
             if not head or len("\n".join(head)) > max_chars:
                 continue
             before = lines[max(0, start - context_lines) : start]
@@ -162,15 +139,17 @@ def heads_of(files: Iterable[SourceFile], *, max_chars: int = 480, context_lines
 
 
 def function_heads(n: int | None = None, seed: int = 0) -> list[Head]:
-    """``n`` prompts (all of them with ``None``) from the held-out modules, in an order drawn with ``seed``.
+    """Return ``n`` prompts (all of them with ``None``) from the held-out modules, in an order drawn with ``seed``.
 
-    Deterministic for an interpreter, and the first ``k`` of ``n`` are those of ``function_heads(k)``.
-    Raises ``ValueError`` where this interpreter's held-out modules have fewer than ``n``.
+    The result is deterministic for an interpreter, and the first ``k`` of ``n`` are those of ``function_heads(k)``.
+
+    Raises:
+        ValueError: The held-out modules of this interpreter have fewer than ``n`` functions.
     """
     heads = heads_of(held_out_files())
     random.Random(seed).shuffle(heads)
     if n is None:
         return heads
     if n > len(heads):
-        raise ValueError(f"{n} prompts asked for, but the held-out modules have only {len(heads)}")
+        raise ValueError(f"{n} prompts requested, but the held-out modules have only {len(heads)}")
     return heads[:n]

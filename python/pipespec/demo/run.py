@@ -1,7 +1,8 @@
-"""``pipespec demo``: the pipeline's text as it comes, then the table of who is how fast."""
+"""``pipespec demo``: the pipeline's text as it is committed, then a table of speeds."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -9,51 +10,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pipespec.demo import prompts
-from pipespec.demo.comparison import (
-    HEADER,
-    Comparison,
-    Family,
-    Result,
-    cells,
-    describe,
-    footnotes,
-    format_table,
-    machine,
-)
+from pipespec.demo.comparison import HEADER, Measurement, SpeedComparison, cells, describe, footnotes, machine
+from pipespec.demo.contenders import Family, PipelineContender, Workload, standard_contenders
 from pipespec.observe.text import TextStream
-from pipespec.pipeline import Pipeline
-from pipespec.progress import quiet_transformers, say, working
+from pipespec.pipeline import BasePipeline
+from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.table import aligned
 
 _REPORT_EVERY_S = 5.0
 _CALIBRATION = 2
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much the demo does: about a minute and a half on two cores, or a few seconds' worth of measuring."""
+class DemoSize:
+    """How much the demo measures; ``settings``: candidates tried of each row that is tuned."""
 
     prompts: int
     new_tokens: int
     repeats: int
-    settings: int | None
+    settings: int
 
 
-FULL = Size(prompts=4, new_tokens=64, repeats=3, settings=None)
-QUICK = Size(prompts=2, new_tokens=24, repeats=1, settings=1)
+FULL = DemoSize(prompts=4, new_tokens=64, repeats=3, settings=8)
+"""About a minute and a half on two cores."""
+
+QUICK = DemoSize(prompts=2, new_tokens=24, repeats=1, settings=1)
 
 
-def run_demo(size: Size, prompt: str | None = None, folder: Path | None = None) -> bool:
-    """Show the demo on stdout, its progress on stderr; True if every row's text was identical to ``generate()``'s.
+def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = None) -> bool:
+    """Show the demo on stdout, its progress on stderr.
 
-    ``prompt``: stream and measure this text, not function heads of the standard library. ``folder``: another family.
+    Args:
+        size: How much to measure.
+        prompt: Stream and measure this text; default: function heads of the standard library.
+        folder: Another family than the bundled one.
+
+    Returns:
+        Whether every row ran and its text was the one of ``generate()``.
     """
-    with working("reading the standard library's held-out modules"):
+    with working("reading the held-out modules of the standard library"):
         held_out = prompts((1 if prompt else size.prompts) + _CALIBRATION)
     measured, calibration = held_out[:-_CALIBRATION], held_out[-_CALIBRATION:]
     if prompt:
@@ -62,50 +64,65 @@ def run_demo(size: Size, prompt: str | None = None, folder: Path | None = None) 
     with quiet_transformers(), _Display(console) as display:
         with working("loading the models"):
             family = Family.load(folder)
-        new_tokens = min(size.new_tokens, family.room(measured + calibration))
-        with Comparison(family, measured, new_tokens, progress=display.progress) as comparison:
+        new_tokens = min(size.new_tokens, family.most_new_tokens(measured + calibration))
+        texts, others = ([family.encode(text) for text in group] for group in (measured, calibration))
+        threads = len(os.sched_getaffinity(0))
+        workload = Workload(family, new_tokens, max(ids.shape[1] for ids in texts + others), threads)
+        contenders = standard_contenders(list(family.drafts))
+        with SpeedComparison(workload, contenders, progress=display.progress) as comparison:
+            torch.set_num_threads(threads)
+            first = contenders[-1]
             with working("starting a worker process for each draft"):
-                pipe = comparison.pipeline("workers-3")
-            _stream(console, family, pipe, measured[0], min(2 * new_tokens, family.room(measured[:1])))
+                comparison.start(others[0], first.key)
+            if isinstance(first, PipelineContender) and first.pipe is not None and first in comparison.active:
+                sizes = ", ".join(f"{model.num_parameters() / 1e6:.1f} M" for model in family.models.values())
+                title = f"three models at once ({sizes} parameters), one text"
+                most = min(2 * new_tokens, family.most_new_tokens(measured[:1]))
+                stream_text(console, family, first.pipe, measured[0], most, title, legend=True)
             display.start()
-            comparison.start()
-            comparison.tune(calibration, size.settings)
-            comparison.warm_up()
-            results: list[Result] = []
-            for results in comparison.measure(size.repeats):
-                display.show(results)
-            hardware = describe(machine() | {"threads": comparison.threads})
+            comparison.start(others[0])
+            comparison.tune(others, size.settings)
+            for _ in comparison.measure(texts, size.repeats):
+                display.show(comparison.results())
+            results = comparison.results()
     for line in footnotes(results):
         console.print(line, markup=False)
     console.print(
-        f"Medians over repeats: {size.repeats}; prompts: {len(measured)}; up to {new_tokens} tokens each. {hardware}.",
+        f"Medians over repeats: {size.repeats}; prompts: {len(measured)}; up to {new_tokens} tokens each. "
+        f"{describe(machine() | {'threads': threads})}, fp32.",
         markup=False,
     )
+    if any(result.reason for result in results):
+        console.print("NOT every row ran: this is a bug, please report it.", style="bold red")
+        return False
     if not all(result.is_identical for result in results):
         console.print("NOT every row generated the same text: this is a bug, please report it.", style="bold red")
         return False
-    best = max((r for r in results if r.acceptance_rate), key=lambda r: r.tokens_per_second)
+    best = max((r for r in results if r.acceptance_rate), key=lambda r: r.tokens_per_second or 0.0)
     console.print(
-        f"Every row generated the same text, token for token. Ours at its best: {best.label}, "
-        f"{best.ratio_to_plain:.2f} times generate().",
+        f"Every row generated the same text, token for token. Fastest row of pipespec: {best.label}, "
+        f"{best.vs_plain:.2f} times generate().",
         markup=False,
     )
     return True
 
 
-def _stream(console: Console, family: Family, pipe: Pipeline, prompt: str, new_tokens: int) -> None:
-    """Generate for one prompt, showing the text as it is committed."""
+def stream_text(
+    console: Console, family: Family, pipe: BasePipeline, prompt: str, new_tokens: int, title: str, legend: bool = False
+) -> None:
+    """Generate for one prompt, showing the text as it is committed. ``legend``: in two colours, for accepted and for own tokens."""
+    drafted_style, own_style = ("green", "bold yellow") if legend else ("", "")
 
     def write(text: str, drafted: bool) -> None:
-        console.print(Text(text, style="green" if drafted else "bold yellow"), end="")
+        console.print(Text(text, style=drafted_style if drafted else own_style), end="")
 
     stream = TextStream(lambda tokens: family.tokenizer.decode(tokens, skip_special_tokens=True), write)
     ids = family.encode(prompt)
-    pipe.generate(ids, max_new_tokens=1, do_sample=False)  # the first call is slow; do not show that one
-    sizes = ", ".join(f"{count / 1e6:.1f} M" for count in family.parameters().values())
-    console.rule(f"three models at once ({sizes} parameters), one text")
-    console.print(Text("drafted and accepted", style="green"), "/", Text("the target's own", style="bold yellow"))
-    console.print()
+    pipe.generate(ids, max_new_tokens=1, do_sample=False)  # the first call is slow
+    console.rule(title)
+    if legend:
+        console.print(Text("drafted and accepted", style="green"), "/", Text("the target's own", style="bold yellow"))
+        console.print()
     console.print(Text(prompt, style="dim"), end="")
     pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=stream)
     console.print("\n")
@@ -114,15 +131,15 @@ def _stream(console: Console, family: Family, pipe: Pipeline, prompt: str, new_t
 
 
 class _Display:
-    """The table, growing: in place on a terminal, otherwise progress on stderr and the table once at the end.
+    """The table so far: updated in place on a terminal, otherwise printed at the end, with progress on stderr.
 
-    Nothing is drawn while a row runs: a drawing thread would take its core from what is measured.
+    Nothing is drawn while a row runs, since a drawing thread would compete for its cores.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._results: Sequence[Result] = ()
+        self._results: Sequence[Measurement] = ()
         self._status = ""
         self._said = 0.0
 
@@ -130,7 +147,7 @@ class _Display:
         return self
 
     def start(self) -> None:
-        """From here on the terminal's last lines are the table's."""
+        """Begin to draw: the table occupies the terminal's last lines from now on."""
         if self._live:
             self._live.start()
 
@@ -142,7 +159,7 @@ class _Display:
             self._draw()
             self._live.stop()
         elif self._results:
-            sys.stdout.write(format_table(self._results) + "\n")
+            sys.stdout.write(aligned([HEADER, *map(cells, self._results)]) + "\n")
 
     def progress(self, what: str, done: int, total: int) -> None:
         self._status = f"{what} ({done + 1} of {total})"
@@ -152,7 +169,7 @@ class _Display:
             say(self._status)
             self._said = time.monotonic()
 
-    def show(self, results: Sequence[Result]) -> None:
+    def show(self, results: Sequence[Measurement]) -> None:
         self._results = results
         self._draw()
 

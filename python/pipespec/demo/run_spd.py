@@ -1,4 +1,4 @@
-"""``pipespec demo --system spd``: one model in stages and its draft module; the text as it comes, then what the cycles gave."""
+"""``pipespec demo --system spd``: one model in stages and its draft module; the text as it is verified, then a table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from pipespec.demo import draft_module_path, family_path, prompts
-from pipespec.demo.comparison import Family, aligned, describe, machine
-from pipespec.demo.run import Size
-from pipespec.loading import load_model
-from pipespec.observe.text import TextStream
+from pipespec.demo.comparison import describe, machine
+from pipespec.demo.contenders import Family
+from pipespec.demo.run import DemoSize, stream_text
+from pipespec.models.loading import load_model
 from pipespec.pipeline import Pipeline
-from pipespec.progress import quiet_transformers, say, working
+from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.table import aligned
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig
 from pipespec.spd.report import SpeculativeReport
@@ -30,16 +31,16 @@ HEADER = (
 
 
 @dataclass(frozen=True)
-class Line:
-    """One prompt. ``reports``, ``plain``: of each repeat, the latter in seconds; ``identical``: to ``generate()``'s text, each time."""
+class PromptFigures:
+    """One prompt: the report of each repeat, seconds of plain decoding of each repeat, and whether every text was ``generate()``'s."""
 
     reports: Sequence[SpeculativeReport]
     plain: Sequence[float]
     identical: bool
 
 
-def cells(name: str, lines: Sequence[Line]) -> tuple[str, ...]:
-    """``lines`` together, under :data:`HEADER`. Speeds: medians over the repeats, each of the plain call next to it."""
+def cells(name: str, lines: Sequence[PromptFigures]) -> tuple[str, ...]:
+    """The sum of ``lines`` under :data:`HEADER`. Speeds are medians over the repeats, relative to the plain call of the same repeat."""
     first = [line.reports[0] for line in lines]
     cycles = sum(r.cycles for r in first)
     length = len(first[0].partition) * sum(r.verified for r in first) / cycles if cycles else float("nan")
@@ -59,10 +60,16 @@ def cells(name: str, lines: Sequence[Line]) -> tuple[str, ...]:
     )
 
 
-def run_spd_demo(size: Size, prompt: str | None = None, folder: Path | None = None) -> bool:
-    """Show the demo on stdout, its progress on stderr; True if every text was identical to ``generate()``'s.
+def run_spd_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = None) -> bool:
+    """Show the demo on stdout, its progress on stderr.
 
-    ``prompt``: show this text, not function heads of the standard library. ``folder``: another ``target/``, and its ``module/``.
+    Args:
+        size: How much to measure.
+        prompt: Stream and measure this text; default: function heads of the standard library.
+        folder: Another ``target/`` with its ``module/``.
+
+    Returns:
+        Whether every text was the one of ``generate()``.
     """
     console = Console(highlight=False, soft_wrap=True)
     with quiet_transformers():
@@ -73,13 +80,15 @@ def run_spd_demo(size: Size, prompt: str | None = None, folder: Path | None = No
             family = Family("", load_model(path, dtype=torch.float32), {}, AutoTokenizer.from_pretrained(path))
             pipe = SpeculativePipeline(family.target, module, stages=[end - begin for begin, end in config.stages])
         plain = Pipeline(family.target, schedule="plain")
-        with working("reading the standard library's held-out modules"):
+        with working("reading the held-out modules of the standard library"):
             texts = [prompt] if prompt else prompts(size.prompts)
-        new_tokens = min(size.new_tokens, family.room(texts))
+        new_tokens = min(size.new_tokens, family.most_new_tokens(texts))
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # a stage is to be compared with a core
+        torch.set_num_threads(1)  # one core per stage
         try:
-            _stream(console, family, pipe, config, texts[0], min(2 * new_tokens, family.room(texts[:1])))
+            title = f"one model in {config.n} stages, a token in flight in each, a draft module beside them"
+            most = min(2 * new_tokens, family.most_new_tokens(texts[:1]))
+            stream_text(console, family, pipe, texts[0], most, title)
             lines = []
             for i, text in enumerate(texts):
                 say(f"measuring: prompt {i + 1} of {len(texts)}")
@@ -89,9 +98,9 @@ def run_spd_demo(size: Size, prompt: str | None = None, folder: Path | None = No
     rows = [cells(str(i + 1), [line]) for i, line in enumerate(lines)]
     console.print(aligned([HEADER, *rows, cells("all", lines)]), markup=False)
     console.print(
-        f"Speeds as multiples of our own plain decoding, medians over repeats: {size.repeats}. At once: the measured times of drafter and stages "
-        "put together as if each ran on a core of its own, transfers not counted. One after the other: what it took here, where they take turns and each "
-        f"cycle reads all weights, which cannot be faster. {describe(machine() | {'threads': 1})}.",
+        f"Speeds relative to our own plain decoding, medians over repeats: {size.repeats}. Stages at once: computed from the measured times of drafter "
+        "and stages, as if each ran on a core of its own, without transfers. One after the other: the time measured here, where the stages take turns "
+        f"and every cycle reads all weights. {describe(machine() | {'threads': 1})}, fp32.",
         markup=False,
     )
     if not all(line.identical for line in lines):
@@ -101,28 +110,9 @@ def run_spd_demo(size: Size, prompt: str | None = None, folder: Path | None = No
     return True
 
 
-def _stream(
-    console: Console, family: Family, pipe: SpeculativePipeline, config: DraftModuleConfig, prompt: str, new_tokens: int
-) -> None:
-    """Generate for one prompt, showing the text as it is verified."""
-    decode = family.tokenizer.decode
-    stream = TextStream(
-        lambda tokens: decode(tokens, skip_special_tokens=True),
-        lambda text, _: console.print(text, end="", markup=False),
-    )
-    ids = family.encode(prompt)
-    pipe.generate(ids, max_new_tokens=1, do_sample=False)  # the first call is slow; do not show that one
-    console.rule(f"one model in {config.n} stages, a token in flight in each, a draft module beside them")
-    console.print(prompt, style="dim", end="", markup=False)
-    pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=stream)
-    console.print("\n")
-    console.print(str(pipe.report), markup=False)
-    console.rule()
-
-
 def _measure(
     family: Family, pipe: SpeculativePipeline, plain: Pipeline, ids: torch.Tensor, new_tokens: int, repeats: int
-) -> Line:
+) -> PromptFigures:
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     text = family.target.generate(ids, attention_mask=torch.ones_like(ids), **options)
     reports, seconds, identical = [], [], True
@@ -133,4 +123,4 @@ def _measure(
         assert pipe.report is not None
         seconds.append(plain.report.seconds)
         reports.append(pipe.report)
-    return Line(reports, seconds, identical)
+    return PromptFigures(reports, seconds, identical)

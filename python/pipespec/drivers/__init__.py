@@ -1,18 +1,18 @@
-"""Drivers: who calls the step. One protocol, several ways to run the stages over it."""
+"""Drivers: several ways to run the stages of a chain over one protocol."""
 
-from pipespec.drivers.base import Driver, Request, Runner
+from pipespec.drivers.base import Decoder, Driver, GenerationRequest
+from pipespec.drivers.factory import make_driver
+from pipespec.drivers.graphed.rounds import RoundsDriver
+from pipespec.drivers.graphed.streams import StreamsDriver
 from pipespec.drivers.lockstep import LockstepDriver
-from pipespec.drivers.making import make_driver
-from pipespec.drivers.rounds import RoundsDriver
-from pipespec.drivers.streams import StreamsDriver
-from pipespec.drivers.workers import WorkersDriver
+from pipespec.drivers.workers.driver import WorkersDriver
 
 __all__ = [
+    "Decoder",
     "Driver",
+    "GenerationRequest",
     "LockstepDriver",
-    "Request",
     "RoundsDriver",
-    "Runner",
     "StreamsDriver",
     "WorkersDriver",
     "make_driver",

@@ -1,79 +1,43 @@
-"""What a driver is, and what all of them share: the state block and the numbers that steer the stages."""
+"""What runs a call: the interface of all decoders, and what the drivers of a chain share.
+
+:class:`Decoder` is what a pipeline hands a call to. :class:`Driver` is a decoder that runs one chain of stages over a state block.
+"""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
 
 import numpy as np
 from transformers import PreTrainedModel
 
-from pipespec.cache import RowCache
-from pipespec.progress import level_of_caller
-from pipespec.sampling import Record
-from pipespec.stage import WIDTH, Stage, Start, stage_names
+from pipespec.config import SpeculationConfig
+from pipespec.engine.cache import RowCache
+from pipespec.engine.sampling import ScoreRecord
+from pipespec.engine.stage import Stage, StageInputs, stage_names
+from pipespec.process.signals import pass_on
+from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 from pipespec_kernels.trace import TraceMemory
 
 
-@dataclass(frozen=True)
-class Request:
-    """One call of ``generate()``, for the drivers.
-
-    ``start``: what the target begins with, and the drafts but for their ``draft_selection``; ``eos``: ids that end a row; ``on_commit``:
-    called by the target's side after each of its steps; ``record``: where the target notes scores and logits.
-    """
-
-    start: Start
-    eos: Sequence[int]
-    on_commit: Callable[[], None] | None = None
-    record: Record | None = None
-
-    @cached_property
-    def draft_selection(self) -> bytes:
-        """What drafts may run of the selection, pickled."""
-        return self.start.selection.for_drafts()
+class SpeedWarning(RuntimeWarning):
+    """A call runs slower than it could. The text is the same."""
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The numbers that steer a chain; the text does not depend on them, and they may change between any two steps.
-
-    ``windows[i]``: how many tokens draft i may be ahead of the stage downstream of it; 0: the draft rests. ``wait``: drafts that the
-    target awaits when it has fewer (a bet with a deadline, never a condition); ``decode_meanwhile``: instead of sleeping it decodes one token
-    and leaves those there are alone (workers). ``threads``: of the target beside workers; None: what they
-    leave, or all while the drafts rest.
-    """
-
-    windows: tuple[int, ...] = field(default_factory=tuple)
-    wait: int = 0
-    decode_meanwhile: bool = False
-    threads: int | None = None
-
-    def window(self, stage: int) -> int:
-        return self.windows[stage] if stage < len(self.windows) else 0
-
-    def max_hints(self, stage: int) -> int:
-        return min(self.windows[stage - 1], WIDTH // 2) if 0 < stage <= len(self.windows) else 0
-
-    @property
-    def rests(self) -> bool:
-        """Whether nobody drafts for the target."""
-        return self.max_hints(len(self.windows)) == 0
+class StageFailure(SpeedWarning):
+    """A draft stage died or failed. The text is the same."""
 
 
-class StageFailure(RuntimeWarning):
-    """A draft stage died or failed; the text is the same, only slower."""
-
-
-class Text(Protocol):
-    """Where a call's committed tokens are read: a :class:`StateBlock`, or what keeps its books in the same terms."""
+class TextSource(Protocol):
+    """Where the committed tokens of a call are read: a :class:`StateBlock`, or an object with the same methods."""
 
     @property
     def target(self) -> int: ...
@@ -83,44 +47,174 @@ class Text(Protocol):
     def counters(self, stage: int, row: int) -> dict: ...
 
 
-class Holder(Protocol):
-    """Whoever has the target's keys and values; see :class:`Stage`. ``release`` gives None where they cannot be had."""
+class CacheOwner(Protocol):
+    """Holder of the target's keys and values, see :class:`Stage`. ``return_cache`` gives None where they are on other machines."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None: ...
-    def release(self, lengths: Sequence[int]) -> RowCache | None: ...
+    def return_cache(self, lengths: Sequence[int]) -> RowCache | None: ...
 
 
-class Runner(Protocol):
-    """What a call of ``generate()`` needs below it: a :class:`Driver`, or another way to the target's text.
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One call of ``generate()``, as decoders get it.
 
-    ``block`` and ``target`` may be looked at while ``run`` calls ``on_commit``, and afterwards.
+    Args:
+        inputs: What the target begins with. Drafts begin with the same, but for ``draft_sampling_params``.
+        eos: Token ids that end a row.
+        on_commit: Called after each step of the target with the text so far; what it raises ends the call.
+        record: Where the target stores scores and logits.
+        cache: Keys and values that the target goes on with.
+        returns_cache: Whether the caller gets the target's keys and values after the call.
+        converts_cache: Whether the caller gets them in a cache object of another class than ``RowCache``.
     """
 
+    inputs: StageInputs
+    eos: Sequence[int]
+    on_commit: Callable[[TextSource], None] | None = None
+    record: ScoreRecord | None = None
+    cache: RowCache | None = None
+    returns_cache: bool = False
+    converts_cache: bool = False
+
+    @cached_property
+    def draft_sampling_params(self) -> bytes:
+        """The part of the sampling parameters that drafts apply, pickled."""
+        return self.inputs.sampling_params.for_drafts()
+
+    def committed(self, text: TextSource) -> None:
+        """Report that the target took a step."""
+        if self.on_commit is not None:
+            self.on_commit(text)
+
+    def copies_cache(self, owner_keeps_its_own: bool) -> bool:
+        """Whether the target's keys and values exist twice at the end of the call."""
+        if not self.returns_cache or self.converts_cache:
+            return self.returns_cache
+        return owner_keeps_its_own and (self.cache is None or self.cache.capacity < max(self.inputs.limits))
+
+    @contextmanager
+    def cache_lent_to(self, owner: CacheOwner) -> Iterator[None]:
+        """Let ``owner`` adopt the caller's cache, if there is one. After a failure the caller has it back as it was."""
+        if self.cache is None:
+            yield
+            return
+        held, text = list(self.cache.lengths), self.cache.text
+        owner.adopt(self.cache, [prompt[:n] for prompt, n in zip(self.inputs.prompts, held, strict=True)])
+        try:
+            yield
+        except BaseException:
+            owner.return_cache(held)
+            # As far as it was known before the call.
+            self.cache.text = text and [tokens[:n] for tokens, n in zip(text, self.cache.lengths, strict=True)]
+            raise
+
+
+class Decoder(ABC):
+    """Runs calls of ``generate()``, one after the other.
+
+    A pipeline calls ``has_static_caches``, ``reusable_bytes`` and ``release_unused`` to check the memory, then ``run``, then ``learn``. After ``run``,
+    also after one that raised, ``block`` holds what was committed.
+
+    Attributes:
+        block: The text of the present or last call.
+        keeps_cache: Whether the target's own cache stays here when the caller gets one, who then gets a copy.
+        continues_padding: Whether prompts may end with padding.
+        ran_as: Name of the schedule that ran the last call.
+        remarks: Decisions about the last call, for its report.
+    """
+
+    block: TextSource
+    keeps_cache: bool = False
+    continues_padding: bool = False
+    ran_as: str
+    remarks: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
     @property
-    def block(self) -> Text: ...
+    @abstractmethod
+    def target(self) -> CacheOwner:
+        """Holder of the target's keys and values."""
+
     @property
-    def target(self) -> Holder: ...
-    def run(self, request: Request) -> None: ...
+    def names(self) -> Sequence[str]:
+        """Names of the stages in :attr:`block`."""
+        return stage_names(self.block.target + 1)
+
+    @abstractmethod
+    def run(self, request: GenerationRequest) -> None:
+        """Generate until every row of the target is complete."""
+
+    def learn(self) -> None:
+        """Use the last call for later decisions. Called when its text has been delivered."""
+
+    def has_static_caches(self, request: GenerationRequest) -> bool:
+        """Whether the call runs in captured steps, whose caches cannot grow."""
+        return False
+
+    def forgo_graphs(self) -> bool:
+        """Run the next call without captured steps, as its static caches do not fit. Returns False if this decoder cannot."""
+        return False
+
+    def reusable_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
+        """Bytes per device that the call takes over from earlier calls."""
+        return {}
+
+    def release_unused(self, request: GenerationRequest) -> None:
+        """Release the memory that the call does not go on with. While no stage runs."""
+
+    def _slower(self, reason: str) -> None:
+        """Warn that calls leave the fast path, once for each reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(
+                f"{reason}. The text is not affected, only its speed", SpeedWarning, stacklevel=user_stacklevel()
+            )
+
+    @property
+    def forms(self) -> Sequence[str]:
+        """How the forward of each stage in :attr:`block` runs, see :attr:`pipespec.observe.report.StageReport.forward`."""
+        return [""] * len(self.names)
+
+    def traces(self) -> dict[str, np.ndarray]:
+        """Steps of the last call per stage, smallest draft first, see :meth:`TraceMemory.read`; empty without a trace."""
+        return {}
+
+    def close(self) -> None:
+        """End worker processes and drop graphs. A later call starts them again."""
+
+    def for_fork(self) -> Decoder:
+        """Return the decoder that runs the calls in a child of a fork. The present one stays the parent's.
+
+        Raises:
+            RuntimeError: A fork cannot run them.
+        """
+        return self
 
 
-class Driver(ABC):
-    """Runs the stages of one chain until the target's rows are complete.
+class Driver(Decoder):
+    """Runs the stages of one chain over a state block.
 
-    After ``run`` the block holds the target's tokens, whatever happened to the drafts; if it raises, those committed so far. ``trace``: how
-    many of its last steps each stage keeps for :meth:`traces`; 0: none.
-
-    ``schedule``: its name. ``ran_as``, ``remarks``: the name of what the last call ran as, where that was another one, and why.
+    Args:
+        models: Drafts, smallest first, then the target.
+        config: How they run; see :meth:`steer` for changes.
     """
 
     schedule: ClassVar[str]
+    block: StateBlock
+    continues_padding = True
 
-    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy, trace: int = 0) -> None:
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        super().__init__()
         self.models = list(models)
-        self.policy = policy
-        self.ran_as = self.schedule
-        self.remarks: tuple[str, ...] = ()
+        self.config = config
+        self.ran_as = self._name_of(self.schedule)
         self.block = self._make_block()
-        self._trace_memory = TraceMemory(len(models), trace) if trace else None
+        self._trace_memory = TraceMemory(len(models), config.trace) if config.trace else None
+
+    def _name_of(self, schedule: str) -> str:
+        return schedule if len(self.models) > 1 else "plain"
 
     def _make_block(self) -> StateBlock:
         return StateBlock.create(len(self.models), 1, 64)
@@ -130,75 +224,103 @@ class Driver(ABC):
     def target(self) -> Stage:
         """The last stage."""
 
-    def _prepare(self, request: Request) -> None:
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages in this process, the target last."""
+        return [self.target]
+
+    # ---- a call
+
+    def run(self, request: GenerationRequest) -> None:
+        with request.cache_lent_to(self.target):
+            self._generate(request)
+
+    @abstractmethod
+    def _generate(self, request: GenerationRequest) -> None:
+        """Prefill, then take steps until every row of the target is complete."""
+
+    def _prepare(self, request: GenerationRequest) -> None:
         """Lay the rows out in the block. While no stage runs."""
         self._ensure(request)
-        self.target.takes_hints = True  # until it knows better
-        prompts, limits = request.start.prompts, request.start.limits
+        self.target.accepts_draft_tokens = True
+        prompts, limits = request.inputs.prompts, request.inputs.limits
         starts = [len(p) for p in prompts]
         self.block.reset(starts, limits, [int(p[-1]) for p in prompts], request.eos)
         if self._trace_memory is not None:
             self._trace_memory.clear()
 
+    def _ensure(self, request: GenerationRequest) -> None:
+        """Room in the block for the rows. While no stage runs."""
+        new = (limit - len(prompt) for prompt, limit in zip(request.inputs.prompts, request.inputs.limits, strict=True))
+        self.block.ensure(len(request.inputs.prompts), max(new) + 2)
+
     def _trace_of(self, stage: int) -> _native.TraceBuffer | None:
-        """Where ``stage`` notes its steps; None: nowhere."""
+        """Where ``stage`` writes its steps; None without a trace."""
         return None if self._trace_memory is None else self._trace_memory.buffer(stage)
 
-    def _ensure(self, request: Request) -> None:
-        """Room in the block for the rows. While no stage runs."""
-        new = (limit - len(prompt) for prompt, limit in zip(request.start.prompts, request.start.limits, strict=True))
-        self.block.ensure(len(request.start.prompts), max(new) + 2)
-
     def _lost(self, i: int, what: str) -> None:
-        """Tell the user, once, and no stage waits for it any more."""
+        """Warn once about draft ``i``. No stage waits for it any more."""
         self.block.set_alive(i, False)
         message = f"draft stage {i} {what}. The text is not affected, only its speed"
-        warnings.warn(message, StageFailure, stacklevel=level_of_caller())
+        warnings.warn(message, StageFailure, stacklevel=user_stacklevel())
 
-    @abstractmethod
-    def run(self, request: Request) -> None:
-        """Generate. Returns when every row of the target is complete."""
+    def draft_failed(self, i: int, error: Exception) -> None:
+        """Take draft ``i`` out of the present call, after ``error`` in a stage of this process. A signal handler's error is raised again."""
+        pass_on(error)
+        cause = f"{type(error).__name__}: {error}"
+        self._lost(i, f"failed ({cause}); this call goes on without it, the next one tries it again")
 
-    def steer(self, policy: Policy) -> None:
-        """Use these numbers from the next step on. Between calls, or from a request's ``on_commit``."""
-        if len(policy.windows) != len(self.models) - 1:
+    def for_fork(self) -> Decoder:
+        # A call of another thread may have been under way: nothing of it can be gone on with.
+        return type(self)(self.models, self.config)
+
+    # ---- numbers
+
+    def steer(self, config: SpeculationConfig) -> None:
+        """Use the numbers of ``config`` from the next step on. Between calls, or from a request's ``on_commit``.
+
+        Raises:
+            ValueError: ``lookahead`` has another length than there are drafts.
+        """
+        if len(config.lookahead) != len(self.models) - 1:
             raise ValueError(
-                f"a chain of {len(self.models)} needs {len(self.models) - 1} windows, not {policy.windows}"
+                f"a chain of {len(self.models)} needs {len(self.models) - 1} lookahead values, not {config.lookahead}"
             )
-        self.policy = policy
+        self.config = config
 
     @property
-    def in_force(self) -> Policy:
-        """The policy, or that of resting drafts once the target takes no hints any more."""
-        return self.policy if self.target.takes_hints else Policy((0,) * len(self.policy.windows))
+    def in_force(self) -> SpeculationConfig:
+        """The configuration. Once the target accepts no draft tokens any more, all drafts rest."""
+        if self.target.accepts_draft_tokens:
+            return self.config
+        resting = (0,) * len(self.config.lookahead)
+        return replace(self.config, lookahead=resting, min_draft_tokens=0, decode_meanwhile=False, threads=None)
 
-    def traces(self) -> dict[str, np.ndarray]:
-        """Per stage, smallest draft first, the steps of the last call as :meth:`TraceMemory.read` has them; empty where nothing is traced."""
-        if self._trace_memory is None:
-            return {}
-        return {name: self._trace_memory.read(i) for i, name in enumerate(stage_names(len(self.models)))}
+    # ---- memory
 
-    @property
-    def stages(self) -> Sequence[Stage]:
-        """Those in this process, the target last."""
-        return [self.target]
-
-    def forget(self) -> None:
-        """Give back the caches of the stages in this process, until the next call. While none runs."""
-        for stage in self.stages:
-            stage.forget()
-
-    def keeps(self, start: Start, given: RowCache | None) -> Counter[str]:
-        """Per device, bytes that a call need not allocate: see :meth:`Stage.keeps`. ``given``: the cache that the target will adopt."""
+    def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found: Counter[str] = Counter()
         for stage in self.stages:
-            found[str(stage.model.device)] += stage.keeps(start, given if stage is self.target else None)
+            given = request.cache if stage is self.target else None
+            found[str(stage.model.device)] += stage.reusable_bytes(request.inputs, given)
         return found
 
-    def spare(self, start: Start, given: RowCache | None) -> None:
-        """Give back what a call does not go on with: see :meth:`Stage.spare`. While none runs."""
+    def release_unused(self, request: GenerationRequest) -> None:
         for stage in self.stages:
-            stage.spare(start, given if stage is self.target else None)
+            stage.release_unused(request.inputs, request.cache if stage is self.target else None)
 
-    def close(self) -> None:
-        """Release what the driver holds beyond memory. May be called more than once."""
+    def release(self) -> None:
+        """Release the caches of the stages in this process until the next call. While none runs."""
+        for stage in self.stages:
+            stage.release()
+
+    # ---- afterwards
+
+    @property
+    def forms(self) -> Sequence[str]:
+        return [stage.form for stage in self.stages]
+
+    def traces(self) -> dict[str, np.ndarray]:
+        if self._trace_memory is None:
+            return {}
+        return {name: self._trace_memory.read(i) for i, name in enumerate(self.names)}

@@ -1,4 +1,4 @@
-"""lockstep: all stages in one process, one loop, in turn. One device; the synchronous baseline; debugging."""
+"""lockstep: all stages in one process and one loop, in turn. For one device, as the synchronous baseline, and for debugging."""
 
 from __future__ import annotations
 
@@ -8,73 +8,80 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from pipespec.drivers.base import Driver, Policy, Request
-from pipespec.stage import Stage
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.base import Driver, GenerationRequest
+from pipespec.engine.stage import Stage
 from pipespec_kernels.state import Action
 
 
 class LockstepDriver(Driver):
-    """Each round fills the windows from the smallest draft upwards, then lets the target verify once."""
+    """Runs rounds: each draft fills its lookahead, smallest draft first, then the target verifies once."""
 
     schedule = "lockstep"
 
-    def __init__(self, models: Sequence[PreTrainedModel], policy: Policy, trace: int = 0) -> None:
-        super().__init__(models, policy, trace)
-        self._stages = self._make_stages()
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        super().__init__(models, config)
+        self._stages = [
+            Stage(model, self.block, i, self._trace_of(i), native=config.native) for i, model in enumerate(self.models)
+        ]
         for i in range(len(models)):
             self.block.set_alive(i, True)
-
-    def _make_stages(self) -> Sequence[Stage]:
-        return [Stage(model, self.block, i, self._trace_of(i)) for i, model in enumerate(self.models)]
 
     @property
     def target(self) -> Stage:
         return self._stages[-1]
 
-    def run(self, request: Request) -> None:
-        self.begin(request)
-        while self.advance() != Action.FINISHED:
-            if request.on_commit is not None:
-                request.on_commit()
-
-    def begin(self, request: Request) -> None:
-        """Lay out the rows and fill the stages' caches; :meth:`advance` goes on from there."""
-        self._prepare(request)
-        start = request.start
-        drafts_start = replace(start, selection=pickle.loads(request.draft_selection))
-        for i, stage in enumerate(self._stages[:-1]):
-            self.block.set_alive(i, True)
-            try:
-                stage.prefill(drafts_start)
-            except Exception as error:
-                self._failed(i, error)
-        self.target.prefill(start, request.record)
-
-    def advance(self) -> Action:
-        """One step of the target's, behind the drafts that its windows ask for."""
-        return self._advance(len(self._stages) - 1)
-
     @property
     def stages(self) -> Sequence[Stage]:
         return self._stages
 
-    def _advance(self, i: int) -> Action:
-        """Give stage ``i`` its drafts, then let it take one step."""
-        policy = self.in_force
-        if policy.max_hints(i) > 0:  # else upstream rests
-            while self._advance(i - 1) == Action.STEP:
-                pass
-        stage, window, max_hints = self._stages[i], policy.window(i), policy.max_hints(i)
-        if stage is self.target:
-            return stage.step(window, max_hints)
-        if not self.block.is_alive(i):
-            return Action.IDLE
-        try:
-            return stage.step(window, max_hints)
-        except Exception as error:  # a draft's failure costs speed, not the text
-            self._failed(i, error)
-            return Action.IDLE
+    def _generate(self, request: GenerationRequest) -> None:
+        self.begin(request)
+        run_in_turn(self, request)
 
-    def _failed(self, i: int, error: Exception) -> None:
-        cause = f"{type(error).__name__}: {error}"
-        self._lost(i, f"failed ({cause}); this call goes on without it, the next one tries it again")
+    def begin(self, request: GenerationRequest) -> None:
+        """Lay out the rows and fill the caches of the stages. :meth:`advance` continues from there."""
+        self._prepare(request)
+        prefill(self, request)
+
+    def advance(self) -> Action:
+        """Let the drafts fill their lookahead, then take one step of the target."""
+        return advance(self, len(self._stages) - 1)
+
+
+def prefill(driver: Driver, request: GenerationRequest) -> None:
+    """Fill the caches of the driver's stages, which are all in this process. A draft that fails takes no part in the call."""
+    *drafts, target = driver.stages
+    draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
+    for i, stage in enumerate(drafts):
+        driver.block.set_alive(i, True)
+        try:
+            stage.prefill(draft_inputs)
+        except Exception as error:
+            driver.draft_failed(i, error)
+    target.prefill(request.inputs, request.record)
+
+
+def run_in_turn(driver: Driver, request: GenerationRequest) -> None:
+    """Run the stages of a driver in turn until every row of the target is complete. After :func:`prefill`."""
+    target = len(driver.stages) - 1
+    while advance(driver, target) != Action.FINISHED:
+        request.committed(driver.block)
+
+
+def advance(driver: Driver, i: int) -> Action:
+    """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns what the step was."""
+    config = driver.in_force
+    if config.max_draft_tokens(i) > 0:
+        while advance(driver, i - 1) == Action.STEP:
+            pass
+    stage, lookahead, max_draft_tokens = driver.stages[i], config.lookahead_of(i), config.max_draft_tokens(i)
+    if stage is driver.target:
+        return stage.step(lookahead, max_draft_tokens)
+    if not driver.block.is_alive(i):
+        return Action.IDLE
+    try:
+        return stage.step(lookahead, max_draft_tokens)
+    except Exception as error:
+        driver.draft_failed(i, error)
+        return Action.IDLE

@@ -1,4 +1,4 @@
-"""What a run did, in numbers."""
+"""Reports, traces and streamed text of calls."""
 
 from pipespec.observe.report import Report, StageReport
 

@@ -1,4 +1,4 @@
-"""Report: what one call of ``generate()`` did, per stage and as a whole."""
+"""Report: the figures of one call of ``generate()``, per stage and as a whole."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ import numpy as np
 from pipespec.observe import trace as traces
 
 if TYPE_CHECKING:
-    from pipespec.drivers.base import Text
+    from pipespec.drivers.base import TextSource
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage, summed over the rows of the batch.
+    """The counters of one stage, summed over the rows of the batch.
 
-    ``steps``: row-steps in which it selected a token; ``drafted``: hints of its upstream that it verified; ``accepted``: those
-    that held; ``produced``: tokens it appended (accepted hints and its own); ``adopted``: tokens taken over from downstream;
-    ``rollbacks``/``wasted``: how often, and how many tokens, it took back; ``histogram[j]``: steps that accepted j hints (the last bin: or more).
+    Attributes:
+        name: Name of the stage.
+        steps: Steps of single rows in which the stage sampled a token.
+        fed: Tokens that the stage ran.
+        drafted: Draft tokens of the stage upstream that it verified.
+        accepted: Draft tokens that it accepted.
+        produced: Tokens that it appended, accepted draft tokens and its own.
+        adopted: Tokens that it adopted from downstream.
+        rollbacks: Number of rollbacks.
+        wasted: Tokens that it rolled back.
+        histogram: Entry j: steps that accepted j draft tokens. The last entry counts those with more, too.
+        forward: How its model was called: ``"native"``, or ``"transformers: "`` and why. Empty where that is not known.
     """
 
     name: str
@@ -34,10 +43,11 @@ class StageReport:
     rollbacks: int
     wasted: int
     histogram: tuple[int, ...]
+    forward: str = ""
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / drafted; NaN for a stage that verified nothing (the first, or plain decoding)."""
+        """Accepted / drafted; NaN for a stage that verified nothing, such as the first one."""
         return self.accepted / self.drafted if self.drafted else float("nan")
 
     @property
@@ -48,14 +58,21 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Report:
-    """One call of ``generate()``.
+    """The figures of one call of ``generate()``.
 
-    ``tokens`` counts generated tokens of all rows, padding not; times are wall-clock seconds; ``seeds`` are the keys of the rows' noise (None:
-    greedy): ``generate(row's prompt, seed=[key])`` gives a row's text again. ``decisions`` (``schedule="auto"``, and calls that
-    were run otherwise than asked for): why the call was run as it was, and what was changed while it ran. ``trace``
-    (``Pipeline(..., trace=N)``): the steps by name of the stage, as
-    :meth:`pipespec_kernels.trace.TraceMemory.read` has them. ``mean_acceptance_length``, ``draft_acceptance_rate`` and
-    ``acceptance_histogram`` are the target's figures under the names that engine-neutral benchmarks use.
+    ``mean_acceptance_length``, ``draft_acceptance_rate`` and ``acceptance_histogram`` are the target's figures under the names of
+    engine-neutral benchmarks.
+
+    Attributes:
+        schedule: Schedule that ran the call.
+        rows: Rows of the batch.
+        tokens: Generated tokens of all rows, without padding.
+        seconds: Wall-clock time of the call.
+        seconds_to_first_token: Wall-clock time until the first token.
+        stages: Counters of each stage, the target last.
+        seeds: Keys of the rows' noise; None: greedy. ``generate(prompt, seed=[key])`` gives a row's text again.
+        decisions: Reasons for the schedule of the call, and for changes during the call: with ``schedule="auto"``, or where the call differs from the arguments.
+        trace: Steps by name of the stage (``Pipeline(..., trace=N)``), see :meth:`pipespec_kernels.trace.TraceMemory.read`.
     """
 
     schedule: str
@@ -80,7 +97,7 @@ class Report:
 
     @property
     def acceptance_histogram(self) -> tuple[int, ...]:
-        """Entry j: verifications that accepted j drafts (the last: or more)."""
+        """Entry j: verifications that accepted j draft tokens. The last entry counts those with more, too."""
         return self.stages[-1].histogram
 
     @property
@@ -88,7 +105,7 @@ class Report:
         return self.tokens / self.seconds if self.seconds else float("nan")
 
     def to_dict(self) -> dict:
-        """Everything but the trace, the derived figures included, ready for JSON."""
+        """All figures but the trace, derived ones included, ready for JSON."""
         out = asdict(replace(self, trace=None)) | {
             "tokens_per_second": self.tokens_per_second,
             "mean_acceptance_length": self.mean_acceptance_length,
@@ -101,14 +118,14 @@ class Report:
         return out
 
     def save_trace(self, path: Path | str) -> None:
-        """Write every stage's steps as JSON that https://ui.perfetto.dev opens. Raises ``ValueError`` where none were kept."""
+        """Write the steps of all stages as JSON for https://ui.perfetto.dev. Raises ``ValueError`` without a trace."""
         traces.save_trace(path, self.traced(), title=f"pipespec {self.schedule}")
 
     def traced(self) -> Mapping[str, np.ndarray]:
-        """:attr:`trace`; raises ``ValueError`` where there is none."""
+        """Return :attr:`trace`. Raises ``ValueError`` if there is none."""
         if self.trace is None:
             raise ValueError(
-                "this call was not traced: make the pipeline with Pipeline(..., trace=10_000), the number of steps that each stage keeps"
+                "this call was not traced: make the pipeline with Pipeline(..., trace=N), N being the number of steps recorded per stage"
             )
         return self.trace
 
@@ -127,22 +144,18 @@ class Report:
         return "\n".join([*lines, *(self.decisions or ())])
 
 
-def stage_report(name: str, block: Text, stage: int, rows: int) -> StageReport:
+def stage_report(name: str, block: TextSource, stage: int, rows: int, forward: str = "") -> StageReport:
     """Sum a stage's counters over the rows of the last generation."""
     counts = [block.counters(stage, row) for row in range(rows)]
     total = {key: sum(c[key] for c in counts) for key in counts[0] if key != "histogram"}
     histogram = [sum(column) for column in zip(*(c["histogram"] for c in counts), strict=True)]
     while len(histogram) > 1 and histogram[-1] == 0:
         histogram.pop()
+    names = ("steps", "fed", "drafted", "accepted", "produced", "adopted", "rollbacks")
     return StageReport(
-        name=name,
-        steps=total["steps"],
-        fed=total["fed"],
-        drafted=total["drafted"],
-        accepted=total["accepted"],
-        produced=total["produced"],
-        adopted=total["adopted"],
-        rollbacks=total["rollbacks"],
+        name,
+        **{key: total[key] for key in names},
         wasted=total["truncated"],
         histogram=tuple(histogram),
+        forward=forward,
     )

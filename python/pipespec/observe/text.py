@@ -1,23 +1,25 @@
-"""TextStream: tokens in, as the target commits them; readable text out, as soon as it is complete."""
+"""TextStream: decodes the target's tokens as they are committed. And what reads a streamer learns of a call that fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer
 
 
 class TextStream:
     """A streamer for ``generate()`` that decodes step by step.
 
-    It takes the tokens of each step as one block, and so can tell accepted drafts from the target's own token.
+    It gets the tokens of each step as one block, so that it can tell accepted draft tokens from the target's own token.
 
-    A token may end in the middle of a character, and its text may depend on the token before it: each is decoded together with
-    the one before, and held back until its last character is whole.
+    A token may end inside a character, and its text may depend on the token before it. So each token is decoded together with the one
+    before, and its text is held back until its last character is complete.
 
-    Parameters
-    ----------
-    decode: token ids to text.
-    write: gets each new piece of text, and whether a draft proposed its token (False: the target's own token).
+    Args:
+        decode: Token ids to text.
+        write: Called with each new piece of text, and whether its token was an accepted draft token.
     """
 
     takes_blocks = True
@@ -26,12 +28,12 @@ class TextStream:
         self._decode = decode
         self._write = write
         self._tokens: list[int] = []
-        self._context = 0  # tokens[context:done] are shown and decoded again with what follows
+        self._context = 0  # tokens[context:done] are shown, and decoded again with the next ones
         self._done = 0
         self._prompt = True
 
     def put(self, value: Any) -> None:
-        """First the prompt, which is not shown; then the tokens of each step: accepted drafts, the target's own token last."""
+        """Take the prompt, which is not shown, then the tokens of each step: accepted draft tokens and the target's own token."""
         if self._prompt:
             self._prompt = False
             return
@@ -41,7 +43,7 @@ class TextStream:
             self._show(i < len(tokens) - 1, final=False)
 
     def end(self) -> None:
-        """Show what is held back. After it, nothing is shown twice: it may be called again."""
+        """Show the text that is held back. Repeated calls show nothing twice."""
         self._show(False, final=True)
 
     def _show(self, drafted: bool, final: bool) -> None:
@@ -51,3 +53,30 @@ class TextStream:
             return
         self._context, self._done = self._done, len(self._tokens)
         self._write(text[len(shown) :], drafted)
+
+
+class _Failure:
+    """An entry in the queue of transformers' iterators. They compare each entry with the last one, which raises the error there."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError(f"generate() failed ({type(self.error).__name__}: {self.error})") from self.error
+
+
+@contextmanager
+def told_of_failure(streamer: Any) -> Iterator[None]:
+    """Raise the error of a call that fails in the thread, too, that iterates over its streamer and would wait for ever.
+
+    The streamer's ``end()`` is not called: it means that the text is complete, and transformers does not call it either.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with suppress(Exception):  # the first error counts
+            if isinstance(streamer, TextIteratorStreamer):
+                streamer.text_queue.put(_Failure(error))
+            elif isinstance(streamer, AsyncTextIteratorStreamer):
+                streamer.loop.call_soon_threadsafe(streamer.text_queue.put_nowait, _Failure(error))
+        raise

@@ -1,4 +1,4 @@
-"""Traces of single steps: as JSON that Perfetto (https://ui.perfetto.dev) and chrome://tracing open, and summed up in a few lines.
+"""Traces of single steps: as JSON for Perfetto (https://ui.perfetto.dev) and chrome://tracing, and as a summary in text.
 
 Format: Chrome's "Trace Event Format", the JSON object form with complete events (``ph: X``), instant events (``i``) and metadata (``M``).
 """
@@ -12,16 +12,24 @@ from typing import Any
 
 import numpy as np
 
-_SUMS = ("fed", "hints", "accepted", "rollbacks", "taken_back")
-_NUMBERS = ("step", "width", "fed", "hints", "accepted", "taken_back", "in_flight", "rollbacks", "prefill")
+_SUMS = ("fed", "draft_tokens", "accepted", "rollbacks", "rolled_back")
+_NUMBERS = ("step", "width", "fed", "draft_tokens", "accepted", "rolled_back", "in_flight", "rollbacks", "prefill")
 
 
 def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> dict[str, Any]:
-    """One track per stage, in the order given; times count from the first event.
+    """Convert a trace to Chrome's format, with one track per stage. Times count from the first event.
 
-    ``stages[name]``: structured array, one record per step, with ``start_ns`` and ``end_ns`` on a clock that all stages share. Shown
-    where there are such fields: ``launched_ns`` as the time from launch to start, ``taken_back`` > 0 as a rollback, and the numbers that
-    ``pipespec_kernels.trace.TraceMemory.read`` has; steps that were not kept are counted in ``otherData``. Raises ``ValueError`` if a time is missing or a step ends before it starts.
+    Args:
+        stages: By stage, a structured array with one record per step. ``start_ns`` and ``end_ns`` are on a clock that all stages share. The
+            other fields of :meth:`pipespec_kernels.trace.TraceMemory.read` are optional: ``launched_ns`` gives the time from launch to
+            start, and ``rolled_back`` > 0 a rollback.
+        title: Name of the process.
+
+    Returns:
+        The JSON object. ``otherData`` has the number of steps that were not kept.
+
+    Raises:
+        ValueError: A time is missing, or a step ends before it starts.
     """
     origin = None
     for name, steps in stages.items():
@@ -47,8 +55,8 @@ def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> d
                 numbers["launch_to_start_us"] = (start - int(step["launched_ns"])) / 1e3
             at = {"pid": 0, "tid": track, "ts": (start - (origin or 0)) / 1e3}
             events.append({"ph": "X", "name": _label(numbers), **at, "dur": (end - start) / 1e3, "args": numbers})
-            if numbers.get("taken_back", 0) > 0:
-                events.append({"ph": "i", "s": "t", "name": f"rollback {numbers['taken_back']}", **at})
+            if numbers.get("rolled_back", 0) > 0:
+                events.append({"ph": "i", "s": "t", "name": f"rollback {numbers['rolled_back']}", **at})
     lost = {f"{name}: steps not kept": n for name, steps in stages.items() if (n := not_kept(steps))}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": lost}
 
@@ -59,29 +67,35 @@ def save_trace(path: Path | str, stages: Mapping[str, np.ndarray], title: str = 
 
 
 def not_kept(steps: np.ndarray) -> int:
-    """How many entries were overwritten before the first of ``steps``."""
+    """Number of entries that were overwritten before the first of ``steps``."""
     return int(steps["step"][0]) if len(steps) and "step" in (steps.dtype.names or ()) else 0
 
 
 def summary(stages: Mapping[str, np.ndarray]) -> str:
-    """Per stage: the share of the time from the first start to the last end in which it ran, what its steps did, and how long they took.
+    """Summarise a trace as a table.
 
-    ``stages``: as ``pipespec_kernels.trace.TraceMemory.read`` has them. *wasted*: tokens it took back; a step's time is its mean by width
-    of the rectangle, grouped by powers of two. Raises ``ValueError`` where nothing was traced.
+    For each stage: the share of time in which it ran, counts of its steps, and the mean time of a step by its width, grouped by powers of
+    two. The column ``wasted`` counts tokens that the stage rolled back.
+
+    Args:
+        stages: Steps by stage, see :meth:`pipespec_kernels.trace.TraceMemory.read`.
+
+    Raises:
+        ValueError: The trace is empty.
     """
     if not any(map(len, stages.values())):
         raise ValueError("the trace is empty: no stage took a step")
     begin = min(int(steps["start_ns"].min()) for steps in stages.values() if len(steps))
     span = max(int(steps["end_ns"].max()) for steps in stages.values() if len(steps)) - begin
-    columns = ("busy", "prefill", "steps", "fed", "hints", "accepted", "rollbacks", "wasted", "not kept")
-    lines = [f"{'':<10}" + "".join(f"{column:>11}" for column in columns)]
+    columns = ("busy", "prefill", "steps", "fed", "draft_tokens", "accepted", "rollbacks", "wasted", "not kept")
+    lines = [f"{'':<10}" + "".join(f"{column:>13}" for column in columns)]
     for name, steps in stages.items():
         took = steps["end_ns"] - steps["start_ns"]
         ran, sums = steps["fed"] > 0, {key: int(steps[key].sum()) for key in _SUMS}
         prefill = f"{took[steps['prefill'] > 0].sum() / 1e6:.1f} ms"
         busy = f"{took.sum() / span:.0%}" if span else "-"
         figures = (busy, prefill, int(ran.sum()), *sums.values(), not_kept(steps))
-        lines.append(f"{name:<10}" + "".join(f"{figure:>11}" for figure in figures))
+        lines.append(f"{name:<10}" + "".join(f"{figure:>13}" for figure in figures))
     lines.append("mean step in ms by width (number of steps):")
     for name, steps in stages.items():
         steps = steps[steps["fed"] > 0]
@@ -105,10 +119,10 @@ def _metadata(name: str, track: int, value: str) -> dict[str, Any]:
 def _label(numbers: Mapping[str, Any]) -> str:
     if numbers.get("prefill", 0) > 0:
         return f"prefill {numbers['prefill']}"
-    if "fed" not in numbers or "hints" not in numbers:
+    if "fed" not in numbers or "draft_tokens" not in numbers:
         return "step"
     if numbers["fed"] == 0:
-        return "obey" if numbers.get("taken_back", 0) > 0 else "idle"
-    if numbers["hints"] == 0:
+        return "rollback" if numbers.get("rolled_back", 0) > 0 else "idle"
+    if numbers["draft_tokens"] == 0:
         return f"feed {numbers['fed']}"
-    return f"verify {numbers.get('accepted', '?')}/{numbers['hints']}"
+    return f"verify {numbers.get('accepted', '?')}/{numbers['draft_tokens']}"

@@ -1,2 +1,5 @@
-"""Theory: what a chain of models should give, by formula (``closed_form``) and by simulation (``simulator``), and how both
-compare with published runs (``traces``). numpy and the native core only, no torch."""
+"""Planning: the analytical model, the simulator, the profile of a chain, and the choice of a schedule.
+
+``closed_form``, ``simulator``, ``profile`` and ``planner`` need numpy and the native core only. ``measure``, ``profile_store`` and ``auto``
+run models and need torch.
+"""

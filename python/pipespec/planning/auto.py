@@ -1,7 +1,7 @@
-"""schedule="auto": which driver a call gets, how it is steered, and what is learnt from it.
+"""schedule="auto": measures a chain, predicts its candidates, and runs each call with the best measured rate.
 
-A profile is measured once and kept on disk. The drafts' agreement comes first from a text that the target writes for the purpose, or from the
-first prompt; then from every generated text that there is time for: each draft is asked once what it would have said, teacher-forced.
+The profile is measured once and stored on disk. The drafts' agreement comes from a text that the target generates, and later from
+the texts of calls. A table of measured rates per number of rows and sampling mode corrects the predictions.
 """
 
 from __future__ import annotations
@@ -9,666 +9,581 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.angles import angles_change_at
-from pipespec.cache import RowCache
-from pipespec.compat import head_size
-from pipespec.drivers import Driver, Request, WorkersDriver, make_driver
-from pipespec.drivers.base import Policy, StageFailure
-from pipespec.drivers.fixed import FixedDriver
-from pipespec.drivers.step import why_not
-from pipespec.generation import Generation
-from pipespec.observe import Report
-from pipespec.placement import NotCapturable, check_streams
-from pipespec.planning import planner
-from pipespec.planning import profile as profiles
-from pipespec.planning.planner import Call, Candidate, Key, Plan
-from pipespec.planning.profile import Profile, Stored
+from pipespec.drivers import Driver, GenerationRequest, WorkersDriver
+from pipespec.drivers.base import CacheOwner, Decoder, SpeedWarning, StageFailure, TextSource
+from pipespec.drivers.graphed.driver import host_reason
+from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.stage import StageInputs, stage_names
+from pipespec.errors import NotCapturable
+from pipespec.models.properties import head_size
+from pipespec.models.rope import rope_changes_at
+from pipespec.planning import agreement, measure, planner, profile_store
+from pipespec.planning.driver_pool import DriverPool
+from pipespec.planning.planner import CallShape, Candidate, Key, Plan
+from pipespec.planning.profile import Profile, StepTimes
+from pipespec.planning.profile_store import StoredProfile
 from pipespec.planning.simulator import Answers
-from pipespec.planning.steering import Counts, Ledger, Steering
-from pipespec.progress import level_of_caller, say, working
-from pipespec.sampling import Selection
-from pipespec.stage import Start, stage_names
+from pipespec.planning.steering import CallSteering, MeasuredRate
+from pipespec.preflight.support import check_streams
+from pipespec.process.progress import say, working
+from pipespec.process.signals import pass_on
+from pipespec.process.threads import set_threads, threads_set
+from pipespec.process.warnings import user_stacklevel
 
 _SHARE = 0.005
-"""Learning between calls may take this much of the time spent in calls."""
+"""Share of the time in calls that measurements of agreement may take."""
 _LEAST = 16
-"""Positions worth asking about."""
+"""Fewest positions of a measurement of agreement."""
 _ENOUGH = 256
-"""Positions of the user's texts that every call is asked for first: fewer are one text's luck."""
+"""Positions of the user's texts that are measured first, without regard to their time: fewer depend on single texts."""
 _MOST_PATIENCE = 16
-"""Agreement that does not move is asked for down to this fraction of that."""
+"""Agreement that does not change is measured down to this fraction as often."""
+_MOVED = 0.05
+"""Change of an agreement that leads to a new plan."""
 _NEAR = 0.92
-"""A chain predicted this close to the best is tried once: predictions are good to about as much."""
+"""A chain is tried once if its predicted rate is this close to the best: the error of predictions."""
 _MOST_TRIALS = 3
-_THREADS_LOSE = 0.85
-"""Another number of threads is tried where decoding falls below this much of what that is known to give."""
 _CALIBRATION_TOKENS = 64
 _CALIBRATION_S = 10.0
 _FADES = 0.01
-_LONG_PROMPT = 48
-_MOVED = 0.05
+"""Weight of the prediction against older measurements of chains, per call of plain decoding."""
 _CAPTURED = ("plain", "lockstep", "streams")
 
 
-class Steer(Protocol):
-    """What a call is steered by: :class:`pipespec.planning.steering.Steering`, or a test's own."""
+@dataclass
+class _Agreement:
+    """Agreement of the drafts with the target in one mode.
 
-    decisions: list[str]
-
-    def look(self) -> None: ...
-
-
-class Auto:
-    """The drivers of one chain and what is known about them.
-
-    Parameters
-    ----------
-    models: drafts, then the target.
-    profile, tables: instead of measuring (tests). ``tables``: agreement by mode, ``"greedy"`` and ``"sampled"``.
-    captured: schedules that are considered with captured steps. None: all, where all models are on GPUs and can be captured; on a CPU
-        the same steps run uncaptured (tests).
-    clock: of steering and learning. steering: what makes a call's. names: of the stages. trace: as for a driver.
+    ``table``: see :class:`Answers`. ``seen``: positions of it that come from this user's texts. ``patience``: factor of the time until
+    the next measurement. ``next_s``: time in calls at which it is due.
     """
+
+    table: np.ndarray | None = None
+    seen: int = 0
+    patience: int = 1
+    next_s: float = 0.0
+
+
+@dataclass
+class _ShapeRecord:
+    """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: near candidates that were tried."""
+
+    plan: Plan | None = None
+    measured: dict[Key, MeasuredRate] = field(default_factory=dict)
+    trials: int = 0
+
+    def rate(self, key: Key) -> MeasuredRate:
+        return self.measured.setdefault(key, MeasuredRate())
+
+    def factors(self) -> dict[Key, float]:
+        return {key: rate.factor for key, rate in self.measured.items() if rate.count}
+
+
+@dataclass
+class _RunningCall:
+    """One call. ``reports``: reports of the target's steps. ``began``: tokens and time at the first of them. ``ended_s``: time at the end."""
+
+    inputs: StageInputs
+    mode: str
+    plan: Plan
+    candidate: Candidate
+    driver: Driver
+    record: _ShapeRecord
+    steering: CallSteering | None = None
+    reports: int = 0
+    began: tuple[int, float] | None = None
+    ended_s: float = 0.0
+
+    def tokens(self) -> int:
+        """New tokens so far, all rows together."""
+        block = self.driver.block
+        return sum(block.length(block.target, row) - len(p) for row, p in enumerate(self.inputs.prompts))
+
+    def steps_per_report(self) -> float:
+        """Steps of the target per report. A scheduler reports several at once if they end faster than it polls."""
+        if not self.candidate.captured:
+            return 1.0
+        block = self.driver.block
+        steps = max(block.counters(block.target, row)["steps"] for row in range(len(self.inputs.prompts)))
+        return max(1.0, steps / max(1, self.reports))
+
+
+class AutoDriver(Decoder):
+    """Runs each call with the driver of the best candidate.
+
+    Args:
+        models: Drafts, then the target.
+        profile: Used instead of a measurement.
+        tables: Agreement by mode, ``"greedy"`` and ``"sampled"``, used instead of a measurement.
+        captured: Schedules with captured steps. None: all where all models are on GPUs and can be captured, otherwise none. On a CPU the
+            same steps run uncaptured.
+        clock: Returns seconds.
+        names: Of the stages.
+        trace: Steps per stage that the trace of a call keeps.
+        native: See :class:`pipespec.config.SpeculationConfig`.
+
+    Attributes:
+        plan: What the last call was chosen from, or the next one will be.
+    """
+
+    continues_padding = True
 
     def __init__(
         self,
         models: Sequence[PreTrainedModel],
         *,
         profile: Profile | None = None,
-        tables: dict[str, np.ndarray] | None = None,
+        tables: Mapping[str, np.ndarray] | None = None,
         captured: Sequence[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        steering: Callable[..., Steer] = Steering,
         names: Sequence[str] | None = None,
         trace: int = 0,
+        native: bool = True,
     ) -> None:
-        self.models = list(models)
-        self.names = list(names) if names else stage_names(len(models))
-        self._trace = trace
-        self.clock, self.steering = clock, steering
+        super().__init__()
+        self.models, self.clock, self._native = list(models), clock, native
+        self.stage_names = list(names) if names else stage_names(len(models))
+        self.ran_as = "auto"
         self.cores = len(os.sched_getaffinity(0))
         self.captured = _capturable(self.models) if captured is None else tuple(captured)
-        self._drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}  # by way and drafts
-        self._is_eager = False  # the call that is about to run needs the host
-        self._unmeasured: dict[bool, set[int]] = {False: set(), True: set()}  # rows, by whether steps are captured
-        self._plans: dict[tuple[int, str], Plan] = {}
-        self._ladders: dict[tuple[int, str, Key], tuple[planner.Rung, ...]] = {}
-        self._ledgers: dict[tuple[int, Key], Ledger] = {}
-        self._corrections: dict[int, dict[Key, float]] = {}
-        self._trials: dict[int, int] = {}
-        self._seen: dict[str, int] = {}  # positions of this user's texts that a mode's table was made of
-        self._asked = bool(tables)  # the first prompt, before anything is known
-        self._in_calls = 0.0
-        self._learning = 0.0
-        self._next: dict[str, float] = {}  # seconds in calls until a mode's agreement is looked at again
-        self._patience: dict[str, int] = {}
+        self.pool = DriverPool(self.models, trace, native)
+        self._records: dict[tuple[int, str], _ShapeRecord] = {}
+        self._unmeasurable: set[tuple[int, bool]] = set()  # rows, and whether steps are captured
+        self._in_calls_s = 0.0
+        self._static_caches_fit = True
         self._decisions: list[str] = []
-        self._key = ""
-        stored = None
+        self._call: _RunningCall | None = None
+        self._has_new_call = False
+        self._key, stored = "", None
         if profile is None:
-            self._key = profiles.digest(self.models, threads=torch.get_num_threads())
-            stored = profiles.load(self._key, len(self.models))
+            self._key = profile_store.digest(self.models, threads=torch.get_num_threads(), native=native)
+            stored = profile_store.load(self._key, len(self.models))
             if stored is not None:
-                profile, tables, self._asked = stored.profile, stored.tables, True
-        self.tables: dict[str, np.ndarray] = dict(tables or {})
+                profile, tables = stored.profile, stored.tables
+        self._agreement = {mode: _Agreement(table) for mode, table in (tables or {}).items()}
         try:
             self.profile = profile if profile is not None else self._measure()
-            known = stored is not None and not self._lacks_captured(1)
-            if self._lacks_captured(1):
-                self._measure_captured(1)
-            if not known:
+            if stored is None:
                 self._store()
-            self.plan = self._planned(Call(), "greedy")
-            chosen = None
-            # Processes take seconds to start, and what cannot be captured should be told: not in the first call.
+            self._measure_missing(1, graphs=True)
+            self.plan = self._planned(CallShape(), "greedy")
+            driver = None
+            # Start processes and capture steps here, so that the first call neither waits for them nor fails over them.
             if self.plan.speculates or self.plan.chosen.captured:
-                self.plan, _, chosen = self._driver_for(self.plan, self.plan.chosen, "greedy")
-            for at, driver in list(self._drivers.items()):  # measured with, and not needed now
-                if driver is not chosen:
-                    driver.close()
-                    del self._drivers[at]
+                self.plan, _, driver = self._driver_for(self.plan, self.plan.chosen, "greedy")
+            self.pool.close_all(but=driver)
         except BaseException:
             self.close()
             raise
 
-    # ---- measuring
+    # ---- interface of a decoder
+
+    @property
+    def target(self) -> CacheOwner:
+        assert self._call is not None
+        return self._call.driver.target
+
+    @property
+    def names(self) -> Sequence[str]:
+        assert self._call is not None
+        return [*(self.stage_names[i] for i in self._call.candidate.drafts), "target"]
+
+    @property
+    def forms(self) -> Sequence[str]:
+        assert self._call is not None
+        return self._call.driver.forms
+
+    def traces(self) -> dict[str, np.ndarray]:
+        assert self._call is not None
+        return dict(zip(self.names, self._call.driver.traces().values(), strict=False))
+
+    def has_static_caches(self, request: GenerationRequest) -> bool:
+        self._static_caches_fit = True
+        self.pool.holds_graphs = bool(self.captured) and host_reason(request, self.models[-1].device.type) is not None
+        return bool(self.captured) and not self.pool.holds_graphs
+
+    def forgo_graphs(self) -> bool:
+        self._static_caches_fit = False
+        return True
+
+    def reusable_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
+        return self.pool.reusable_bytes(request)
+
+    def release_unused(self, request: GenerationRequest) -> None:
+        self.pool.release_unused(request)
+
+    def close(self) -> None:
+        for driver in self.pool.drivers.values():
+            driver.close()
+
+    def for_fork(self) -> Decoder:
+        # A call of another thread may have been under way.
+        self.pool.drivers.clear()
+        self._call, self._has_new_call = None, False
+        return self
+
+    def run(self, request: GenerationRequest) -> None:
+        self._has_new_call = False
+        self._call = call = self._prepare(request)
+        self.block = call.driver.block
+        call.steering = self._steering_of(call)
+
+        def on_commit(text: TextSource) -> None:
+            request.committed(text)
+            call.reports += 1
+            call.began = call.began or (call.tokens(), self.clock())
+            if call.steering is not None and call.driver.target.accepts_draft_tokens:
+                call.steering.after_step()
+
+        began, steered = self.clock(), replace(request, on_commit=on_commit)
+        if call.candidate.schedule == "workers":
+            call.driver.run(steered)
+        else:
+            with threads_set(min(call.candidate.threads, torch.get_num_threads())):
+                call.driver.run(steered)
+        call.ended_s = self.clock()
+        self._in_calls_s += call.ended_s - began
+        self.ran_as, self._has_new_call = call.driver.ran_as, True
+
+    def learn(self) -> None:
+        call, is_new, self._has_new_call = self._call, self._has_new_call, False
+        if call is None or not is_new:
+            return
+        self._record_rate(call)
+        if len(self.models) > 1:
+            self._measure_agreement(call)
+        steered = call.steering.decisions if call.steering is not None else []
+        self.remarks = (call.plan.why, *self._decisions, *steered, *call.driver.remarks)
+        self._decisions = []
+
+    # ---- measurement of the models
+
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """Tables of agreement by mode."""
+        return {mode: known.table for mode, known in self._agreement.items() if known.table is not None}
+
+    def _store(self) -> None:
+        if self._key:
+            profile_store.store(StoredProfile(self.profile, self.tables))
 
     def _measure(self) -> Profile:
-        """Step times, agreement on a text of the target's own, and what stages at once cost each other."""
+        """Measure step times, the slowdown of concurrent stages, and the agreement on a text that the target generates."""
         with working("measuring the models (once: the profile is kept)"):
             beside: WorkersDriver | None = None
             if self.cores > 1 and len(self.models) > 1:
                 try:
                     chain = tuple(range(len(self.models) - 1))
-                    driver = self._driver(Candidate("workers", chain, (8,) * len(chain), 0, 1, 0.0))
+                    driver = self.pool.get(Candidate("workers", chain, (8,) * len(chain), 0, 1, 0.0))
                     beside = driver if isinstance(driver, WorkersDriver) else None
                 except (ValueError, RuntimeError) as error:
+                    pass_on(error)
                     say(f"schedule='auto': no worker processes here ({error}); the profile is not kept")
-                    # What stages at once cost each other stays unknown; the next time they may well start.
+                    # The profile lacks the slowdown of concurrent stages, and processes may start the next time.
                     self.cores, self._key = 1, ""
-            found = profiles.measure_stages(self.models, self.names, beside=beside)
-            found = replace(found, key=self._key)
+            found = replace(
+                measure.measure_stages(self.models, self.stage_names, beside=beside, native=self._native), key=self._key
+            )
             if len(self.models) > 1:
                 text, first = self._calibration_text(found)
-                self.tables["greedy"] = profiles.agreement_on(self.models, text, first, own_text=True)
+                table = agreement.agreement_on(self.models, text, first, own_text=True, native=self._native)
+                self._agreement["greedy"] = _Agreement(table)
             return found
 
-    def _lacks(self, rows: int, *, captured: bool = False) -> bool:
-        """Whether steps of a batch are to be measured. Where that has failed, the nearest that was measured stands for them."""
-        return rows not in self._unmeasured[captured] and not self.profile.target.has(rows, captured=captured)
-
-    def _lacks_captured(self, rows: int) -> bool:
-        return bool(self.captured) and self._lacks(rows, captured=True)
-
-    def _measure_captured(self, rows: int) -> None:
-        """Captured step times of a batch; none, and no such schedules, where a model cannot be captured or the memory does not suffice."""
-        try:
-            with working(f"measuring captured steps (batches of {rows})"):
-                found = profiles.measure_captured(self.models, self.names, rows=rows)
-        except (ValueError, RuntimeError) as error:
-            if not self.profile.target.has(1, captured=True):
-                self._give_up_graphs(str(error))
-                return
-            self._unmeasured[True].add(rows)
-            _tell_failure(
-                f"captured steps of batches of {rows} could not be measured ({type(error).__name__}: {error})"
-            )
-            return
-        self.profile = self.profile.adding(found)
-
-    def _give_up_graphs(self, why: str | None) -> None:
-        """From here on no captured steps. ``why``: for the user; None: who has been told."""
-        self.captured = ()
-        self._plans.clear()
-        self._ladders.clear()
-        for at, driver in list(self._drivers.items()):
-            if isinstance(driver, FixedDriver):
-                driver.close()
-                del self._drivers[at]
-        if why is not None:
-            _tell_failure(why, "it goes on without CUDA graphs")
-
-    def _calibration_text(self, found: Profile) -> tuple[np.ndarray, int]:
-        """Something that the target says when nobody has asked it anything, and where its own words begin."""
+    def _calibration_text(self, profile: Profile) -> tuple[np.ndarray, int]:
+        """A text that the target generates from its first token, int32 [positions], and the position of its first own token."""
         config = self.models[-1].generation_config
         begin = config.bos_token_id if isinstance(config.bos_token_id, int) else 1
-        step = found.target.seconds(1, threads=found.threads)
-        tokens = int(max(16, min(_CALIBRATION_TOKENS, _CALIBRATION_S / step)))
-        driver = self._driver(Candidate("plain", (), (), 0, found.threads, 0.0))
+        step_s = profile.target.seconds(1, threads=profile.threads)
+        tokens = int(max(16, min(_CALIBRATION_TOKENS, _CALIBRATION_S / step_s)))
+        driver = self.pool.get(Candidate("plain", (), (), 0, profile.threads, 0.0))
         vocabulary = head_size(self.models[-1])
         prompt = np.array([min(begin, vocabulary - 1)], dtype=np.int32)
-        driver.run(Request(Start([prompt], [1 + tokens], Selection(), vocabulary), []))
-        said = driver.block.tokens(driver.block.target, 0, 1, 1 + tokens)
-        return np.concatenate([prompt, np.array(said, dtype=np.int32)]), 1
+        driver.run(GenerationRequest(StageInputs([prompt], [1 + tokens], SamplingParams(), vocabulary), []))
+        generated = driver.block.tokens(driver.block.target, 0, 1, 1 + tokens)
+        return np.concatenate([prompt, np.array(generated, dtype=np.int32)]), 1
 
-    def _store(self) -> None:
-        if self._key:
-            profiles.store(Stored(self.profile, self.tables))
+    def _lacks(self, rows: int, *, captured: bool = False) -> bool:
+        """Whether steps of a batch must be measured. After a failure the nearest measured number of rows is used instead."""
+        if (captured and not self.captured) or (rows, captured) in self._unmeasurable:
+            return False
+        return not self.profile.target.has(rows, captured=captured)
 
-    # ---- planning
+    def _measure_missing(self, rows: int, *, graphs: bool) -> None:
+        """Measure the step times of a batch that the profile lacks. If captured steps fail for one row, there are no captured schedules."""
+        for captured in (False, True)[: 1 + graphs]:
+            if not self._lacks(rows, captured=captured):
+                continue
+            what = f"{'captured steps of ' if captured else ''}batches of {rows}"
+            try:
+                with working(f"measuring {what}"):
+                    self.profile = self.profile.adding(self._step_times(rows, captured))
+                self._store()
+            except Exception as error:
+                pass_on(error)
+                if captured and not self.profile.target.has(1, captured=True):
+                    self._give_up_graphs(str(error))
+                    return
+                self._unmeasurable.add((rows, captured))
+                reason = f"{what} could not be measured ({type(error).__name__}: {error})"
+                _warn(reason, SpeedWarning if captured else StageFailure)
+
+    def _step_times(self, rows: int, captured: bool) -> Sequence[Sequence[StepTimes]]:
+        """Measured step times of every model, for :meth:`Profile.adding`."""
+        if captured:
+            return measure.measure_captured(self.models, self.stage_names, rows=rows)
+        budget_s = 0.7 * len(self.models)
+        found = measure.measure_stages(
+            self.models, self.stage_names, rows=rows, widths=(1, 2, 4, 9), budget_s=budget_s, native=self._native
+        )
+        return [stage.times for stage in found.stages]
+
+    def _give_up_graphs(self, why: str | None) -> None:
+        """Plan without captured steps from now on. ``why``: for the user, None if a warning was given already."""
+        self.captured = ()
+        self._forget_plans()
+        self.pool.close_all(graphed_only=True)
+        if why is not None:
+            _warn(why, SpeedWarning, "it continues without CUDA graphs")
+
+    # ---- choice of a candidate
 
     def answers(self, mode: str) -> Answers:
-        table = self.tables.get(mode, self.tables.get("greedy"))
+        """Agreement of the drafts; one half where nothing was measured."""
+        known = self.tables
+        table = known.get(mode, known.get("greedy"))
         return Answers(table=table) if table is not None else Answers(acceptance=(0.5,) * (len(self.models) - 1))
 
-    def _planned(self, call: Call, mode: str, *, graphs: bool = True) -> Plan:
-        """The plan for calls of so many rows; the length that the first of them had is taken for all. ``graphs``: whether the call can be
-        run in captured steps."""
-        at = (_bucket(call.rows), mode)
-        if at not in self._plans:
-            schedules = ("lockstep", "workers") if self.cores > 1 else ("lockstep",)
-            self._plans[at] = planner.plan(
+    def record(self, rows: int, mode: str) -> _ShapeRecord:
+        """What is known of calls of this shape."""
+        return self._records.setdefault((_bucket(rows), mode), _ShapeRecord())
+
+    def _planned(self, shape: CallShape, mode: str, *, graphs: bool = True) -> Plan:
+        """The plan for calls of this number of rows. It is made for the lengths of the first of them."""
+        record = self.record(shape.rows, mode)
+        if record.plan is None:
+            record.plan = planner.plan(
                 self.profile,
                 self.answers(mode),
-                replace(call, rows=at[0]),
-                schedules=schedules,
+                replace(shape, rows=_bucket(shape.rows)),
+                schedules=("lockstep", "workers") if self.cores > 1 else ("lockstep",),
                 captured=self.captured,
                 cores=self.cores,
             )
-        plan = self._plans[at]
-        return planner.decide(plan if graphs else planner.eager_only(plan), self._corrections.get(at[0], {}))
+        plan = record.plan if graphs else planner.eager_only(record.plan)
+        return planner.decide(plan, record.factors())
 
-    def _replan(self, mode: str) -> None:
-        """Forget what followed from a table that has changed."""
-        follows = {mode} if mode != "greedy" or "sampled" in self.tables else {"greedy", "sampled"}
-        self._plans = {at: plan for at, plan in self._plans.items() if at[1] not in follows}
-        self._ladders = {at: rungs for at, rungs in self._ladders.items() if at[1] not in follows}
+    def _forget_plans(self, mode: str | None = None) -> None:
+        """Forget the plans of one mode, or all. Greedy agreement stands for the sampled one until that is measured."""
+        for (_, other), record in self._records.items():
+            if mode in (None, other) or (mode == "greedy" and "sampled" not in self.tables):
+                record.plan = None
 
-    def _choose(self, plan: Plan, rows: int) -> Candidate:
-        """The plan's choice; or one that is as good as that and has not been tried."""
+    def _choose(self, plan: Plan, record: _ShapeRecord) -> Candidate:
+        """The plan's choice, or a candidate of about the same rate that was not tried, or that needs no new graphs."""
         if not plan.speculates:
             return plan.chosen
-        known = self._corrections.get(rows, {})
-        if plan.chosen.key in known and self._trials.get(rows, 0) < _MOST_TRIALS:
+        known = record.factors()
+        if plan.chosen.key in known and record.trials < _MOST_TRIALS:
             for candidate in plan.candidates:
                 if candidate.rate < max(_NEAR * plan.chosen.rate, planner.MARGIN * plan.plain.rate):
                     break
-                # To start processes takes seconds: only what the plan chooses is worth that.
-                is_there = candidate.schedule != "workers" or (candidate.way, candidate.drafts) in self._drivers
-                if candidate.key not in known and candidate.schedule != "plain" and is_there:
-                    self._trials[rows] = self._trials.get(rows, 0) + 1
+                # Processes take seconds to start, so that a trial uses those that exist.
+                can_run = candidate.schedule != "workers" or self.pool.has(candidate)
+                if candidate.key not in known and candidate.schedule != "plain" and can_run:
+                    record.trials += 1
                     self._decisions.append(f"{candidate.way} {plan.label(candidate)} is tried")
                     return candidate
-        if plan.chosen.captured:  # another than what there is would have to be captured anew
-            there = {
-                at for at, driver in self._drivers.items() if isinstance(driver, FixedDriver) and driver.target.rooms()
-            }
-            near = [c for c in plan.candidates if c.captured and (c.way, c.drafts) in there and c.schedule != "plain"]
+        if plan.chosen.captured:
+            near = [c for c in plan.candidates if c.captured and c.schedule != "plain" and self.pool.has_graphs(c)]
             best = max(near, key=lambda c: c.rate, default=plan.chosen)
             if best.rate * planner.MARGIN > plan.chosen.rate:
                 return best
         return plan.chosen
 
-    # ---- drivers
-
-    def _driver(self, candidate: Candidate) -> Driver:
-        """The driver of this schedule and these drafts; made at its first use and kept."""
-        at = (candidate.way, candidate.drafts)
-        driver = self._drivers.get(at)
-        policy = Policy(candidate.windows, candidate.wait, candidate.decode_meanwhile)
-        if driver is None:
-            models = [*(self.models[i] for i in candidate.drafts), self.models[-1]]
-            with working("starting draft processes") if candidate.schedule == "workers" else nullcontext():
-                driver = make_driver(candidate.schedule, models, policy, self._trace, graphs=candidate.captured)
-            self._drivers[at] = driver
-        driver.steer(policy)
-        for other in self._drivers.values():
-            if other is not driver and not self._stays(other):
-                other.forget()
-        return driver
-
-    def _stays(self, driver: Driver) -> bool:
-        """A call in between that needs the host does not cost the others their graphs."""
-        return self._is_eager and isinstance(driver, FixedDriver)
-
     def _driver_for(
         self, plan: Plan, candidate: Candidate, mode: str, *, graphs: bool = True
     ) -> tuple[Plan, Candidate, Driver]:
-        """The candidate's driver; where no processes can be started, or steps not be captured, that of a plan without them."""
-        try:
-            return plan, candidate, self._driver(candidate)
-        except (ValueError, RuntimeError) as error:
-            if candidate.captured:
-                self._give_up_graphs(str(error))
-            elif candidate.schedule == "workers":
-                say(f"schedule='auto': no worker processes here ({error})")
-                self.cores = 1
-                self._plans.clear()
-            else:
-                raise
-        plan = self._planned(plan.call, mode, graphs=graphs)
-        return self._driver_for(plan, plan.chosen, mode, graphs=graphs)
-
-    def run(self, generation: Generation, *, has_room: bool = True) -> Report:
-        """Run one call and learn from it. ``has_room``: whether caches of captured steps, which cannot grow, fit the memory."""
-        session = self._begin(generation, has_room)
-        session.run(generation)
-        seconds, traces = generation.seconds, session.driver.traces()
-        ran_as = session.driver.ran_as if session.candidate.schedule != "plain" else "plain"
-        decisions = session.end(generation, seconds)
-        return generation.report(ran_as, session.names, decisions, seconds, traces)
-
-    def _begin(self, generation: Generation, has_room: bool) -> _Session:
-        """Driver and steering for a call that is about to run."""
-        selection: Selection = generation.request.start.selection
-        mode = "greedy" if selection.seeds is None else "sampled"
-        prompts, limits = generation.prompts, generation.limits
-        rows = len(prompts)
-        call = Call(
-            rows, max(len(p) for p in prompts), max(1, max(n - len(p) for p, n in zip(prompts, limits, strict=True)))
-        )
-        began = self.clock()
-        needs_host = None
-        if self.captured:
-            needs_host = why_not(generation.request, self.models[-1].device.type)
-            if needs_host is None and not has_room:
-                needs_host = "caches that cannot grow do not fit the memory"
-            if needs_host is not None:
-                self._decisions.append(f"without CUDA graphs: {needs_host}")
-        graphs = needs_host is None
-        lacks = self._lacks(_bucket(rows)) or (graphs and self._lacks_captured(_bucket(rows)))
-        if len(self.models) > 1 and lacks:
+        """The candidate's driver. If processes do not start, or steps cannot be captured, that of a plan without them."""
+        while True:
             try:
-                self._measure_rows(_bucket(rows), graphs=graphs)
-            except Exception as error:
-                self._unmeasured[False].add(_bucket(rows))
-                _tell_failure(f"batches of {rows} could not be measured ({type(error).__name__}: {error})")
-        prompt = max(prompts, key=len)
-        if not self._asked and len(self.models) > 1 and len(prompt) >= _LONG_PROMPT:
-            # Better than a text about nothing: the models' opinions on the user's own words.
-            self._asked = True
-            found = self._ask(prompt, len(prompt) // 4, own_text=False)
-            if found is not None:
-                self.tables["greedy"] = found
-                self._replan("greedy")
-        plan = self.plan = self._planned(call, mode, graphs=graphs)
-        limit = angles_change_at(self.models[-1])
-        if plan.speculates and limit is not None and call.prompt >= limit:
+                return plan, candidate, self.pool.get(candidate)
+            except (ValueError, RuntimeError) as error:
+                pass_on(error)
+                if candidate.captured:
+                    self._give_up_graphs(str(error))
+                elif candidate.schedule == "workers":
+                    say(f"schedule='auto': no worker processes here ({error})")
+                    self.cores = 1
+                    self._forget_plans()
+                else:
+                    raise
+            plan = self._planned(plan.call, mode, graphs=graphs)
+            candidate = plan.chosen
+
+    def _prepare(self, request: GenerationRequest) -> _RunningCall:
+        """Choose the candidate of a call, and measure what is missing for that."""
+        inputs = request.inputs
+        mode = "greedy" if inputs.sampling_params.seeds is None else "sampled"
+        new = max(limit - len(prompt) for prompt, limit in zip(inputs.prompts, inputs.limits, strict=True))
+        shape = CallShape(len(inputs.prompts), max(map(len, inputs.prompts)), max(1, new))
+        needs_host = host_reason(request, self.models[-1].device.type) if self.captured else None
+        if self.captured and needs_host is None and not self._static_caches_fit:
+            needs_host = "caches that cannot grow do not fit the memory"
+        if needs_host is not None:
+            self._decisions.append(f"without CUDA graphs: {needs_host}")
+            self._slower(f"calls like this one run without CUDA graphs: {needs_host}")
+        graphs = needs_host is None
+        self._measure_missing(_bucket(shape.rows), graphs=graphs)
+        plan, record = self._planned(shape, mode, graphs=graphs), self.record(shape.rows, mode)
+        limit = rope_changes_at(self.models[-1])
+        if plan.speculates and limit is not None and shape.prompt >= limit:
             candidate = plan.plain
-            self._decisions.append("rotary angles that depend on the length: no hints behind a prompt of this length")
+            self._decisions.append("dynamic RoPE: after a prompt of this length the target accepts no draft tokens")
         else:
-            candidate = self._choose(plan, _bucket(rows))
+            candidate = self._choose(plan, record)
         self.plan, candidate, driver = self._driver_for(plan, candidate, mode, graphs=graphs)
-        plan = self.plan
-        session = _Session(self, driver, candidate, plan, mode, _bucket(rows))
-        self._learning += self.clock() - began
-        return session
+        return _RunningCall(inputs, mode, self.plan, candidate, driver, record)
 
-    def _measure_rows(self, rows: int, *, graphs: bool) -> None:
-        """Step times of a batch, when the first comes."""
-        if self._lacks(rows):
-            with working(f"measuring batches of {rows}"):
-                found = profiles.measure_stages(
-                    self.models, self.names, rows=rows, widths=(1, 2, 4, 9), budget_s=0.7 * len(self.models)
-                )
-            self.profile = self.profile.adding([stage.times for stage in found.stages])
-        if graphs and self._lacks_captured(rows):
-            self._measure_captured(rows)
-        self._store()
+    # ---- measured rates
 
-    def expect(self, request: Request) -> bool:
-        """Before the memory for a call is counted. Whether it can run in captured steps; if not, its caches lie beside those of the graphs."""
-        self._is_eager = bool(self.captured) and why_not(request, self.models[-1].device.type) is not None
-        return bool(self.captured) and not self._is_eager
+    def _steering_of(self, call: _RunningCall) -> CallSteering | None:
+        """The comparison with plain decoding. None: the call decodes plainly, or in captured rounds, which cannot stop drafting."""
+        candidate, rows = call.candidate, len(call.inputs.prompts)
+        if candidate.schedule == "plain" or (candidate.captured and candidate.schedule == "lockstep"):
+            return None
+        plain = planner.plain_of(call.plan, candidate)
+        return CallSteering(
+            partial(self._let_rest, call, plain.threads),
+            call.tokens,
+            self.clock,
+            predicted=rows / plain.step_s,
+            plain=call.record.rate(plain.key),
+            rows=rows,
+        )
 
-    def keeps(self, start: Start, given: RowCache | None) -> Counter[str]:
-        """As :meth:`Driver.keeps`: the most that one of them has, since one of them runs the call."""
-        found: Counter[str] = Counter()
-        for driver in self._drivers.values():
-            if not self._stays(driver):
-                found |= driver.keeps(start, given)
-        return found
+    def _let_rest(self, call: _RunningCall, plain_threads: int, rests: bool) -> None:
+        """Let the drafts rest, with the threads of plain decoding, or draft again."""
+        candidate = call.candidate
+        call.driver.steer(
+            replace(
+                call.driver.config,
+                lookahead=(0,) * len(candidate.lookahead) if rests else candidate.lookahead,
+                min_draft_tokens=0 if rests else candidate.min_draft_tokens,
+                threads=plain_threads if rests else None,
+            )
+        )
+        if candidate.schedule == "lockstep":
+            set_threads(plain_threads if rests else candidate.threads)
 
-    def spare(self, start: Start, given: RowCache | None) -> None:
-        for driver in self._drivers.values():
-            if self._stays(driver):
-                driver.forget()
-            else:
-                driver.spare(start, given)
+    def _record_rate(self, call: _RunningCall) -> None:
+        """Add the call to the measured rates.
 
-    def close(self) -> None:
-        for driver in self._drivers.values():
-            driver.close()
+        The rate of a chain comes from its step time: how many tokens a step gives depends on the text, and the table of agreement has it.
+        """
+        candidate, rate = call.candidate, call.record.rate(call.candidate.key)
+        steps, seconds, new = 0.0, 0.0, 0
+        if candidate.captured and call.driver.remarks:  # the call ran without captured steps after all
+            # A model that cannot be captured has its warning already. Missing memory may be there the next time.
+            if not any("cannot be prepared" in remark for remark in call.driver.remarks):
+                self._give_up_graphs(None)
+        elif call.steering is not None:
+            steps = sum(n for _, n in call.steering.intervals) * call.steps_per_report()
+            seconds = sum(s for s, _ in call.steering.intervals)
+        elif call.began is not None:
+            new = call.tokens() - call.began[0]
+            steps = (call.reports - 1) * call.steps_per_report() if new >= 16 else 0
+            seconds = call.ended_s - call.began[1]
+        if steps > 0 and seconds > 0:
+            rate.add(candidate.step_s * steps / seconds)
+        if candidate.schedule == "plain":
+            # What was measured for other candidates fades, so that a slower one is tried again later.
+            for key, other in call.record.measured.items():
+                if not key[0].startswith("plain"):
+                    other.factor += _FADES * (1.0 - other.factor)
 
-    # ---- learning
+    # ---- agreement
 
-    def ledger(self, rows: int, plain: Candidate, call: Call) -> Ledger:
-        """Of one way of plain decoding."""
-        at = (rows, plain.key)
-        if at not in self._ledgers:
-            step = planner.step_s(self.profile, self.profile.target, 1, plain, call, plain.threads)
-            self._ledgers[at] = Ledger((step + planner.between_s(plain)) / call.rows)
-        return self._ledgers[at]
-
-    def correct(self, rows: int, key: Key, ratio: float) -> None:
-        """Measured over predicted, of one call."""
-        known = self._corrections.setdefault(rows, {})
-        ratio = min(max(ratio, 0.05), 5.0)
-        known[key] = ratio if key not in known else known[key] + 0.3 * (ratio - known[key])
-
-    def fade(self, rows: int) -> None:
-        """What was measured of chains counts a little less with each call that is decoded plainly, so that they are tried again some day."""
-        for key, ratio in self._corrections.get(rows, {}).items():
-            if not key[0].startswith("plain"):
-                self._corrections[rows][key] = ratio + _FADES * (1.0 - ratio)
-
-    def set_correction(self, rows: int, key: Key, ratio: float) -> None:
-        self._corrections.setdefault(rows, {})[key] = ratio
-
-    def learn(self, session: _Session, generation: Generation, seconds: float) -> None:
-        """After a call: ask the drafts about its text, as far as there is time for that."""
-        self._in_calls += seconds
-        if len(self.models) == 1:
-            return
-        mode = session.mode
-        seen = self._seen.get(mode, 0)
-        is_young = seen < _ENOUGH
-        if not is_young and (self._learning > _SHARE * self._in_calls or self._in_calls < self._next.get(mode, 0.0)):
+    def _measure_agreement(self, call: _RunningCall) -> None:
+        """Measure the drafts' agreement with the text of a call, within :data:`_SHARE` of the time, and plan again if it has changed."""
+        known = self._agreement.setdefault(call.mode, _Agreement())
+        if known.seen >= _ENOUGH and self._in_calls_s < known.next_s:
             return
         began = self.clock()
-        selection: Selection = generation.request.start.selection
-        row = int(np.argmax([len(t) for t in generation.generated()]))
-        prompt, said = generation.prompts[row], generation.generated()[row]
+        block, params = call.driver.block, call.inputs.sampling_params
+        lengths = [block.length(block.target, row) for row in range(len(call.inputs.prompts))]
+        row = int(np.argmax([n - len(p) for n, p in zip(lengths, call.inputs.prompts, strict=True)]))
+        prompt = call.inputs.prompts[row]
+        generated = np.array(block.tokens(block.target, row, len(prompt), lengths[row]), dtype=np.int32)
         table = None
-        if len(said) >= _LEAST and not selection.stepwise:
-            text = np.concatenate([prompt, np.array(said, dtype=np.int32)])
-            table = self._ask(text, len(prompt), own_text=True, selection=selection, row=row)
+        if not params.stepwise:
+            text = np.concatenate([prompt, generated])
+            table = self._agreement_on(text, len(prompt), own_text=True, sampling_params=params, row=row)
         if table is not None:
-            self._seen[mode] = seen + len(table)
-            old = self.tables.get(mode)
-            before = None if old is None else (old == 0).mean(axis=0)
-            if old is not None and seen > 0:  # what it began with was not this user's text
-                table = np.concatenate([old, table])[-profiles.MOST_POSITIONS :]
-            self.tables[mode] = table
-            after = (table == 0).mean(axis=0)
-            moved = (
-                before is None
-                or seen == 0
-                or (is_young and self._seen[mode] >= _ENOUGH)
-                or bool(np.any(np.abs(before - after) > _MOVED))
-            )
-            # As long as it says the same it is asked ever more seldom.
-            self._patience[mode] = 1 if moved else min(2 * self._patience.get(mode, 1), _MOST_PATIENCE)
-            self._next[mode] = self._in_calls + self._patience[mode] * (self.clock() - began) / _SHARE
-            if moved:
-                self._replan(mode)
-                self._decisions.append(
-                    f"agreement with the target is {', '.join(f'{a:.2f}' for a in after)}: planned anew"
-                )
-                self._store()
-        # What it takes to begin is not held against it.
-        self._learning = 0.0 if is_young else self._learning + self.clock() - began
+            self._add_agreement(call.mode, table, began)
 
-    def _ask(self, text: np.ndarray, first: int, **how: Any) -> np.ndarray | None:
-        """The table of agreement; None, and a warning, where a model fails: the call goes on.
+    def _add_agreement(self, mode: str, table: np.ndarray, began: float) -> None:
+        known = self._agreement[mode]
+        old, is_first, was_young = known.table, known.seen == 0, known.seen < _ENOUGH
+        known.seen += len(table)
+        if old is not None and not is_first:  # before the first, the table is not of this user's texts
+            table = np.concatenate([old, table])[-agreement.MOST_POSITIONS :]
+        known.table = table
+        after = (table == 0).mean(axis=0)
+        has_moved = is_first or old is None or (was_young and known.seen >= _ENOUGH)
+        if old is not None:
+            has_moved |= bool(np.any(np.abs((old == 0).mean(axis=0) - after) > _MOVED))
+        known.patience = 1 if has_moved else min(2 * known.patience, _MOST_PATIENCE)
+        known.next_s = self._in_calls_s + known.patience * (self.clock() - began) / _SHARE
+        if has_moved:
+            self._forget_plans(mode)
+            rates = ", ".join(f"{a:.2f}" for a in after)
+            self._decisions.append(f"agreement with the target is {rates}: planned again")
+            self._store()
 
-        None, too, where little of the text lies before its rotary angles change: there one forward does not say what decoding says.
+    def _agreement_on(self, text: np.ndarray, first: int, **how: Any) -> np.ndarray | None:
+        """Table of agreement, or None. A model that fails gives a warning, and the call goes on.
+
+        Positions with dynamic RoPE are left out: one forward over all of them gives other logits than decoding.
         """
-        text = text[: angles_change_at(self.models[-1])]
+        text = text[: rope_changes_at(self.models[-1])]
         if len(text) - first < _LEAST:
             return None
         try:
-            return profiles.agreement_on(self.models, text, first, **how)
+            return agreement.agreement_on(self.models, text, first, **how)
         except Exception as error:
-            _tell_failure(f"the drafts could not be asked about a text ({type(error).__name__}: {error})")
+            pass_on(error)
+            _warn(f"the drafts' agreement with a text could not be measured ({type(error).__name__}: {error})")
             return None
-
-    def told(self) -> list[str]:
-        """What was decided since the last call."""
-        out, self._decisions = self._decisions, []
-        return out
-
-
-class _Session:
-    """One call under ``Auto``."""
-
-    def __init__(self, auto: Auto, driver: Driver, candidate: Candidate, plan: Plan, mode: str, rows: int) -> None:
-        self.auto, self.driver, self.candidate, self.plan, self.mode, self.rows = (
-            auto,
-            driver,
-            candidate,
-            plan,
-            mode,
-            rows,
-        )
-        self.names = [auto.names[i] for i in candidate.drafts] + ["target"]
-        self.steering: Steer | None = None
-        self._threads = torch.get_num_threads()
-        # What it is compared with while it runs: plain decoding, or plain decoding with other threads.
-        self._reference: Candidate | None = planner.plain_of(plan, candidate)
-        if candidate.schedule == "plain":
-            others = [c for c in plan.candidates if c.schedule == "plain" and c.way == candidate.way]
-            self._reference = next((c for c in others if c.key != candidate.key), None)
-        self._ledger = auto.ledger(rows, self._reference or candidate, plan.call)
-        self._tokens: Callable[[], int] = lambda: 0
-        self._marks: list[tuple[int, float]] = []
-        self._looks, self._texts = 0, 0  # how often steps of the target's were told; rows of the call
-
-    def _start(self, generation: Generation) -> Callable[[], None]:
-        """Before the driver runs; returns what is to be called after each step of the target's."""
-        auto, block, rows = self.auto, self.driver.block, len(generation.prompts)
-        target = block.target
-        starts = sum(len(p) for p in generation.prompts)
-        self._texts = rows
-
-        def tokens() -> int:
-            return sum(block.length(target, row) for row in range(rows)) - starts
-
-        self._tokens = tokens
-        if self._reference is None or (self.candidate.captured and self.candidate.schedule == "lockstep"):
-            return self._mark  # what it does now cannot be changed: a captured round drafts, whatever its windows are
-        common = {"ledger": self._ledger, "tokens": tokens, "clock": auto.clock, "rows": rows}
-        if self.candidate.schedule == "plain":
-            other = self._reference
-            # The same machinery: is another number of threads better, now?
-            threads = (self.candidate.threads, other.threads)
-            self.steering = auto.steering(
-                policy=((1,), 0),
-                ladder=(),
-                apply=lambda windows, wait: torch.set_num_threads(threads[0] if any(windows) else threads[1]),
-                counts=lambda: Counts(tokens(), 0, 0, 0),
-                what=_threads(threads[0]),
-                other=_threads(threads[1]),
-                loses=_THREADS_LOSE,
-                probes=False,
-                **common,
-            )
-            return self.steering.look
-
-        def counts() -> Counts:
-            found = [block.counters(target, row) for row in range(rows)]
-            return Counts(tokens(), *(sum(c[k] for c in found) for k in ("drafted", "accepted", "steps")))
-
-        plain = self._reference
-
-        def apply(windows: tuple[int, ...], wait: int) -> None:
-            rests = not any(windows)
-            threads = plain.threads if rests else None
-            self.driver.steer(Policy(windows, wait, self.candidate.decode_meanwhile, threads))
-            if self.candidate.schedule == "lockstep":
-                torch.set_num_threads(plain.threads if rests else self.candidate.threads)
-
-        self.steering = auto.steering(
-            policy=(self.candidate.windows, self.candidate.wait),
-            ladder=self._ladder(),
-            apply=apply,
-            counts=counts,
-            expected=planner.neighbours(auto.answers(self.mode), self.candidate.drafts, len(auto.models))[-1],
-            **common,
-        )
-        look = self.steering.look
-        # Where the target takes no hints any more, there is nothing to compare.
-        return lambda: look() if self.driver.target.takes_hints else None
-
-    def _mark(self) -> None:
-        """Where it began: what came before holds the start of everything."""
-        if not self._marks:
-            self._marks.append((self._tokens(), self.auto.clock()))
-
-    def _ladder(self) -> tuple[planner.Rung, ...]:
-        auto = self.auto
-        at = (self.rows, self.mode, self.candidate.key)
-        if at not in auto._ladders:
-            auto._ladders[at] = planner.ladder(
-                auto.profile, auto.answers(self.mode), self.candidate, self.plan.call, cores=auto.cores
-            )
-        return auto._ladders[at]
-
-    def run(self, generation: Generation) -> None:
-        """Run it with the threads of the plan."""
-        look = self._start(generation)
-
-        def after_step() -> None:
-            self._looks += 1
-            look()
-
-        if self.candidate.schedule == "workers":
-            generation.run(self.driver, after_step)
-        else:
-            with profiles.threads_set(min(self.candidate.threads, self._threads)):
-                generation.run(self.driver, after_step)
-
-    def end(self, generation: Generation, seconds: float) -> tuple[str, ...]:
-        """Afterwards: what was learnt and decided."""
-        auto, key = self.auto, self.candidate.key
-        if self.candidate.captured and self.driver.remarks:  # it was run step by step after all
-            # Told already where it could not be captured; a draft that found no memory is tried again.
-            if not any("cannot be prepared" in remark for remark in self.driver.remarks):
-                auto._give_up_graphs(None)
-        elif isinstance(self.steering, Steering) and self.steering.speculated:
-            tokens, passed, steps = (sum(column) for column in zip(*self.steering.speculated, strict=True))
-            if self.candidate.schedule == "plain":
-                auto.ledger(self.rows, self.candidate, self.plan.call).learn(passed / tokens)
-            else:
-                # By its steps: how many tokens one gives is the text's luck, which the table of agreement has.
-                auto.correct(self.rows, key, self._step_s() * steps * self._steps_per_look() / passed)
-        elif self._marks:
-            before, began = self._marks[0]
-            now, new = auto.clock(), self._tokens() - before
-            if new >= 16 and now > began:
-                if self.candidate.schedule == "plain":
-                    auto.ledger(self.rows, self.candidate, self.plan.call).learn((now - began) / new)
-                else:
-                    steps = (self._looks - 1) * self._steps_per_look()
-                    auto.correct(self.rows, key, self._step_s() * steps / (now - began))
-        if self.candidate.schedule == "plain":
-            auto.fade(self.rows)
-        for plain in (c for c in self.plan.candidates if c.schedule == "plain"):
-            ledger = auto.ledger(self.rows, plain, self.plan.call)
-            if ledger.measured:
-                auto.set_correction(self.rows, plain.key, ledger.predicted_s / ledger.plain_s)
-        auto.learn(self, generation, seconds)
-        own = self.steering.decisions if self.steering is not None else []
-        return (self.plan.why, *auto.told(), *own, *self.driver.remarks)
-
-    def _steps_per_look(self) -> float:
-        """Of the target's: a scheduler tells of several at once where they end faster than it is heard."""
-        block = self.driver.block
-        if not self.candidate.captured:
-            return 1.0
-        steps = max(block.counters(block.target, row)["steps"] for row in range(self._texts))
-        return max(1.0, steps / max(1, self._looks))
-
-    def _step_s(self) -> float:
-        """Seconds of a step of the target's, as predicted."""
-        profile, call = self.auto.profile, self.plan.call
-        raw = self.auto._plans.get((self.rows, self.mode))
-        candidate = next((c for c in (raw or self.plan).candidates if c.key == self.candidate.key), self.candidate)
-        prompt = planner.start_s(profile, candidate, call)
-        decoding = call.rows * call.tokens / candidate.rate - prompt
-        return max(decoding, 1e-9) * candidate.tokens_per_step / call.tokens
 
 
 def _capturable(models: Sequence[PreTrainedModel]) -> tuple[str, ...]:
-    """Schedules that are considered with captured steps."""
+    """Schedules that are candidates with captured steps."""
     if any(model.device.type != "cuda" for model in models):
         return ()
     try:
         check_streams(models)
     except (NotCapturable, ValueError) as error:
-        say(f"schedule='auto': {error}; it goes on without CUDA graphs")
+        say(f"schedule='auto': {error}; it continues without CUDA graphs")
         return ()
     return _CAPTURED
 
 
-def _tell_failure(what: str, then: str = "it goes on with what it knows") -> None:
-    warnings.warn(f"schedule='auto': {what}; {then}", StageFailure, stacklevel=level_of_caller())
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
+def _warn(
+    what: str, kind: type[SpeedWarning] = StageFailure, then: str = "it continues with what was measured before"
+) -> None:
+    warnings.warn(f"schedule='auto': {what}; {then}", kind, stacklevel=user_stacklevel())
 
 
 def _bucket(rows: int) -> int:
-    """Batches of about one size share a plan."""
+    """The next power of two: batches of similar size share a plan."""
     return 1 << (rows - 1).bit_length()

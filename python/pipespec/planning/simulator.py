@@ -1,10 +1,10 @@
-"""The simulator, with names and defaults. The work is done by csrc/runtime/simulator.cpp.
+"""Simulator: one chain in virtual time, over the engine's own protocol code in csrc/runtime/simulator.cpp.
 
-Our schedules run the product's own protocol code in virtual time: only the duration of a forward and the tokens that stages say
-are modelled. ``reference`` and ``reference-lockstep`` are the published system (arXiv 2505.01572), from its description.
+The schedules ``workers`` and ``lockstep`` run the protocol code of the engine. Only the duration of a forward and the tokens of each
+stage are modelled. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
 
 Not modelled: the duration of a plan, a commit or a publication (part of a measured step time), the growth of a step with the
-length of the text (give the mean), end-of-sequence tokens (give the length instead).
+length of the text (give the mean), and end-of-sequence tokens (give the length instead).
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipespec.planning._checks import non_negative, positive, probability, same_length
+from pipespec.config import PATIENCE, WIDTH
+from pipespec.planning.validation import non_negative, positive, probability, same_length
 
 Schedule = Literal["workers", "lockstep", "reference", "reference-lockstep"]
-
-WIDTH = 64
-"""Columns of a step, as the engine has it."""
-
-PATIENCE = 1.5
-"""The engine's deadline of a wait: this many times what the awaited drafts are expected to take."""
 
 
 @dataclass(frozen=True)
 class StageModel:
-    """What the simulator knows of a stage.
+    """Step times of one stage.
 
-    ``step_s``: seconds of a step, one number or one per width (``step_s[i]`` feeds i + 1 columns; the last serves all wider
-    steps). ``start_s``: when its prompt is read. ``device``: stages with one number share a device; None: one of its own.
-    ``sensitivity``: to others on its device, a factor of the ``contention`` (workers). ``cold_s``: how much longer its first step after
-    another stage's lasts; the next one half of that, and so on (lockstep: caches hold what ran last).
+    Attributes:
+        step_s: Seconds of a step, one number or one per width. ``step_s[i]`` feeds i + 1 columns, the last serves all wider steps.
+        start_s: Seconds until the stage has read its prompt.
+        device: Stages with one number share a device. None: a device of its own.
+        sensitivity: Factor of the ``contention`` for this stage (``workers``).
+        cold_s: Extra seconds of its first step after another stage's step. The next step has half of that, and so on (``lockstep``:
+            caches hold what ran last).
     """
 
     step_s: float | Sequence[float]
@@ -44,7 +42,11 @@ class StageModel:
     cold_s: float = 0.0
 
     def times(self) -> list[float]:
-        """Seconds by width. Raises ``ValueError`` if one is not positive."""
+        """Seconds by width.
+
+        Raises:
+            ValueError: A time is not positive, or there is none.
+        """
         values = [self.step_s] if isinstance(self.step_s, (int, float)) else list(self.step_s)
         if not values:
             raise ValueError("a stage needs at least one step time")
@@ -52,19 +54,22 @@ class StageModel:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """The numbers that steer a chain, as the drivers have them.
+class SimulatedPolicy:
+    """Speculation settings of a simulated chain: those of the drivers, and the delays of sleeping stages.
 
-    ``windows``: how far each draft may be ahead of the stage downstream of it, one for all or one each. ``wait``: hints that
-    the target awaits when it has fewer; ``waits``: the same for each verifying stage, instead. ``patience``: the deadline, in
-    expected durations. ``decode_meanwhile``: a stage with fewer hints than its wait decodes one token and leaves the hints alone,
-    instead of sleeping; pays where a one-token step costs much less than a wider one. ``wake_s``: from
-    a publication to the look of a stage that slept; ``late_s``: the same where the others have all cores (None: no longer).
+    Attributes:
+        lookahead: Tokens that each draft may be ahead of the stage downstream of it, one number for all or one per draft.
+        min_draft_tokens: Draft tokens that the target waits for when it has fewer, or one number per verifying stage.
+        patience: Deadline of that wait, as a multiple of the expected duration.
+        decode_meanwhile: A stage with fewer draft tokens decodes one token and leaves the draft tokens alone, instead of sleeping.
+            This pays where a one-token step costs much less than a wider one.
+        wake_s: Seconds from a publication until a sleeping stage reads it.
+        late_s: The same where other stages occupy all cores. None: ``wake_s``.
+        width: Columns of a step.
     """
 
-    windows: int | Sequence[int] = 32
-    wait: int = 0
-    waits: Sequence[int] | None = None
+    lookahead: int | Sequence[int] = 32
+    min_draft_tokens: int | Sequence[int] = 0
     patience: float = PATIENCE
     decode_meanwhile: bool = False
     wake_s: float = 0.0
@@ -72,26 +77,42 @@ class Policy:
     width: int = WIDTH
 
     def per_stage(self, stages: int) -> list[tuple[int, int, int]]:
-        """Window, most hints and wait of each stage. Raises ``ValueError`` for a wrong number of them."""
+        """Lookahead, most draft tokens and minimum draft tokens of each stage.
+
+        Raises:
+            ValueError: The number of values does not fit ``stages``, or a value is out of range.
+        """
         drafts = stages - 1
-        windows = [self.windows] * drafts if isinstance(self.windows, int) else list(self.windows)
-        same_length("windows", windows, drafts, "draft")
-        if any(w < 1 for w in windows):
-            raise ValueError(f"a window must be at least 1, not {min(windows)}")
-        waits = [0] * max(drafts - 1, 0) + [self.wait] * min(drafts, 1) if self.waits is None else list(self.waits)
-        same_length("waits", waits, drafts, "verifying stage")
-        if any(w < 0 for w in waits):
-            raise ValueError(f"a wait must not be negative, not {min(waits)}")
-        # As drivers.base.Policy.max_hints: half a step's columns are left for the stage's own tokens.
-        hints = [min(w, self.width // 2) for w in windows]
-        return list(zip([*windows, 0], [0, *hints], [0, *waits], strict=True))
+        lookahead = [self.lookahead] * drafts if isinstance(self.lookahead, int) else list(self.lookahead)
+        same_length("lookahead", lookahead, drafts, "draft")
+        if any(w < 1 for w in lookahead):
+            raise ValueError(f"a lookahead must be at least 1, not {min(lookahead)}")
+        if isinstance(self.min_draft_tokens, int):
+            minimum = ([0] * drafts + [self.min_draft_tokens])[-drafts:] if drafts else []
+        else:
+            minimum = list(self.min_draft_tokens)
+        same_length("min_draft_tokens", minimum, drafts, "verifying stage")
+        if any(w < 0 for w in minimum):
+            raise ValueError(f"min_draft_tokens must not be negative, not {min(minimum)}")
+        # As in the drivers, half of a step's columns are left for the stage's own tokens.
+        draft_tokens = [min(w, self.width // 2) for w in lookahead]
+        return list(zip([*lookahead, 0], [0, *draft_tokens], [0, *minimum], strict=True))
 
 
 @dataclass(frozen=True)
 class StageCounts:
-    """What one stage did. ``steps`` forwards (per row), ``drafted`` hints fed, ``accepted`` of them, ``adopted`` tokens taken
-    over from downstream, ``truncated`` taken back, ``rollbacks`` times that happened, ``busy_s`` seconds in forwards,
-    ``histogram[n]``: steps that appended n tokens."""
+    """Counters of one stage.
+
+    Attributes:
+        steps: Forwards (per row).
+        drafted: Draft tokens that it verified.
+        accepted: Draft tokens that it accepted.
+        adopted: Tokens taken over from the stage downstream.
+        truncated: Tokens rolled back.
+        rollbacks: Number of rollbacks.
+        busy_s: Seconds in forwards.
+        histogram: int64, ``histogram[n]`` steps appended n tokens.
+    """
 
     steps: int
     drafted: int
@@ -105,7 +126,7 @@ class StageCounts:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result. ``seconds`` of virtual time for ``tokens`` new tokens (all rows); ``stages``: draft 0 first."""
+    """Result: ``seconds`` of virtual time for ``tokens`` new tokens of all rows. ``stages``: draft 0 first."""
 
     seconds: float
     tokens: int
@@ -124,11 +145,14 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Answers:
-    """Which tokens the stages say: independent ``acceptance`` rates between neighbours, or a ``table`` that replays a text.
+    """Tokens that the stages choose: independent acceptance rates, or a table that replays a text.
 
-    ``acceptance[i]``: probability that stages i and i + 1 say the same after the same text. ``table``: uint8 [positions,
-    drafts], 0 where the draft says what the target says, otherwise a name for its wrong token: equal numbers in a row are equal
-    tokens. A table keeps correlations between stages and along the text; positions past its end begin again.
+    A table keeps the correlations between stages and along the text.
+
+    Attributes:
+        acceptance: ``acceptance[i]`` is the probability that stages i and i + 1 choose the same token after the same text.
+        table: uint8 [positions, drafts], 0 where the draft chooses the target's token, otherwise an id of its wrong token. Equal
+            numbers in a row are equal tokens. Positions past the end start again.
     """
 
     acceptance: Sequence[float] = ()
@@ -136,13 +160,18 @@ class Answers:
 
     @staticmethod
     def from_bits(*right: np.ndarray, same_mistake: np.ndarray | None = None) -> Answers:
-        """A table from one bit vector per draft, smallest first: is it right at this position? Two drafts that are both wrong
-        say the same where ``same_mistake`` is true (default: nowhere)."""
+        """Make a table from one bool vector [positions] per draft, smallest first: whether the draft is right there.
+
+        Two drafts that are both wrong choose the same token where ``same_mistake`` (bool [positions]) is true. Default: nowhere.
+
+        Raises:
+            ValueError: There is no vector, or their shapes differ.
+        """
         if not right:
-            raise ValueError("no bits: one vector per draft is needed")
+            raise ValueError("one bool vector per draft is needed, got none")
         bits = [np.asarray(r, dtype=bool) for r in right]
         if len({b.shape for b in bits}) != 1 or bits[0].ndim != 1:
-            raise ValueError(f"bit vectors of one length are needed, not of shapes {[b.shape for b in bits]}")
+            raise ValueError(f"bool vectors of one length are needed, not of shapes {[b.shape for b in bits]}")
         table = np.zeros((len(bits[0]), len(bits)), dtype=np.uint8)
         for i, b in enumerate(bits):
             table[:, i] = np.where(b, 0, i + 1)
@@ -154,7 +183,7 @@ class Answers:
         return Answers(table=table)
 
     def check(self, stages: int) -> None:
-        """``ValueError`` unless this describes a chain of ``stages`` stages."""
+        """Raise ``ValueError`` unless this describes a chain of ``stages`` stages."""
         if self.table is not None:
             if self.acceptance:
                 raise ValueError("give either acceptance rates or a table of answers")
@@ -176,7 +205,7 @@ def simulate(
     answers: Answers | Sequence[float],
     tokens: int,
     *,
-    policy: Policy | None = None,
+    policy: SimulatedPolicy | None = None,
     rows: int = 1,
     seed: int = 0,
     contention: float = 1.0,
@@ -185,19 +214,30 @@ def simulate(
     handshake_s: float = 0.0,
     preempt: bool = False,
 ) -> Simulation:
-    """Run ``stages``, the target last, until the target has ``tokens`` new tokens in each of ``rows`` rows.
+    """Run ``stages`` until the target has ``tokens`` new tokens in each of ``rows`` rows. Equal arguments give equal results.
 
-    ``schedule``: ``workers`` and ``lockstep`` are ours, steered by ``policy``; ``reference`` and ``reference-lockstep`` the
-    published ones, steered by ``lookahead``, with ``handshake_s`` the fixed cost of an acknowledgement (one row only).
-    ``answers``: ``Answers``, or just acceptance rates. ``contention``: of ``workers``, how much stages on one device slow each
-    other down; n at once last 1 + contention (n - 1) times as long each (0: not at all; 1: they share what one alone has).
-    ``cores`` of each device: so many run at once; of more, the target keeps one and the drafts share the others in turn, as the engine's
-    priorities have it (one core: all share it; None: enough for all).
-    ``preempt``, and ``handshake_s`` with ``workers``: idealisations for checks of closed forms, no driver has them; see
-    csrc/runtime/simulator.hpp.
+    Args:
+        schedule: ``workers`` and ``lockstep`` are the engine's, with the settings of ``policy``. ``reference`` and
+            ``reference-lockstep`` are the published ones, with ``lookahead`` and ``handshake_s``, and one row only.
+        stages: The target last.
+        answers: The tokens of the stages, or only acceptance rates.
+        tokens: New tokens per row.
+        policy: Settings of ``workers`` and ``lockstep``. None: the defaults.
+        rows: Rows of the batch.
+        seed: Of the random answers.
+        contention: Of ``workers``: n concurrent stages on one device take 1 + contention (n - 1) times as long each. 0: no slowdown.
+            1: they share the speed that one has alone.
+        cores: Stages of one device that run at once. Of more stages, the target keeps one core and the drafts share the others in turn,
+            as the engine's priorities do. With one core all stages share it. None: enough for all.
+        lookahead: Minimum lookahead of the published schedules.
+        handshake_s: Fixed cost of an acknowledgement.
+        preempt: A corrected draft drops its running step.
 
-    Deterministic: one seed, one result. Raises ``ValueError`` for a setting that makes no sense, ``RuntimeError`` for a chain
-    that waits for what cannot come without a deadline.
+    ``preempt``, and ``handshake_s`` with ``workers``, are idealisations for checks of closed forms, see csrc/runtime/simulator.hpp.
+
+    Raises:
+        ValueError: A setting is out of range.
+        RuntimeError: The chain waits without a deadline for draft tokens that cannot come.
     """
     functions = {
         "workers": "simulate_asynchronous",
@@ -210,10 +250,10 @@ def simulate(
     if not isinstance(answers, Answers):
         answers = Answers(acceptance=tuple(answers))
     answers.check(len(stages))
-    policy = policy or Policy()
+    policy = policy or SimulatedPolicy()
     if math.isnan(policy.patience) or policy.patience < 0:
         raise ValueError(f"patience must not be negative, not {policy.patience}")
-    # The native module lacks bounds of its own for what does not fit its integers.
+    # The native module does not check what does not fit its integers.
     for name, value in (
         ("tokens", tokens),
         ("rows", rows),
@@ -230,14 +270,15 @@ def simulate(
     setting = _native.SimSetting()
     own_device = 1 + max((s.device for s in stages if s.device is not None), default=-1)
     built = []
-    for i, (stage, (window, hints, wait)) in enumerate(zip(stages, policy.per_stage(len(stages)), strict=True)):
+    for i, (stage, (ahead, draft_tokens, minimum)) in enumerate(
+        zip(stages, policy.per_stage(len(stages)), strict=True)
+    ):
         out = _native.SimStage()
         out.step_s = stage.times()
-        out.start_s = non_negative(stage.start_s, "start_s")
-        out.sensitivity = non_negative(stage.sensitivity, "sensitivity")
-        out.cold_s = non_negative(stage.cold_s, "cold_s")
+        for name in ("start_s", "sensitivity", "cold_s"):
+            setattr(out, name, non_negative(getattr(stage, name), name))
         out.device = own_device + i if stage.device is None else stage.device
-        out.window, out.max_hints, out.wait = window, hints, wait
+        out.lookahead, out.max_draft_tokens, out.min_draft_tokens = ahead, draft_tokens, minimum
         built.append(out)
     setting.stages = built
     if answers.table is not None:
@@ -261,7 +302,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class SpdSimulation:
-    """``seconds`` for ``tokens`` (all rows), in ``cycles``; ``flushes``: rejected drafts, each empties the pipe."""
+    """``seconds`` for ``tokens`` of all rows, in ``cycles``. ``flushes``: rejected draft tokens, each of which empties the pipeline."""
 
     seconds: float
     tokens: int
@@ -284,12 +325,22 @@ def simulate_spd(
     rows: int = 1,
     seed: int = 0,
 ) -> SpdSimulation:
-    """Speculative pipeline decoding: a target cut into ``len(stage_s)`` stages, one token in each, a draft module beside them.
+    """Simulate SPD (arXiv 2605.30852): a target cut into ``len(stage_s)`` stages, one token in each, with a draft module beside them.
 
-    ``stage_s``: seconds of each stage in a cycle; ``draft_s``: of the draft module, beside the stages; ``cycle_s``: fixed cost
-    of a cycle. ``shared``: all on one device, so that a cycle lasts as long as its parts together. ``answers``: acceptance rate,
-    or a bit vector: is the draft right at this position? Rows of a batch go through their cycles together. Raises
-    ``ValueError`` for a setting that makes no sense.
+    Rows of a batch pass through their cycles together.
+
+    Args:
+        stage_s: Seconds of each stage in a cycle.
+        answers: Acceptance rate, or bool [positions]: whether the draft token at this position is right.
+        tokens: New tokens per row.
+        draft_s: Seconds of the draft module, concurrent with the stages.
+        cycle_s: Fixed cost of a cycle in seconds.
+        shared: All parts are on one device, so that a cycle takes the sum of their times.
+        rows: Rows of the batch.
+        seed: Of the random answers.
+
+    Raises:
+        ValueError: A setting is out of range.
     """
     table = b""
     if isinstance(answers, np.ndarray):

@@ -1,16 +1,14 @@
-"""Steering: what is decided while a call runs, from what it really does. Pure: the clock and the counters are passed in.
+"""Comparison of drafting with plain decoding while a call runs.
 
-While it speculates, the rate of the last tokens is compared with what plain decoding is known to give; when it loses, the drafts rest, and
-plain decoding is measured then and there. If that is no better, the machine was slow, not the drafts: they go on. Windows and wait
-follow the observed acceptance. Everything is bounded: every rest is longer than the one before, and after a few it lasts.
+The rate of the last tokens is compared with the measured rate of plain decoding. Drafts that lose rest, and plain decoding is measured in the
+same call. If it is no faster, the machine was slow, and the drafts go on. Each rest is longer than the one before, and after a few the
+drafts rest to the end of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from pipespec.planning.planner import Rung
 
 _INTERVAL_STEPS = 12
 _INTERVAL_TOKENS = 24
@@ -19,205 +17,135 @@ _FIRST_REST = 64
 _MOST_RESTS = 4
 _LOSES = 0.97
 _PROBE_SHARE = 0.01
-"""Plain decoding is measured now and then although speculation wins; it may cost this much of the time."""
+"""Share of the time that measurements of slower plain decoding may cost."""
 _FIRST_PROBE_SHARE = 0.05
+"""The same before its first measurement."""
 _SMOOTHING = 0.3
+_MOST_DECISIONS = 32
 
 
 @dataclass
-class Ledger:
-    """What calls of one shape have shown. Seconds per token (all rows together count as many)."""
+class MeasuredRate:
+    """Measured rate of one candidate divided by its predicted rate: an exponentially weighted mean.
 
-    plain_s: float
-    """Plain decoding: predicted at first, then measured."""
-    measured: int = 0
-    """Measurements of it."""
-    unprobed: int = 0
-    """Tokens since the last."""
-    predicted_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.predicted_s = self.plain_s
-
-    def learn(self, seconds: float) -> None:
-        weight = _SMOOTHING if self.measured else 1.0
-        self.plain_s += weight * (seconds - self.plain_s)
-        self.measured += 1
-        self.unprobed = 0
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Of the target, all rows, since the call began."""
-
-    tokens: int
-    drafted: int
-    accepted: int
-    steps: int
-
-
-def acceptance(drafted: float, accepted: float) -> float:
-    """Probability that a hint holds if those before it did, from the means per verification: ``accepted`` = a + .. + a^``drafted``."""
-    if not 0 <= accepted <= drafted:
-        raise ValueError(f"of {drafted} drafts {accepted} cannot be accepted")
-    if drafted == 0:
-        return 0.0
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        a = (low + high) / 2
-        if a * (1 - a**drafted) / (1 - a) < accepted:
-            low = a
-        else:
-            high = a
-    return (low + high) / 2
-
-
-@dataclass
-class Steering:
-    """Call :meth:`look` after every step of the target's.
-
-    ``counts``: reads the counters; ``tokens``: only the number of tokens, cheap; ``apply``: windows and wait from the next step on;
-    ``policy``: what it begins with; ``rows``: of the call; ``what``, ``other``: names of the two ways. It can compare any two ways of decoding:
-    windows of 0 stand for the other one.
+    Attributes:
+        factor: The mean; 1 before the first measurement.
+        count: Number of measurements.
+        tokens_since: Tokens that were decoded in other ways since the last measurement.
     """
 
-    policy: tuple[tuple[int, ...], int]
-    ladder: Sequence[Rung]
-    ledger: Ledger
-    apply: Callable[[tuple[int, ...], int], None]
-    counts: Callable[[], Counts]
+    factor: float = 1.0
+    count: int = 0
+    tokens_since: int = 0
+
+    def add(self, factor: float) -> None:
+        """Add a measurement, within 0.05 and 5."""
+        weight = _SMOOTHING if self.count else 1.0
+        self.factor += weight * (min(max(factor, 0.05), 5.0) - self.factor)
+        self.count += 1
+        self.tokens_since = 0
+
+
+@dataclass
+class CallSteering:
+    """Lets the drafts of a call rest where they lose. :meth:`after_step` is called after every step of the target.
+
+    Attributes:
+        let_rest: Lets the drafts rest (True) or draft again (False), from the next step on.
+        tokens: Returns the new tokens of the call, all rows together.
+        clock: Returns seconds.
+        predicted: Predicted tokens per second of plain decoding.
+        plain: Measurements of plain decoding, which this object extends.
+        rows: Of the call.
+        decisions: What was decided, for the report.
+        intervals: Seconds and steps of each interval with drafts.
+    """
+
+    let_rest: Callable[[bool], None]
     tokens: Callable[[], int]
     clock: Callable[[], float]
+    predicted: float
+    plain: MeasuredRate
     rows: int = 1
-    expected: float | None = None
-    """Acceptance that the plan reckoned with."""
-    what: str = "drafting"
-    other: str = "plain decoding"
-    loses: float = _LOSES
-    """It is left where its rate is below this much of the other's."""
-    probes: bool = True
-    """Whether the other way is measured now and then although this one wins."""
     decisions: list[str] = field(default_factory=list)
-    speculated: list[tuple[int, float, int]] = field(default_factory=list)
-    """Tokens, seconds and steps of every interval in which it speculated."""
+    intervals: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._steps = 0
-        self._resting = False
+        self._steps = self._step_of_mark = 0
+        self._mark: tuple[int, float] | None = None
         self._rests = 0
-        self._rest_until = 0
-        self._rest_length = _FIRST_REST * self.rows
-        self._spec_s = 0.0  # per token, when it was last left
-        self._probing = False
-        self._last: Counts | None = None
-        self._acceptance = self.expected
-        self._begin: tuple[int, float] | None = None
+        self._is_resting = self._is_probing = False
+        self._rest_until, self._rest_length = 0, _FIRST_REST * self.rows
+        self._rate_before = 0.0  # with drafts, when they began to rest
 
-    @property
-    def resting(self) -> bool:
-        return self._resting
-
-    def look(self) -> None:
+    def after_step(self) -> None:
+        """Compare, and let the drafts rest or go on."""
         self._steps += 1
         if self._steps % 4:
             return
         now, tokens = self.clock(), self.tokens()
-        if self._begin is None:  # what came before holds the start of everything
-            if self._steps >= 8:
-                self._mark(tokens, now)
+        if self._mark is None:
+            if self._steps >= 8:  # the first steps contain start-up costs
+                self._begin(tokens, now)
             return
-        tokens0, began = self._begin
-        new, seconds = tokens - tokens0, now - began
-        if self._resting:
-            if new >= _PROBE_TOKENS * self.rows and seconds > 0:
-                self._rested(new, seconds, tokens, now)
-        elif new >= _INTERVAL_TOKENS * self.rows and self._steps - self._at >= _INTERVAL_STEPS and seconds > 0:
-            self._speculated(new, seconds, tokens, now)
+        new, seconds = tokens - self._mark[0], now - self._mark[1]
+        if seconds <= 0:
+            return
+        if self._is_resting:
+            if new >= _PROBE_TOKENS * self.rows:
+                self._begin(tokens, now)
+                self._plain_measured(new / seconds, tokens)
+        elif new >= _INTERVAL_TOKENS * self.rows and self._steps - self._step_of_mark >= _INTERVAL_STEPS:
+            self.intervals.append((seconds, self._steps - self._step_of_mark))
+            self._begin(tokens, now)
+            self.plain.tokens_since += new
+            if self._rests < _MOST_RESTS:
+                self._compare(new / seconds, tokens)
 
-    def _mark(self, tokens: int, now: float) -> None:
-        self._begin = (tokens, now)
-        self._at = self._steps
+    def _begin(self, tokens: int, now: float) -> None:
+        self._mark, self._step_of_mark = (tokens, now), self._steps
 
-    def _speculated(self, new: int, seconds: float, tokens: int, now: float) -> None:
-        self.speculated.append((new, seconds, self._steps - self._at))
-        self.ledger.unprobed += new
-        rate, plain = new / seconds, 1 / self.ledger.plain_s
-        self._mark(tokens, now)
-        if rate < self.loses * plain and self._rests < _MOST_RESTS:
+    def _compare(self, rate: float, tokens: int) -> None:
+        plain = self.predicted * self.plain.factor
+        share = _PROBE_SHARE if self.plain.count else _FIRST_PROBE_SHARE
+        if rate < _LOSES * plain:
             self._rests += 1
-            self._rest(seconds / new, probing=False)
-            self._say(
-                tokens, f"{self.what} gives {rate:.0f} tokens/s, {self.other} {plain:.0f}: changed to {self.other}"
+            self._rest(rate, probing=False)
+            self._note(
+                tokens, f"drafting gives {rate:.0f} tokens/s, plain decoding {plain:.0f}: changed to plain decoding"
             )
-            return
-        gain = rate / plain
-        share = _PROBE_SHARE if self.ledger.measured else _FIRST_PROBE_SHARE
-        if (
-            self.probes
-            and self.ledger.unprobed * share > _PROBE_TOKENS * self.rows * max(gain - 1, 0.0)
-            and (self._rests < _MOST_RESTS)
-        ):
-            self._rest(seconds / new, probing=True)
-            return
-        self._adapt(tokens)
+        elif self.plain.tokens_since * share > _PROBE_TOKENS * self.rows * max(rate / plain - 1, 0.0):
+            self._rest(rate, probing=True)
 
-    def _rest(self, spec_s: float, *, probing: bool) -> None:
-        self._resting, self._probing, self._spec_s = True, probing, spec_s
-        self._last = None
-        self._rest_until = 0
-        self.apply((0,) * len(self.policy[0]), 0)
+    def _rest(self, rate: float, *, probing: bool) -> None:
+        self._is_resting, self._is_probing = True, probing
+        self._rate_before, self._rest_until = rate, 0
+        self.let_rest(True)
 
-    def _rested(self, new: int, seconds: float, tokens: int, now: float) -> None:
-        measured = seconds / new
-        self._mark(tokens, now)
-        self.ledger.learn(measured)
-        if self._rest_until:  # a long rest
+    def _plain_measured(self, rate: float, tokens: int) -> None:
+        self.plain.add(rate / self.predicted)
+        if self._rest_until:
             if tokens >= self._rest_until and self._rests < _MOST_RESTS:
-                self._resume(tokens, f"{self.what} is tried again")
-            return
-        if measured >= self._spec_s * self.loses:  # no better
-            quiet = self._probing
-            self._resume(
-                tokens, None if quiet else f"{self.other} gives no more ({1 / measured:.0f}): back to {self.what}"
-            )
-            return
-        if self._probing:
-            self._rests += 1
-            self._say(
-                tokens, f"{1 / self._spec_s:.0f} tokens/s, plain decoding gives {1 / measured:.0f}: the drafts rest"
-            )
-        self._probing = False
-        self._rest_until = tokens + self._rest_length
-        self._rest_length *= 4
+                self._resume(tokens, "drafting is tried again")
+        elif rate * _LOSES <= self._rate_before:
+            back = f"plain decoding gives no more ({rate:.0f}): back to drafting"
+            self._resume(tokens, None if self._is_probing else back)
+        else:
+            if self._is_probing:
+                self._rests += 1
+                self._note(
+                    tokens,
+                    f"drafting gives {self._rate_before:.0f} tokens/s, plain decoding {rate:.0f}: the drafts rest",
+                )
+            self._rest_until = tokens + self._rest_length
+            self._rest_length *= 4
 
     def _resume(self, tokens: int, why: str | None) -> None:
-        self._resting = False
-        self.apply(*self.policy)
+        self._is_resting = False
+        self.let_rest(False)
         if why:
-            self._say(tokens, why)
+            self._note(tokens, why)
 
-    def _adapt(self, tokens: int) -> None:
-        """Windows and wait for the acceptance of the last interval."""
-        if len(self.ladder) < 2:
-            return
-        now = self.counts()
-        last, self._last = self._last, now
-        if last is None:
-            return
-        drafted, steps = now.drafted - last.drafted, now.steps - last.steps
-        if drafted < 16 or steps < 1:
-            return
-        seen = acceptance(drafted / steps, (now.accepted - last.accepted) / steps)
-        self._acceptance = seen if self._acceptance is None else self._acceptance + 0.5 * (seen - self._acceptance)
-        rung = min(self.ladder, key=lambda r: abs(r.acceptance - (self._acceptance or 0.0)))
-        if (rung.windows, rung.wait) != self.policy:
-            self.policy = (rung.windows, rung.wait)
-            self.apply(*self.policy)
-            self._say(
-                tokens,
-                f"acceptance {self._acceptance:.2f}: windows {'/'.join(map(str, rung.windows))}, wait {rung.wait}",
-            )
-
-    def _say(self, tokens: int, what: str) -> None:
-        if len(self.decisions) < 32:
+    def _note(self, tokens: int, what: str) -> None:
+        if len(self.decisions) < _MOST_DECISIONS:
             self.decisions.append(f"at {tokens} tokens: {what}")

@@ -1,9 +1,9 @@
 """A PipeSpec chain as the drafter of a partitioned target: both systems at once.
 
-A chain's own text runs ahead of what is verified, one token per cycle or more, and the pipe's drafts are taken from it. It is the
-house's lockstep chain (one draft: plain decoding; several: drafts of drafts), whose last model is the target's neighbour. So this is also what
-a chain with a partitioned target looks like: its drafts are verified while they fly, one per cycle, instead of a block at a time. A
-flush rewrites the chain's text from the flushed place on and leaves its caches where they agree with it.
+The chain's text runs ahead of the verified text by one or more tokens per cycle, and supplies the drafts. It is a lockstep chain whose
+last model drafts for the target: one model decodes plainly, several form drafts of drafts. The target verifies the draft tokens one per
+cycle while they are in flight, instead of a block at a time. After a flush the chain continues from the flushed position, and its caches
+keep the positions that still agree.
 """
 
 from __future__ import annotations
@@ -14,55 +14,61 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedModel
 
-from pipespec.drivers import LockstepDriver
-from pipespec.drivers.base import Policy
-from pipespec.drivers.base import Request as Call
-from pipespec.spd.decoding import DraftSelect
-from pipespec.spd.drafting import Drafter, Request, Select
-from pipespec.stage import Start
+from pipespec.config import SpeculationConfig
+from pipespec.drivers import GenerationRequest, LockstepDriver
+from pipespec.engine.stage import StageInputs
+from pipespec.spd.decoding import DraftSampler
+from pipespec.spd.drafting import Drafter, SampleTokens
+from pipespec.spd.machine import DraftRequest
 from pipespec_kernels.state import Action
 
-_WINDOW = 4
-"""Tokens that a draft of a draft may be ahead; as a lockstep chain has it by default."""
+_LOOKAHEAD = 4
+"""Lookahead of the drafts inside the chain, the default of a lockstep chain."""
 
 
 class ChainDrafter(Drafter):
-    """Drafts the greedy (or coupled) continuation of ``models``, smallest first; the last one's text is what is drafted.
+    """Drafts the greedy or coupled continuation of a chain of models.
 
-    All must use the target's tokenizer, which :class:`pipespec.spd.SpeculativePipeline` checks. ``ValueError`` for no models.
+    Args:
+        models: The chain, smallest first. The last one's text is drafted. All use the target's tokenizer, which
+            :class:`pipespec.spd.SpeculativePipeline` checks.
+
+    Raises:
+        ValueError: ``models`` is empty.
     """
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
         if not models:
             raise ValueError("a chain needs at least one model")
         self.models = list(models)
-        self._driver = LockstepDriver(self.models, Policy((_WINDOW,) * (len(self.models) - 1)))
+        self._driver = LockstepDriver(self.models, SpeculationConfig(lookahead=(_LOOKAHEAD,) * (len(self.models) - 1)))
 
-    def start(self, prompts: list[list[int]], capacity: int, select: Select) -> None:
-        if not isinstance(select, DraftSelect):
-            raise TypeError("a chain chooses with stages of its own: it needs a DraftSelect, not any function")
-        # It runs ahead of the pipe, past ends that may turn out to be none: there, too, it must choose.
-        self._selection, self._vocabulary = replace(select.selection, ends=frozenset()), select.vocabulary
+    def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
+        if not isinstance(select, DraftSampler):
+            raise TypeError("a chain samples in its own stages: it needs a DraftSampler, not any other function")
+        # The chain continues past end tokens that the target may still reject.
+        self._sampling_params, self._vocabulary = replace(select.sampling_params, ends=frozenset()), select.vocabulary
         self._capacity = capacity
-        self._agreed = [0] * len(prompts)  # per row, how much of the chain's text is known to be the pipe's
+        # For each row, the length up to which the chain's text is known to equal that of the pipeline.
+        self._agreed = [0] * len(prompts)
         self._begin(prompts)
 
     def _begin(self, texts: list[list[int]]) -> None:
-        """Go on from ``texts``, one per row."""
+        """Continue from ``texts``, one per row."""
         self._texts = texts
-        start = Start(
+        start = StageInputs(
             [np.array(text, dtype=np.int32) for text in texts],
             [max(self._capacity, len(text) + 1) for text in texts],
-            self._selection,
+            self._sampling_params,
             self._vocabulary,
             reuse=True,
         )
-        self._driver.begin(Call(start, ()))
+        self._driver.begin(GenerationRequest(start, ()))
 
-    def draft(self, requests: list[Request]) -> list[int]:
+    def draft(self, requests: list[DraftRequest]) -> list[int]:
         behind = {r.row: list(r.tokens) for r in requests if not self._follows(r.row, r.tokens)}
         if behind:
-            # Rows that need no change keep what they have run ahead.
+            # The other rows keep the tokens that they are ahead.
             self._begin([behind.get(row) or self._slice(row, 0, self._length(row)) for row in range(len(self._texts))])
         while any(self._length(r.row) <= len(r.tokens) for r in requests):
             if self._driver.advance() == Action.FINISHED:
@@ -73,7 +79,7 @@ class ChainDrafter(Drafter):
         return self._driver.block.length(self._driver.block.target, row)
 
     def _slice(self, row: int, begin: int, end: int) -> list[int]:
-        """The chain's text at positions ``begin .. end - 1``: what it has gone on from, and what it made of it."""
+        """The chain's text at positions ``begin`` to ``end - 1``: given tokens, then generated ones."""
         begun = self._texts[row]
         own = max(begin, len(begun))
         out = begun[begin:end]
@@ -92,5 +98,5 @@ class ChainDrafter(Drafter):
     def finish(self) -> None:
         self._texts = []
 
-    def forget(self) -> None:
-        self._driver.forget()
+    def release(self) -> None:
+        self._driver.release()

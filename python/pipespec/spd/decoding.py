@@ -1,7 +1,7 @@
-"""SPD's decoding loop, whatever runs the stages; and all of them in one process, in turn.
+"""SPD's decoding loop for any placement of the stages, and the driver with all stages in one process.
 
-Every token of the text is the target's own choice, made by the same :class:`pipespec.sampling.Selector` from the logits of a forward of
-one token behind its exact prefix, as in plain decoding. Drafts decide when it is made, never what it is.
+Every token of the text is the target's own. :class:`pipespec.engine.sampling.Sampler` samples it from the logits of a forward of one token
+after its exact prefix, as in plain decoding. Draft tokens change when this happens and never which token it is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,57 +18,71 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.cache import RowCache
-from pipespec.drivers import Request
-from pipespec.drivers.base import Holder, StageFailure
-from pipespec.progress import level_of_caller
-from pipespec.sampling import Selection, Selector
-from pipespec.spd import drafting
+from pipespec.drivers import GenerationRequest
+from pipespec.drivers.base import Decoder, StageFailure
+from pipespec.engine.cache import RowCache
+from pipespec.engine.sampling import Sampler, SamplingParams
+from pipespec.process.signals import pass_on
+from pipespec.process.warnings import user_stacklevel
 from pipespec.spd.drafting import Drafter
-from pipespec.spd.machine import Entry, Machine, Wanted
+from pipespec.spd.machine import DraftRequest, Entry, Machine
 from pipespec.spd.partition import LayerStage, Partition, Verifier
 from pipespec.spd.report import PHASES
 
 
-class DraftSelect:
-    """How a drafter's logits become tokens: as the target's would, with its noise and the processors that drafts may run.
+class DraftSampler:
+    """Samples draft tokens as the target's sampler would, with its noise and the logits processors that drafts may run.
 
-    ``selection``: for drafters that run stages of their own.
+    Args:
+        sampling_params: Sampling of the drafts. Drafters with stages of their own read it, too.
+        text: ``[B, positions]`` int32, the rows' tokens, which the driver keeps up to date.
+        vocabulary: Size of the target's vocabulary.
     """
 
-    def __init__(self, selection: Selection, text: np.ndarray, vocabulary: int) -> None:
-        self.selection, self.vocabulary = selection, vocabulary
+    def __init__(self, sampling_params: SamplingParams, text: np.ndarray, vocabulary: int) -> None:
+        self.sampling_params, self.vocabulary = sampling_params, vocabulary
         self._rows = text.shape[0]
-        self._selector = Selector(selection, text, None, vocabulary, judges=False)
+        self._sampler = Sampler(sampling_params, text, None, vocabulary, is_target=False)
 
     def __call__(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
-        """``logits [R, V]``, of different rows."""
+        """Sample one token for each of ``rows``.
+
+        Args:
+            logits: ``[R, V]``.
+            rows: R different rows.
+            positions: Absolute position of each token.
+
+        Raises:
+            ValueError: A row occurs twice.
+        """
         if len(set(rows)) != len(rows):
             raise ValueError(f"one token per row can be chosen at a time, not rows {rows}")
         block = logits.new_zeros((self._rows, 1, logits.shape[1]))
         block[rows, 0] = logits
-        n_fed = np.zeros(self._rows, dtype=np.int32)
+        query_lens = np.zeros(self._rows, dtype=np.int32)
         at = np.zeros(self._rows, dtype=np.int64)
-        n_fed[rows], at[rows] = 1, positions
-        return _choose(self._selector, block, n_fed, at, rows)
+        query_lens[rows], at[rows] = 1, positions
+        return _choose(self._sampler, block, query_lens, at, rows)
 
 
 def _choose(
-    selector: Selector, logits: torch.Tensor, n_fed: np.ndarray, positions: np.ndarray, rows: list[int]
+    sampler: Sampler, logits: torch.Tensor, query_lens: np.ndarray, positions: np.ndarray, rows: list[int]
 ) -> list[int]:
-    """One token for each of ``rows`` from ``logits [B, 1, V]``; ``n_fed`` is 1 for these rows and else 0."""
-    fed = torch.zeros((len(n_fed), 1), dtype=torch.int32, device="cpu")  # no hints: what was fed does not matter
-    selected = selector(logits, fed, n_fed, np.zeros_like(n_fed), positions)
+    """Sample one token for each of ``rows`` from ``logits [B, 1, V]``. ``query_lens`` is 1 for these rows and 0 for the others."""
+    fed = torch.zeros(
+        (len(query_lens), 1), dtype=torch.int32, device="cpu"
+    )  # no draft tokens: what was fed does not matter
+    selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), positions)
     return selected[rows, 0].tolist()
 
 
-class Clock:
-    """Where the seconds of a call went."""
+class PhaseClock:
+    """Seconds of a call by phase and by stage."""
 
     def __init__(self, stages: int) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.stage_seconds = [0.0] * stages
-        self.saved = 0.0  # what cycles would take less with all at once
+        self.saved = 0.0  # seconds that cycles would save if drafter and stages ran at the same time
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -79,118 +93,128 @@ class Clock:
             self.seconds[name] += time.perf_counter() - began
 
     def cycle(self, draft: float, stages: Sequence[float]) -> None:
-        """``draft``, ``stages``: seconds of the drafter and of each stage in one cycle."""
+        """Add one cycle with the seconds of the drafter and of each stage."""
         for s, seconds in enumerate(stages):
             self.stage_seconds[s] += seconds
         self.saved += draft + sum(stages) - max(draft, *stages)
 
 
-class Streams(NamedTuple):
+class ResidualStream(NamedTuple):
     """A residual stream that the drafter reads: HF index and values ``[B, q, H]``."""
 
     hf_index: int
     values: torch.Tensor
 
 
-class SpeculativeDriver(ABC):
-    """Runs one partitioned target and whoever drafts for it. See :class:`pipespec.drivers.base.Runner`.
+class SpeculativeDriver(Decoder):
+    """Runs a partitioned target with a drafter.
 
-    What differs by runtime is where the stages are: ``_open``, ``_feed``, ``_launch`` and ``_collect``. A drafter that raises costs speed,
-    not text: ``StageFailure`` is warned of, and the call goes on without drafts.
+    Subclasses place the stages: ``_open``, ``_feed``, ``_launch`` and ``_collect``. If the drafter raises, the call warns of a
+    ``StageFailure`` and continues without drafts. The text does not change.
+
+    Args:
+        partition: Layers of each stage.
+        verifier: Final norm and LM head.
+        drafter: The drafter.
+
+    Raises:
+        ValueError: The drafter reads a residual stream that the target does not have.
     """
 
+    keeps_cache = True
+    ran_as = "spd"
+
     def __init__(self, partition: Partition, verifier: Verifier, drafter: Drafter) -> None:
+        super().__init__()
         self.partition, self.verifier, self.drafter = partition, verifier, drafter
         self.features = tuple(drafter.features)
         for index in self.features:
-            partition.owner(index)  # ValueError where there is no such stream
-        self.machine = Machine(partition.stages)
-        self.clock = Clock(partition.stages)
+            partition.owner(index)  # raises ValueError
+        self.block = self.machine = Machine(partition.stages)
+        self.clock = PhaseClock(partition.stages)
         self.rounds = 0
-        self._drafts = False  # whether the drafter is well
-
-    @property
-    def block(self) -> Machine:
-        return self.machine
-
-    @property
-    @abstractmethod
-    def target(self) -> Holder:
-        """Whoever has the keys and values."""
+        self._drafts = False  # whether the drafter works
 
     # ---- where the stages are
 
     @abstractmethod
     def _open(self, rows: int, longest: int, most: int) -> None:
-        """Empty caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``most`` positions."""
+        """Empty the caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``most`` positions."""
 
     @abstractmethod
     def _feed(
         self, columns: np.ndarray, begin: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, list[Streams]]:
-        """``columns [B, q]`` through all stages at positions ``begin`` (what lies behind them never was); with ``answer`` what the last one
-        leaves, ``[B, q, H]``, and else None."""
+    ) -> tuple[torch.Tensor | None, list[ResidualStream]]:
+        """Run columns of tokens through all stages. Cached positions from ``begin`` on are dropped first.
+
+        Args:
+            columns: ``[B, q]`` token ids.
+            begin: Position of each row's first column.
+            answer: Whether to return the hidden states.
+
+        Returns:
+            The output of the last stage, ``[B, q, H]``, or None, and the residual streams that the drafter reads.
+        """
 
     @abstractmethod
     def _launch(self, work: list[list[Entry]]) -> None:
-        """The stages may begin a cycle: stage s on ``work[s]``."""
+        """Start a cycle in which stage s runs ``work[s]``."""
 
     @abstractmethod
-    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[Streams], list[float]]:
-        """The cycle's end: what the last stage leaves ``[B, 1, H]`` (None: nothing), streams, and seconds of each stage."""
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[ResidualStream], list[float]]:
+        """End the cycle. Return the output of the last stage (``[B, 1, H]`` or None), residual streams, and seconds of each stage."""
 
     # ---- a call
 
-    def run(self, request: Request) -> None:
-        """Generate. Returns when every row is complete."""
-        start = request.start
-        prompts = [p.tolist() for p in start.prompts]
+    def run(self, request: GenerationRequest) -> None:
+        """Generate until every row is complete."""
+        with request.cache_lent_to(self.target):
+            self._generate(request)
+
+    def _generate(self, request: GenerationRequest) -> None:
+        inputs = request.inputs
+        prompts = [p.tolist() for p in inputs.prompts]
         rows, longest = len(prompts), max(map(len, prompts))
-        self._most = max(start.limits) + 1  # rows that idle in a batch are fed a column that does not count
-        self.clock, self.rounds = Clock(self.partition.stages), 0
+        self._most = max(inputs.limits) + 1  # idle rows of a batch are fed a padding column
+        self.clock, self.rounds = PhaseClock(self.partition.stages), 0
         self._text = np.zeros((rows, self._most), dtype=np.int32)
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
-        self.machine.reset(prompts, start.limits, request.eos)
-        self._select = Selector(start.selection, self._text, request.record, start.vocabulary)
-        select = DraftSelect(pickle.loads(request.draft_selection), self._text, start.vocabulary)
-        self._vocabulary = start.vocabulary
+        self.machine.reset(prompts, inputs.limits, request.eos)
+        self._select = Sampler(inputs.sampling_params, self._text, request.record, inputs.vocabulary)
+        select = DraftSampler(pickle.loads(request.draft_sampling_params), self._text, inputs.vocabulary)
+        self._vocabulary = inputs.vocabulary
         self._drafts = True
         try:
             with self.clock.phase("prefill"), torch.inference_mode():
                 self.verifier.open()
-                self._guarded(self.drafter.start, prompts, max(start.limits), select)
+                self._guarded(self.drafter.start, prompts, max(inputs.limits), select)
                 self._open(rows, longest, self._most)
-                first = self._prefill(prompts, start.chunk)
+                first = self._prefill(prompts, inputs.chunk)
             self.machine.begin(first)
             self._text[range(rows), [len(p) for p in prompts]] = first
-            self._tell(request.on_commit)
+            request.committed(self.block)
             while self.machine.running:
                 with torch.inference_mode():
                     verified = self._cycle()
                 if verified:
-                    self._tell(request.on_commit)
+                    request.committed(self.block)
         finally:
-            # Also of one that has failed: it may hold memory.
-            self._guarded(self.drafter.finish, even_if_ill=True)
+            # Also after a failure, since the drafter may hold memory.
+            self._guarded(self.drafter.finish, always=True)
 
-    @staticmethod
-    def _tell(on_commit: Callable[[], None] | None) -> None:
-        if on_commit is not None:
-            on_commit()
-
-    def forget(self) -> None:
-        """Give back the caches in this process, until the next call. While none runs."""
-        self.drafter.forget()
+    def release_unused(self, request: GenerationRequest) -> None:
+        """Release the caches in this process. Never runs during a call."""
+        self.drafter.release()
 
     def _begin(self, end: list[int]) -> list[int]:
-        """Per row the positions that need no prefill."""
+        """For each row, the number of positions that need no prefill."""
         return [0] * len(end)
 
     def _prefill(self, prompts: list[list[int]], chunk: int) -> list[int]:
-        """All stages over the prompts; the target's tokens behind them.
+        """Run the prompts through all stages and return the target's token after each.
 
-        The last token of each prompt goes alone, as every later one will: the width of a forward may change its rounding.
+        The last token of each prompt has a forward of its own, as every later token has: the width of a forward may change its rounding.
         """
         end = [len(p) - 1 for p in prompts]
         begin = self._begin(end)
@@ -202,7 +226,7 @@ class SpeculativeDriver(ABC):
             for row, (b, n) in enumerate(zip(begin, real, strict=True)):
                 columns[row, :n] = self._text[row, b : b + n]
             self._show(self._feed(columns, begin, answer=False)[1], begin, real)
-            # Rows that are complete go on with columns that do not count, as long as all begin together: no mask is needed then.
+            # As long as all rows begin together, complete rows continue with padding columns, which needs no mask.
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
         ones = np.ones(len(prompts), dtype=np.int32)
         hidden, streams = self._feed(np.array([[p[-1]] for p in prompts], dtype=np.int32), end, answer=True)
@@ -211,8 +235,8 @@ class SpeculativeDriver(ABC):
         at = np.array([len(p) for p in prompts], dtype=np.int64)
         return _choose(self._select, self.verifier.logits(hidden), ones, at, list(range(len(prompts))))
 
-    def _show(self, streams: list[Streams], begin: Sequence[int], real: Sequence[int]) -> None:
-        """The drafter observes the ``real[r]`` columns of row r that count, from position ``begin[r]``."""
+    def _show(self, streams: list[ResidualStream], begin: Sequence[int], real: Sequence[int]) -> None:
+        """Pass the first ``real[r]`` columns of each row r to the drafter, from position ``begin[r]`` on."""
         rows = [row for row, n in enumerate(real) for _ in range(n)]
         places = [i for n in real for i in range(n)]
         positions = [begin[row] + i for row, i in zip(rows, places, strict=True)]
@@ -220,7 +244,7 @@ class SpeculativeDriver(ABC):
             self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
 
     def _cycle(self) -> bool:
-        """One cycle of all rows. Whether a token was verified."""
+        """Run one cycle of all rows. Return whether a token was verified."""
         machine, clock = self.machine, self.clock
         self.rounds += 1
         work = machine.entries()
@@ -249,27 +273,27 @@ class SpeculativeDriver(ABC):
         return bool(chosen)
 
     def _verify(self, leaving: list[Entry], hidden: torch.Tensor | None) -> dict[int, int]:
-        """The target's tokens behind what has left the last stage."""
+        """The target's tokens after the entries that left the last stage, by row."""
         if not leaving:
             return {}
         assert hidden is not None
         rows = [e.row for e in leaving]
-        n_fed = np.zeros(hidden.shape[0], dtype=np.int32)
+        query_lens = np.zeros(hidden.shape[0], dtype=np.int32)
         at = np.zeros(hidden.shape[0], dtype=np.int64)
-        n_fed[rows], at[rows] = 1, [e.position + 1 for e in leaving]
-        tokens = _choose(self._select, self.verifier.logits(hidden), n_fed, at, rows)
+        query_lens[rows], at[rows] = 1, [e.position + 1 for e in leaving]
+        tokens = _choose(self._select, self.verifier.logits(hidden), query_lens, at, rows)
         return dict(zip(rows, tokens, strict=True))
 
     # ---- the drafter, which may fail
 
-    def _draft(self, wanted: list[Wanted]) -> dict[int, int]:
-        # With one stage nothing is in flight behind a token that leaves: a draft could save nothing.
+    def _draft(self, wanted: list[DraftRequest]) -> dict[int, int]:
+        # With one stage nothing is in flight behind the token that leaves, and a draft saves nothing.
         if not wanted or self.partition.stages == 1:
             return {}
-        tokens = self._guarded(self._checked, [drafting.Request(*w) for w in wanted])
+        tokens = self._guarded(self._checked, wanted)
         return {} if tokens is None else dict(zip((w.row for w in wanted), tokens, strict=True))
 
-    def _checked(self, requests: list[drafting.Request]) -> list[int]:
+    def _checked(self, requests: list[DraftRequest]) -> list[int]:
         tokens = [int(token) for token in self.drafter.draft(requests)]
         if len(tokens) != len(requests):
             raise ValueError(f"{len(tokens)} drafts for {len(requests)} requests")
@@ -278,26 +302,27 @@ class SpeculativeDriver(ABC):
             raise ValueError(f"drafted token id {outside[0]}, outside the target's vocabulary of {self._vocabulary}")
         return tokens
 
-    def _guarded(self, call: Callable[..., Any], *arguments: Any, even_if_ill: bool = False) -> Any:
-        """Call the drafter, if it is well; None where it is not."""
-        if not self._drafts and not even_if_ill:
+    def _guarded(self, call: Callable[..., Any], *arguments: Any, always: bool = False) -> Any:
+        """Call the drafter. Return None if it fails or has failed in this call."""
+        if not self._drafts and not always:
             return None
         try:
             return call(*arguments)
         except Exception as error:
+            pass_on(error)
             if self._drafts:
                 self._drafts = False
                 warnings.warn(
-                    f"the drafter failed ({type(error).__name__}: {error}); this call goes on without it, the next one tries it "
+                    f"the drafter failed ({type(error).__name__}: {error}); this call continues without it, the next one tries it "
                     "again. The text is not affected, only its speed",
                     StageFailure,
-                    stacklevel=level_of_caller(),
+                    stacklevel=user_stacklevel(),
                 )
             return None
 
 
 class LocalDriver(SpeculativeDriver):
-    """All stages in this process, in turn."""
+    """All stages run in this process, in turn."""
 
     def __init__(self, model: PreTrainedModel, partition: Partition, drafter: Drafter) -> None:
         super().__init__(partition, Verifier.of(model), drafter)
@@ -310,25 +335,29 @@ class LocalDriver(SpeculativeDriver):
     def target(self) -> LocalDriver:
         return self
 
-    def run(self, request: Request) -> None:
+    def for_fork(self) -> Decoder:
+        # A call of another thread may have been under way in the caches.
+        return LocalDriver(self.model, self.partition, self.drafter)
+
+    def _generate(self, request: GenerationRequest) -> None:
         self._complete = False
-        super().run(request)
+        super()._generate(request)
         self._complete = True
 
-    def forget(self) -> None:
-        super().forget()
+    def release_unused(self, request: GenerationRequest) -> None:
+        super().release_unused(request)
         for stage in self.stages:
             stage.close()
 
     # ---- keys and values from outside, and for outside
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
-        """Begin with what ``cache`` holds; ``text``: per row the tokens. It is not changed before :meth:`release`."""
+        """Start the next call with the keys and values of ``cache``, whose rows hold ``text``. :meth:`return_cache` changes it."""
         self._adopted = cache, list(text)
         self._complete = False
 
-    def release(self, lengths: Sequence[int]) -> RowCache:
-        """The stages' keys and values in one cache, up to ``lengths``: the adopted one, or a new one. A copy."""
+    def return_cache(self, lengths: Sequence[int]) -> RowCache:
+        """Copy the stages' keys and values up to ``lengths`` into the adopted cache, or into a new one, and return it."""
         adopted, self._adopted = self._adopted, None
         if adopted is not None and not self._complete:
             given, text = adopted
@@ -346,7 +375,7 @@ class LocalDriver(SpeculativeDriver):
         return cache
 
     def _begin(self, end: list[int]) -> list[int]:
-        """What an adopted cache holds; nothing where the drafter must see every position."""
+        """The lengths of an adopted cache, or 0 if the drafter must observe every position."""
         if self._adopted is None or self.features:
             return super()._begin(end)
         cache, text = self._adopted
@@ -367,25 +396,25 @@ class LocalDriver(SpeculativeDriver):
 
     def _feed(
         self, columns: np.ndarray, begin: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, list[Streams]]:
-        streams: list[Streams] = []
+    ) -> tuple[torch.Tensor | None, list[ResidualStream]]:
+        streams: list[ResidualStream] = []
         hidden = torch.from_numpy(columns)
         for stage in self.stages:
             hidden = stage.step(hidden, begin, self._see(streams))
         return hidden, streams
 
-    def _see(self, streams: list[Streams]) -> Callable[[int, torch.Tensor], None]:
+    def _see(self, streams: list[ResidualStream]) -> Callable[[int, torch.Tensor], None]:
         def see(index: int, stream: torch.Tensor) -> None:
             if index in self.features:
-                streams.append(Streams(index, stream))
+                streams.append(ResidualStream(index, stream))
 
         return see
 
     def _launch(self, work: list[list[Entry]]) -> None:
-        """They run in ``_collect``."""
+        """The stages run in ``_collect``."""
 
-    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[Streams], list[float]]:
-        streams: list[Streams] = []
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[ResidualStream], list[float]]:
+        streams: list[ResidualStream] = []
         outbox: list[torch.Tensor | None] = [None] * (self.partition.stages + 1)
         took = [0.0] * self.partition.stages
         for s, (stage, entries) in enumerate(zip(self.stages, work, strict=True)):
@@ -401,7 +430,7 @@ class LocalDriver(SpeculativeDriver):
 
 
 def column(entries: Sequence[Entry], rows: int) -> torch.Tensor:
-    """The tokens of ``entries`` as ``[rows, 1]``, int64; 0 in rows without one."""
+    """The tokens of ``entries`` as ``[rows, 1]`` int64, 0 in rows without an entry."""
     tokens = torch.zeros((rows, 1), dtype=torch.int64, device="cpu")
     for entry in entries:
         tokens[entry.row, 0] = entry.token

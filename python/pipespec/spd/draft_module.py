@@ -1,8 +1,8 @@
-"""The draft module: a few decoder blocks over what the target's stages have computed so far, its files, and the drafter made of it.
+"""The draft module: a few decoder blocks over the residual streams of the target's stages, its files, and its drafter.
 
-SPD (arXiv 2605.30852). A token that has passed d stages brings the residual streams that those stages crossed ("anchors"); one
-projection per type fuses them into a row, blocks built from the target's own config attend over the rows, and the newest row gives
-the next token. Anchors are HF indices: 0 the embedding output, k >= 1 the residual stream after decoder layer k - 1.
+SPD (arXiv 2605.30852). For a token that has passed d stages, the residual streams of these stages are known: the anchors. One projection
+per type fuses the anchors of a token into a row. Blocks of the target's own architecture attend over the rows, and the newest row gives
+the next token. Anchors have HF indices: 0 is the output of the embedding, k >= 1 the residual stream after decoder layer k - 1.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from pipespec.cache import RowCache
-from pipespec.compat import text_config
-from pipespec.forward import Parts, Section
-from pipespec.spd.drafting import Drafter, Request, Select
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import ModelParts, ModelSection
+from pipespec.models.loading import load_config
+from pipespec.models.properties import text_config
+from pipespec.process.signals import pass_on
+from pipespec.spd.drafting import Drafter, SampleTokens
+from pipespec.spd.machine import DraftRequest
 
 VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "draft_module.json", "draft_module.safetensors"
 
-Stages = tuple[tuple[int, int], ...]
+LayerRanges = tuple[tuple[int, int], ...]
 """Layer ranges [begin, end) of the stages, in order."""
 
 
-def uniform_stages(layers: int, n: int) -> Stages:
-    """``n`` ranges of ``layers``, the first ones a layer longer where it does not divide. ValueError unless 1 <= n <= layers."""
-    if not 1 <= n <= layers:
-        raise ValueError(f"{layers} layers cannot be cut into {n} stages: between 1 and {layers} are possible")
-    ends = [(s + 1) * (layers // n) + min(s + 1, layers % n) for s in range(n)]
-    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+def anchors_for(stages: LayerRanges, types: int | None = None) -> tuple[int, ...]:
+    """The HF indices that a module for this split reads: 0, the output of each stage but the last, and that of the last layer but one.
 
+    Index L serves verification only. A module reads it only if L = 1.
 
-def anchors_for(stages: Stages, types: int | None = None) -> tuple[int, ...]:
-    """The HF indices that a module for this split reads: 0, what each stage but the last hands on, and the last but one layer's output.
+    Args:
+        stages: Layer ranges of the stages.
+        types: Most anchors, evenly chosen with the first and the last among them. None: all.
 
-    Index L serves verification only; it is read only where L = 1 leaves nothing else. ``types``: at most that many, evenly chosen
-    among them, the first and the last always kept (default: all, at most one per depth). ValueError for fewer than 2 of them.
+    Raises:
+        ValueError: ``types`` is below 2.
     """
     layers = stages[-1][1]
     found = sorted({0, *(end for _, end in stages[:-1]), max(1, layers - 1)})
@@ -59,23 +60,31 @@ def anchors_for(stages: Stages, types: int | None = None) -> tuple[int, ...]:
     return tuple(found[i] for i in chosen)
 
 
-def types_for(stages: Stages, anchors: Sequence[int]) -> tuple[int, ...]:
-    """Per depth 0 .. n the type of a token that has passed that many stages: type i reads ``anchors[0 .. i]``, all of them exist then."""
+def types_for(stages: LayerRanges, anchors: Sequence[int]) -> tuple[int, ...]:
+    """The type of a token at each depth 0 to n, the number of stages passed. Type i reads anchors 0 to i, which exist at that depth."""
     reached = [0, *(end for _, end in stages)]
     return tuple(max(i for i, anchor in enumerate(anchors) if anchor <= index) for index in reached)
 
 
 @dataclass(frozen=True)
 class DraftModuleConfig:
-    """What a draft module is, and what it is for.
+    """The architecture of a draft module and the target that it belongs to.
 
-    ``stages``: layer ranges of the target's split. ``anchors``: HF indices read, ascending, the first 0. ``types``: type of each depth
-    0 .. n. ``layers``: number of blocks. ``vocabulary``: the draft vocabulary's ids in the target's, ascending; None: all.
-    ``target``: the target's decoder config, of which the blocks are built. ``digest``: ``target_digest`` of the target it was trained
-    for. ``version``: of this format. ValueError where these contradict each other.
+    Args:
+        stages: Layer ranges of the target's stages.
+        anchors: HF indices that the module reads, ascending from 0.
+        types: Type of each depth 0 to n.
+        layers: Number of blocks.
+        vocabulary: Token ids of the draft vocabulary, ascending. None: all of the target's.
+        target: Decoder configuration of the target, from which the blocks are built.
+        digest: :func:`target_digest` of the target.
+        version: Version of this format.
+
+    Raises:
+        ValueError: The values contradict each other.
     """
 
-    stages: Stages
+    stages: LayerRanges
     anchors: tuple[int, ...]
     types: tuple[int, ...]
     layers: int
@@ -125,13 +134,13 @@ class DraftModuleConfig:
     def for_target(
         cls,
         target: PreTrainedModel,
-        stages: Stages,
+        stages: LayerRanges,
         *,
         layers: int = 1,
         vocabulary: Iterable[int] | None = None,
         types: int | None = None,
     ) -> DraftModuleConfig:
-        """The module's config for this target and split, by the rules of ``anchors_for`` and ``types_for``."""
+        """The configuration for a target and its stages, by the rules of :func:`anchors_for` and :func:`types_for`."""
         anchors = anchors_for(stages, types)
         return cls(
             stages=stages,
@@ -162,7 +171,7 @@ class DraftModuleConfig:
 
     @classmethod
     def from_json(cls, record: Any, where: str = "the draft module's config") -> DraftModuleConfig:
-        """The inverse of ``to_json``. ValueError where something is missing, unknown or contradictory."""
+        """The inverse of :meth:`to_json`. Raises ValueError for missing, unknown or contradictory entries."""
         names = {f.name for f in fields(cls)}
         if not isinstance(record, dict) or set(record) != names:
             wrong = sorted(names.symmetric_difference(record)) if isinstance(record, dict) else ["not an object"]
@@ -179,23 +188,23 @@ class DraftModuleConfig:
                 digest=str(record["digest"]),
                 version=int(record["version"]),
             )
-        except (TypeError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise ValueError(f"{where} is no draft module's config: {error}") from error
 
     @classmethod
     def load(cls, folder: str | Path) -> DraftModuleConfig:
-        """The config in a module's folder, without its weights. FileNotFoundError or ValueError where there is none that can be read."""
+        """Read the configuration in a module's folder. Raises FileNotFoundError if there is none, ValueError if it is damaged."""
         file = Path(folder) / CONFIG_FILE
         if not file.is_file():
             raise FileNotFoundError(f"{folder} holds no draft module: there is no {CONFIG_FILE} in it")
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{file} is damaged: {error}") from error
         return cls.from_json(record, str(file))
 
-    def require(self, target: PreTrainedModel | str | Path | None = None, stages: Stages | None = None) -> None:
-        """Refuses, with a ValueError that says why, another target (a model or its folder) or another split than it was trained for."""
+    def require(self, target: PreTrainedModel | str | Path | None = None, stages: LayerRanges | None = None) -> None:
+        """Raise ValueError for another target (a model or its folder) or other stages than those of the training."""
         if stages is not None and tuple(tuple(s) for s in stages) != self.stages:
             raise ValueError(
                 f"the draft module was trained for the stages {_ranges(self.stages)}, not for {_ranges(stages)}: "
@@ -203,7 +212,7 @@ class DraftModuleConfig:
             )
         if target is None:
             return
-        config = text_config(target.config if isinstance(target, PreTrainedModel) else _config_of(target))
+        config = text_config(target.config if isinstance(target, PreTrainedModel) else load_config(target))
         for name, what in (("vocab_size", "tokens"), ("hidden_size", "hidden units"), ("num_hidden_layers", "layers")):
             if getattr(config, name) != self.target[name]:
                 raise ValueError(
@@ -217,7 +226,7 @@ class DraftModuleConfig:
 
 
 def _described(config: Any) -> dict[str, Any]:
-    """A decoder's config without what says where it came from and how it was loaded."""
+    """A decoder's config without the entries about its origin and its loading."""
     record = text_config(config).to_dict()
     apart = ("_name_or_path", "transformers_version", "architectures", "dtype", "id2label", "label2id")
     return {name: value for name, value in record.items() if name not in apart}
@@ -227,9 +236,9 @@ def _ranges(stages: Iterable[Sequence[int]]) -> str:
     return " ".join(f"{begin}-{end - 1}" for begin, end in stages)
 
 
-# ---- which target is it?
+# ---- identity of the target
 
-# What decides a decoder's arithmetic. Not: dtype, cache settings, names, versions.
+# The entries that determine a decoder's arithmetic, without dtype, cache settings, names and versions.
 _DIGESTED = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings", "rope_parameters",
@@ -238,15 +247,14 @@ _DIGEST_ROWS, _DIGEST_COLUMNS = 4, 16
 
 
 def target_digest(target: PreTrainedModel | str | Path) -> str:
-    """SHA-256, hex, of what a target is: of a model, or of the folder it is stored in, without loading it.
+    """SHA-256 (hex) of a target, from the model or from its folder. The folder's model is not loaded: only kilobytes are read.
 
-    Taken over the config's entries that decide the arithmetic and, for each parameter by name, its shape and a grid of samples: 4 evenly
-    spaced rows (of a matrix), 16 evenly spaced elements of each, rounded to bfloat16, so that the precision in which a model is
-    stored or loaded does not matter (float16 values below its normal range excepted). Kilobytes are read of any model. A tied output matrix
-    counts once.
+    The digest covers the entries of the config that determine the arithmetic. For each parameter it covers name, shape and samples: 16
+    evenly spaced elements of 4 evenly spaced rows. Samples are rounded to bfloat16, so that the dtype of storing or loading does not
+    matter, except for float16 values below its normal range. A tied output matrix counts once.
     """
     folder = None if isinstance(target, PreTrainedModel) else Path(target)
-    config = text_config(target.config if isinstance(target, PreTrainedModel) else _config_of(target))
+    config = text_config(target.config if isinstance(target, PreTrainedModel) else load_config(target))
     tied = bool(config.tie_word_embeddings)
     record = {name: getattr(config, name, None) for name in _DIGESTED}
     state = hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode())
@@ -290,21 +298,15 @@ def _parameters_of_files(folder: Path) -> Iterator[tuple[str, list[int], torch.T
             raise ValueError(f"{file} is damaged: {error}") from error
 
 
-def _config_of(target: str | Path) -> Any:
-    if not (Path(target) / "config.json").is_file():
-        raise FileNotFoundError(f"{target} holds no model: there is no config.json in it")
-    return AutoConfig.from_pretrained(target)
-
-
 # ---- the module
 
 
 class DraftModule(nn.Module):
-    """Projections, blocks, the target's final norm and a head: rows of anchors in, logits over the draft vocabulary out.
+    """Projections, blocks, the target's final norm and a head. It maps rows of anchors to logits over the draft vocabulary.
 
-    ``projections[i]`` maps the concatenation of anchors 0 .. i, ``[(i + 1) H]``, to ``[H]``. The blocks are the target's decoder layers by class
-    and config, with its rotary embedding; positions are the tokens' own. ``norm`` is the target's and frozen. Random
-    weights when made; ``of_target`` starts from the target's, ``load`` reads files.
+    ``projections[i]`` maps the concatenated anchors 0 to i, ``[(i + 1) H]``, to ``[H]``. The blocks have the class and the config of the
+    target's decoder layers and its rotary embedding, at the tokens' own positions. ``norm`` is the target's and frozen. A new module has
+    random weights; :meth:`of_target` starts from the target's, and :meth:`load` reads files.
     """
 
     def __init__(self, config: DraftModuleConfig) -> None:
@@ -322,9 +324,9 @@ class DraftModule(nn.Module):
 
     @classmethod
     def of_target(cls, target: PreTrainedModel, config: DraftModuleConfig) -> DraftModule:
-        """A new module in float32: the target's norm, its head's rows, its last layers for blocks.
+        """A new float32 module with the target's norm, the rows of its head, and its last layers as blocks.
 
-        A projection begins as its deepest anchor, which in the end is the last layer's own input, and a little noise.
+        A projection starts as its deepest anchor plus a little noise. At full depth that anchor is the input of the target's last layer.
         """
         module = cls(config)
         base = target.base_model
@@ -343,17 +345,17 @@ class DraftModule(nn.Module):
         return module
 
     def fuse(self, anchors: torch.Tensor, kind: int) -> torch.Tensor:
-        """Rows ``[..., H]`` of one type from ``anchors [..., k, H]``, of which the first ``kind + 1`` are read."""
+        """Fuse ``anchors [..., k, H]`` into rows ``[..., H]`` of type ``kind``, which reads the first ``kind + 1`` anchors."""
         rows: torch.Tensor = self.projections[kind](anchors[..., : kind + 1, :].flatten(-2))
         return rows
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[..., Vd]``, over the draft vocabulary."""
+        """Logits ``[..., Vd]`` over the draft vocabulary of ``rows [..., H]``."""
         out: torch.Tensor = self.head(self.norm(rows))
         return out
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Writes config and weights to ``folder``; ``dtype``: of the stored weights, default: as they are."""
+        """Write config and weights to ``folder``. ``dtype`` is that of the stored weights; None keeps theirs."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: value.detach().to("cpu", dtype or value.dtype) for name, value in self.state_dict().items()}
@@ -367,20 +369,35 @@ class DraftModule(nn.Module):
         folder: str | Path,
         *,
         target: PreTrainedModel | str | Path | None = None,
-        stages: Stages | None = None,
+        stages: LayerRanges | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> DraftModule:
-        """The module in ``folder``, in eval mode. With ``target`` and ``stages``, refused before its weights are read if it is for others.
+        """Load a module in eval mode.
 
-        FileNotFoundError where there is none, ValueError where it is for another target or split, damaged or incomplete.
+        Args:
+            folder: Folder of the module.
+            target: Target to check the module against, before its weights are read.
+            stages: Stages to check the module against.
+            dtype: Dtype of the weights.
+            device: Device of the weights.
+
+        Raises:
+            FileNotFoundError: There is no module in ``folder``.
+            ValueError: The module is for another target or other stages, or it is damaged or incomplete.
         """
         config = DraftModuleConfig.load(folder)
         config.require(target, stages)
         file = Path(folder) / WEIGHTS_FILE
         if not file.is_file():
             raise FileNotFoundError(f"{folder} holds no draft module's weights: there is no {WEIGHTS_FILE} in it")
-        module = cls(config)
+        try:
+            module = cls(config)
+        except Exception as error:  # whatever transformers' constructors make of other values
+            pass_on(error)
+            raise ValueError(
+                f"{Path(folder) / CONFIG_FILE} is damaged: no module can be built from it ({type(error).__name__}: {error})"
+            ) from error
         expected = module.state_dict()
         try:
             with safe_open(file, "pt") as tensors:
@@ -398,7 +415,7 @@ class DraftModule(nn.Module):
 
 
 def _block_config(config: DraftModuleConfig) -> Any:
-    """The target's config with the module's number of layers, all of them full attention, and next to no vocabulary."""
+    """The target's config with the module's number of layers, full attention in all of them, and a vocabulary of one token."""
     record = copy.deepcopy(config.target)
     kind = record.pop("model_type")
     for name in ("layer_types", "sliding_window", "max_window_layers"):
@@ -415,18 +432,20 @@ def _block_config(config: DraftModuleConfig) -> Any:
 # ---- the drafter
 
 _CHUNK = 64
-"""Widest feed of the prompt's rows."""
+"""Most columns of one forward over the prompt."""
 
 
 class ModuleDrafter(Drafter):
-    """Drafts with a ``DraftModule``, rows of a batch together, each at its own length.
+    """Drafts with a :class:`DraftModule`, for all rows of a batch in one forward, each at its own length.
 
-    A call feeds per row its completed positions that are not cached yet (after the prompt at most one), which stay in the cache, and
-    those in flight, which are taken back at once: the cache holds deepest rows only, and a flush costs nothing. A position's anchors
-    are kept until its deepest row is cached, so beside the cache memory is bounded by the stages, not by the text.
+    A forward runs two kinds of positions. Complete positions that are not cached yet, at most one after the prompt, stay in the cache.
+    Positions in flight are rolled back after the forward. So the cache holds complete positions only, and a flush needs no rollback of it.
+    The anchors of a position are kept until it is cached: beside the cache, memory depends on the stages and not on the text.
 
-    ``embedding``: the target's, ``[...]`` ids to ``[..., H]``. A token that has just entered has passed no stage, so index 0 is
-    computed here, and not observed.
+    Args:
+        module: The draft module.
+        embedding: The target's embedding, from ids ``[...]`` to ``[..., H]``. The drafter computes stream 0 with it, since a token that
+            has just entered has passed no stage.
     """
 
     def __init__(self, module: DraftModule, embedding: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -434,16 +453,16 @@ class ModuleDrafter(Drafter):
         config = module.config
         self.features = config.anchors[1:]
         weight = module.head.weight
-        self._blocks = Section(Parts(module.block_config, list(module.layers), rotary=module.rotary_emb))
-        self._head = Section(Parts(module.block_config, norm=module.norm, head=module.head))
+        self._blocks = ModelSection(ModelParts(module.block_config, list(module.layers), rotary=module.rotary_emb))
+        self._head = ModelSection(ModelParts(module.block_config, norm=module.norm, head=module.head))
         self._device, self._dtype = weight.device, weight.dtype
         self._column = {index: i for i, index in enumerate(self.features)}
         ids = config.vocabulary
         self._ids = None if ids is None else torch.tensor(ids, device=self._device)
         self._cache: RowCache | None = None
-        self._select: Select | None = None
+        self._select: SampleTokens | None = None
 
-    def start(self, prompts: list[list[int]], capacity: int, select: Select) -> None:
+    def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
         rows, n = len(prompts), self.module.config.n
         room = capacity + max(_CHUNK, n + 1)
         if self._cache is not None and self._cache.fits(rows, room):
@@ -457,16 +476,16 @@ class ModuleDrafter(Drafter):
         self._allocate(rows, self._small)
 
     def _allocate(self, rows: int, span: int) -> None:
-        """Anchors of the positions that are not cached: position p of a row lies in slot p % span."""
+        """Allocate the anchors of positions that are not cached. Position p of a row has slot p % span."""
         k, hidden = len(self.features), self.module.config.hidden
         self._span = span
-        with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
+        with torch.inference_mode(False):  # inference tensors are read-only outside of inference mode
             self._held = torch.zeros((rows, span, k, hidden), dtype=self._dtype, device=self._device)
-        self._of = np.full((rows, span, k), -1, dtype=np.int64)  # whose anchor a slot holds
+        self._of = np.full((rows, span, k), -1, dtype=np.int64)  # position whose anchor a slot holds
 
     @property
     def span(self) -> int:
-        """Positions per row for which anchors can be held at present."""
+        """Positions of each row for which there are slots for anchors."""
         return self._span
 
     def _resize(self, span: int) -> None:
@@ -497,8 +516,8 @@ class ModuleDrafter(Drafter):
         self._held[torch.from_numpy(row).to(self._device), slot, column] = given.to(self._device, self._dtype)
 
     @torch.inference_mode()
-    def draft(self, requests: list[Request]) -> list[int]:
-        """RuntimeError where the anchors of a position that must be known were never observed."""
+    def draft(self, requests: list[DraftRequest]) -> list[int]:
+        """Return one token per request. Raises RuntimeError if a required anchor was never observed."""
         if not requests:
             return []
         cache, n = self._running(), self.module.config.n
@@ -530,7 +549,7 @@ class ModuleDrafter(Drafter):
     def _feed(
         self, tokens: dict[int, Sequence[int]], begin: list[int], done: list[int], end: list[int]
     ) -> torch.Tensor:
-        """Positions ``begin .. end - 1`` of each row through the blocks, ``[rows, q, H]``; the cache keeps those below ``done``."""
+        """Run positions ``begin`` to ``end - 1`` of each row, ``[rows, q, H]``. The cache keeps those below ``done``."""
         cache, module, config = self._running(), self.module, self.module.config
         width = max(e - b for b, e in zip(begin, end, strict=True))
         places: dict[int, list[tuple[int, int, int]]] = {}
@@ -550,7 +569,7 @@ class ModuleDrafter(Drafter):
             where, slots, columns = (torch.from_numpy(x).to(self._device) for x in (row, at % self._span, column))
             anchors = torch.cat([entered[:, None], self._held[where, slots, :kind]], dim=1)
             fused[where, columns] = module.fuse(anchors, kind)
-        out = self._blocks.through(fused, cache)
+        out = self._blocks.run_layers(fused, cache)
         cache.truncate(done)
         return out
 
@@ -561,11 +580,11 @@ class ModuleDrafter(Drafter):
         self._of[row][self._of[row] >= length] = -1
 
     def finish(self) -> None:
-        """Anchors go; the cache stays for the next call, if that has no more rows and positions."""
+        """Release the anchors. The cache stays and is reused by a call that it has room for."""
         self._select = None
         self._allocate(0, self._small)
 
     def _running(self) -> RowCache:
         if self._cache is None or self._select is None:
-            raise RuntimeError("no call is under way: start() comes first")
+            raise RuntimeError("no call is under way: call start() first")
         return self._cache

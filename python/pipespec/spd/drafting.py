@@ -1,46 +1,58 @@
-"""Who drafts for a partitioned target: one interface."""
+"""The interface of what drafts for a partitioned target."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
+from pipespec.spd.machine import DraftRequest
 
-class Request(NamedTuple):
-    """What a drafter may know of a row: the token at the position after the last of `tokens` is wanted."""
-
-    row: int
-    tokens: Sequence[int]  # positions 0 .. t: verified ones, then those in flight
-    fill: int  # positions t - fill + 1 .. t are in flight; older ones have left the last stage
-
-
-# logits [R, V] over the target's vocabulary, row and absolute position of each -> token ids (greedy or coupled)
-Select = Callable[[torch.Tensor, list[int], list[int]], list[int]]
+SampleTokens = Callable[[torch.Tensor, list[int], list[int]], list[int]]
+"""Logits ``[R, V]`` over the target's vocabulary, the row and the absolute position of each, to token ids (greedy or coupled)."""
 
 
 class Drafter(abc.ABC):
-    """Proposes position t + 1 of each row from what existed before the cycle (SPD, spec section 2.3 a)."""
+    """Proposes the next token of each row, once per cycle, while the stages run.
 
-    features: tuple[int, ...] = ()  # HF indices of the residual streams it reads; ascending
+    A drafter sees only what earlier cycles computed (SPD, arXiv 2605.30852: the draft of position t + 1 runs beside the stages).
+    An error in a drafter costs speed and never changes the text.
 
-    def start(self, prompts: list[list[int]], capacity: int, select: Select) -> None:
-        """A call begins. capacity: positions any row can reach."""
+    Attributes:
+        features: HF indices of the residual streams that the drafter reads, ascending.
+    """
+
+    features: tuple[int, ...] = ()
+
+    def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
+        """Begin a call.
+
+        Args:
+            prompts: Token ids of each row.
+            capacity: Positions that any row can reach.
+            select: Turns the drafter's logits into tokens as the target's sampler does.
+        """
 
     def observe(self, index: int, rows: list[int], positions: list[int], values: torch.Tensor) -> None:
-        """The residual stream `index` [len(rows), H] at these rows and positions has been computed (prompt positions included, during prefill)."""
+        """Receive a residual stream that a stage has computed. The prefill's positions come, too.
+
+        Args:
+            index: HF index of the stream, one of ``features``.
+            rows: Row of each value.
+            positions: Absolute position of each value.
+            values: ``[len(rows), H]``.
+        """
 
     @abc.abstractmethod
-    def draft(self, requests: list[Request]) -> list[int]:
-        """One token per request. Called before the cycle's stages run: it sees only what earlier cycles observed."""
+    def draft(self, requests: list[DraftRequest]) -> list[int]:
+        """Return one token id per request."""
 
     def truncate(self, row: int, length: int) -> None:
-        """Positions >= length of the row never were (a flush); observe() will bring them anew."""
+        """Roll the row back to ``length`` positions after a flush. ``observe`` gets the later positions again."""
 
     def finish(self) -> None:
-        """The call is over: let go of what belongs to it."""
+        """End the call and release what belongs to it."""
 
-    def forget(self) -> None:
-        """Give back what is kept between calls only to save time: caches. Between calls."""
+    def release(self) -> None:
+        """Release the caches that are kept between calls. Never runs during a call."""

@@ -1,7 +1,7 @@
-"""Link: messages of known size between ranks, and the certainty that no rank waits for ever.
+"""Link: messages of known size between ranks, with a bound on every wait.
 
-Three things end a wait: the message; a broken connection (a peer that dies closes it, and whoever ends because of that closes theirs); and
-a watchdog, which ends the process when the awaited message is later than it may be, or when some rank has shown no sign of life.
+Three events end a wait: the message arrives; the connection breaks, because a peer has ended; or the watchdog ends the process, because
+the message is overdue or a rank gives no sign of life.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,41 +22,47 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 6.0
-"""The longest that a rank may take for its part of a cycle or of a chunk of the prefill."""
+"""Longest time of a rank for its part of a cycle or of a chunk of the prefill."""
 
 _SILENCE_S = 6.0
-"""A rank that gives no sign of life for so long is taken for lost. It gives one every ``_BEAT_S``, whatever it computes."""
+"""A rank without a sign of life for this time counts as lost. A thread of it gives one every ``_BEAT_S``."""
 
 _BEAT_S = 0.25
 
 _GRACE_S = 1.0
-"""Between the watchdog's verdict and the end of the process: time for the main thread to raise on its own."""
+"""Time between the watchdog's decision and the end of the process, in which the main thread may raise by itself."""
 
 START_S = 300.0
-"""Importing and loading may take long. (A rank that ends meanwhile is noticed at once by torchrun.)"""
+"""Longest time for importing and loading. If a rank ends meanwhile, torchrun ends the others at once."""
 
-_FOREVER = timedelta(days=7)  # the watchdog decides, not gloo
+_FOREVER = timedelta(days=7)  # gloo's own timeout, which the watchdog replaces
 
 _OUTSTANDING = 64
-"""Sends that need not have been received yet."""
+"""Most sends that may be under way."""
 
 
 _stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
-"""What torchrun's environment led to: one meeting place per process, however many groups follow each other."""
+"""The store of each torchrun environment: one per process for all groups, which follow each other."""
 
 _groups = itertools.count()
-"""All ranks make their groups in the same order; each has names of its own in the store."""
+"""Number of the next group. All ranks make their groups in the same order, and each has its own prefix in the store."""
 
 
 class RankError(RuntimeError):
-    """Another rank is gone, late, or has failed; this process group cannot be used any more."""
+    """Another rank has ended, is late, or has failed. The process group cannot be used any more."""
 
 
 class Watchdog:
-    """Signs of life through the group's store, and deadlines of this rank's own waits.
+    """Exchanges heartbeats through the group's store, and enforces deadlines of this rank's waits.
 
-    ``end(message)``: called, from a thread, when nothing else helps. Two threads: the store may block for as long as its rank is stopped.
-    ``store``: nobody else's client; one that waits for a key answers to nothing else. ``start_s``: time until a rank's first sign.
+    It has two threads, since the store may block for as long as the rank that holds it is stopped.
+
+    Args:
+        store: A client of its own, as a client that waits for a key cannot do anything else.
+        rank: This rank.
+        world: Number of ranks.
+        end: Called from a thread with a message if the main thread does not raise in time.
+        start_s: Longest time until the first sign of each rank.
     """
 
     def __init__(self, store: Any, rank: int, world: int, end: Callable[[str], None], start_s: float) -> None:
@@ -68,7 +74,7 @@ class Watchdog:
         self._seen: dict[int, tuple[bytes | None, float]] = dict.fromkeys(self._others, (None, now))
         self._round = now  # when the store last answered
         self.cause: str | None = None
-        self._sign(0)  # before anything can happen to this rank
+        self._sign(0)
         self._threads = [
             threading.Thread(target=target, daemon=True, name=f"pipespec-{target.__name__}")
             for target in (self._beat, self._watch)
@@ -78,7 +84,7 @@ class Watchdog:
 
     @contextmanager
     def within(self, seconds: float | None, doing: str) -> Iterator[None]:
-        """What is done here may take ``seconds`` (None: any time)."""
+        """Set a deadline for the block, ``seconds`` from now; None: no deadline."""
         if seconds is not None:
             self._deadline = time.monotonic() + seconds, doing
         try:
@@ -86,19 +92,25 @@ class Watchdog:
         finally:
             self._deadline = None
 
-    def tell(self, what: str) -> str | None:
-        """Let the others know why this rank ends. The cause that is known by then: of the first one that has told."""
+    def tell(self, what: str, ended: int | None = None) -> str | None:
+        """Publish why this rank ends. Return the cause that another rank has published before, if any.
+
+        ``ended``: a rank whose connection broke. It reads no cause any more.
+        """
         try:
             first: str = self._store.compare_set("failed", "", what).decode()
-        except Exception:  # the store is gone, or its rank: they will notice that
+        except Exception:  # the store has ended, which the other ranks notice
             return self.cause
+        with suppress(Exception):
+            for rank in {self._rank, self._rank if ended is None else ended}:
+                self._store.set(f"knows/{rank}", "+")
         return self.cause if first == what else first
 
     def stop(self) -> None:
         self._stopped.set()
 
     def join(self) -> None:
-        """After ``stop``, while the store still answers: a thread that is in the store when the interpreter ends aborts the process."""
+        """Wait for the threads after ``stop``. A thread inside the store at the interpreter's end would abort the process."""
         for thread in self._threads:
             thread.join(_GRACE_S)
 
@@ -118,6 +130,7 @@ class Watchdog:
                             self._seen[r] = value, time.monotonic()
                 if self.cause is None and self._store.check(["failed"]):
                     self.cause = self._store.get("failed").decode()
+                    self._store.set(f"knows/{self._rank}", "+")
             except Exception:
                 if self.cause is None:
                     self.cause = "the ranks' store does not answer any more: the process that held it (rank 0, or torchrun) has ended"
@@ -141,7 +154,7 @@ class Watchdog:
         if now - self._round > _SILENCE_S:
             return "the ranks' store does not answer any more: the process that holds it (rank 0, or torchrun) hangs"
         for r, (value, since) in self._seen.items():
-            # By the time of the last look: nobody is silent because the store is.
+            # Measured at the store's last answer: a store that hangs does not make its clients late.
             if self._round - since > (self._start_s if value is None else _SILENCE_S):
                 return f"rank {r} gives no sign of life"
         return None
@@ -154,11 +167,11 @@ def _exit(message: str) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes behind what is done here: a message that is half accounted for would be taken for another one's later."""
+    """Delay Ctrl-C until the end of the block. A message with half of its bookkeeping would be taken for another one later."""
     came: list[int] = []
-    own = threading.current_thread() is threading.main_thread()  # no other thread is interrupted
+    own = threading.current_thread() is threading.main_thread()  # Ctrl-C interrupts the main thread only
     before = signal.getsignal(signal.SIGINT) if own else None
-    if before is None:  # also of a handler that Python knows nothing of
+    if before is None:  # another thread, or a handler that Python did not install
         yield
         return
     signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
@@ -171,11 +184,16 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Link:
-    """This rank's end of the process group that torchrun's environment describes (gloo; MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE).
+    """This rank's end of a gloo process group, described by torchrun's MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
 
-    ``terms``: what all ranks must have in common, in words. ``timeout_s``: the longest that any rank may take for its part of a cycle;
-    ``start_s``: until all are there, and until all are ready. Raises ``RuntimeError`` where there is a process group already, ``RankError`` for
-    ranks that do not come, and on all ranks for different terms.
+    Args:
+        terms: Settings that all ranks must share, as text.
+        timeout_s: Longest time of a rank for its part of a cycle.
+        start_s: Longest time until all ranks are there, and again until all are ready.
+
+    Raises:
+        RuntimeError: There is a process group already.
+        RankError: A rank is missing, or the ranks have different terms. Raised on all ranks.
     """
 
     def __init__(self, terms: str, timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
@@ -192,7 +210,7 @@ class Link:
             raise RankError(f"not all ranks have come within {start_s:g} s, or one has ended: {error}") from error
         self.timeout_s, self._start_s = timeout_s, start_s
         self.patience = 1
-        """Parts of a cycle that may lie between one message and the next."""
+        """Parts of a cycle between one message and the next, a factor of the timeout."""
         self._store = store
         self.broken = False
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
@@ -216,10 +234,10 @@ class Link:
                 raise self.failed("could not connect with all ranks") from error
 
     def _meet(self, sign: str, mine: str, until: str) -> list[str]:
-        """Wait until all ranks have come here; what each brought. ``RankError`` when one does not come."""
+        """Wait until all ranks are here, and return the text of each. Raises ``RankError`` if one does not come."""
         names = [f"{sign}/{r}" for r in range(self.world)]
         try:
-            self._store.set(names[self.rank], f"+{mine}")  # the store knows no empty values
+            self._store.set(names[self.rank], f"+{mine}")  # the store has no empty values
             with self._watchdog.within(self._start_s, f"waiting until {until}"):
                 while not self._store.check(names):
                     if self._watchdog.cause is not None:
@@ -232,7 +250,7 @@ class Link:
             ) from error
 
     def agree(self, error: BaseException | None) -> None:
-        """Wait until all ranks have come here. ``RankError`` with the first one's words where some came with an ``error``."""
+        """Wait until all ranks are here. Raises ``RankError`` with the first one's message if some have an ``error``."""
         mine = "" if error is None else f"{type(error).__name__}: {error}"
         words = self._meet("ready", mine, "all ranks have loaded their weights")
         failed = [f"rank {r} failed: {what}" for r, what in enumerate(words) if what]
@@ -241,28 +259,29 @@ class Link:
             raise RankError(failed[0]) from error
 
     def _leave(self) -> None:
-        """All ranks know that there will be no group."""
+        """End on all ranks before the group exists."""
         self._watchdog.stop()
         self.broken = True
         try:
             self._store.set(f"read/{self.rank}", "+")
-            self._hold_store("read")
-        except dist.DistError:  # rank 0 has waited long enough
-            pass
+        except dist.DistError:  # rank 0 has ended after its timeout
+            return
+        self._hold_store("read")
 
     def _hold_store(self, sign: str) -> None:
-        """Rank 0, which may be the one that holds the store, goes last: when all have given the sign."""
+        """On rank 0, which may hold the store, wait until all ranks have set ``sign``, or the store ends."""
         deadline = time.monotonic() + _SILENCE_S
         names = [f"{sign}/{r}" for r in range(self.world)]
-        while self.rank == 0 and time.monotonic() < deadline and not self._store.check(names):
-            time.sleep(0.02)
+        with suppress(dist.DistError):
+            while self.rank == 0 and time.monotonic() < deadline and not self._store.check(names):
+                time.sleep(0.02)
 
     @property
     def _patient(self) -> float:
         return self.timeout_s * self.patience
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """Send it, sooner or later; it must not be changed afterwards."""
+        """Send ``tensor`` without waiting. The caller must not change it afterwards."""
         raw = tensor.detach().cpu().contiguous().view(torch.uint8)
         with self._errors(to, "sending to"):
             self._sends.append((dist.isend(raw, to, tag=tag), raw))
@@ -274,7 +293,7 @@ class Link:
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int, idle: bool = False
     ) -> torch.Tensor:
-        """The next message of this tag; ``idle``: it may come at any time."""
+        """Receive the next message of a tag. ``idle``: without a deadline."""
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         with self._errors(source, "waiting for"):
             work = dist.irecv(tensor.view(torch.uint8), source, tag=tag)
@@ -289,19 +308,24 @@ class Link:
             raise RankError("this process group broke in an earlier call; start all ranks again")
         try:
             yield
-        except RuntimeError as error:  # gloo's word for a closed connection
-            raise self.failed(f"{doing} rank {peer}: the connection broke, it has ended") from error
+        except RuntimeError as error:  # gloo's error for a closed connection
+            raise self.failed(f"{doing} rank {peer}: the connection broke, it has ended", ended=peer) from error
 
-    def failed(self, what: str) -> RankError:
-        """The group is no more; the error to raise."""
+    def failed(self, what: str, ended: int | None = None) -> RankError:
+        """Mark the group as broken, publish the cause, and return the error to raise. ``ended``: a rank whose connection broke.
+
+        Rank 0 waits until the others know the cause. They would find a broken connection and no store otherwise.
+        """
         self.broken = True
         cause = self._watchdog.cause
-        known = self._watchdog.tell(f"rank {self.rank} failed: {what}" + (f" ({cause})" if cause else ""))
+        known = self._watchdog.tell(f"rank {self.rank} failed: {what}" + (f" ({cause})" if cause else ""), ended)
         self._watchdog.stop()
+        if cause is None:  # the others' watchdogs find what this rank's watchdog has found
+            self._hold_store("knows")
         return RankError(f"rank {self.rank}: {what}" + (f" ({known})" if known else ""))
 
     def close(self) -> None:
-        """End of this rank's part; the first one holds the store for the others until they have said the same."""
+        """Leave the group. Rank 0 keeps the store until all ranks have left."""
         self._watchdog.stop()
         if not self.broken:
             self.broken = True
@@ -311,7 +335,7 @@ class Link:
                 self._watchdog.join()
                 self._store.set(f"bye/{self.rank}", "+")
                 self._hold_store("bye")
-            except RuntimeError:  # somebody is gone, just as we go
+            except RuntimeError:  # another rank has ended at the same time
                 pass
         if dist.is_initialized():
             dist.destroy_process_group()

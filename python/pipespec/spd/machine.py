@@ -1,16 +1,17 @@
-"""The decode machine of speculative pipeline decoding: tokens and lengths only, no tensors. Every runtime drives this one.
+"""The decode machine of speculative pipeline decoding: tokens and lengths only, no tensors. Every runtime drives this machine.
 
-One token of a row is in flight per stage. In each cycle every token in flight goes through one stage while the token behind the newest
-one is drafted. The oldest one leaves the last stage: its logits are the target's own word on the next position, whose draft is in flight
-behind it. If they agree the drafted token enters; if not, everything younger than the one that left is flushed and the target's token
-enters an empty pipe. (SPD, arXiv 2605.30852, decoding; rows of a batch are machines of their own with common cycles.)
+One token of a row is in flight per stage. In each cycle every token in flight passes one stage, while the token after the newest one is
+drafted. The oldest token leaves the last stage. Its logits give the target's token of the next position, whose draft is in flight
+behind it. If the two agree, the newly drafted token enters. If not, everything younger than the token that left is flushed, and the
+target's token enters an empty pipeline (SPD, arXiv 2605.30852). The rows of a batch are independent machines with common cycles.
 
-A cycle, in this order: ``requests()``, drafts for them; ``entries()``, each stage runs its own; ``exits()``, the target's choice for each;
-``commit(drafts, chosen)``.
+Order of a cycle: ``requests()`` and drafts for them, ``entries()`` and the forwards of the stages, ``exits()`` and the target's tokens for
+them, ``commit(drafts, chosen)``.
 
-Counting. N tokens of a row (the prefill's included) take K cycles. Every cycle after a filling emits exactly one token, and a filling takes
-n - 1 cycles: one at the start, one after each flush that does not end the row. So K = (N - 1) + (n - 1)(1 + flushes that were followed by more).
-With independent acceptance a, (N - 1)/K tends to the law 1/(n(1 - a) + a) (``closed_form.spd_tokens_per_cycle``).
+Counting: N tokens of a row, the prefill's included, take K cycles. Every cycle after the pipeline has filled emits one token, and filling
+takes n - 1 cycles: once at the start, and once after each flush that does not end the row. So K = (N - 1) + (n - 1)(1 + F), where F
+counts the flushes that more tokens follow. With independent acceptance a, (N - 1)/K tends to 1/(n(1 - a) + a), see
+:func:`pipespec.spd.law.spd_tokens_per_cycle`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Wanted(NamedTuple):
-    """A draft that is wanted: of the position after the last of ``tokens`` (positions 0 .. t, the newest ``fill`` of them in flight).
+class DraftRequest(NamedTuple):
+    """Request for the draft of one row's next position.
 
-    ``tokens`` is the machine's own list: to be read until ``commit``, and not to be changed.
+    Attributes:
+        row: Row of the batch.
+        tokens: The row's tokens at positions 0 to t. The machine owns the list: read it before ``commit`` and do not change it.
+        fill: Number of tokens in flight, at positions t - fill + 1 to t. Older ones have left the last stage.
     """
 
     row: int
@@ -32,7 +36,7 @@ class Wanted(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a stage runs for a row in this cycle; its keys and values belong at ``position``."""
+    """A token that a stage runs for a row in this cycle. Its keys and values belong at ``position``."""
 
     row: int
     position: int
@@ -40,16 +44,25 @@ class Entry(NamedTuple):
 
 
 class Flush(NamedTuple):
-    """Positions >= ``length`` of ``row`` never were: every stage's cache and every memory of the drafter end there."""
+    """Rollback of ``row`` to ``length`` positions, in the cache of every stage and in the drafter."""
 
     row: int
     length: int
 
 
 @dataclass
-class Counters:
-    """Of one row. ``tokens``: emitted, the prefill's included; ``checked``: drafts that the target has judged; ``accepted`` of them;
-    ``flushes``: how often tokens in flight were thrown away, ``wasted``: how many; ``fed``: tokens through stages."""
+class RowCounters:
+    """Counters of one row.
+
+    Attributes:
+        cycles: Cycles in which the row ran.
+        tokens: Tokens emitted, the prefill's included.
+        checked: Draft tokens that the target has verified.
+        accepted: Accepted ones among them.
+        flushes: Rejections that discarded tokens in flight.
+        wasted: Tokens in flight that were discarded.
+        fed: Tokens through stages, one per stage.
+    """
 
     cycles: int = 0
     tokens: int = 0
@@ -61,7 +74,7 @@ class Counters:
 
 
 class _InFlight:
-    """A token on its way; ``stage`` runs it in the next cycle."""
+    """A token in flight. ``stage`` runs it in the next cycle."""
 
     __slots__ = ("position", "stage")
 
@@ -75,13 +88,20 @@ class _Row:
         self.tokens = list(prompt)  # verified ones, then those in flight
         self.verified = len(prompt)
         self.flying: list[_InFlight] = []  # oldest first
-        self.held = [len(prompt)] * stages  # per stage, positions whose keys and values it has
+        self.held = [len(prompt)] * stages  # for each stage, positions whose keys and values it holds
         self.ended = False
-        self.counters = Counters()
+        self.counters = RowCounters()
 
 
 class Machine:
-    """The rows of a batch, from the end of their prefill to the end of their text. ``ValueError`` unless ``stages`` (n) is at least 1."""
+    """The rows of a batch, from the end of their prefill to the end of their text.
+
+    Args:
+        stages: Number of stages, n.
+
+    Raises:
+        ValueError: ``stages`` is below 1.
+    """
 
     def __init__(self, stages: int) -> None:
         if stages < 1:
@@ -91,10 +111,15 @@ class Machine:
         self._rows: list[_Row] = []
 
     def reset(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], eos: Collection[int]) -> None:
-        """New rows, with their prompts and nothing else; :meth:`begin` starts them.
+        """Set the rows to their prompts. :meth:`begin` starts them after the prefill.
 
-        ``prompts``: token ids of each row, at least one; every stage will hold the keys and values of all of them. ``limits``: length at which
-        a row ends, beyond its prompt. ``eos``: ids that end a row where they are verified. ``ValueError`` for sizes that make no sense.
+        Args:
+            prompts: Token ids of each row, at least one. The prefill gives every stage the keys and values of all of them.
+            limits: Length at which each row ends, longer than its prompt.
+            eos: Token ids that end a row when the target emits them.
+
+        Raises:
+            ValueError: The numbers of prompts and limits differ, or a prompt is empty or already at its limit.
         """
         if not prompts or len(prompts) != len(limits):
             raise ValueError(f"{len(prompts)} prompts and {len(limits)} limits")
@@ -107,7 +132,7 @@ class Machine:
         self._rows = [_Row(p, limit, self.stages) for p, limit in zip(prompts, limits, strict=True)]
 
     def begin(self, first: Sequence[int]) -> None:
-        """The prefill is over; ``first[r]``: the target's token after the prompt of row r."""
+        """Start the rows after the prefill. ``first[r]`` is the target's token after the prompt of row r."""
         for row, token in zip(self._rows, first, strict=True):
             self._push(row, token)
             self._verify(row, token)
@@ -116,13 +141,13 @@ class Machine:
 
     @property
     def running(self) -> bool:
-        """Whether some row is not over."""
+        """Whether a row has not ended."""
         return any(not row.ended for row in self._rows)
 
-    def requests(self) -> list[Wanted]:
-        """The drafts wanted in this cycle. None where no token could follow: at the limit, and behind an end that is in flight."""
+    def requests(self) -> list[DraftRequest]:
+        """The drafts of this cycle. A row gets none if no token can follow: at its limit, or with an end token in flight."""
         return [
-            Wanted(i, row.tokens, len(row.flying))
+            DraftRequest(i, row.tokens, len(row.flying))
             for i, row in enumerate(self._rows)
             if not row.ended
             and len(row.tokens) < row.limit
@@ -130,7 +155,7 @@ class Machine:
         ]
 
     def entries(self) -> list[list[Entry]]:
-        """Per stage what it runs, at most one entry per row."""
+        """The entries of each stage, at most one per row."""
         out: list[list[Entry]] = [[] for _ in range(self.stages)]
         for i, row in enumerate(self._rows):
             for entry in row.flying:
@@ -138,20 +163,30 @@ class Machine:
         return out
 
     def exits(self) -> list[Entry]:
-        """What leaves the last stage in this cycle. The target's choice for the position behind each is what ``commit`` wants."""
+        """The entries that leave the last stage in this cycle. ``commit`` takes the target's token after each."""
         return self.entries()[-1]
 
     def commit(self, drafts: Mapping[int, int], chosen: Mapping[int, int]) -> list[Flush]:
-        """All stages have run. ``drafts``: by row, for (some of) the requests; ``chosen``: by row, for exactly the exits.
+        """End the cycle after all stages have run.
 
-        A row without its draft goes on all the same: with nothing in flight behind it, the target's choice enters as it is. (So does n = 1,
-        where the draft of this very cycle is what is checked: plain decoding.)
+        A row without a draft continues: nothing is in flight behind its oldest token, so the target's token enters directly. With n = 1 the
+        target's token always enters directly, and the draft of the same cycle is the one that is checked.
+
+        Args:
+            drafts: Draft token by row, for any of the requests.
+            chosen: The target's token by row, for exactly the exits.
+
+        Returns:
+            The rollbacks that the drafter must follow. The stages' lengths are in :meth:`held`.
+
+        Raises:
+            ValueError: ``drafts`` or ``chosen`` has other rows.
         """
         wanted = {request.row for request in self.requests()}
         if not drafts.keys() <= wanted:
-            raise ValueError(f"drafts for rows {sorted(drafts.keys() - wanted)}, which wanted none")
+            raise ValueError(f"drafts for rows {sorted(drafts.keys() - wanted)}, which requested none")
         if chosen.keys() != (leaving := {entry.row for entry in self.exits()}):
-            raise ValueError(f"choices for rows {sorted(chosen)}, {sorted(leaving)} left the last stage")
+            raise ValueError(f"choices for rows {sorted(chosen)}, but rows {sorted(leaving)} left the last stage")
         flushes = []
         for i, row in enumerate(self._rows):
             if row.ended:
@@ -167,7 +202,7 @@ class Machine:
                 self._push(row, draft)
                 continue
             token, place = chosen[i], row.flying.pop(0).position + 1
-            follows = place < len(row.tokens)  # else the pipe is empty now
+            follows = place < len(row.tokens)  # else the pipeline is empty now
             proposed = row.tokens[place] if follows else draft
             if proposed is not None:
                 row.counters.checked += 1
@@ -183,7 +218,7 @@ class Machine:
             if follows and proposed == token:
                 self._verify(row, token)
                 self._push(row, draft)
-            else:  # what was drafted in this cycle followed another token, or is this one
+            else:  # the draft of this cycle followed another token, or is this token
                 self._push(row, token)
                 self._verify(row, token)
         return flushes
@@ -203,10 +238,10 @@ class Machine:
         row.ended = True
         row.flying.clear()
 
-    # ---- what it holds
+    # ---- state
 
     def held(self, stage: int) -> list[int]:
-        """Per row the positions whose keys and values ``stage`` holds."""
+        """For each row, the number of positions whose keys and values ``stage`` holds."""
         return [row.held[stage] for row in self._rows]
 
     def all_tokens(self, row: int) -> list[int]:
@@ -214,14 +249,14 @@ class Machine:
         return list(self._rows[row].tokens)
 
     def newest(self, row: int) -> tuple[int, int]:
-        """Position and id of the last of all tokens."""
+        """Position and id of the row's last token."""
         tokens = self._rows[row].tokens
         return len(tokens) - 1, tokens[-1]
 
-    def count(self, row: int) -> Counters:
+    def count(self, row: int) -> RowCounters:
         return self._rows[row].counters
 
-    # ---- the verified text, under the names of a state block (see ``pipespec.drivers.base.Text``)
+    # ---- the verified text, under the names of a state block (see ``pipespec.drivers.base.TextSource``)
 
     @property
     def target(self) -> int:
@@ -236,11 +271,11 @@ class Machine:
         return self._rows[row].tokens[begin : min(end, self._rows[row].verified)]
 
     def end_row(self, row: int) -> None:
-        """End ``row`` where it stands; what is in flight is forgotten."""
+        """End ``row`` at its verified length and drop its tokens in flight."""
         self._end(self._rows[row])
 
     def counters(self, stage: int, row: int) -> dict:
-        """The row's counts under the names of a state block: a cycle in which a token was verified is a step of one token."""
+        """The row's counters under the names of a state block. A cycle that verified a token counts as a step of one token."""
         c = self._rows[row].counters
         return {
             "steps": c.tokens,

@@ -1,17 +1,24 @@
-"""Prompt lookup: what followed the last time that the newest tokens occurred. No weights."""
+"""Prompt lookup: drafts the token that followed the latest earlier occurrence of the newest tokens. It has no weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipespec.spd.drafting import Drafter, Request, Select
+from pipespec.spd.drafting import Drafter, SampleTokens
+from pipespec.spd.machine import DraftRequest
 
 
 class NgramDrafter(Drafter):
-    """Drafts the token behind the latest earlier occurrence of the longest suffix, up to ``longest`` tokens of it.
+    """Drafts the token after the latest earlier occurrence of the longest suffix of the text.
 
-    Where no suffix has occurred before it guesses the newest token again: an empty place in the pipe would save nothing.
-    (Prompt lookup decoding, Saxena 2023; here one token at a time, tokens in flight included.) ``ValueError`` unless ``longest >= 1``.
+    Without an earlier occurrence it drafts the newest token again, since an empty place in the pipeline saves nothing. This is prompt lookup
+    decoding (Saxena 2023), one token at a time, with the tokens in flight as part of the text.
+
+    Args:
+        longest: Most tokens of the suffix.
+
+    Raises:
+        ValueError: ``longest`` is below 1.
     """
 
     def __init__(self, longest: int = 3) -> None:
@@ -20,12 +27,12 @@ class NgramDrafter(Drafter):
         self.longest = longest
         self._rows: list[_Index] = []
 
-    def start(self, prompts: list[list[int]], capacity: int, select: Select) -> None:
+    def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
         self._rows = [_Index(self.longest) for _ in prompts]
         for index, prompt in zip(self._rows, prompts, strict=True):
             index.extend(prompt)
 
-    def draft(self, requests: list[Request]) -> list[int]:
+    def draft(self, requests: list[DraftRequest]) -> list[int]:
         out = []
         for row, tokens, _ in requests:
             index = self._rows[row]
@@ -42,7 +49,7 @@ class NgramDrafter(Drafter):
 
 
 class _Index:
-    """A row's tokens, and where each of its n-grams ends."""
+    """The tokens of a row, and the positions at which each of its n-grams ends."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -54,7 +61,7 @@ class _Index:
         return [tuple(self._tokens[end + 1 - n : end + 1]) for n in range(min(self._longest, end + 1), 0, -1)]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Up to ``tokens``, of which the ones held are the beginning."""
+        """Append the rest of ``tokens``, which begins with the tokens held."""
         for end in range(len(self._tokens), len(tokens)):
             self._tokens.append(tokens[end])
             for gram in self._grams(end):
@@ -69,7 +76,7 @@ class _Index:
             self._tokens.pop()
 
     def follower(self) -> int | None:
-        """The token behind the latest earlier occurrence of the longest suffix that has one."""
+        """The token after the latest earlier occurrence of the longest suffix that has one."""
         for gram in self._grams(len(self._tokens) - 1):
             ends = self._ends[gram]
             if len(ends) > 1:

@@ -1,7 +1,7 @@
-"""Partition: a LLaMA-family decoder in contiguous stages of layers. Where the cuts are, and what one stage computes.
+"""Partition of a LLaMA-family decoder into contiguous stages of layers, and the computation of one stage.
 
-The embedding is applied where a token enters, so it belongs to stage 0; final norm and LM head belong to whoever verifies, never to
-the last stage. A residual stream is named by its HuggingFace index: 0 is the embedding's output, k >= 1 what decoder layer k - 1 leaves.
+The embedding belongs to stage 0, where tokens enter. Final norm and LM head belong to the verifier and not to the last stage. A residual
+stream has its HuggingFace index: 0 is the output of the embedding, k >= 1 the output of decoder layer k - 1.
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.cache import RowCache
-from pipespec.checks import check_architecture
-from pipespec.forward import Parts, Section
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import ModelParts, ModelSection
+from pipespec.preflight.checks import check_architecture
 
-_FIRST_ROOM = 1024
-"""New tokens for which a cache has room at first; then its room doubles."""
+_INITIAL_CAPACITY = 1024
+"""New tokens that a cache has room for at first. Its capacity doubles when it is full."""
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose forward is: embedding, layers with one rotary embedding, norm, head. Others scale or mix in between."""
+"""Model types whose forward is embedding, layers with one rotary embedding, norm, head, and nothing in between."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """``counts[s]``: layers of stage ``s``, in order. ``ValueError`` unless each is at least 1."""
+    """The layers of each stage.
+
+    Args:
+        counts: Number of layers of each stage, in order.
+
+    Raises:
+        ValueError: A stage has no layer.
+    """
 
     counts: tuple[int, ...]
 
@@ -43,9 +50,10 @@ class Partition:
 
     @classmethod
     def uniform(cls, layers: int, stages: int) -> Partition:
-        """Stages of equal size; where ``stages`` does not divide ``layers`` the first ones have one layer more.
+        """Stages of equal size. If ``stages`` does not divide ``layers``, the first stages have one layer more.
 
-        ``ValueError`` unless ``1 <= stages <= layers``.
+        Raises:
+            ValueError: Not ``1 <= stages <= layers``.
         """
         _check_stages(layers, stages)
         each, more = divmod(layers, stages)
@@ -53,10 +61,16 @@ class Partition:
 
     @classmethod
     def balanced(cls, costs: Sequence[float], stages: int) -> Partition:
-        """The cuts with the fastest slowest stage; among those the most even ones (smallest sum of squares).
+        """The cuts whose slowest stage is fastest, and among those the most even ones (smallest sum of squares).
 
-        ``costs``: of each layer, any unit. Exact: the linear partition problem by dynamic programming, O(stages layers^2).
-        ``ValueError`` for costs that are negative or no numbers, and unless ``1 <= stages <= layers``.
+        The result is exact: dynamic programming solves the linear partition problem in O(stages layers^2).
+
+        Args:
+            costs: Cost of each layer, in any unit.
+            stages: Number of stages.
+
+        Raises:
+            ValueError: A cost is negative or not finite, or not ``1 <= stages <= layers``.
         """
         _check_stages(len(costs), stages)
         if any(not 0 <= c < float("inf") for c in costs):
@@ -65,7 +79,7 @@ class Partition:
         before = [0.0]
         for cost in costs:
             before.append(before[-1] + cost)
-        # slowest[e]: of the best cuts of layers 0 .. e-1 into s stages.
+        # slowest[e]: cost of the slowest stage in the best cuts of layers 0 .. e-1 into s stages.
         slowest = {0: 0.0}
         for s in range(1, stages + 1):
             slowest = {
@@ -73,7 +87,7 @@ class Partition:
                 for end in range(s, layers - stages + s + 1)
             }
         bound = slowest[layers]
-        # Again within that bound. even[e]: the smallest sum of squares, and its counts.
+        # A second pass within that bound. even[e]: the smallest sum of squares, and its counts.
         even: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for _ in range(stages):
             longer: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -88,7 +102,7 @@ class Partition:
         return cls(even[layers][1])
 
     def check(self, layers: int) -> None:
-        """``ValueError`` unless these stages make up a model of ``layers`` layers."""
+        """Raise ``ValueError`` unless the stages have ``layers`` layers together."""
         if self.layers != layers:
             raise ValueError(
                 f"the stages {list(self.counts)} have {self.layers} layers together, the model has {layers}: give counts that sum to that"
@@ -109,11 +123,11 @@ class Partition:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """First layer and the one behind the last, of each stage."""
+        """First layer of each stage, and the layer after its last one."""
         return tuple((span.start, span.stop) for span in map(self.span, range(self.stages)))
 
     def owner(self, index: int) -> int:
-        """The stage that computes the residual stream ``index``. ``ValueError`` where there is none."""
+        """The stage that computes the residual stream ``index``. Raises ``ValueError`` if there is no such stream."""
         if not 0 <= index <= self.layers:
             raise ValueError(
                 f"there is no residual stream {index} in a model of {self.layers} layers (0 .. {self.layers})"
@@ -129,9 +143,16 @@ def _check_stages(layers: int, stages: int) -> None:
 
 
 def cut(layers: int, stages: int | Sequence[int] | str | Partition, costs: Callable[[], Sequence[float]]) -> Partition:
-    """What a user means by ``stages``: a number, layers per stage, or ``"balanced:n"``, for which ``costs()`` are asked for.
+    """Turn a user's argument ``stages`` into a partition.
 
-    ``TypeError`` or ``ValueError`` for anything else, and for what does not make up ``layers``.
+    Args:
+        layers: Layers of the model.
+        stages: A number of stages, the layers of each stage, or ``"balanced:n"``.
+        costs: Returns the cost of each layer, for ``"balanced:n"``.
+
+    Raises:
+        TypeError: ``stages`` has another type.
+        ValueError: ``stages`` has another format, or does not add up to ``layers``.
     """
     if isinstance(stages, str):
         kind, _, number = stages.partition(":")
@@ -156,7 +177,7 @@ def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Par
 
 
 def check_target(model: PreTrainedModel) -> None:
-    """``TypeError`` for a model that is not of the LLaMA family: stages would leave out what its forward does beside them."""
+    """Raise ``TypeError`` for a model that is not of the LLaMA family: its forward does more than its layers do."""
     check_architecture("target", model)
     if model.config.model_type not in FAMILY:
         raise TypeError(
@@ -164,30 +185,32 @@ def check_target(model: PreTrainedModel) -> None:
         )
 
 
-# ---- what a stage computes
+# ---- computation of a stage
 
 
 class LayerStage:
-    """Consecutive layers of a model (its own modules, nothing is copied), with the keys and values of these layers only.
+    """Consecutive layers of a model with the keys and values of these layers only. The modules are the model's own.
 
-    Parameters
-    ----------
-    layers: the modules; ``first``: number of the first one in the model.
-    config: the model's. rotary: its rotary embedding. embed: its token embedding; for stage 0, else None.
+    Args:
+        layers: The modules.
+        first: Number of the first layer in the model.
+        config: Configuration of the model.
+        rotary: Rotary embedding of the model.
+        embed: Token embedding of the model for stage 0, else None.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], first: int, config: Any, rotary: nn.Module, embed: nn.Module | None
     ) -> None:
         self.layers, self.first, self.config, self.embed = list(layers), first, config, embed
-        self._section = Section(Parts(config, self.layers, first, rotary, embed))
+        self._section = ModelSection(ModelParts(config, self.layers, first, rotary, embed))
         weight = next(self.layers[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self._cache: RowCache | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, partition: Partition, stage: int) -> LayerStage:
-        """Stage ``stage`` of a model that is there."""
+        """Stage ``stage`` of a loaded model."""
         base, span = model.model, partition.span(stage)
         layers = [base.layers[i] for i in span]
         return cls(layers, span.start, model.config, base.rotary_emb, base.embed_tokens if span.start == 0 else None)
@@ -198,11 +221,14 @@ class LayerStage:
         return self._cache
 
     def open(self, rows: int, longest: int, most: int) -> None:
-        """Empty rows, with room for prompts of ``longest`` tokens and some more; :meth:`step` makes more, up to ``most`` positions.
+        """Start with empty rows. The storage of the previous call is reused if it fits.
 
-        The storage of the call before is used again where it fits.
+        Args:
+            rows: Number of rows.
+            longest: Tokens of the longest prompt. The cache has room for these and some more, and :meth:`step` grows it.
+            most: Most positions of a row.
         """
-        capacity = min(most, longest + _FIRST_ROOM)
+        capacity = min(most, longest + _INITIAL_CAPACITY)
         self._most = most
         if self._cache is None or not self._cache.fits(rows, capacity) or not self._matches(self._cache):
             self._cache = None  # before the new one is allocated
@@ -213,20 +239,25 @@ class LayerStage:
 
     def _matches(self, cache: RowCache) -> bool:
         weight = next(self.layers[0].parameters())
-        self.dtype, self.device = weight.dtype, weight.device  # it may have been moved, or cast
+        self.dtype, self.device = weight.dtype, weight.device  # the user may have moved or cast the model
         return cache.dtype == self.dtype and cache.device == self.device
 
     def close(self) -> None:
-        """Give the cache back to the system."""
+        """Release the cache."""
         self._cache = None
 
     def step(
         self, fed: torch.Tensor, held: Sequence[int], see: Callable[[int, torch.Tensor], None] | None = None
     ) -> torch.Tensor:
-        """Feed ``q`` columns at positions ``held[r] ..`` of the rows; what the last layer leaves, ``[rows, q, H]``.
+        """Run ``q`` columns and append them to the cache.
 
-        ``fed``: of stage 0 tokens ``[rows, q]``, of others what the stage before leaves. Positions from ``held`` on are forgotten first, and the
-        new ones are there afterwards. ``see(k, stream)``: told each residual stream k that arises here; stage 0 embeds.
+        Args:
+            fed: Tokens ``[rows, q]`` for stage 0, the output of the stage before for others.
+            held: Positions of each row that stay in the cache. Later ones are dropped first.
+            see: Called with the HF index and the values of each residual stream that this stage computes.
+
+        Returns:
+            The output of the last layer, ``[rows, q, H]``.
         """
         cache = self.cache
         cache.truncate(held)
@@ -235,35 +266,35 @@ class LayerStage:
             cache.reserve(max(need, min(2 * cache.capacity, self._most)))
         hidden = fed.to(self.device)
         if self.embed is not None:
-            hidden = self._section.embedded(hidden)
+            hidden = self._section.embed(hidden)
             if see is not None:
                 see(0, hidden)
-        return self._section.through(hidden, cache, see)
+        return self._section.run_layers(hidden, cache, see)
 
 
 class Verifier:
-    """Final norm and LM head: from what the last stage leaves to logits."""
+    """Final norm and LM head: the output of the last stage to logits."""
 
     def __init__(self, norm: nn.Module, head: nn.Module, config: Any) -> None:
         self.head = head
-        self._section = Section(Parts(config, norm=norm, head=head))
+        self._section = ModelSection(ModelParts(config, norm=norm, head=head))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Verifier:
         return cls(model.model.norm, model.get_output_embeddings(), model.config)
 
     def open(self) -> None:
-        """A call begins: look at what norm and head are."""
+        """Begin a call: read dtype and device of norm and head."""
         weight = next(self.head.parameters())
         self._section.open(weight.dtype, weight.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden [rows, q, H]``: residual stream L. Returns ``[rows, q, V]``."""
+        """Logits ``[rows, q, V]`` of the last residual stream, ``hidden [rows, q, H]``."""
         return self._section.logits(hidden.to(next(self.head.parameters()).device))
 
 
 def layer_seconds(model: PreTrainedModel, repeats: int = 7, context: int = 64) -> list[float]:
-    """Measured seconds of each layer for one new token of one row behind ``context`` others; medians of ``repeats``."""
+    """Measure the seconds of each layer for one new token of one row after ``context`` others, the median of ``repeats``."""
     base = model.model
     hidden = torch.randn(
         (1, context, model.config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu"
@@ -271,7 +302,7 @@ def layer_seconds(model: PreTrainedModel, repeats: int = 7, context: int = 64) -
     out = []
     with torch.inference_mode():
         for number in range(model.config.num_hidden_layers):
-            # Without the embedding the first one, too, is fed hidden states.
+            # Without the embedding, the first layer takes hidden states like the others.
             stage = LayerStage([base.layers[number]], number, model.config, base.rotary_emb, None)
             stage.open(1, context, context + 1)
             stage.step(hidden, [0])
@@ -291,14 +322,18 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# ---- from safetensors, only what is needed
+# ---- loading a part of the safetensors
 
 
 def load_skeleton(path: str | Path) -> PreTrainedModel:
-    """The model at ``path`` without any weight (on the meta device): what can be checked before weights are loaded.
+    """The model at ``path`` on the meta device, for checks before any weight is loaded.
 
-    ``path``: a folder with config.json and safetensors, or a hub name that is in the local cache. Raises ``FileNotFoundError`` where there
-    is none, ``TypeError`` for a model that is not of the LLaMA family.
+    Args:
+        path: A folder with config.json and safetensors, or a hub name in the local cache.
+
+    Raises:
+        FileNotFoundError: There is no model.
+        TypeError: The model is not of the LLaMA family.
     """
     if _file(path, "config.json") is None:
         raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
@@ -319,10 +354,18 @@ def load_stage(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LayerStage:
-    """Stage ``stage`` of the model at ``path``: reads its own layers from the safetensors and nothing else.
+    """Load stage ``stage`` of the model at ``path``. Only its own layers are read from the safetensors.
 
-    ``dtype``: None keeps what config.json says. Raises as :func:`load_skeleton`; ``ValueError``, before any weight is read, for a partition
-    of another number of layers or a stage that it does not have, and where weights are missing, damaged or of another shape.
+    Args:
+        path: As for :func:`load_skeleton`.
+        partition: The stages.
+        stage: Number of the stage.
+        dtype: Dtype of the weights; None: that of config.json.
+        device: Device of the weights.
+
+    Raises:
+        FileNotFoundError, TypeError: As :func:`load_skeleton`.
+        ValueError: Partition and model do not fit, or weights are missing, damaged or of another shape.
     """
     model = load_skeleton(path)
     partition.check(model.config.num_hidden_layers)
@@ -339,7 +382,7 @@ def load_stage(
 def load_ends(
     path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """The model at ``path`` without its layers: embedding, final norm and LM head. Raises as :func:`load_stage`."""
+    """Load embedding, final norm and LM head of the model at ``path``. Arguments and errors as for :func:`load_stage`."""
     model = load_skeleton(path)
     base, tied = model.model, model.config.tie_word_embeddings
     base.layers = nn.ModuleList()
@@ -355,13 +398,13 @@ def load_ends(
 
 
 def _with_rotary(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
-    """The rotary embedding has no weights, only buffers that follow from the configuration."""
+    """Build the rotary embedding, whose buffers follow from the configuration."""
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     return model
 
 
 def _load(path: str | Path, parts: dict[str, nn.Module], dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give the modules of ``parts`` the weights stored under their names."""
+    """Load the stored weights into the modules of ``parts``, which has them by name."""
     wanted = {
         f"{prefix}.{name}": (module, name) for prefix, module in parts.items() for name, _ in module.named_parameters()
     }
@@ -384,7 +427,7 @@ def _load(path: str | Path, parts: dict[str, nn.Module], dtype: torch.dtype, dev
 
 
 def _files(path: str | Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """Which file holds which of the weights ``names``. ``ValueError`` for weights that none holds."""
+    """The weights ``names`` by the file that holds them. Raises ``ValueError`` for missing weights."""
     index = _file(path, "model.safetensors.index.json")
     single = _file(path, "model.safetensors")
     if index is not None:
@@ -415,7 +458,7 @@ def _files(path: str | Path, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _file(path: str | Path, name: str) -> str | None:
-    """A file of a model's folder, or of a hub name's in the local cache."""
+    """Path of a file in a model's folder, or in the local cache of a hub name; None if there is none."""
     if Path(path).is_dir():
         file = Path(path) / name
         return str(file) if file.is_file() else None

@@ -1,4 +1,4 @@
-"""SpeculativePipeline: a partitioned target and its drafter behind ``generate()``."""
+"""SpeculativePipeline: ``generate()`` on a partitioned target with a drafter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.checks import check_chain
 from pipespec.generation import Generation
-from pipespec.loading import load_model
+from pipespec.models.loading import load_model
 from pipespec.pipeline import BasePipeline
+from pipespec.preflight.checks import check_chain
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
@@ -25,23 +25,28 @@ _Model: TypeAlias = PreTrainedModel | str | Path
 
 
 class SpeculativePipeline(BasePipeline):
-    """A target in n stages with one token in flight per stage; ``generate()`` as :meth:`pipespec.Pipeline.generate` has it.
+    """A target in n stages with one token in flight per stage. ``generate()`` is that of :meth:`pipespec.Pipeline.generate`.
 
-    The text depends on target, prompt and seed only: not on the partition, the drafter, or its failure.
+    The text depends on target, prompt and seed only, and not on the partition, on the drafter or on its failure.
 
-    All stages run in this process, in turn: the text, the acceptance and the times of the parts are those of stages on devices of their own,
-    the wall clock is not. On one device speculative pipeline decoding cannot beat plain decoding, since each cycle reads all weights.
+    All stages run in this process, in turn. The text, the acceptance and the times of the parts are those of stages on separate devices;
+    the wall-clock time is not. On one device SPD cannot beat plain decoding, since each cycle reads all weights.
 
-    Parameters
-    ----------
-    target: a LLaMA-family causal language model, or the path of one.
-    drafter: the folder of a draft module trained for this target and these stages; ``"ngram"`` (prompt lookup); a model or path, or several,
-        smallest first (a PipeSpec chain drafts, see :mod:`pipespec.spd.chain`); or any :class:`pipespec.spd.Drafter`.
-    stages: n (equal stages, the first ones larger by one layer where n does not divide), layers per stage, or ``"balanced:n"`` (by measured
-        time of each layer). With one stage it is plain decoding and the drafter is not asked.
-    dtype, device, trust_remote_code: for models given as paths, as for :class:`pipespec.Pipeline`.
+    Args:
+        target: A causal language model of the LLaMA family, or its path.
+        drafter: The folder of a draft module that was trained for this target and these stages; ``"ngram"`` (prompt lookup); one or
+            several models or paths, smallest first, which draft as a PipeSpec chain (:mod:`pipespec.spd.chain`); or any
+            :class:`pipespec.spd.Drafter`.
+        stages: The number of equal stages, where the first ones get one layer more if it does not divide; the layers of each stage; or
+            ``"balanced:n"``, by the measured time of each layer. With one stage the target decodes plainly, without the drafter.
+        dtype: For models given as paths, as for :class:`pipespec.Pipeline`.
+        device: As ``dtype``.
+        trust_remote_code: As ``dtype``.
 
-    Raises ``ValueError``, ``TypeError`` or ``FileNotFoundError``, before any work, for what does not fit together.
+    Raises:
+        ValueError: Target, drafter and stages do not fit together. Raised before any weight is loaded where possible.
+        TypeError: The target is no model of the LLaMA family, or an argument has another type.
+        FileNotFoundError: A path holds no model.
     """
 
     report: SpeculativeReport | None
@@ -68,20 +73,15 @@ class SpeculativePipeline(BasePipeline):
         self.partition = partition_of(model, stages)
         self.drafter, drafts = resolve_drafter(drafter, model, target, self.partition, **options)
         super().__init__([*drafts, model])
-        self._copies = True
         self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, self.drafter)
 
-    def _spare(self, generation: Generation) -> None:
-        self._driver.forget()
-
-    def _generate(self, generation: Generation) -> SpeculativeReport:
-        return run(generation, self._driver, "spd")
+    def _report(self, generation: Generation) -> SpeculativeReport:
+        return speculative_report(generation, self._driver)
 
 
-def run(generation: Generation, driver: SpeculativeDriver, schedule: str) -> SpeculativeReport:
-    """Generate, and tell what it took."""
-    generation.run(driver)
-    plain = generation.report(schedule)
+def speculative_report(generation: Generation, driver: SpeculativeDriver) -> SpeculativeReport:
+    """The report of the last call of ``driver``."""
+    plain = generation.report(driver)
     counts = [driver.machine.count(row) for row in range(plain.rows)]
     phases, known = driver.clock.seconds, sum(driver.clock.seconds.values())
     return SpeculativeReport(
@@ -101,7 +101,7 @@ def run(generation: Generation, driver: SpeculativeDriver, schedule: str) -> Spe
 
 
 def module_config(drafter: Any) -> DraftModuleConfig | None:
-    """The configuration of the draft module that lies at the path ``drafter``; None where it is no path of one."""
+    """The configuration of the draft module at the path ``drafter``; None if it is no path of a draft module."""
     if isinstance(drafter, (str, Path)) and Path(drafter, CONFIG_FILE).is_file():
         return DraftModuleConfig.load(drafter)
     return None
@@ -110,9 +110,20 @@ def module_config(drafter: Any) -> DraftModuleConfig | None:
 def resolve_drafter(
     drafter: Any, target: PreTrainedModel, given_target: Any, partition: Partition, **options: Any
 ) -> tuple[Drafter, list[PreTrainedModel]]:
-    """What a user means by ``drafter``, and the models in it; ``options``: for models given as paths.
+    """Turn the argument ``drafter`` of :class:`SpeculativePipeline` into a drafter.
 
-    Raises as :class:`SpeculativePipeline`.
+    Args:
+        drafter: The argument.
+        target: The target.
+        given_target: The target as the user gave it, a model or a path.
+        partition: The stages.
+        options: Arguments of ``load_model`` for models given as paths.
+
+    Returns:
+        The drafter, and the models in it.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: As :class:`SpeculativePipeline`.
     """
     if module_config(drafter) is not None:
         whole = given_target if isinstance(given_target, (str, Path)) else target

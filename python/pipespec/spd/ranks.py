@@ -1,11 +1,11 @@
-"""SPD over processes: each stage on a rank of its own (torchrun, gloo), with its own layers and their keys and values only.
+"""SPD over processes: each stage on a rank of its own (torchrun, gloo), with the keys and values of its own layers only.
 
-Rank 0 holds embedding, final norm, LM head and the drafter and runs the machine; the stages follow. With n stages there are n + 1 ranks, or n
-with the first stage on rank 0, too. All messages have a size that is known beforehand, no cycle has a barrier: rank 0 tells the stages
-what to run (token ids included) and drafts while they do; stage s sends what it leaves to stage s + 1, which takes it when it is told
-its next entry; the last one's goes to rank 0. The prompt goes through the stages in chunks, one stage a chunk behind the other.
+Rank 0 holds embedding, final norm, LM head and drafter, and runs the decode machine. With n stages there are n + 1 ranks, or n with the
+first stage on rank 0, too. Sender and receiver compute the size of every message, and no cycle has a barrier. Rank 0 sends each stage its command
+with the token ids, and drafts while the stages run. Stage s sends its output to stage s + 1, which receives it with its next command. The
+last stage sends its output to rank 0. The prompt passes the stages in chunks, each stage one chunk behind the stage before it.
 
-Use: the same script on all ranks (``torchrun --nproc-per-node 3 script.py``)::
+Usage: the same script on all ranks (``torchrun --nproc-per-node 3 script.py``)::
 
     with RanksPipeline("path/of/target", "ngram", stages=2) as pipe:
         if pipe.is_controller:
@@ -29,16 +29,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.cache import RowCache
-from pipespec.drivers import Request
+from pipespec.drivers import GenerationRequest
+from pipespec.drivers.base import Decoder
+from pipespec.engine.cache import RowCache
 from pipespec.generation import Generation
 from pipespec.pipeline import BasePipeline
-from pipespec.spd.decoding import SpeculativeDriver, Streams
+from pipespec.spd.decoding import ResidualStream, SpeculativeDriver
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.link import START_S, TIMEOUT_S, Link, RankError, uninterrupted
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import LayerStage, Partition, Verifier, cut, load_ends, load_skeleton, load_stage
-from pipespec.spd.pipeline import module_config, resolve_drafter, run
+from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
 
 _CONTROL, _TOKENS, _HIDDEN, _STREAMS, _BUSY, _DONE = range(6)
@@ -52,12 +53,18 @@ _HEAD = 6
 
 
 class Control(NamedTuple):
-    """What a stage is told. int64 ``[_HEAD + 2 B]``; while no call runs the first ``_HEAD`` words alone (``_OPEN``: B, longest, most).
+    """Command to a stage, sent as int64 ``[_HEAD + 2 B]``. Between calls only the first ``_HEAD`` words are sent (``_OPEN``: B, longest, most).
 
-    ``q``: columns to feed. ``arrives``: columns of the message from the stage before that is to be taken first, 0 for none; ``runs``: whether
-    there is anything to feed; ``passes``: whether what is left goes on to the next rank; ``held``, ``tokens [B]``: as for
-    ``LayerStage.step``; with q > 1 stage 0 gets its tokens ``[B, q]`` in a message of their own. ``cycle``: whether it belongs to a cycle, or else to
-    the prefill, where the last stage says of each chunk that it is through (``_DONE``), so that few are on their way at once.
+    Attributes:
+        word: ``_RUN`` or ``_END``.
+        q: Columns to run.
+        arrives: Columns of the message to receive first from the stage before, or 0.
+        runs: Whether there are columns to run.
+        passes: Whether the output goes to the next rank.
+        cycle: Whether the command belongs to a cycle. In the prefill, the last stage confirms each chunk (``_DONE``), which bounds the
+            number of chunks under way.
+        held: Positions of each row that stay in the cache, as for ``LayerStage.step``.
+        tokens: Token of each row. With q > 1, stage 0 receives its tokens ``[B, q]`` in a separate message.
     """
 
     word: int
@@ -70,26 +77,23 @@ class Control(NamedTuple):
     tokens: Sequence[int]
 
     def encoded(self) -> torch.Tensor:
-        head = [self.word, self.q, self.arrives, int(self.runs), int(self.passes), int(self.cycle)]
-        return torch.tensor([*head, *self.held, *self.tokens], dtype=torch.int64)
+        return torch.tensor([*self[:_HEAD], *self.held, *self.tokens], dtype=torch.int64)
 
     @classmethod
     def decoded(cls, words: torch.Tensor) -> Control:
-        word, q, arrives, runs, passes, cycle, *rows = words.tolist()
-        return cls(
-            word, q, arrives, bool(runs), bool(passes), bool(cycle), rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        )
+        head, rows = words[:_HEAD].tolist(), words[_HEAD:].tolist()
+        return cls._make([*head, rows[: len(rows) // 2], rows[len(rows) // 2 :]])
 
 
 class _Server:
-    """A stage, as its rank runs it."""
+    """A stage on its rank."""
 
     def __init__(
         self, stage: LayerStage, number: int, rank_of: Sequence[int], features: Sequence[int], link: Link
     ) -> None:
         self.stage, self._number, self._rank_of, self._link = stage, number, rank_of, link
         first, last = stage.first, stage.first + len(stage.layers)
-        # Stream 0 rank 0 has itself: it embeds.
+        # Rank 0 computes stream 0 itself.
         self.features = [k for k in features if first < k <= last]
         self._hidden_size: int = stage.config.hidden_size
         self.busy = 0.0
@@ -99,13 +103,20 @@ class _Server:
         self.busy = 0.0
         self._arrived: torch.Tensor | None = None
 
-    def handle(self, control: Control, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor | None, list[Streams]]:
-        """What the stage leaves, sent on already if it goes to another rank than 0, and the streams that the drafter reads.
+    def handle(
+        self, control: Control, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, list[ResidualStream]]:
+        """Run a command, and send the output if it goes to another stage.
 
-        ``tokens [B, q]``: for stage 0.
+        Args:
+            control: The command.
+            tokens: ``[B, q]`` token ids, for stage 0.
+
+        Returns:
+            The output of the stage, or None, and the residual streams that the drafter reads.
         """
         rows = self.stage.cache.rows
-        # A chunk of the prompt comes through all stages before this one, one after the other.
+        # A chunk of the prompt passes all earlier stages first.
         self._link.patience = 1 if control.cycle else len(self._rank_of)
         if control.arrives:
             shape = (rows, control.arrives, self._hidden_size)
@@ -113,11 +124,11 @@ class _Server:
         if not control.runs:
             return None, []
         began = time.perf_counter()
-        streams: list[Streams] = []
+        streams: list[ResidualStream] = []
 
         def see(index: int, stream: torch.Tensor) -> None:
             if index in self.features:
-                streams.append(Streams(index, stream))
+                streams.append(ResidualStream(index, stream))
 
         fed = tokens if self._number == 0 else self._arrived
         assert fed is not None
@@ -130,7 +141,7 @@ class _Server:
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """Do what rank 0 says until it closes. ``RankError`` when another rank is gone."""
+        """Run the commands of rank 0 until it closes. Raises ``RankError`` if another rank has ended."""
         link, last = self._link, self._number + 1 == len(self._rank_of)
         while True:
             head = link.receive((_HEAD,), torch.int64, 0, _CONTROL, idle=True).tolist()
@@ -158,19 +169,19 @@ class _Server:
 
 
 class _Remote:
-    """The keys and values: in other processes, where they stay."""
+    """Keys and values in other processes."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         raise NotImplementedError(
             "generate(): past_key_values is not supported with ranks: each stage keeps the keys and values of its own layers"
         )
 
-    def release(self, lengths: Sequence[int]) -> None:
+    def return_cache(self, lengths: Sequence[int]) -> None:
         return None
 
 
 class RanksDriver(SpeculativeDriver):
-    """Rank 0's side: tells the stages what to run. ``local``: the first stage, where it shares this rank."""
+    """Rank 0: sends the commands. ``local`` is the first stage if it shares this rank, else None."""
 
     def __init__(
         self, model: PreTrainedModel, partition: Partition, drafter: Drafter, link: Link, local: _Server | None
@@ -180,20 +191,25 @@ class RanksDriver(SpeculativeDriver):
         self._embed = model.get_input_embeddings()
         self._dtype, self._hidden_size = model.dtype, model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
-        self._due: list[tuple[int, int, tuple[int, ...]]] = []  # promised to this rank: source, tag, shape
+        self._due: list[tuple[int, int, tuple[int, ...]]] = []  # messages to come: source, tag, shape
         self._running = False
-        self._chunks = 0  # of the prompt, on their way
-        self._own: torch.Tensor | None = None  # what the local stage has left
+        self._chunks = 0  # chunks of the prompt under way
+        self._own: torch.Tensor | None = None  # output of the local stage
+
+    ran_as = "ranks"
 
     @property
     def target(self) -> _Remote:
         return _Remote()
 
-    def run(self, request: Request) -> None:
+    def for_fork(self) -> Decoder:
+        raise RuntimeError("a forked process cannot talk to the ranks: generate in the process that torchrun started")
+
+    def _generate(self, request: GenerationRequest) -> None:
         if self._link.broken:
             raise RankError("this process group broke in an earlier call; start all ranks again")
         try:
-            super().run(request)
+            super()._generate(request)
         finally:
             if self._running and not self._link.broken:
                 try:
@@ -206,7 +222,7 @@ class RanksDriver(SpeculativeDriver):
     @uninterrupted()
     def _open(self, rows: int, longest: int, most: int) -> None:
         self._rows = rows
-        self._sent = [0] * self.partition.stages  # columns on their way from stage s to the next one
+        self._sent = [0] * self.partition.stages  # columns under way from stage s to the next one
         self._due.clear()
         self._chunks = 0
         self._link.patience = self.partition.stages
@@ -221,7 +237,7 @@ class RanksDriver(SpeculativeDriver):
 
     @uninterrupted()
     def _end(self) -> None:
-        """Leave nothing on its way: the next call begins with empty wires."""
+        """Receive every message under way, so that the next call starts without any."""
         self._running = False
         nothing = [0] * self._rows
         for s, rank in enumerate(self._rank_of):
@@ -241,15 +257,15 @@ class RanksDriver(SpeculativeDriver):
                 self.clock.stage_seconds[s] = float(self._link.receive((1,), torch.float64, rank, _BUSY))
 
     def _await_chunks(self, most: int) -> None:
-        """Until at most so many chunks of the prompt are on their way."""
+        """Wait until at most ``most`` chunks of the prompt are under way."""
         while self._chunks > most:
             self._link.receive((1,), torch.uint8, self._rank_of[-1], _DONE)
             self._chunks -= 1
 
-    def _tell_stage(self, s: int, control: Control, tokens: torch.Tensor | None) -> list[Streams]:
-        """Let stage ``s`` do it: another rank when it gets there, this one now. Returns what is here already."""
+    def _tell_stage(self, s: int, control: Control, tokens: torch.Tensor | None) -> list[ResidualStream]:
+        """Send a command to stage ``s``, or run it if the stage is local. Return the residual streams of a local stage."""
         rank, last = self._rank_of[s], s + 1 == self.partition.stages
-        streams: list[Streams] = []
+        streams: list[ResidualStream] = []
         if s == 0 and self._local is not None:
             hidden, streams = self._local.handle(control, tokens)
             self._own = hidden
@@ -268,8 +284,8 @@ class RanksDriver(SpeculativeDriver):
     def _features_of(self, s: int) -> list[int]:
         return [k for k in self.features if k > 0 and self.partition.owner(k) == s]
 
-    def _gather(self) -> tuple[torch.Tensor | None, list[Streams]]:
-        """Receive all that is due: what the last stage leaves, and streams."""
+    def _gather(self) -> tuple[torch.Tensor | None, list[ResidualStream]]:
+        """Receive all messages to come. Return the output of the last stage, or None, and the residual streams."""
         hidden, streams = None, []
         while self._due:
             source, tag, shape = self._due[0]
@@ -279,16 +295,16 @@ class RanksDriver(SpeculativeDriver):
                 hidden = message
             else:
                 indices = self._features_of(self._rank_of.index(source))
-                streams += [Streams(k, values) for k, values in zip(indices, message, strict=True)]
+                streams += [ResidualStream(k, values) for k, values in zip(indices, message, strict=True)]
         return hidden, streams
 
-    def _embedded(self, tokens: torch.Tensor) -> list[Streams]:
-        return [Streams(0, self._embed(tokens.to(self._embed.weight.device)))] if 0 in self.features else []
+    def _embedded(self, tokens: torch.Tensor) -> list[ResidualStream]:
+        return [ResidualStream(0, self._embed(tokens.to(self._embed.weight.device)))] if 0 in self.features else []
 
     @uninterrupted()
     def _feed(
         self, columns: np.ndarray, begin: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, list[Streams]]:
+    ) -> tuple[torch.Tensor | None, list[ResidualStream]]:
         tokens = torch.from_numpy(columns).long()
         q, stages = columns.shape[1], self.partition.stages
         streams = self._embedded(tokens)
@@ -300,7 +316,7 @@ class RanksDriver(SpeculativeDriver):
             passes = answer or s + 1 < stages
             control = Control(_RUN, q, q if s else 0, True, passes, False, begin, columns[:, 0].tolist())
             streams += self._tell_stage(s, control, tokens if s == 0 else None)
-            self._sent[s] = 0  # the next stage takes it with the same command
+            self._sent[s] = 0  # the next stage receives it with the same command
         hidden, others = self._gather()
         if stages == 1 and self._local is not None:
             hidden = self._own
@@ -308,7 +324,7 @@ class RanksDriver(SpeculativeDriver):
 
     @uninterrupted()
     def _launch(self, work: list[list[Entry]]) -> None:
-        self._now: list[Streams] = []
+        self._now: list[ResidualStream] = []
         self._mine: tuple[Control, torch.Tensor] | None = None
         self._link.patience = 1
         sent = list(self._sent)
@@ -325,13 +341,13 @@ class RanksDriver(SpeculativeDriver):
             if s == 0:
                 if entries:
                     self._now += self._embedded(tokens[:, None])
-                if self._local is not None:  # after the others have been told, and after the draft
+                if self._local is not None:  # runs after the other commands are sent and after the draft
                     self._mine, self._sent[0] = (control, tokens[:, None]), 0
                     continue
             self._tell_stage(s, control, None)
 
     @uninterrupted()
-    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[Streams], list[float]]:
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[ResidualStream], list[float]]:
         streams = self._now
         if self._mine is not None:
             streams = streams + self._tell_stage(0, *self._mine)
@@ -342,7 +358,7 @@ class RanksDriver(SpeculativeDriver):
 
 
 def ranks_of(stages: int, world: int) -> list[int]:
-    """The rank of each stage. ``ValueError`` for a world that has neither a rank per stage nor one more."""
+    """The rank of each stage. Raises ``ValueError`` unless there are as many ranks as stages, or one more."""
     if world not in (stages, stages + 1):
         raise ValueError(
             f"{stages} stages need {stages + 1} ranks, or {stages} with the first stage beside the drafter; there are {world}: start with "
@@ -352,7 +368,7 @@ def ranks_of(stages: int, world: int) -> list[int]:
 
 
 def own_device(device: torch.device | str, local_rank: int) -> torch.device:
-    """The device of the ``local_rank``-th rank of a machine. ``ValueError`` for one that is not there."""
+    """The device of a machine's rank number ``local_rank``. Raises ``ValueError`` if the device does not exist."""
     found = torch.device(device)
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r}: ranks compute on 'cpu' or 'cuda'")
@@ -371,25 +387,24 @@ def own_device(device: torch.device | str, local_rank: int) -> torch.device:
 
 
 class RanksPipeline(BasePipeline):
-    """A partitioned target over the ranks that torchrun has started; ``generate()`` on rank 0, ``serve()`` on the others.
+    """A partitioned target over the ranks that torchrun has started: ``generate()`` on rank 0, ``serve()`` on the others.
 
-    The text is that of :class:`pipespec.spd.SpeculativePipeline`. Not with ranks: ``past_key_values`` (refused; none is returned), and
-    ``stages="balanced:n"``.
+    The text is that of :class:`pipespec.spd.SpeculativePipeline`. Ranks do not support ``past_key_values`` and ``stages="balanced:n"``.
 
-    Parameters
-    ----------
-    target: path of a LLaMA-family model: each rank reads its own part of the safetensors.
-    drafter, stages: as for ``SpeculativePipeline``; the same on all ranks. A drafter with ``features`` is needed on all ranks (its ``features``
-        say what stages send), but started on rank 0 only.
-    timeout_s: longest time of a rank's part of a cycle or of a chunk of the prompt, rank 0's streamers and processors included. A rank that takes
-        longer, dies or stops ends the call, everywhere, with :class:`RankError` or, where a wait cannot be left, the process.
-    start_s: longest time until all ranks are there, and again until all have loaded their weights.
-    dtype: None keeps the model's.
-    device: where each rank computes: ``"cpu"``; ``"cuda"``, the GPU with the rank's number on its machine (LOCAL_RANK); or one that all share, such
-        as ``"cuda:0"``. What ranks send goes through host memory (gloo) in any case; NCCL is not used.
+    Args:
+        target: Path of a LLaMA-family model. Each rank reads its own part of the safetensors.
+        drafter: As for ``SpeculativePipeline``, the same on all ranks. Only rank 0 runs it; the others read its ``features``.
+        stages: As for ``SpeculativePipeline``, the same on all ranks.
+        timeout_s: Longest time of a rank for its part of a cycle or of a chunk of the prompt, with rank 0's streamers and processors. If a
+            rank takes longer, dies or stops, the call ends on all ranks with :class:`RankError`, or the process ends.
+        start_s: Longest time until all ranks are there, and again until all have loaded their weights.
+        dtype: Dtype of the weights. None keeps the model's.
+        device: Device of each rank: ``"cpu"``; ``"cuda"``, the GPU of number LOCAL_RANK; or one for all, such as ``"cuda:0"``. Messages go
+            through host memory (gloo).
 
-    Raises as ``SpeculativePipeline``, before any weight is read and on all ranks; ``RankError`` on all ranks where one cannot load its part,
-    where one does not come, and where they were started with different stages, features or dtypes.
+    Raises:
+        ValueError, TypeError, FileNotFoundError: As ``SpeculativePipeline``, on all ranks and before any weight is read.
+        RankError: A rank is missing, cannot load its part, or was started with other stages, features or dtype. Raised on all ranks.
     """
 
     report: SpeculativeReport | None
@@ -442,7 +457,7 @@ class RanksPipeline(BasePipeline):
                     drafter, ends, target, self.partition, dtype=dtype or "auto", device=device
                 )
                 models = [*drafts, ends]
-                self._driver = RanksDriver(ends, self.partition, found, self._link, self._server)
+                self._driver: RanksDriver = RanksDriver(ends, self.partition, found, self._link, self._server)
         except Exception as failure:
             error = failure
         except BaseException as failure:
@@ -452,24 +467,21 @@ class RanksPipeline(BasePipeline):
         super().__init__(models)
 
     def _caching(self) -> Sequence[PreTrainedModel]:
-        return self.models[:-1]  # the target's caches are elsewhere
-
-    def _spare(self, generation: Generation) -> None:
-        self._driver.forget()
+        return self.models[:-1]  # the target's caches are on other ranks
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`pipespec.Pipeline.generate`, on rank 0. ``RuntimeError`` on others, ``RankError`` when a rank is lost."""
+        """As :meth:`pipespec.Pipeline.generate`. Raises ``RuntimeError`` except on rank 0, and ``RankError`` if a rank is lost."""
         if not self.is_controller:
             raise RuntimeError(f"rank {self._link.rank} runs a stage: call serve() there, and generate() on rank 0")
         return super().generate(*args, **kwargs)
 
-    def _generate(self, generation: Generation) -> SpeculativeReport:
-        return run(generation, self._driver, "ranks")
+    def _report(self, generation: Generation) -> SpeculativeReport:
+        return speculative_report(generation, self._driver)
 
     def serve(self) -> None:
-        """Run this rank's stage until rank 0 closes. ``RuntimeError`` on rank 0, ``RankError`` when a rank is lost."""
+        """Run this rank's stage until rank 0 closes. Raises ``RuntimeError`` on rank 0, and ``RankError`` if a rank is lost."""
         if self.is_controller or self._server is None:
-            raise RuntimeError("rank 0 says what to do: call generate() there")
+            raise RuntimeError("rank 0 runs no stage loop: call generate() there")
         try:
             self._server.serve()
         except RankError:
@@ -481,12 +493,14 @@ class RanksPipeline(BasePipeline):
             raise
 
     def _interrupted(self, doing: str, error: BaseException) -> None:
-        """Let the other ranks know of ``error``."""
+        """Publish ``error`` to the other ranks."""
         self._link.failed(f"{type(error).__name__} while {doing}")
 
     def close(self) -> None:
-        """Let all ranks go. Also done on leaving a ``with`` block. As :meth:`pipespec.Pipeline.close` it waits for a call in another thread."""
+        """End all ranks. A ``with`` block does so at its end. It waits for a call in another thread, as :meth:`pipespec.Pipeline.close` does."""
         with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
+            if self._is_forked:
+                return  # the ranks are the parent's
             if self.is_controller and not self._link.broken:
                 for rank in range(1, self._link.world):
                     self._link.send(torch.full((_HEAD,), _CLOSE, dtype=torch.int64), rank, _CONTROL)
@@ -500,7 +514,7 @@ class RanksPipeline(BasePipeline):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """One text, printed by rank 0 as token ids."""
+    """Generate one text. Rank 0 prints its token ids."""
     parser = argparse.ArgumentParser(prog="torchrun ... -m pipespec.spd.ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True, help="folder of the model")
     parser.add_argument("--drafter", default="ngram", help="ngram, or the folder of a draft module or model")

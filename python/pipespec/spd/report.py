@@ -1,4 +1,4 @@
-"""SpeculativeReport: what one call on a partitioned target did."""
+"""SpeculativeReport: the figures of one call on a partitioned target."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ from typing import Any
 import numpy as np
 
 from pipespec.observe import Report
-from pipespec.planning.closed_form import spd_accepted_length
+from pipespec.spd.law import spd_accepted_length
 
 PHASES = ("prefill", "draft", "stages", "verify", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeReport(Report):
-    """One call of ``SpeculativePipeline.generate()``; counts are summed over the rows.
+    """One call of ``SpeculativePipeline.generate()``. Counts are sums over the rows.
 
-    ``partition``: layers per stage. ``verified``: N, tokens the target has decided on, the prefill's included (more than ``tokens`` where a
-    criterion ended a row that had run ahead in its batch). ``cycles``: K, of each row while it ran; ``rounds``: cycles of all rows together.
-    ``checked``, ``accepted``: drafts. ``flushes``: rejections that emptied a pipe. ``phases``: seconds, together the call's ``seconds``;
-    ``stage_seconds``: how long each stage was busy in cycles.
-    ``parallel_seconds``: the same call had drafter and stages run at once, each cycle lasting as long as the slowest of them; measured
-    times put together, nothing for transfers.
+    Attributes:
+        partition: Layers per stage.
+        drafter: Class name of the drafter.
+        verified: N, tokens that the target has emitted, the prefill's included. It exceeds ``tokens`` if a stopping criterion ended a
+            row that had run ahead in its batch.
+        cycles: K, the sum of each row's cycles.
+        rounds: Cycles of the batch.
+        checked: Draft tokens that the target verified.
+        accepted: Draft tokens that the target accepted.
+        flushes: Rejections that emptied the pipeline.
+        phases: Seconds of each phase. Their sum is the call's ``seconds``.
+        stage_seconds: Seconds that each stage was busy in cycles.
+        parallel_seconds: Estimate of ``seconds`` with drafter and stages at the same time, where each cycle takes as long as its slowest
+            part. It is a sum of measured times, without transfers.
     """
 
     partition: tuple[int, ...]
@@ -45,26 +53,26 @@ class SpeculativeReport(Report):
 
     @property
     def tokens_per_cycle(self) -> float:
-        """N / K; NaN where the prefill's tokens were all."""
+        """N / K; NaN if all tokens came from the prefill."""
         return self.verified / self.cycles if self.cycles else float("nan")
 
     @property
     def equivalent_accepted_length(self) -> float:
-        """n N / K: the speed-up over plain decoding if a cycle took 1/n of its step."""
+        """n N / K: the speed-up over plain decoding if a cycle takes 1/n of a plain step."""
         return len(self.partition) * self.tokens_per_cycle
 
     @property
     def predicted_accepted_length(self) -> float:
-        """What the law n / (n - (n - 1) a) makes of the measured acceptance rate, for an endless text."""
+        """n / (n - (n - 1) a) at the measured acceptance rate, the equivalent accepted length of an endless text."""
         return spd_accepted_length(self.acceptance_rate, len(self.partition)) if self.checked else float("nan")
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The equivalent accepted length, which is what compares with other engines' figure of this name."""
+        """The equivalent accepted length, which compares with the figure of this name in other engines."""
         return self.equivalent_accepted_length
 
     def traced(self) -> Mapping[str, np.ndarray]:
-        raise NotImplementedError("a target in stages keeps no trace of single steps; see phases and stage_seconds")
+        raise NotImplementedError("SPD keeps no trace of single steps; see phases and stage_seconds")
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {

@@ -1,6 +1,6 @@
 """Tests of the Triton kernels that run on either: in triton's interpreter on the CPU, or compiled on a GPU.
 
-Which of the two is settled when triton is first imported. In a run of the whole suite nothing is interpreted, so
+Which of the two is committed when triton is first imported. In a run of the whole suite nothing is interpreted, so
 that here as elsewhere kernels are compiled: these tests then need a GPU, and ``tests/kernels/test_interpreted.py`` runs
 them a second time, interpreted, in a process of its own. By hand::
 
@@ -11,15 +11,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 
+from tests.trials import PROFILE
+
+T = TypeVar("T")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+def some(cases: Sequence[T], begin: int, step: int) -> Sequence[T]:
+    """All of them at night and on a GPU, which takes no time for them; every ``step``-th from ``begin`` on in the interpreter."""
+    return cases if PROFILE == "nightly" or not INTERPRETED else cases[begin::step]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels import triton as kernels
+from tests.trials import trials
 
 from ..storage import CACHE_LAYOUTS, make_storage, on_device
+from .conftest import some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of outputs of the size of one. The weights are rounded to 16 bits before they meet the values, and so is the result.
@@ -33,13 +35,7 @@ def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@settings(
-    max_examples=16,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=trials(ci=8, nightly=16), derandomize=True)
 @given(
     batch=st.integers(1, 3),
     heads=st.integers(1, 2),
@@ -53,15 +49,15 @@ def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 )
 def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layout, invariant, data) -> None:
     capacity = data.draw(st.integers(width, 150))
-    n_fed = [data.draw(st.integers(0, width)) for _ in range(batch)]
-    lengths = [data.draw(st.integers(0, capacity - fed)) for fed in n_fed]
+    query_lens = [data.draw(st.integers(0, width)) for _ in range(batch)]
+    lengths = [data.draw(st.integers(0, capacity - fed)) for fed in query_lens]
     k_cache, v_cache = make_storage(batch, heads, capacity, dim, dtype, layout, device)
-    for row, (n, fed) in enumerate(zip(lengths, n_fed, strict=True)):  # what does not count must not be read
+    for row, (n, fed) in enumerate(zip(lengths, query_lens, strict=True)):  # what does not count must not be read
         k_cache[row, :, n + fed :] = math.nan
         v_cache[row, :, n + fed :] = math.inf
     q = make_queries(batch, heads * group, width, dim, dtype, device)
     scale = data.draw(st.sampled_from([None, 0.3]))
-    n, fed = on_device(lengths, device, torch.int64), on_device(n_fed, device)
+    n, fed = on_device(lengths, device, torch.int64), on_device(query_lens, device)
     splits = data.draw(st.sampled_from([None, 2, 3]))
     out = torch.full((batch, heads * group, width, dim + 3), -9.0, dtype=dtype, device=device)[..., :dim]
     got = kernels.verify_attention(
@@ -69,7 +65,7 @@ def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layou
     )
     assert got is out
     check(got, reference.verify_attention(q, k_cache, v_cache, n, fed, scale), dtype)
-    for row, count in enumerate(n_fed):
+    for row, count in enumerate(query_lens):
         assert (got[row, :, count:] == 0).all()
 
 
@@ -84,7 +80,7 @@ def test_a_mask_that_is_off_by_one_is_caught(device: torch.device) -> None:
             check(got, reference.verify_attention(q, k_cache, v_cache, torch.tensor([wrong])), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 256), (torch.float32, 80)])
+@pytest.mark.parametrize(("dtype", "dim"), some([(torch.bfloat16, 256), (torch.float32, 80)], 0, 2))
 def test_wide_blocks_and_heads(dtype: torch.dtype, dim: int, device: torch.device) -> None:
     """Several tiles of columns, of which some end in the middle of a column's heads."""
     k_cache, v_cache = make_storage(2, 1, 75, dim, dtype, "plain", device)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pipespec_kernels import triton as kernels
+from tests.trials import trials
 
 from ..storage import CACHE_LAYOUTS, appended, compacted, gathered, make_storage, on_device
 
@@ -18,13 +19,10 @@ shapes = st.tuples(
 )
 
 
-def examples(count: int):
-    # The device is a fixture of its own for every test, and the same for all.
-    shared = [HealthCheck.function_scoped_fixture]
-    return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=shared)
+EXAMPLES = settings(max_examples=trials(ci=6, nightly=15))
 
 
-@examples(15)
+@EXAMPLES
 @given(shapes, st.sampled_from(CACHE_LAYOUTS), st.data())
 def test_append(device, shape, layout, data) -> None:
     batch, heads, capacity, dim, dtype = shape
@@ -41,7 +39,7 @@ def test_append(device, shape, layout, data) -> None:
     assert n.tolist() == lengths
 
 
-@examples(12)
+@EXAMPLES
 @given(shapes, st.sampled_from(CACHE_LAYOUTS), st.data())
 def test_gather_in_place(device, shape, layout, data) -> None:
     """Any selection: permutations, repeated rows, fewer rows."""
@@ -55,7 +53,7 @@ def test_gather_in_place(device, shape, layout, data) -> None:
     assert torch.equal(v_cache, expected[1])
 
 
-@examples(12)
+@EXAMPLES
 @given(shapes, st.sampled_from(CACHE_LAYOUTS), st.data())
 def test_compact_in_place(device, shape, layout, data) -> None:
     batch, heads, capacity, dim, dtype = shape

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pipespec_kernels import reference
 from pipespec_kernels.noise import Noise, Streams
-from pipespec_kernels.triton import Config, cutoff, verify, verify_ratio
+from pipespec_kernels.triton import Config, cutoff, rejection_sample, verify
 from pipespec_kernels.triton.philox import INTERPRETED, draw4, uniform
 from pipespec_kernels.triton.philox import draw as right_draw
 
@@ -67,7 +67,7 @@ def natural(x, scale, r, FAST: tl.constexpr):
 
 
 @triton.jit
-def trusting(fed, hints, width):
+def trusting(fed, draft_tokens, width):
     return fed > width + 1000
 
 
@@ -113,13 +113,13 @@ def check_coupled() -> None:
     check_equal(verify(*arguments, noise=noise, config=ONE), reference.verify(*arguments, noise))
 
 
-def check_ratio() -> None:
+def check_rejection() -> None:
     _, tokens, noise = example()
     logits = make_logits("normal", (ROWS, 2, 70), torch.float32, torch.Generator().manual_seed(1))
     arguments = logits, tokens, N, N - 1, logits * 0.5, noise
     streams = Streams(1, 2, 3)
-    got = verify_ratio(*arguments, streams=streams, config=ONE)
-    check_equal(got, reference.verify_ratio(*arguments, streams=streams))
+    got = rejection_sample(*arguments, streams=streams, config=ONE)
+    check_equal(got, reference.rejection_sample(*arguments, streams=streams))
 
 
 def check_counts() -> None:
@@ -142,7 +142,7 @@ def check_cutoff() -> None:
     assert torch.equal(cutoff(logits, top_k=5), reference.cutoff(logits, n, n.long() * 5, n, n * 0))
 
 
-CHECKS = [check_greedy, check_coupled, check_ratio, check_counts, check_noise, check_cutoff]
+CHECKS = [check_greedy, check_coupled, check_rejection, check_counts, check_noise, check_cutoff]
 MUTATIONS = {
     "better: the last of equals": (check_greedy, "verify", "better", last_of_equals),
     "better: no NaN": (check_greedy, "verify", "better", deaf_to_nan),
@@ -152,8 +152,8 @@ MUTATIONS = {
     "draw: words out of order": (check_coupled, "verify", "draw", words_out_of_order),
     "noise: no temperature": (check_coupled, "verify", "perturbed", natural),
     "noise: 24 bits": (check_noise, "philox", "uniform", rough_uniform),
-    "ratio: another stream": (check_ratio, "verify_ratio", "draw", other_stream),
-    "ratio: no residual": (check_ratio, "verify_ratio", "lg2", ignored_ratio),
+    "ratio: another stream": (check_rejection, "rejection_sample", "draw", other_stream),
+    "ratio: no residual": (check_rejection, "rejection_sample", "lg2", ignored_ratio),
     "counts: trusted": (check_counts, "verify", "invalid", trusting),
     "cutoff: order of bits": (check_cutoff, "cutoff", "_key", unordered),
 }

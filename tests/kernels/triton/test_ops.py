@@ -1,4 +1,4 @@
-"""``pipespec_kernels.ops`` with the kernels behind it: on a GPU by itself, in the interpreter because it is told to."""
+"""``pipespec_kernels.ops`` with the kernels behind it: on a GPU by itself, in the interpreter by PIPESPEC_OPS=triton."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec_kernels import dispatch, kv, ops, reference
+from pipespec_kernels import arguments, dispatch, kv, ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
-from pipespec_kernels.triton import select
+from pipespec_kernels.triton import Workspace, select
+from tests.trials import trials
 
 from ..selection import (
     DTYPES,
     KINDS,
     LAYOUTS,
     any_strides,
+    drafted_tokens,
     far_apart,
-    hinted_tokens,
     make_logits,
     ragged_counts,
     strided,
@@ -33,7 +34,7 @@ def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """All calls go to the kernels."""
     if device.type == "cpu":
         monkeypatch.setattr(dispatch, "forced", "triton")
-        monkeypatch.setattr(ops, "_CODES", dict.fromkeys(ops._CODES))
+        monkeypatch.setattr(arguments, "_CODES", dict.fromkeys(arguments._CODES))
 
 
 def moved(noise: Noise, device: torch.device) -> Noise:
@@ -70,9 +71,9 @@ LOGITS = {
     "layout": st.sampled_from([*LAYOUTS, "expanded", (7, 0), (3, 41), (90, 200)]),
     "seed": st.integers(0, 2**31),
 }
-RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=trials(ci=8, nightly=25))
 # The same examples each time: the kernels add up in float32, the oracle in float64, and one day a sum would lie between.
-FIXED = settings(RELAXED, derandomize=True)
+FIXED = settings(EXAMPLES, derandomize=True)
 
 
 def placed(
@@ -90,7 +91,7 @@ def placed(
     return logits[:1].expand(logits.shape), logits[:1].to(device).expand(logits.shape)
 
 
-@RELAXED
+@EXAMPLES
 @given(kind=st.sampled_from(KINDS), filtered=st.booleans(), on_host=st.booleans(), **LOGITS)
 def test_argmax_and_sample(shape, dtype, layout, seed, kind, filtered, on_host, device) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -101,40 +102,48 @@ def test_argmax_and_sample(shape, dtype, layout, seed, kind, filtered, on_host, 
     same(got, (reference.argmax(logits), reference.sample(logits, noise)))
 
 
-@RELAXED
+@EXAMPLES
 @given(kind=st.sampled_from(KINDS), sampled=st.booleans(), on_host=st.booleans(), **LOGITS)
 def test_verify(shape, dtype, layout, seed, kind, sampled, on_host, device) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, there = placed(make_logits(kind, shape, dtype, generator), layout, device)
     noise = make_noise(logits, True, generator) if sampled else None
-    tokens = hinted_tokens(logits, 0.8, generator, torch.int64)
-    n_fed, n_hint = ragged_counts(shape[0], shape[1], generator)
-    counts = (n_fed.numpy(), n_hint.numpy()) if on_host else (n_fed.to(device), n_hint.to(device))
+    tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
+    query_lens, num_draft_tokens = ragged_counts(shape[0], shape[1], generator)
+    counts = (
+        (query_lens.numpy(), num_draft_tokens.numpy())
+        if on_host
+        else (query_lens.to(device), num_draft_tokens.to(device))
+    )
     got = ops.verify(
         there, tokens.to(device), *counts, noise=noise if on_host or noise is None else moved(noise, device)
     )
     # The results are where the counts are.
     assert {t.device.type for t in got} == {"cpu" if on_host else device.type}
-    same(got, reference.verify(logits, tokens, n_fed, n_hint, noise))
+    same(got, reference.verify(logits, tokens, query_lens, num_draft_tokens, noise))
 
 
 @FIXED
 @given(certain=st.booleans(), filtered=st.booleans(), on_host=st.booleans(), **LOGITS)
-def test_verify_ratio(shape, dtype, layout, seed, certain, filtered, on_host, device) -> None:
+def test_rejection_sample(shape, dtype, layout, seed, certain, filtered, on_host, device) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, there = placed(make_logits("normal", shape, dtype, generator), layout, device)
     draft = (logits.float() + torch.randn(shape, generator=generator)).to(DTYPES[seed % 3])
     noise = make_noise(logits, filtered, generator)
-    tokens = hinted_tokens(draft, 0.8, generator, torch.int64)
-    n_fed, n_hint = ragged_counts(shape[0], shape[1], generator)
+    tokens = drafted_tokens(draft, 0.8, generator, torch.int64)
+    query_lens, num_draft_tokens = ragged_counts(shape[0], shape[1], generator)
     options = {"streams": Streams(5, 6, 7)}
     if filtered and not certain:
         options |= {
             "draft_inv_temperature": noise.inv_temperature * 0.75,
             "draft_cutoff": draft.float().amax(-1) - 3,
         }  # type: ignore[dict-item]
-    counts = (n_fed.numpy(), n_hint.numpy()) if on_host else (n_fed.to(device), n_hint.to(device))
-    got = ops.verify_ratio(
+    counts = (
+        (query_lens.numpy(), num_draft_tokens.numpy())
+        if on_host
+        else (query_lens.to(device), num_draft_tokens.to(device))
+    )
+    got = ops.rejection_sample(
         there,
         tokens.to(device),
         *counts,
@@ -144,7 +153,7 @@ def test_verify_ratio(shape, dtype, layout, seed, certain, filtered, on_host, de
     )
     assert {t.device.type for t in got} == {"cpu" if on_host else device.type}
     drafts = None if certain else draft
-    same(got, reference.verify_ratio(logits, tokens, n_fed, n_hint, drafts, noise, **options))  # type: ignore[arg-type]
+    same(got, reference.rejection_sample(logits, tokens, query_lens, num_draft_tokens, drafts, noise, **options))  # type: ignore[arg-type]
 
 
 @FIXED
@@ -169,7 +178,7 @@ def test_cutoff(shape, dtype, layout, seed, kind, top_k, top_p, min_p, form, rag
         given_ = {name: value.to(device) for name, value in given_.items()}
     elif form == "numbers":
         given_ = {"inv_temperature": 0.5, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    got = ops.cutoff(there, n_fed=counts[0], n_hint=counts[1], **given_)
+    got = ops.cutoff(there, query_lens=counts[0], num_draft_tokens=counts[1], **given_)
     assert got.device == device
     same([got], [reference.cutoff(logits, *filters, *counts)])
 
@@ -180,14 +189,14 @@ def test_rows_further_apart_than_32_bits_count(device: torch.device) -> None:
     n, one = torch.full((3,), 3, dtype=torch.int32), torch.ones(3)
     for strides in ((2**30 + 64, 64), (64, 2**30 + 64)):
         logits = far_apart((3, 3, 50), strides, torch.Generator().manual_seed(7))
-        tokens = reference.argmax(logits).long().roll(1, 1)  # right hints: every column is read
+        tokens = reference.argmax(logits).long().roll(1, 1)  # right draft tokens: every column is read
         noise = make_noise(logits, True, torch.Generator().manual_seed(8))
         same(ops.verify(logits, tokens, n, n - 1), reference.verify(logits, tokens, n, n - 1))
         same([ops.sample(logits, noise)], [reference.sample(logits, noise)])
         same([ops.cutoff(logits, top_k=3)], [reference.cutoff(logits, one, n.long(), one, one * 0)])
         same(
-            ops.verify_ratio(logits, tokens, n, n - 1, logits, noise),
-            reference.verify_ratio(logits, tokens, n, n - 1, logits, noise),
+            ops.rejection_sample(logits, tokens, n, n - 1, logits, noise),
+            reference.rejection_sample(logits, tokens, n, n - 1, logits, noise),
         )
 
 
@@ -195,13 +204,16 @@ def test_counts_on_the_device_are_not_read_by_the_host(device: torch.device) -> 
     """Bad ones stay in their row; on the host the same are an error."""
     logits = torch.zeros(3, 2, 5, device=device)
     tokens = torch.zeros(3, 2, dtype=torch.int64, device=device)
-    n_fed, n_hint = torch.tensor([2, 3, 0], dtype=torch.int32), torch.tensor([1, 1, 8], dtype=torch.int32)
+    query_lens, num_draft_tokens = (
+        torch.tensor([2, 3, 0], dtype=torch.int32),
+        torch.tensor([1, 1, 8], dtype=torch.int32),
+    )
     out = torch.full((3, 2), -9, dtype=torch.int32), torch.full((3,), -9, dtype=torch.int32)
-    with pytest.raises(ValueError, match="row 1: need 0 <= n_hint < n_fed"):
-        ops.verify(logits, tokens, n_fed, n_hint, out=out)
+    with pytest.raises(ValueError, match="row 1: need 0 <= num_draft_tokens < query_lens"):
+        ops.verify(logits, tokens, query_lens, num_draft_tokens, out=out)
     assert all((t == -9).all() for t in out)
     if device.type != "cpu":
-        _, accepted = ops.verify(logits, tokens, n_fed.to(device), n_hint.to(device))
+        _, accepted = ops.verify(logits, tokens, query_lens.to(device), num_draft_tokens.to(device))
         assert accepted.tolist() == [1, -1, 0]
 
 
@@ -209,8 +221,8 @@ def test_bad_arguments_touch_nothing(device: torch.device) -> None:
     good: dict[str, Any] = {
         "logits": torch.zeros(2, 3, 4, device=device),
         "tokens": torch.zeros(2, 3, dtype=torch.int64, device=device),
-        "n_fed": np.array([3, 2], np.int32),
-        "n_hint": np.array([2, 0], np.int32),
+        "query_lens": np.array([3, 2], np.int32),
+        "num_draft_tokens": np.array([2, 0], np.int32),
         "noise": Noise(torch.tensor([1, 2]), np.array([3, 4]), torch.tensor([1.0, 2.0])),
     }
     bad_scale = Noise(torch.tensor([1, 2]), np.array([3, 4]), torch.tensor([1.0, -2.0]))
@@ -219,10 +231,10 @@ def test_bad_arguments_touch_nothing(device: torch.device) -> None:
         (TypeError, "int32", {"logits": good["logits"].int()}),
         (ValueError, "contiguous along", {"logits": torch.zeros(2, 4, 3, device=device).transpose(1, 2)}),
         (ValueError, "tokens are on meta", {"tokens": good["tokens"].to("meta")}),
-        (ValueError, "must be on", {"n_fed": torch.zeros(2, dtype=torch.int32, device="meta")}),
-        (TypeError, "n_hint must be int32", {"n_hint": np.array([2, 0])}),
-        (ValueError, "row 1: need", {"n_hint": np.array([2, 2], np.int32)}),
-        (ValueError, "row 0: need", {"n_fed": np.array([-1, 2], np.int32)}),
+        (ValueError, "must be on", {"query_lens": torch.zeros(2, dtype=torch.int32, device="meta")}),
+        (TypeError, "num_draft_tokens must be int32", {"num_draft_tokens": np.array([2, 0])}),
+        (ValueError, "row 1: need", {"num_draft_tokens": np.array([2, 2], np.int32)}),
+        (ValueError, "row 0: need", {"query_lens": np.array([-1, 2], np.int32)}),
         (ValueError, "row 1: inv_temperature must be finite", {"noise": bad_scale}),
     ]
     for error, message, change in cases:
@@ -235,7 +247,7 @@ def test_bad_arguments_touch_nothing(device: torch.device) -> None:
         (ValueError, "row 1: top_k -1", {"top_k": torch.tensor([1, -1])}),
         (ValueError, "row 0: inv_temperature inf", {"inv_temperature": math.inf}),
         (ValueError, "row 0: min_p nan", {"min_p": math.nan}),
-        (ValueError, "go together", {"n_fed": good["n_fed"]}),
+        (ValueError, "go together", {"query_lens": good["query_lens"]}),
     ):
         with pytest.raises(error, match=message):
             ops.cutoff(**({"logits": good["logits"], "top_k": 1, "out": bars} | change))
@@ -272,20 +284,24 @@ def test_storage_and_attention(device: torch.device, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_the_engines_selector(greedy: bool, device: torch.device) -> None:
+def test_the_engines_sampler(greedy: bool, device: torch.device) -> None:
     """It counts on the host, whatever device the logits are on."""
-    from pipespec.sampling import Selection, Selector
+    from pipespec.engine.sampling import Sampler, SamplingParams
 
     generator = torch.Generator().manual_seed(2)
     logits = make_logits("normal", (3, 4, 60), torch.float32, generator) * 3
-    fed = hinted_tokens(logits, 0.8, generator, torch.int64)
-    n_fed, n_hint, positions = np.array([4, 0, 2], np.int32), np.array([3, 0, 1], np.int32), np.array([7, 8, 9])
-    seeds = (5, 2**63 + 1, 6)
-    selection = Selection() if greedy else Selection(seeds=seeds, temperature=0.7, top_k=20, top_p=0.9)
-    selected = Selector(selection, np.zeros((3, 64), np.int32))(
-        logits.to(device), fed.to(device), n_fed, n_hint, positions
+    fed = drafted_tokens(logits, 0.8, generator, torch.int64)
+    query_lens, num_draft_tokens, positions = (
+        np.array([4, 0, 2], np.int32),
+        np.array([3, 0, 1], np.int32),
+        np.array([7, 8, 9]),
     )
-    counts = torch.from_numpy(n_fed), torch.from_numpy(n_hint)
+    seeds = (5, 2**63 + 1, 6)
+    params = SamplingParams() if greedy else SamplingParams(seeds=seeds, temperature=0.7, top_k=20, top_p=0.9)
+    selected = Sampler(params, np.zeros((3, 64), np.int32))(
+        logits.to(device), fed.to(device), query_lens, num_draft_tokens, positions
+    )
+    counts = torch.from_numpy(query_lens), torch.from_numpy(num_draft_tokens)
     noise = None
     if not greedy:
         n = torch.ones(3, dtype=torch.float64)
@@ -318,13 +334,29 @@ def test_compiles_on_a_gpu(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = make_logits("normal", (4, 3, 1000), torch.bfloat16, generator)
     noise = make_noise(logits, True, generator)
-    tokens = hinted_tokens(logits, 0.8, generator, torch.int64)
-    n_fed, n_hint = ragged_counts(4, 3, generator)
+    tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
+    query_lens, num_draft_tokens = ragged_counts(4, 3, generator)
 
     def call(logits: torch.Tensor, there: Noise) -> tuple[torch.Tensor, ...]:
-        counts = n_fed.to(device), n_hint.to(device)
+        counts = query_lens.to(device), num_draft_tokens.to(device)
         return (ops.argmax(logits), ops.sample(logits, there), *ops.verify(logits, tokens.to(device), *counts))
 
     got = torch.compile(call, fullgraph=True)(logits.to(device), moved(noise, device))
-    expected = reference.verify(logits, tokens, n_fed, n_hint)
+    expected = reference.verify(logits, tokens, query_lens, num_draft_tokens)
     same(got, (reference.argmax(logits), reference.sample(logits, noise), *expected))
+
+
+def test_a_work_space_of_the_callers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cleared then: it is zero after each verification."""
+    generator = torch.Generator().manual_seed(3)
+    logits = make_logits("few values", (3, 4, 33), torch.float32, generator)
+    query_lens, num_draft_tokens = ragged_counts(3, 4, generator)
+    host = logits, drafted_tokens(logits, 0.7, generator, torch.int64), query_lens, num_draft_tokens
+    given = tuple(x.to(device) for x in host)
+    workspace, small = Workspace(3, 5, device), Workspace(2, 4, device)
+    monkeypatch.setattr(Workspace, "__init__", None)
+    for _ in range(2):
+        same(ops.verify(*given, workspace=workspace), reference.verify(*host))
+        assert not workspace.words.any()
+    with pytest.raises(ValueError, match="the workspace is for 2 x 4 at most"):
+        ops.verify(*given, workspace=small)

@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec_kernels import reference
 from pipespec_kernels.noise import DRAFT, Noise
 from pipespec_kernels.triton import Config, RowState, Workspace, select, verify
+from tests.trials import trials
 
-from ..selection import DTYPES, KINDS, LAYOUTS, hinted_tokens, make_logits, ragged_counts, strided
+from ..selection import DTYPES, KINDS, LAYOUTS, drafted_tokens, make_logits, ragged_counts, strided
 
 MODES = ["greedy", "coupled", "cutoff"]
 VOCABS = [1, 7, 1000, 1024, 4097]  # and 128256, below
@@ -53,32 +54,34 @@ def on_device(noise: Noise | None, device: torch.device) -> Noise | None:
     return Noise(*tensors, cutoff, noise.stream)
 
 
-def hints_for(logits: torch.Tensor, noise: Noise | None, agreement: float, generator: torch.Generator) -> torch.Tensor:
-    """Tokens that agree with what the mode selects, at the given rate: coupled rows must walk along hints too."""
+def draft_tokens_for(
+    logits: torch.Tensor, noise: Noise | None, agreement: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Tokens that agree with what the mode selects, at the given rate: coupled rows must walk along draft tokens too."""
     if noise is None or 0 in logits.shape:
-        return hinted_tokens(logits, agreement, generator, torch.int64)
+        return drafted_tokens(logits, agreement, generator, torch.int64)
     agreeing = torch.zeros_like(logits, dtype=torch.float32).scatter_(
         -1, reference.sample(logits, noise).long()[..., None], 1
     )
-    return hinted_tokens(agreeing, agreement, generator, torch.int64)
+    return drafted_tokens(agreeing, agreement, generator, torch.int64)
 
 
 def check_equal(
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    n_fed: torch.Tensor,
-    n_hint: torch.Tensor,
+    query_lens: torch.Tensor,
+    num_draft_tokens: torch.Tensor,
     noise: Noise | None,
     device: torch.device,
     layout: str = "plain",
     **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    expected = reference.verify(logits, tokens, n_fed, n_hint, noise)
+    expected = reference.verify(logits, tokens, query_lens, num_draft_tokens, noise)
     got = verify(
         strided(logits, layout).to(device) if layout == "plain" else strided(logits.to(device), layout),
         tokens.to(device),
-        n_fed.to(device),
-        n_hint.to(device),
+        query_lens.to(device),
+        num_draft_tokens.to(device),
         noise=on_device(noise, device),
         exact=True,
         **options,
@@ -97,9 +100,11 @@ def test_equals_the_oracle(vocab: int, mode: str, device: torch.device) -> None:
     for i, kind in enumerate(KINDS if mode == "greedy" else KINDS[VOCABS.index(vocab) % 3 :: 3]):
         logits = make_logits(kind, (2, 4, vocab), DTYPES[i % 3], generator)
         noise = make_noise(mode, logits, generator)
-        n_fed, n_hint = ragged_counts(2, 4, generator)
-        n_fed[i % 2], n_hint[i % 2] = 4, 3
-        check_equal(logits, hints_for(logits, noise, 0.9, generator), n_fed, n_hint, noise, device)
+        query_lens, num_draft_tokens = ragged_counts(2, 4, generator)
+        query_lens[i % 2], num_draft_tokens[i % 2] = 4, 3
+        check_equal(
+            logits, draft_tokens_for(logits, noise, 0.9, generator), query_lens, num_draft_tokens, noise, device
+        )
 
 
 @pytest.mark.parametrize("mode", ["greedy", "cutoff"])
@@ -107,25 +112,27 @@ def test_a_real_vocabulary(mode: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = make_logits("normal", (2, 3, 128256), torch.bfloat16, generator)
     noise = make_noise(mode, logits, generator)
-    n_fed, n_hint = torch.tensor([3, 1], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
-    tokens = hints_for(logits, noise, 1.0, generator)
-    _, accepted = check_equal(logits, tokens, n_fed, n_hint, noise, device, config=Config(1 << 14, 8, splits=3))
+    query_lens, num_draft_tokens = torch.tensor([3, 1], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    tokens = draft_tokens_for(logits, noise, 1.0, generator)
+    _, accepted = check_equal(
+        logits, tokens, query_lens, num_draft_tokens, noise, device, config=Config(1 << 14, 8, splits=3)
+    )
     assert accepted.tolist() == [2, 0]
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_wide_and_ragged(mode: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
-    logits = make_logits("few values", (8, 17, 1000), torch.float16, generator)
+    logits = make_logits("few values", (8, 17, 1000 if mode == "greedy" else 200), torch.float16, generator)
     noise = make_noise(mode, logits, generator)
-    tokens = hints_for(logits, noise, 0.95, generator)
-    n_fed = torch.tensor([17, 0, 9, 1, 17, 5, 2, 16], dtype=torch.int32)
-    n_hint = torch.tensor([16, 0, 4, 0, 0, 4, 1, 15], dtype=torch.int32)
-    _, accepted = check_equal(logits, tokens, n_fed, n_hint, noise, device)
+    tokens = draft_tokens_for(logits, noise, 0.95, generator)
+    query_lens = torch.tensor([17, 0, 9, 1, 17, 5, 2, 16], dtype=torch.int32)
+    num_draft_tokens = torch.tensor([16, 0, 4, 0, 0, 4, 1, 15], dtype=torch.int32)
+    _, accepted = check_equal(logits, tokens, query_lens, num_draft_tokens, noise, device)
     assert accepted.max() >= 4
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=trials(ci=8, nightly=25))
 @given(
     shape=st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from([1, 2, 3, 7, 33])),
     dtype=st.sampled_from(DTYPES),
@@ -140,11 +147,11 @@ def test_any_shape_and_layout(shape, dtype, kind, layout, mode, token_dtype, con
     generator = torch.Generator().manual_seed(seed)
     logits = make_logits(kind, shape, dtype, generator)
     noise = make_noise(mode, logits, generator)
-    tokens = hints_for(logits, noise, 0.8, generator).to(token_dtype)
+    tokens = draft_tokens_for(logits, noise, 0.8, generator).to(token_dtype)
     if layout == "transposed":
         tokens = tokens.t().contiguous().t()
-    n_fed, n_hint = ragged_counts(shape[0], shape[1], generator)
-    check_equal(logits, tokens, n_fed, n_hint, noise, device, layout, config=config)
+    query_lens, num_draft_tokens = ragged_counts(shape[0], shape[1], generator)
+    check_equal(logits, tokens, query_lens, num_draft_tokens, noise, device, layout, config=config)
 
 
 def test_ties_zeros_and_nans(device: torch.device) -> None:
@@ -171,11 +178,13 @@ def test_a_batch_is_its_rows(mode: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     logits = make_logits("normal", (5, 4, 300), torch.bfloat16, generator)
     noise = make_noise(mode, logits, generator)
-    tokens = hints_for(logits, noise, 0.8, generator)
-    n_fed, n_hint = ragged_counts(5, 4, generator)
-    selected, accepted = check_equal(logits, tokens, n_fed, n_hint, noise, device)
+    tokens = draft_tokens_for(logits, noise, 0.8, generator)
+    query_lens, num_draft_tokens = ragged_counts(5, 4, generator)
+    selected, accepted = check_equal(logits, tokens, query_lens, num_draft_tokens, noise, device)
     order = torch.tensor([3, 1, 4, 0, 2])
-    again = check_equal(logits[order], tokens[order], n_fed[order], n_hint[order], rows_of(noise, order), device)
+    again = check_equal(
+        logits[order], tokens[order], query_lens[order], num_draft_tokens[order], rows_of(noise, order), device
+    )
     assert torch.equal(again[0].cpu(), selected.cpu()[order])
     assert torch.equal(again[1].cpu(), accepted.cpu()[order])
 
@@ -193,8 +202,10 @@ def test_position_not_column_decides(device: torch.device) -> None:
         selected, _ = check_equal(logits[:, q : q + 1], torch.zeros(1, 1).long(), one, one * 0, shifted, device)
         alone.append(selected[0, 0].item())
     assert len(set(alone)) > 1
-    hints = torch.tensor([[9, *alone[:3]]])
-    selected, accepted = check_equal(logits, hints, torch.tensor([4]).int(), torch.tensor([3]).int(), noise, device)
+    draft_tokens = torch.tensor([[9, *alone[:3]]])
+    selected, accepted = check_equal(
+        logits, draft_tokens, torch.tensor([4]).int(), torch.tensor([3]).int(), noise, device
+    )
     assert (selected[0].tolist(), accepted.tolist()) == (alone, [3])
 
 
@@ -215,29 +226,38 @@ def test_state_and_replay(dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.empty(4, 4, 50, device=device)
     tokens = torch.empty(4, 4, dtype=torch.int64, device=device)
-    n_fed, n_hint = (torch.empty(4, dtype=torch.int32, device=device) for _ in range(2))
+    query_lens, num_draft_tokens = (torch.empty(4, dtype=torch.int32, device=device) for _ in range(2))
     state = RowState(*(torch.full((4,), n, dtype=dtype, device=device) for n in (-7, 100, 5)))
     out = (torch.empty(4, 4, dtype=torch.int32, device=device), torch.empty(4, dtype=torch.int32, device=device))
     workspace = Workspace(6, 5, device)
     expected_next, expected_length, expected_epoch = [-7] * 4, [100] * 4, [5] * 4
     for _ in range(4):
         x = make_logits("normal", (4, 4, 50), torch.float32, generator)
-        fed, hints = ragged_counts(4, 4, generator)
+        fed, draft_tokens = ragged_counts(4, 4, generator)
         logits.copy_(x)
-        tokens.copy_(hinted_tokens(x, 0.7, generator, torch.int64))
-        n_fed.copy_(fed)
-        n_hint.copy_(hints)
-        got = verify(logits, tokens, n_fed, n_hint, state=state, out=out, workspace=workspace, config=Config(16, 1, 2))
+        tokens.copy_(drafted_tokens(x, 0.7, generator, torch.int64))
+        query_lens.copy_(fed)
+        num_draft_tokens.copy_(draft_tokens)
+        got = verify(
+            logits,
+            tokens,
+            query_lens,
+            num_draft_tokens,
+            state=state,
+            out=out,
+            workspace=workspace,
+            config=Config(16, 1, 2),
+        )
         assert got[0] is out[0]
         assert got[1] is out[1]
-        selected, accepted = reference.verify(x, tokens.cpu(), fed, hints)
+        selected, accepted = reference.verify(x, tokens.cpu(), fed, draft_tokens)
         assert torch.equal(out[0].cpu(), selected)
         assert torch.equal(out[1].cpu(), accepted)
         for r in range(4):
             if fed[r] > 0:
                 expected_next[r] = int(selected[r, accepted[r]])
                 expected_length[r] += int(accepted[r]) + 1
-                expected_epoch[r] += int(accepted[r] < hints[r])
+                expected_epoch[r] += int(accepted[r] < draft_tokens[r])
         assert state.next_token.tolist() == expected_next
         assert state.length.tolist() == expected_length
         assert state.epoch.tolist() == expected_epoch
@@ -248,13 +268,17 @@ def test_state_and_replay(dtype: torch.dtype, device: torch.device) -> None:
 
 def test_bad_counts_on_the_device_stay_in_their_row(device: torch.device) -> None:
     bad = [(-1, 0), (4, 0), (2, 2), (3, -1), (1, 5), (2**31 - 1, 2**31 - 2)]
-    n_fed = torch.tensor([2, *(fed for fed, _ in bad), 0], dtype=torch.int32, device=device)
-    n_hint = torch.tensor([1, *(hints for _, hints in bad), 77], dtype=torch.int32, device=device)
+    query_lens = torch.tensor([2, *(fed for fed, _ in bad), 0], dtype=torch.int32, device=device)
+    num_draft_tokens = torch.tensor(
+        [1, *(draft_tokens for _, draft_tokens in bad), 77], dtype=torch.int32, device=device
+    )
     logits = torch.nn.functional.one_hot(torch.full((8, 3), 4), 10).float().to(device)
     tokens = torch.full((8, 3), 4, device=device)
     state = RowState(*(torch.zeros(8, dtype=torch.int64, device=device) for _ in range(3)))
     workspace = Workspace(8, 3, device)
-    selected, accepted = verify(logits, tokens, n_fed, n_hint, state=state, workspace=workspace, check_counts=False)
+    selected, accepted = verify(
+        logits, tokens, query_lens, num_draft_tokens, state=state, workspace=workspace, check_counts=False
+    )
     assert selected.tolist() == [[4, 4, -1]] + [[-1] * 3] * 7
     assert accepted.tolist() == [1] + [-1] * 6 + [0]
     assert state.length.tolist() == [2] + [0] * 7
@@ -269,15 +293,15 @@ def test_bad_temperatures_on_the_device_stay_in_their_row(scale: float, device: 
     logits = torch.randn(3, 2, 5, generator=generator)
     noise = make_noise("coupled", logits, generator)
     assert noise is not None
-    n_fed = torch.tensor([2, 2, 0], dtype=torch.int32)
-    tokens = hints_for(logits, noise, 1.0, generator)
-    expected, accepted = reference.verify(logits, tokens, n_fed, n_fed - 1, noise)
+    query_lens = torch.tensor([2, 2, 0], dtype=torch.int32)
+    tokens = draft_tokens_for(logits, noise, 1.0, generator)
+    expected, accepted = reference.verify(logits, tokens, query_lens, query_lens - 1, noise)
     expected[1], accepted[1] = -1, -1
     noise.inv_temperature[1:] = scale
     state = RowState(*(torch.full((3,), 5, device=device) for _ in range(3)))
     workspace = Workspace(3, 2, device)
     there = on_device(noise, device)
-    arguments = [x.to(device) for x in (logits, tokens, n_fed, n_fed - 1)]
+    arguments = [x.to(device) for x in (logits, tokens, query_lens, query_lens - 1)]
     got = verify(*arguments, noise=there, state=state, workspace=workspace, exact=True, config=Config(8, 1, 1))
     assert torch.equal(got[0].cpu(), expected)
     assert torch.equal(got[1].cpu(), accepted)
@@ -305,8 +329,8 @@ def test_bad_arguments_touch_nothing(device: torch.device) -> None:
         return {
             "logits": torch.zeros(2, 3, 5, device=device),
             "tokens": torch.zeros(2, 3, dtype=torch.int64, device=device),
-            "n_fed": three,
-            "n_hint": three - 1,
+            "query_lens": three,
+            "num_draft_tokens": three - 1,
             "noise": noise,
             "state": RowState(*(torch.full((2,), -9, device=device) for _ in range(3))),
             "out": (
@@ -339,13 +363,13 @@ def test_bad_arguments_touch_nothing(device: torch.device) -> None:
         (TypeError, "tokens", {"tokens": torch.zeros(2, 3, device=device)}),
         (ValueError, "tokens", {"tokens": torch.zeros(2, 4, dtype=torch.int64, device=device)}),
         (ValueError, "tokens must be on", {"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")}),
-        (TypeError, "n_fed", {"n_fed": torch.full((2,), 3, device=device)}),
-        (ValueError, "n_fed", {"n_fed": torch.full((3,), 3, dtype=torch.int32, device=device)}),
-        (TypeError, "n_hint", {"n_hint": 2}),
-        (ValueError, "row 1: need 0 <= n_hint < n_fed <= Q", {"n_hint": 5 - counts}),
-        (ValueError, "row 0", {"n_fed": counts + 1}),
-        (ValueError, "row 0", {"n_fed": counts - 4}),
-        (ValueError, "row 0", {"n_hint": counts - 4}),
+        (TypeError, "query_lens", {"query_lens": torch.full((2,), 3, device=device)}),
+        (ValueError, "query_lens", {"query_lens": torch.full((3,), 3, dtype=torch.int32, device=device)}),
+        (TypeError, "num_draft_tokens", {"num_draft_tokens": 2}),
+        (ValueError, "row 1: need 0 <= num_draft_tokens < query_lens <= Q", {"num_draft_tokens": 5 - counts}),
+        (ValueError, "row 0", {"query_lens": counts + 1}),
+        (ValueError, "row 0", {"query_lens": counts - 4}),
+        (ValueError, "row 0", {"num_draft_tokens": counts - 4}),
         (TypeError, "must be a Noise", {"noise": 7}),
         (TypeError, "noise.seeds", {"noise": noise(seeds=counts)}),
         (ValueError, "noise.positions", {"noise": noise(positions=torch.zeros(3, dtype=torch.int64, device=device))}),
@@ -382,23 +406,25 @@ def test_in_a_graph(mode: str, device: torch.device) -> None:
     shape = (4, 5, 32000)
     logits = torch.zeros(shape, dtype=torch.bfloat16, device=device)
     tokens = torch.zeros(shape[:2], dtype=torch.int64, device=device)
-    n_fed = torch.ones(4, dtype=torch.int32, device=device)
-    n_hint = torch.zeros_like(n_fed)
+    query_lens = torch.ones(4, dtype=torch.int32, device=device)
+    num_draft_tokens = torch.zeros_like(query_lens)
     noise = make_noise(mode, logits.cpu(), generator)
     there = on_device(noise, device)
     workspace = Workspace(4, 5, device)
-    verify(logits, tokens, n_fed, n_hint, noise=there, workspace=workspace, exact=True)  # compiles
+    verify(logits, tokens, query_lens, num_draft_tokens, noise=there, workspace=workspace, exact=True)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        selected, accepted = verify(logits, tokens, n_fed, n_hint, noise=there, workspace=workspace, exact=True)
+        selected, accepted = verify(
+            logits, tokens, query_lens, num_draft_tokens, noise=there, workspace=workspace, exact=True
+        )
     for _ in range(5):
         x = make_logits("normal", shape, torch.bfloat16, generator)
-        fed, hints = ragged_counts(4, 5, generator)
-        ids = hints_for(x, noise, 0.8, generator)
-        for there_, here in ((logits, x), (tokens, ids), (n_fed, fed), (n_hint, hints)):
+        fed, draft_tokens = ragged_counts(4, 5, generator)
+        ids = draft_tokens_for(x, noise, 0.8, generator)
+        for there_, here in ((logits, x), (tokens, ids), (query_lens, fed), (num_draft_tokens, draft_tokens)):
             there_.copy_(here)
         graph.replay()
-        expected = reference.verify(x, ids, fed, hints, noise)
+        expected = reference.verify(x, ids, fed, draft_tokens, noise)
         assert torch.equal(selected.cpu(), expected[0])
         assert torch.equal(accepted.cpu(), expected[1])
 

@@ -1,0 +1,65 @@
+"""Where a measurement comes from: commit, date, machine, versions and threads, for every results file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import transformers
+
+from pipespec_kernels import __version__, _native, collect_env
+
+
+def provenance(threads: int | None = None) -> dict[str, Any]:
+    """Describe the present measurement.
+
+    Args:
+        threads: CPU threads of the measurement; default: torch's present number.
+
+    Returns:
+        Values for JSON: the commit (``-dirty`` with uncommitted changes, None without git), the date, the CPU and its usable cores, load, versions.
+    """
+    cpu = collect_env()["cpu"]
+    return {
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu["model"],
+        "cores": cpu["usable_cores"],
+        "simd": _native.simd(),
+        "last_level_cache_bytes": last_level_cache_bytes(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "threads": threads or torch.get_num_threads(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": numpy.__version__,
+        "pipespec": __version__,
+    }
+
+
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """The commit checked out in ``folder``, with ``-dirty`` behind it where tracked files differ from it; None without git."""
+    try:
+        head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True)
+        # bench/results is what benchmarks write: it does not change what they measure.
+        changes = ["git", "-C", str(folder), "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
+        dirty = subprocess.run(changes, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return None
+    return head.stdout.strip() + ("-dirty" if dirty else "") if head.returncode == 0 else None
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache of the first core; 0 where the system does not tell."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0))
+    return max(sizes)

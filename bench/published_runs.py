@@ -1,0 +1,631 @@
+"""Published runs of PipeSpec (arXiv 2505.01572): the table re-derived, what the runs did, and what the simulator predicts.
+
+    python -m bench.published_runs FOLDER            print the tables
+    python -m bench.published_runs FOLDER --json     the same figures as JSON
+
+FOLDER has one JSON file per run, as extracted from the authors' repository (BradMcDanel/pipespec, MIT licence)::
+
+    {"strategy": "greedy" | "chain" | "async-chain", "lookahead_recorded": L,
+     "models": [{"path": ".../Llama-3.1-8B-Instruct"}, ...],          smallest first, the target last
+     "samples": [{"total_time_s": s, "tokens": n,
+                  "token_times_ms": [...],                            greedy only
+                  "stage_step_ms": [[...], ...],                      else, per stage, every step
+                  "accepted_per_verification": [[...], ...]}]}        per verifying stage, tokens appended by each step
+
+``chain`` is lockstep, ``async-chain`` the pipeline. The prediction of a pipeline uses the lockstep and plain runs only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.bounds import best_policy, with_foresight
+from pipespec.planning.simulator import Answers, SimulatedPolicy, Simulation, StageModel, simulate
+from pipespec.process.table import aligned
+
+_STRATEGIES = {"greedy": "plain", "chain": "lockstep", "async-chain": "pipeline"}
+_UNKNOWN = -1
+
+LOOKAHEADS = range(9)
+"""Lookahead values that :func:`compare` tries in order to find the one that a pipeline ran with."""
+
+MIN_DRAFT_TOKENS = (0, 4, 6, 8, 10, 12, 14, 16, 20, 24)
+"""Values of ``min_draft_tokens`` that :func:`predict_protocol` tries."""
+
+_LONGEST = 100
+"""Most tokens that one step can append, in the reference and in the simulator's histograms."""
+
+_FILLS = 3
+"""Simulations per text, each with other random values for the positions that the logs leave open."""
+
+
+@dataclass(frozen=True)
+class PublishedSample:
+    """One prompt. ``steps_s``: seconds of each step, per stage. ``appended``: tokens of each step, per verifying stage."""
+
+    seconds: float
+    tokens: int
+    steps_s: tuple[np.ndarray, ...]
+    appended: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One file. ``kind``: plain, lockstep or pipeline. ``models``: short names, the target last."""
+
+    kind: str
+    models: tuple[str, ...]
+    lookahead: int
+    samples: tuple[PublishedSample, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {'/'.join(self.models)}"
+
+    def ms_per_token(self, count: int | None = None, keep: Sequence[int] | None = None) -> float:
+        """Sum of times over sum of tokens: of all samples, of the first ``count``, or of those in ``keep``."""
+        chosen = [self.samples[i] for i in keep] if keep is not None else self.samples[:count]
+        return 1e3 * sum(s.seconds for s in chosen) / sum(s.tokens for s in chosen)
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def load(folder: Path | str) -> list[PublishedRun]:
+    """Load all runs in ``folder``: plain ones first, then lockstep, then pipelines.
+
+    Raises:
+        FileNotFoundError: The folder has no JSON file.
+        ValueError: A file is not such a run: no samples, times that are not positive, or logs that do not fit together.
+    """
+    folder = Path(folder)
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no published runs there (one .json file per run)")
+    runs = [_read(file) for file in files]
+    order = list(_STRATEGIES.values())
+    return sorted(runs, key=lambda run: (order.index(run.kind), len(run.models), [(len(m), m) for m in run.models]))
+
+
+def _read(file: Path) -> PublishedRun:
+    try:
+        return _run(json.loads(file.read_text(encoding="utf-8")))
+    except KeyError as error:
+        raise ValueError(f"{file.name}: {error} is missing; it is not a published run") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file.name}: it is not a published run ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from error
+
+
+def _run(data: dict[str, Any]) -> PublishedRun:
+    if data["strategy"] not in _STRATEGIES:
+        raise ValueError(f"unknown strategy {data['strategy']!r}")
+    models = tuple(_short_name(m["path"]) for m in data["models"])
+    if not models or not data["samples"]:
+        raise ValueError("no models" if not models else "no samples")
+    samples = tuple(_sample(i, s, len(models)) for i, s in enumerate(data["samples"]))
+    return PublishedRun(_STRATEGIES[data["strategy"]], models, int(data["lookahead_recorded"]), samples)
+
+
+def _short_name(path: str) -> str:
+    size = re.search(r"\d+(?:\.\d+)?B", path)
+    return size.group() if size else path.rpartition("/")[2]
+
+
+def _sample(index: int, data: dict[str, Any], stages: int) -> PublishedSample:
+    where = f"sample {index}: "
+    seconds, tokens = float(data["total_time_s"]), int(data["tokens"])
+    if not (np.isfinite(seconds) and seconds > 0) or tokens < 1:
+        raise ValueError(f"{where}{tokens} tokens in {seconds} s")
+    logged = [data["token_times_ms"]] if "token_times_ms" in data else data["stage_step_ms"]
+    steps = tuple(np.asarray(s, dtype=float) / 1e3 for s in logged)
+    appended = tuple(np.asarray(a, dtype=int) for a in data.get("accepted_per_verification", []))
+    if len(steps) != stages or len(appended) != (0 if stages == 1 else stages - 1):
+        raise ValueError(f"{where}the logs are not those of {stages} stages")
+    for s in steps:
+        if s.ndim != 1 or len(s) == 0 or not np.isfinite(s).all() or (s <= 0).any():
+            raise ValueError(f"{where}step times must be positive numbers, at least one per stage")
+    for a in appended:
+        if a.ndim != 1 or len(a) == 0 or (a < 1).any():
+            raise ValueError(f"{where}every step appends at least one token")
+    if stages > 1 and len(appended[-1]) != len(steps[-1]):
+        raise ValueError(f"{where}{len(steps[-1])} steps of the target, but {len(appended[-1])} counts of its tokens")
+    return PublishedSample(seconds, tokens, steps, appended)
+
+
+# --- evidence of the plain and lockstep runs -----------------------------------------------------------------------
+
+
+def step_times(lockstep: PublishedRun, plain: PublishedRun) -> tuple[float, float]:
+    """Median seconds of the target's one-token step and of a wider step.
+
+    Raises:
+        ValueError: Both take about the same time, so that the logs cannot separate them.
+    """
+    one = float(np.median(np.concatenate([s.steps_s[-1][1:] for s in plain.samples])))
+    wide = float(np.median(np.concatenate([s.steps_s[-1] for s in lockstep.samples])))
+    if wide < 1.5 * one:
+        raise ValueError(
+            f"{lockstep.name}: a step over drafts ({1e3 * wide:.1f} ms) cannot be separated from a one-token step ({1e3 * one:.1f} ms)"
+        )
+    return one, wide
+
+
+def agreement(run: PublishedRun, one_token_s: float, wide_s: float) -> list[np.ndarray]:
+    """Agreement of the draft with the target at each position of a two-stage lockstep run: 1, 0, or -1 for unknown, per sample.
+
+    The rounds verify ``lookahead - 1`` draft tokens. A step that appends j + 1 tokens shows j agreements, then a disagreement. When
+    all agree, the next step shows whether the draft predicted the bonus token. If it did not, its draft tokens are unusable and the target
+    decodes a single token, which the time of the step shows. The agreement at that token is unknown.
+    """
+    if run.kind != "lockstep" or len(run.models) != 2:
+        raise ValueError(f"{run.name}: agreement is read from lockstep runs of two models")
+    limit = np.sqrt(one_token_s * wide_s)
+    out = []
+    for sample in run.samples:
+        appended, verified = sample.appended[-1], sample.steps_s[-1] > limit
+        if appended.max() > run.lookahead:
+            raise ValueError(
+                f"{run.name}: a round appended {appended.max()} tokens, more than its lookahead of {run.lookahead}"
+            )
+        bits = np.full(1 + int(appended.sum()) + 1, _UNKNOWN)
+        position, bonus_open = 1, True  # the prefill gives the first token and the draft's prediction of it
+        for n, wide in zip(appended.tolist(), verified.tolist(), strict=True):
+            if bonus_open:
+                bits[position - 1] = int(wide)
+            if wide:
+                bits[position : position + n - 1] = 1
+                bonus_open = n == run.lookahead
+                if not bonus_open:
+                    bits[position + n - 1] = 0
+            else:
+                bonus_open = False
+            position += n
+        out.append(bits[: sample.tokens])
+    return out
+
+
+def acceptance(bits: Sequence[np.ndarray]) -> float:
+    """Share of agreements among the known positions.
+
+    Raises:
+        ValueError: No position is known.
+    """
+    known = np.concatenate(list(bits)) if bits else np.empty(0)
+    known = known[known != _UNKNOWN]
+    if len(known) == 0:
+        raise ValueError("no position is known: there is no acceptance rate")
+    return float(known.mean())
+
+
+@dataclass(frozen=True)
+class ChainEvidence:
+    """Input of a prediction of a pipeline; no part of it comes from the pipeline's own run.
+
+    Attributes:
+        bits: ``bits[d][i]`` is the agreement of draft d with the target in sample i, as :func:`agreement` returns it.
+        rates: Acceptance rate of each draft.
+        same_mistake: Probability that two drafts which are both wrong choose the same token.
+        start_s: Seconds of the target's prompt, per sample.
+        same_text: Samples whose text has the same length in all runs.
+    """
+
+    models: tuple[str, ...]
+    stages: tuple[StageModel, ...]
+    bits: tuple[list[np.ndarray], ...]
+    rates: tuple[float, ...]
+    same_mistake: float
+    start_s: tuple[float, ...]
+    same_text: tuple[int, ...]
+
+    def answers(self, sample: int, seed: int) -> Answers:
+        """Answers of the stages over the sample's text. Unknown positions are drawn at random."""
+        rng = np.random.default_rng([seed, sample])
+        length = min(len(bits[sample]) for bits in self.bits)
+        filled = []
+        for bits, rate in zip(self.bits, self.rates, strict=True):
+            known = bits[sample][:length]
+            filled.append(np.where(known == _UNKNOWN, rng.random(length) < rate, known == 1))
+        return Answers.from_bits(*filled, same_mistake=rng.random(length) < self.same_mistake)
+
+
+def gather(runs: Sequence[PublishedRun], models: tuple[str, ...]) -> ChainEvidence:
+    """Collect the evidence for a chain of ``models`` (two or three) from the lockstep and plain runs.
+
+    Raises:
+        ValueError: A run that is needed is missing, or the logs do not fit together.
+    """
+    if not 2 <= len(models) <= 3:
+        raise ValueError(f"chains of two or three models can be predicted, not {len(models)}")
+    target, drafts = models[-1], models[:-1]
+    plain = _find(runs, "plain", (target,))
+    pairs = [_find(runs, "lockstep", (draft, target)) for draft in drafts]
+    whole = _find(runs, "lockstep", models)
+    if len({len(run.samples) for run in (*pairs, whole)}) != 1:
+        raise ValueError(f"the lockstep runs with {target} have different numbers of samples")
+    times = [step_times(pair, plain) for pair in pairs]
+    bits = tuple(agreement(pair, *t) for pair, t in zip(pairs, times, strict=True))
+    stages = [StageModel(float(np.median(np.concatenate([s.steps_s[0] for s in pairs[0].samples]))))]
+    for i, draft in enumerate(drafts[1:], 1):
+        own = float(np.median(np.concatenate([s.steps_s[0] for s in pairs[i].samples])))
+        # A middle stage's log adds up a verification and the decoding after it. After a full lookahead there is nothing to decode.
+        full = np.concatenate([s.steps_s[i][s.appended[i - 1] == whole.lookahead] for s in whole.samples])
+        if len(full) == 0:
+            raise ValueError(
+                f"{whole.name}: {draft} has never accepted a full lookahead: the time of its verification is unknown"
+            )
+        stages.append(StageModel([own, float(np.median(full))]))
+    stages.append(StageModel(list(times[-1])))
+    start = [s.seconds - sum(float(t.sum()) for t in s.steps_s) for s in whole.samples]
+    if min(start) < 0:
+        raise ValueError(f"{whole.name}: its steps take longer than the whole")
+    same = [i for i in range(len(whole.samples)) if len({run.samples[i].tokens for run in (*pairs, whole)}) == 1]
+    if not same:
+        raise ValueError(
+            f"{whole.name}: no sample has the same length in all lockstep runs; they are not of the same prompts"
+        )
+    rates = tuple(acceptance(b) for b in bits)
+    same_mistake = _same_mistake(whole, bits, same) if len(drafts) == 2 else 0.0
+    return ChainEvidence(models, tuple(stages), bits, rates, same_mistake, tuple(start), tuple(same))
+
+
+def _same_mistake(run: PublishedRun, bits: tuple[list[np.ndarray], ...], same: Sequence[int]) -> float:
+    """Probability that two wrong drafts agree: the agreements beyond "both right", divided by "both wrong"."""
+    a, b = (np.concatenate([side[i] for i in same]) for side in bits)
+    known = (a != _UNKNOWN) & (b != _UNKNOWN)
+    both_right, both_wrong = np.mean(a[known] + b[known] == 2), np.mean(a[known] + b[known] == 0)
+    counts = np.concatenate([s.appended[0] for s in run.samples])
+    agree = (counts - 1).sum() / ((counts - 1).sum() + (counts < run.lookahead).sum())
+    return float(np.clip((agree - both_right) / both_wrong, 0.0, 1.0)) if both_wrong > 0 else 0.0
+
+
+def _find(runs: Sequence[PublishedRun], kind: str, models: tuple[str, ...]) -> PublishedRun:
+    for run in runs:
+        if run.kind == kind and run.models == models:
+            return run
+    raise ValueError(f"the run '{kind} {'/'.join(models)}' is needed and not among the published runs")
+
+
+# --- predictions ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Milliseconds per token (sum over sum). ``histogram[n]``: share of the target's steps that appended n tokens."""
+
+    ms_per_token: float
+    histogram: np.ndarray
+
+
+def predict(
+    evidence: ChainEvidence,
+    run: PublishedRun,
+    schedule: str,
+    *,
+    lookahead: int = 0,
+    policy: SimulatedPolicy | None = None,
+    keep: Sequence[int] | None = None,
+    fills: int = _FILLS,
+) -> Prediction:
+    """Simulate the texts of ``run``.
+
+    Args:
+        evidence: Of the chain, see :func:`gather`.
+        run: Only the lengths of its texts are used.
+        schedule: As for :func:`pipespec.planning.simulator.simulate`.
+        lookahead: Of the published schedules.
+        policy: Of ``workers`` and ``lockstep``.
+        keep: Indices of the samples. None: all.
+        fills: Simulations per text.
+
+    Raises:
+        ValueError: ``run`` and the evidence have different numbers of samples.
+    """
+    if len(run.samples) != len(evidence.start_s):
+        raise ValueError(f"{run.name} has {len(run.samples)} samples, the lockstep runs {len(evidence.start_s)}")
+    chosen = range(len(run.samples)) if keep is None else keep
+    seconds, histogram = [], np.zeros(_LONGEST + 1)
+    for i in chosen:
+        *drafts, target = evidence.stages
+        stages = [*drafts, StageModel(target.step_s, start_s=evidence.start_s[i])]
+        total = 0.0
+        for fill in range(fills):
+            result: Simulation = simulate(
+                schedule,  # type: ignore[arg-type]
+                stages,
+                evidence.answers(i, fill),
+                run.samples[i].tokens,
+                policy=policy,
+                lookahead=lookahead,
+                seed=fill,
+            )
+            total += result.seconds / fills
+            counts = result.stages[-1].histogram
+            histogram[: len(counts)] += counts
+        seconds.append(total)
+    tokens = sum(run.samples[i].tokens for i in chosen)
+    return Prediction(1e3 * sum(seconds) / tokens, histogram / histogram.sum())
+
+
+@dataclass(frozen=True)
+class PipelineComparison:
+    """A pipeline's run and its prediction.
+
+    Attributes:
+        by_lookahead: ms/token and total variation distance (0 to 1) of the histograms of tokens per step.
+        lookahead: The value with the smallest distance: what the run used.
+        same_text: Measured and predicted ms/token over the texts that have the same length in all runs.
+    """
+
+    run: PublishedRun
+    measured: float
+    by_lookahead: dict[int, tuple[float, float]]
+    lookahead: int
+    predicted: Prediction
+    same_text: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted.ms_per_token / self.measured - 1.0
+
+
+def compare(evidence: ChainEvidence, run: PublishedRun) -> PipelineComparison:
+    """Predict a pipeline's run for each lookahead and find the one that it used."""
+    appended = np.concatenate([s.appended[-1] for s in run.samples])
+    share = np.bincount(np.minimum(appended, _LONGEST), minlength=_LONGEST + 1) / len(appended)
+    tried = {}
+    for lookahead in LOOKAHEADS:
+        predicted = predict(evidence, run, "reference", lookahead=lookahead)
+        tried[lookahead] = (predicted, float(np.abs(predicted.histogram - share).sum() / 2))
+    best = min(tried, key=lambda k: tried[k][1])
+    same = predict(evidence, run, "reference", lookahead=best, keep=evidence.same_text)
+    return PipelineComparison(
+        run,
+        run.ms_per_token(),
+        {lookahead: (p.ms_per_token, distance) for lookahead, (p, distance) in tried.items()},
+        best,
+        tried[best][0],
+        (run.ms_per_token(keep=evidence.same_text), same.ms_per_token),
+    )
+
+
+def predict_protocol(evidence: ChainEvidence, run: PublishedRun) -> dict[str, Any]:
+    """Predict the ``workers`` schedule of this engine on the texts of ``run``, in ms/token.
+
+    Returns:
+        ``by_min_draft_tokens``: the target sleeps while it has fewer draft tokens; ``no_minimum_ms`` and ``best_ms`` are from there.
+        ``by_min_draft_tokens_decode_meanwhile``: the target decodes one token instead; ``decode_meanwhile_ms`` is the best of these.
+        ``ceiling_ms``: bound for rules that decide by the number of draft tokens (:func:`bench.bounds.best_policy`). It assumes independent
+        acceptance, and that each draft costs as much as the fastest one. ``foresight_ms``: bound for two stages if the target knew which
+        draft tokens hold (:func:`bench.bounds.with_foresight`), else None.
+    """
+
+    def ms(min_draft_tokens: int, meanwhile: bool) -> float:
+        policy = SimulatedPolicy(lookahead=64, min_draft_tokens=min_draft_tokens, decode_meanwhile=meanwhile)
+        return predict(evidence, run, "workers", policy=policy).ms_per_token
+
+    fastest = min(stage.times()[0] for stage in evidence.stages)
+    plain, verify = evidence.stages[-1].times()
+    limit = best_policy(evidence.rates[-1], fastest, verify, plain).rate
+    tokens = sum(s.tokens for s in run.samples)
+    start = sum(evidence.start_s) / tokens
+    foresight = None
+    if len(evidence.stages) == 2:
+        seconds = 0.0
+        for i, sample in enumerate(run.samples):
+            answers = evidence.answers(i, 0).table
+            assert answers is not None
+            seconds += with_foresight(answers[:, 0] == 0, sample.tokens, fastest, verify, plain)
+        foresight = 1e3 * (seconds / tokens + start)
+    sleeping = {w: ms(w, False) for w in MIN_DRAFT_TOKENS}
+    meanwhile = {w: ms(w, True) for w in MIN_DRAFT_TOKENS if w > 0}
+    best, best_meanwhile = min(sleeping, key=sleeping.__getitem__), min(meanwhile, key=meanwhile.__getitem__)
+    return {
+        "no_minimum_ms": sleeping[0],
+        "best_min_draft_tokens": best,
+        "best_ms": sleeping[best],
+        "decode_meanwhile_min_draft_tokens": best_meanwhile,
+        "decode_meanwhile_ms": meanwhile[best_meanwhile],
+        "ceiling_ms": 1e3 * (1.0 / limit + start),
+        "foresight_ms": foresight,
+        "by_min_draft_tokens": {str(k): v for k, v in sleeping.items()},
+        "by_min_draft_tokens_decode_meanwhile": {str(k): v for k, v in meanwhile.items()},
+    }
+
+
+# --- the report ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A line of the published table.
+
+    Attributes:
+        speedup: As published, over plain decoding of the target, on all samples of each run.
+        fair: On the samples that both runs have.
+        interval: Bootstrap 95 % interval of ``fair``.
+    """
+
+    name: str
+    samples: int
+    ms_per_token: float
+    speedup: float
+    fair: float
+    interval: tuple[float, float]
+
+
+def table(runs: Sequence[PublishedRun]) -> list[TableRow]:
+    """Re-derive the published table: every run whose target also has a plain run."""
+    rows = []
+    for run in runs:
+        try:
+            plain = _find(runs, "plain", run.models[-1:])
+        except ValueError:
+            continue
+        count = min(len(plain.samples), len(run.samples))
+        rng = np.random.default_rng(0)
+        draws = rng.integers(count, size=(2000, count))
+        ours_, theirs = (
+            np.array([s.seconds for s in r.samples[:count]])[draws].sum(axis=1)
+            / np.array([s.tokens for s in r.samples[:count]])[draws].sum(axis=1)
+            for r in (run, plain)
+        )
+        low, high = np.percentile(theirs / ours_, [2.5, 97.5])
+        rows.append(
+            TableRow(
+                run.name,
+                len(run.samples),
+                run.ms_per_token(),
+                plain.ms_per_token() / run.ms_per_token(),
+                plain.ms_per_token(count) / run.ms_per_token(count),
+                (float(low), float(high)),
+            )
+        )
+    return rows
+
+
+def report(runs: Sequence[PublishedRun]) -> dict[str, Any]:
+    """All figures as plain numbers: the table, the evidence, predictions and measurements."""
+    out: dict[str, Any] = {"table": [vars(row) for row in table(runs)], "lockstep": [], "pipelines": []}
+    for run in runs:
+        if run.kind == "plain":
+            continue
+        evidence = gather(runs, run.models)
+        if run.kind == "lockstep":
+            predicted = predict(evidence, run, "reference-lockstep", lookahead=run.lookahead).ms_per_token
+            measured = run.ms_per_token()
+            out["lockstep"].append(
+                {"run": run.name, "measured_ms": measured, "predicted_ms": predicted, "error": predicted / measured - 1}
+            )
+            continue
+        compared = compare(evidence, run)
+        out["pipelines"].append(
+            {
+                "run": run.name,
+                "step_ms": [[1e3 * t for t in stage.times()] for stage in evidence.stages],
+                "acceptance": list(evidence.rates),
+                "same_mistake": evidence.same_mistake,
+                "start_ms": 1e3 * float(np.mean(evidence.start_s)),
+                "lookahead_recorded": run.lookahead,
+                "lookahead_used": compared.lookahead,
+                "measured_ms": compared.measured,
+                "predicted_ms": compared.predicted.ms_per_token,
+                "error": compared.error,
+                "same_text": {
+                    "samples": len(evidence.same_text),
+                    "measured_ms": compared.same_text[0],
+                    "predicted_ms": compared.same_text[1],
+                },
+                "by_lookahead": {
+                    str(k): {"predicted_ms": ms, "histogram_distance": d}
+                    for k, (ms, d) in compared.by_lookahead.items()
+                },
+                "reference_best": min((ms, k) for k, (ms, _) in compared.by_lookahead.items()),
+                "ours": predict_protocol(evidence, run),
+            }
+        )
+    return out
+
+
+def as_text(data: dict[str, Any]) -> str:
+    """Format :func:`report` as tables."""
+
+    def table(title: str, header: str, row: str, found: Sequence[dict[str, Any]]) -> str:
+        """Cells of ``header`` and of the format ``row`` are separated by ``|``."""
+        return f"{title}\n\n" + aligned([header.split("|"), *(row.format(**entry).split("|") for entry in found)])
+
+    parts = [
+        table(
+            "The published table, re-derived (sum of times over sum of tokens)",
+            "run|samples|ms/token|speed-up|same samples|95 % interval",
+            "{name}|{samples}|{ms_per_token:.2f}|{speedup:.2f}x|{fair:.2f}x|{interval[0]:.2f}-{interval[1]:.2f}",
+            data["table"],
+        )
+    ]
+    if data["lockstep"]:
+        parts += [
+            table(
+                "Lockstep runs, simulated (two models: a check of the reading, the bits come from the same run)",
+                "run|measured ms|simulated ms|error",
+                "{run}|{measured_ms:.2f}|{predicted_ms:.2f}|{error:+.1%}",
+                data["lockstep"],
+            )
+        ]
+    if not data["pipelines"]:
+        return "\n\n".join(parts)
+    lookaheads = list(data["pipelines"][0]["by_lookahead"])
+    shown = []
+    for p in data["pipelines"]:
+        ours, (best, at) = p["ours"], p["reference_best"]
+        figures = {
+            "simulated": p["predicted_ms"],
+            "reference": best,
+            **{name.removesuffix("_ms"): ms for name, ms in ours.items() if name.endswith("_ms")},
+        }
+        gains = {k: "-" if ms is None else f"{ms:.2f} ({p['measured_ms'] / ms:.2f}x)" for k, ms in figures.items()}
+        shown.append(p | {"gain": gains, "at": at})
+    parts += [
+        table(
+            "Pipelines, predicted from the lockstep and plain runs",
+            "run|measured ms|predicted ms|error|lookahead recorded|lookahead used",
+            "{run}|{measured_ms:.2f}|{predicted_ms:.2f}|{error:+.1%}|{lookahead_recorded}|{lookahead_used}",
+            shown,
+        ),
+        table(
+            "By lookahead: predicted ms/token (distance of the histograms of tokens per step, 0 to 1)",
+            "|".join(["run", *lookaheads]),
+            "{run}" + "".join(f"|{{by_lookahead[{k}][0]:.1f}} ({{by_lookahead[{k}][1]:.2f}})" for k in lookaheads),
+            [p | {"by_lookahead": {int(k): list(v.values()) for k, v in p["by_lookahead"].items()}} for p in shown],
+        ),
+        table(
+            "This engine's protocol at these step times and on these texts, ms/token (gain over the measured run)",
+            "run|measured|reference, simulated|its best lookahead|no minimum|best minimum (w)|decoding meanwhile|ceiling|foresight",
+            "{run}|{measured_ms:.2f}|{gain[simulated]}|{gain[reference]} L={at}|{gain[no_minimum]}"
+            "|{gain[best]} w={ours[best_min_draft_tokens]}"
+            "|{gain[decode_meanwhile]} w={ours[decode_meanwhile_min_draft_tokens]}|{gain[ceiling]}|{gain[foresight]}",
+            shown,
+        ),
+        _NOTES,
+    ]
+    return "\n\n".join(parts)
+
+
+_NOTES = """\
+no minimum: min_draft_tokens = 0, no handshake, corrections reach all stages at once, bonus tokens are adopted.
+best minimum: the target sleeps while it has fewer than w draft tokens.
+decoding meanwhile: with fewer than w draft tokens the target decodes one token instead.
+ceiling: no rule that decides by the number of draft tokens is faster, if acceptance is independent and each draft costs as much as
+the smallest model.
+foresight: no rule is faster: the target knows in advance which draft tokens hold."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "published_runs", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="logged runs of the published system, one .json file each"
+    )
+    parser.add_argument("--json", action="store_true", help="the same figures as JSON")
+    args = parser.parse_args(arguments)
+    try:
+        found = report(load(args.folder))
+    except (FileNotFoundError, ValueError) as error:
+        print(f"published_runs: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=1) if args.json else as_text(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+// The forward of LLaMA-like decoders on the host: tokens or hidden states in, logits or hidden
+// states out, keys and values appended to storage with a length per row.
+//
+// The weights are copied into panels that one pass reads front to back, as bfloat16 where that
+// changes no weight and as float32 otherwise. Arithmetic is float32. Each number is computed by the
+// same sequence of operations whatever the number of rows, columns or threads: q forwards of one
+// column and one forward of q columns give the same bits. Other instructions (set_simd) may round
+// differently.
+//
+// Instructions and threads are those of select.hpp. A Decoder may be used by several threads at
+// once, as long as they write to different rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "decoder_kernels.hpp"
+#include "select.hpp"
+
+namespace pipespec::cpu {
+
+struct DecoderShape {
+  int64_t hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim;
+  float eps, scale;
+  Activation activation;
+  float norm_offset;  // added to the weights of all RMS norms
+};
+
+// Contiguous, float32 or bfloat16; null data: there is none.
+struct Weights {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
+// Matrices are [outputs, inputs].
+struct LayerWeights {
+  Weights input_norm, q, k, v, o, post_norm, gate, up, down;
+  Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
+  Weights q_norm, k_norm;
+};
+
+struct EndWeights {
+  Weights embedding;  // is not copied
+  Weights norm, head, head_bias;
+};
+
+// Keys and values of all layers; strides in elements of layer, row, head and position. The
+// elements of a head are contiguous.
+struct KeysValues {
+  void* keys;
+  void* values;
+  DType dtype;  // kFloat32 or kBFloat16
+  int64_t key_strides[4], value_strides[4];
+};
+
+// Rows of `columns` tokens each. Column j of row r stands at position lengths[r] + j and sees the
+// positions up to its own.
+struct Columns {
+  int64_t rows, columns;
+  const int64_t* lengths;
+  const float* cos;  // [positions, rotary_dim]
+  const float* sin;
+};
+
+class Decoder {
+ public:
+  Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
+          const EndWeights& ends);
+  ~Decoder();
+
+  int64_t bytes() const;  // of the packed weights
+  int weight_bits() const;
+
+  // hidden[count, H] of tokens. Throws std::invalid_argument for an id outside of the vocabulary.
+  void embed(const Tokens& tokens, int64_t rows, int64_t columns, float* hidden) const;
+  // hidden[rows, columns, H] through layers begin .. end - 1, in place.
+  void run_layers(float* hidden, const KeysValues& cache, const Columns& columns, int64_t begin,
+                  int64_t end, int threads) const;
+  // logits[count, V] of hidden[count, H].
+  void logits(const float* hidden, int64_t count, void* out, DType dtype, int threads) const;
+  // All of these: logits[rows, keep, V] of the last `keep` columns.
+  void step(const Tokens& tokens, const KeysValues& cache, const Columns& columns, int64_t keep,
+            void* out, DType dtype, int threads) const;
+
+ private:
+  struct Matrix;
+  struct Layer;
+  struct Packed;
+  struct Job;
+
+  DecoderShape shape_;
+  Weights embedding_;
+  std::unique_ptr<Packed> packed_;
+};
+
+}  // namespace pipespec::cpu

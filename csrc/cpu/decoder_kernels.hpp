@@ -1,0 +1,64 @@
+// The inner kernels of the decoder's forward (decoder.hpp), one table per instruction set. Seen by
+// files compiled for wider instructions, hence nothing with inline functions here (see span.hpp).
+//
+// Each output number is computed by one sequence of operations, which depends on nothing but its
+// own inputs: neither on the number of rows or panels of a call nor on the place of a row among
+// them. Forwards of any width therefore give the same bits.
+#pragma once
+
+#include <stdint.h>
+
+namespace pipespec::cpu {
+
+// Outputs per panel of packed weights. A panel holds for each input its 16 weights. 16-bit weights
+// are bfloat16, and outputs i and i + 8 share the 32-bit word i: a shift gives the former as
+// float32, a mask the latter. 32-bit weights lie in the order of the outputs.
+inline constexpr int64_t kPanelOutputs = 16;
+
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+
+inline constexpr int64_t kMaxLanes = 16;
+inline constexpr int64_t kAttendQueries = 8;
+
+// The queries of one row that share one head of keys and values.
+struct AttendTask {
+  const float* queries;  // query g of column j at queries + j * query_stride + g * head_dim
+  int64_t query_stride;
+  const void* keys;  // position t at keys + t * key_stride elements
+  const void* values;
+  int64_t key_stride, value_stride;
+  int64_t positions;  // that column 0 sees; column j sees j more
+  int64_t columns, group, head_dim;
+  float scale;
+  float* out;  // like queries
+  int64_t out_stride;
+  float* scratch;  // kAttendQueries * (positions + columns + kMaxLanes) floats
+};
+
+struct DecoderKernels {
+  // out[r, 16 p + i] = sum over k of x[r, k] * (weight k of output i in panel p), summed in the
+  // order of k from zero. `prefetch`: the panels come from memory, not from a cache.
+  void (*product16)(const unsigned char* panels, int64_t inputs, int64_t panel_count,
+                    const float* x, int64_t x_stride, int64_t rows, float* out, int64_t out_stride,
+                    bool prefetch);
+  void (*product32)(const unsigned char* panels, int64_t inputs, int64_t panel_count,
+                    const float* x, int64_t x_stride, int64_t rows, float* out, int64_t out_stride,
+                    bool prefetch);
+  // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
+  void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
+  // out[i] = activation(gate i) * up i, where `products` alternate between 16 gates and 16 ups.
+  void (*activate)(Activation kind, const float* products, int64_t panel_pairs, float* out);
+  // Attention over float32 and bfloat16 keys and values, computed in float32.
+  void (*attend32)(const AttendTask& task);
+  void (*attend16)(const AttendTask& task);
+};
+
+// Null where the compiler could not build the variant.
+const DecoderKernels* portable_decoder();
+const DecoderKernels* avx2_decoder();
+const DecoderKernels* avx512_decoder();
+
+// Of the instructions in use (set_simd).
+const DecoderKernels& decoder_kernels();
+
+}  // namespace pipespec::cpu

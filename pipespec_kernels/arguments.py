@@ -1,0 +1,301 @@
+"""Checks of the operations' arguments, and the tensors that their results are written to.
+
+The checks read metadata, and values on the CPU. They do not read values on a GPU, which would wait for the device. They run once per draft
+step and take about two microseconds together.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipespec_kernels import dispatch, reference
+from pipespec_kernels.noise import Noise, check_stream
+
+native: Any = None
+"""The native module; None where it was not built."""
+try:
+    from pipespec_kernels import _native
+except ImportError as error:
+    warnings.warn(f"{error} Until then tensors on the CPU go to the slow reference.", RuntimeWarning, stacklevel=2)
+else:
+    native = _native
+
+INT32, INT64, FLOAT32, FLOAT64 = torch.int32, torch.int64, torch.float32, torch.float64
+CPU = torch.device("cpu")
+TOKEN_BYTES = {INT32: 4, INT64: 8}
+
+# Supported dtypes of logits, with the native code's names; None: not for the native code.
+_CODES = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16, FLOAT64))
+if native is not None and not dispatch.forced:
+    _CODES |= {
+        torch.float32: native.FLOAT32,
+        torch.bfloat16: native.BFLOAT16,
+        torch.float16: native.FLOAT16,
+    }
+
+# Arguments with one entry per row (cutoffs: per row and column): the dtype, and the word for an entry.
+_PER_ROW = {
+    "query_lens": (INT32, "count"),
+    "num_draft_tokens": (INT32, "count"),
+    "noise.seeds": (INT64, "value"),
+    "noise.positions": (INT64, "value"),
+    "noise.inv_temperature": (FLOAT32, "value"),
+    "noise.cutoff": (FLOAT32, "value"),
+    "draft_inv_temperature": (FLOAT32, "value"),
+    "draft_cutoff": (FLOAT32, "value"),
+}
+
+# Filters of cutoff(), each one number or one per row: the dtype, and the greatest value.
+_FILTERS = {
+    "inv_temperature": (FLOAT32, math.inf),
+    "top_k": (INT64, math.inf),
+    "top_p": (FLOAT64, 1),
+    "min_p": (FLOAT64, 1),
+}
+
+FlatNoise = tuple[Tensor, Tensor, Tensor, Tensor | None, int]
+"""The fields of a checked Noise: seeds, positions, inverse temperatures, cutoffs, stream."""
+
+
+def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int, int, tuple[int, ...] | None]:
+    """Sizes of checked logits, and the native code's first arguments; None: they are not for it."""
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
+    shape = logits.shape
+    if len(shape) != 3:
+        raise ValueError(f"{name} must be [B, Q, V], got shape {tuple(shape)}")
+    batch, width, vocab = shape
+    if not 0 < vocab < 2**31:
+        raise ValueError(f"the vocabulary must have 1 .. 2**31-1 entries, got shape {tuple(shape)}")
+    stride = logits.stride()
+    if stride[2] != 1 and vocab > 1:
+        raise ValueError(f"{name} must be contiguous along the vocabulary, got strides {stride}")
+    code = _CODES.get(logits.dtype, -1)
+    if code == -1:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {logits.dtype}")
+    if code is None or type(logits) is not Tensor or not logits.is_cpu:
+        return batch, width, vocab, None
+    return batch, width, vocab, (logits.data_ptr(), code, batch, width, vocab, stride[0], stride[1])
+
+
+def check_tokens(tokens: Tensor, logits: Tensor, batch: int, width: int) -> int:
+    """Bytes of an id in checked tokens."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
+    token_bytes = TOKEN_BYTES.get(tokens.dtype)
+    if token_bytes is None:
+        raise TypeError(f"tokens must be int64 or int32, got {tokens.dtype}")
+    if tokens.shape != (batch, width):
+        raise ValueError(f"tokens are {tuple(tokens.shape)}, but logits [B, Q, V] are {tuple(logits.shape)}")
+    if not (tokens.is_cpu and logits.is_cpu) and tokens.device != logits.device:
+        raise ValueError(f"tokens are on {tokens.device}, logits on {logits.device}")
+    return token_bytes
+
+
+def both_counts(
+    query_lens: Any, num_draft_tokens: Any, batch: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    if (query_lens is None) != (num_draft_tokens is None):
+        raise ValueError("query_lens and num_draft_tokens go together")
+    if query_lens is None:
+        return None, None
+    return per_row("query_lens", query_lens, (batch,), device), per_row(
+        "num_draft_tokens", num_draft_tokens, (batch,), device
+    )
+
+
+def per_row(name: str, values: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The checked argument ``name``, contiguous; on the CPU or on ``device``."""
+    dtype, entry = _PER_ROW[name]
+    if not isinstance(values, Tensor):
+        if not hasattr(values, "__array_interface__"):
+            raise TypeError(f"{name} must be a tensor or numpy array of {_word(dtype)}, got {type(values).__name__}")
+        values = torch.from_numpy(values)
+    if values.dtype is not dtype:
+        raise TypeError(f"{name} must be {_word(dtype)}, got {values.dtype}")
+    if not values.is_cpu and values.device != device:
+        raise ValueError(_misplaced(name, values, device))
+    if values.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, one {entry} per row, got shape {tuple(values.shape)}")
+    checked: Tensor = values if values.is_contiguous() else values.contiguous()
+    return checked
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _misplaced(name: str, values: Tensor, device: torch.device) -> str:
+    places = "the CPU" if device.type == "cpu" else f"the CPU or on {device} like the logits"
+    return f"{name} must be on {places}, is on {values.device}"
+
+
+def filters(values: Iterable[Any], batch: int, device: torch.device) -> list[Tensor]:
+    """The checked filters of cutoff(), in the order of the table: contiguous tensors ``[B]``."""
+    return [
+        _filter(value, batch, dtype, name, device)
+        for value, (name, (dtype, _)) in zip(values, _FILTERS.items(), strict=True)
+    ]
+
+
+def _filter(values: Any, batch: int, dtype: torch.dtype, name: str, device: torch.device) -> Tensor:
+    if isinstance(values, (int, float)):
+        if dtype is INT64 and not isinstance(values, int):
+            raise TypeError(f"{name} must be an integer, got {values!r}")
+        return torch.full((batch,), values, dtype=dtype, device=CPU)
+    if not isinstance(values, Tensor):
+        if not hasattr(values, "__array_interface__"):
+            raise TypeError(f"{name} must be a number, a tensor or a numpy array, got {type(values).__name__}")
+        values = torch.as_tensor(values)
+    if dtype is INT64 and values.dtype not in (INT32, INT64):
+        raise TypeError(f"{name} must be integers, got {values.dtype}")
+    if not values.is_cpu and values.device != device:
+        raise ValueError(_misplaced(name, values, device))
+    if values.dim() == 0:  # a numpy scalar, say
+        values = values.expand(batch)
+    if values.shape != (batch,):
+        raise ValueError(f"{name} must be a number or [{batch}], got shape {tuple(values.shape)}")
+    checked: Tensor = values.to(dtype).contiguous()
+    return checked
+
+
+def fields(noise: Noise) -> tuple[Any, Any, Any, Any, int]:
+    if not isinstance(noise, Noise):
+        raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
+    return noise.seeds, noise.positions, noise.inv_temperature, noise.cutoff, noise.stream
+
+
+def check_noise(noise: tuple[Any, Any, Any, Any, int], batch: int, width: int, device: torch.device) -> FlatNoise:
+    """The fields of a checked Noise, contiguous: they must outlive the call that gets their addresses."""
+    seeds, positions, inv_temperature, cutoff, stream = noise
+    check_stream(stream)
+    rows = (batch,)
+    return (
+        per_row("noise.seeds", seeds, rows, device),
+        per_row("noise.positions", positions, rows, device),
+        per_row("noise.inv_temperature", inv_temperature, rows, device),
+        None if cutoff is None else per_row("noise.cutoff", cutoff, (batch, width), device),
+        stream,
+    )
+
+
+def addresses(noise: FlatNoise) -> tuple[int, int, int, int, int]:
+    seeds, positions, inv_temperature, cutoff, stream = noise
+    return (
+        seeds.data_ptr(),
+        positions.data_ptr(),
+        inv_temperature.data_ptr(),
+        0 if cutoff is None else cutoff.data_ptr(),
+        stream,
+    )
+
+
+def moved(noise: FlatNoise, device: torch.device) -> Noise:
+    seeds, positions, inv_temperature, cutoff, stream = noise
+    cutoff = None if cutoff is None else cutoff.to(device)
+    return Noise(seeds.to(device), positions.to(device), inv_temperature.to(device), cutoff, stream)
+
+
+def as_tensors(values: Iterable[Any]) -> list[Any]:
+    """Numpy arrays as tensors, for a schema."""
+    return [torch.from_numpy(v) if hasattr(v, "__array_interface__") else v for v in values]
+
+
+def num_threads(threads: Any) -> int:
+    if threads is None:
+        return torch.get_num_threads()
+    if not isinstance(threads, int):
+        raise TypeError(f"threads must be an integer, got {threads!r}")
+    return threads  # how many is checked by the native code
+
+
+# The native code makes these checks itself; the other implementations need them here.
+
+
+def check_noise_values(noise: FlatNoise, rows: Iterable[int], width: int, name: str = "inv_temperature") -> None:
+    if noise[2].is_cpu:
+        scales = noise[2].tolist()
+        for row in rows:
+            if not 0 < scales[row] < math.inf:
+                raise ValueError(f"row {row}: {name} must be finite and positive, is {scales[row]}")
+    if noise[1].is_cpu:
+        positions = noise[1].tolist()
+        for row in rows:
+            if not 0 <= positions[row] <= 2**63 - 1 - width:
+                raise ValueError(f"row {row}: positions must not be negative, is {positions[row]}")
+
+
+def check_count_values(query_lens: Tensor, num_draft_tokens: Tensor, width: int) -> None:
+    if query_lens.is_cpu and num_draft_tokens.is_cpu:
+        reference.check_counts(query_lens, num_draft_tokens, width)
+
+
+def busy_rows(query_lens: Tensor) -> list[int]:
+    """The rows that do not idle; none if ``query_lens`` is on a GPU, where the host does not read it."""
+    return [row for row, fed in enumerate(query_lens.tolist()) if fed > 0] if query_lens.is_cpu else []
+
+
+def check_filter_values(values: Iterable[Tensor]) -> None:
+    for column, (name, (_, most)) in zip(values, _FILTERS.items(), strict=True):
+        if column.is_cpu:
+            for row, value in enumerate(column.tolist()):
+                if not 0 <= value <= most or (name == "inv_temperature" and not 0 < value < math.inf):
+                    raise ValueError(f"row {row}: {name} {value} is not valid")
+
+
+def is_everywhere(values: Tensor, value: float) -> bool:
+    return values.is_cpu and bool((values == value).all())
+
+
+def result(
+    out: Tensor | None, shape: tuple[int, ...], name: str, device: torch.device, dtype: torch.dtype = INT32
+) -> Tensor:
+    """``out`` if it is fit to be written to, or a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if not isinstance(out, Tensor) or out.dtype is not dtype:
+        raise TypeError(
+            f"{name} must be {'an' if dtype is INT32 else 'a'} {_word(dtype)} tensor, got {getattr(out, 'dtype', type(out).__name__)}"
+        )
+    if out.shape != shape or out.device != device or not out.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous on {device} with shape {shape}, "
+            f"got shape {tuple(out.shape)}, strides {out.stride()} on {out.device}"
+        )
+    return out
+
+
+def results(out: tuple[Tensor, Tensor] | None, query_lens: Tensor, batch: int, width: int) -> tuple[Tensor, Tensor]:
+    """Tensors for ``selected`` and ``accepted``, on the device of ``query_lens``."""
+    if out is None:
+        # From a tensor that is int32 there already: half the price of torch.empty with dtype and device.
+        return query_lens.new_empty((batch, width)), torch.empty_like(query_lens)
+    device = query_lens.device
+    return result(out[0], (batch, width), "out[0]", device), result(out[1], (batch,), "out[1]", device)
+
+
+def write_to(results: tuple[Tensor, Tensor], selected: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """The results in these tensors, if they are not there already."""
+    if results[0] is not selected:
+        selected.copy_(results[0])
+        accepted.copy_(results[1])
+    return selected, accepted
+
+
+def into(out: Tensor | None, value: Tensor) -> Tensor:
+    """``value`` in ``out``, if that is given."""
+    if out is None:
+        return value
+    return result(out, tuple(value.shape), "out", value.device, value.dtype).copy_(value)
+
+
+def both_into(out: tuple[Tensor, Tensor] | None, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A pair of results in ``out``, if that is given."""
+    first, second = out or (None, None)
+    return into(first, values[0]), into(second, values[1])

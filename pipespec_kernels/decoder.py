@@ -1,0 +1,423 @@
+"""The forward of LLaMA-like decoders on the CPU, one native call per step.
+
+:class:`NativeDecoder` copies a model's matrices into panels that a forward reads front to back: as bfloat16 where that changes no
+weight, else as float32. Arithmetic is float32, whatever the dtypes of weights and cache.
+
+Every number is computed by one sequence of operations. It depends neither on the other rows and columns of the call nor on the
+number of threads, so one forward of ``q`` columns gives the same bits as ``q`` forwards of one column. Only other instructions
+(``PIPESPEC_SIMD``) may round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipespec_kernels import _native
+
+__all__ = ["DecoderShape", "LayerWeights", "NativeDecoder"]
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_CODES: Mapping[torch.dtype, int] = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}
+_TOKEN_BYTES = {torch.int32: 4, torch.int64: 8}
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes and constants of a decoder.
+
+    Attributes:
+        hidden: Size of the hidden states, ``H``.
+        intermediate: Size between the matrices of the MLP.
+        heads: Heads of queries.
+        kv_heads: Heads of keys and values; divides ``heads``.
+        head_dim: Size of a head.
+        vocabulary: Token ids, ``V``.
+        eps: Added to the mean square in RMS norms.
+        scale: Factor of the attention scores.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu``.
+        norm_offset: Added to the weights of RMS norms: 1.0 for Gemma.
+        rotary_dim: The first elements of a head that are rotated, an even number; None: all.
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    scale: float
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    rotary_dim: int | None = None
+
+    @property
+    def rotated(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
+
+    ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation.
+    """
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+class NativeDecoder:
+    """A decoder's layers, and where given its embedding, last norm and head, packed for forwards on the CPU.
+
+    Args:
+        shape: Sizes and constants.
+        layers: The weights of each layer. They are copied.
+        embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change.
+        norm: The last norm ``[H]``, together with ``head``.
+        head: ``[V, H]``; copied.
+        head_bias: ``[V]``.
+
+    Attributes:
+        shape: As given.
+        num_layers: Number of layers.
+        nbytes: Bytes of the packed weights.
+        weight_bits: 16 where bfloat16 represents every entry of every matrix, else 32.
+        logits_dtype: bfloat16 if the head's dtype is, else float32.
+
+    Raises:
+        TypeError: A dtype that is not supported.
+        ValueError: A shape, device or constant that does not fit.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: Sequence[LayerWeights],
+        *,
+        embedding: Tensor | None = None,
+        norm: Tensor | None = None,
+        head: Tensor | None = None,
+        head_bias: Tensor | None = None,
+    ) -> None:
+        _check_shape(shape)
+        if (norm is None) != (head is None):
+            raise ValueError("norm and head go together")
+        if head is None and head_bias is not None:
+            raise ValueError("head_bias needs a head")
+        self.shape = shape
+        self.num_layers = len(layers)
+        self.logits_dtype = torch.float32 if head is None else head.dtype
+        self._embedding = None if embedding is None else embedding.detach().contiguous()
+        held: list[Tensor] = []  # until they are packed
+
+        def at(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> tuple[int, int]:
+            if tensor is None:
+                return 0, 0
+            _check_weight(name, tensor, expected)
+            held.append(tensor.detach().contiguous())
+            return held[-1].data_ptr(), _CODES[tensor.dtype]
+
+        h, v = shape.hidden, shape.vocabulary
+        sizes = _layer_shapes(shape)
+        self._native = _native.Decoder(
+            (h, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, v, shape.rotated),
+            shape.eps,
+            shape.scale,
+            _ACTIVATIONS[shape.activation],
+            shape.norm_offset,
+            [
+                [at(f"layers[{i}].{f.name}", getattr(layer, f.name), sizes[f.name]) for f in fields(LayerWeights)]
+                for i, layer in enumerate(layers)
+            ],
+            [
+                at("embedding", self._embedding, (v, h)),
+                at("norm", norm, (h,)),
+                at("head", head, (v, h)),
+                at("head_bias", head_bias, (v,)),
+            ],
+        )
+        self._has_head = head is not None
+        self.nbytes: int = self._native.bytes
+        self.weight_bits: int = self._native.weight_bits
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings of tokens.
+
+        Args:
+            tokens: int32 or int64 ``[rows, q]`` on the CPU, any strides.
+
+        Returns:
+            float32 ``[rows, q, H]``.
+
+        Raises:
+            TypeError: A dtype that is not supported.
+            ValueError: A shape, device or token id that does not fit.
+        """
+        described = self._tokens(tokens)
+        out = torch.empty((*tokens.shape, self.shape.hidden), dtype=torch.float32, device="cpu")
+        self._native.embed(described, *tokens.shape, out.data_ptr())
+        return out
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: Sequence[int],
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        threads: int | None = None,
+    ) -> Tensor:
+        """Run the layers ``begin .. end - 1``, and append keys and values.
+
+        Args:
+            hidden: float32 ``[rows, q, H]``; is not changed.
+            keys: float32 or bfloat16 ``[layers, rows, kv_heads, capacity, head_dim]``, the layers being all of this decoder's.
+                Any strides, the last dimension contiguous. Row ``r`` is written at ``lengths[r] .. lengths[r] + q - 1``.
+            values: Like ``keys``.
+            lengths: Positions that each row holds. Column ``j`` of row ``r`` stands at position ``lengths[r] + j`` and sees the
+                positions up to its own.
+            cos: float32 ``[positions, rotary_dim]``, contiguous: row ``p`` is of position ``p``, in the order of transformers'
+                ``rotate_half``.
+            sin: Like ``cos``.
+            begin: First layer.
+            end: Behind the last layer; None: all.
+            threads: Upper bound, the calling thread included; default ``torch.get_num_threads()``.
+
+        Returns:
+            float32 ``[rows, q, H]``.
+
+        Raises:
+            TypeError: A dtype that is not supported.
+            ValueError: A shape, stride, device or length that does not fit. Nothing has been written then.
+        """
+        end = self.num_layers if end is None else end
+        if not 0 <= begin <= end <= self.num_layers:
+            raise ValueError(f"need 0 <= begin <= end <= {self.num_layers}, got begin {begin} and end {end}")
+        self._check_hidden(hidden)
+        if hidden.dim() != 3:
+            raise ValueError(f"hidden must be [rows, q, {self.shape.hidden}], got shape {tuple(hidden.shape)}")
+        cache, columns = self._cache(hidden.shape[0], hidden.shape[1], keys, values, lengths, cos, sin)
+        count = _num_threads(threads)
+        out = hidden.detach().clone(memory_format=torch.contiguous_format)
+        self._native.run_layers(out.data_ptr(), cache, columns, begin, end, count)
+        return out
+
+    def logits(self, hidden: Tensor, *, threads: int | None = None) -> Tensor:
+        """The last norm and the head.
+
+        Args:
+            hidden: float32 ``[..., H]``.
+            threads: As for :meth:`run_layers`.
+
+        Returns:
+            ``[..., V]``, bfloat16 if the head's dtype is, else float32.
+
+        Raises:
+            TypeError: A dtype that is not supported.
+            ValueError: A shape or device that does not fit, or a decoder without a head.
+        """
+        self._need_head()
+        self._check_hidden(hidden)
+        count = _num_threads(threads)
+        source = hidden.detach().contiguous()
+        out = torch.empty((*hidden.shape[:-1], self.shape.vocabulary), dtype=self.logits_dtype, device="cpu")
+        rows = source.numel() // self.shape.hidden
+        self._native.logits(source.data_ptr(), rows, out.data_ptr(), _CODES[self.logits_dtype], count)
+        return out
+
+    def step(
+        self,
+        tokens: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: Sequence[int],
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        keep: int,
+        threads: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Embed tokens, run all layers, and compute the logits of the last columns.
+
+        Args:
+            tokens: As for :meth:`embed`.
+            keys: This and the next four: as for :meth:`run_layers`.
+            values: Likewise.
+            lengths: Likewise.
+            cos: Likewise.
+            sin: Likewise.
+            keep: The number of last columns whose logits are computed, ``0 .. q``.
+            threads: As for :meth:`run_layers`.
+            out: Contiguous tensor ``[rows, keep, V]`` of the dtype of the logits to write to.
+
+        Returns:
+            ``[rows, keep, V]``, as :meth:`logits`.
+
+        Raises:
+            TypeError: A dtype that is not supported.
+            ValueError: A shape, stride, device, length or token id that does not fit. Nothing has been written then.
+        """
+        self._need_head()
+        described = self._tokens(tokens)
+        rows, width = tokens.shape
+        if not 0 <= keep <= width:
+            raise ValueError(f"keep must be 0 .. {width}, the number of columns, got {keep}")
+        cache, columns = self._cache(rows, width, keys, values, lengths, cos, sin)
+        shape, dtype = (rows, keep, self.shape.vocabulary), self.logits_dtype
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device="cpu")
+        elif out.dtype is not dtype:
+            raise TypeError(f"out must be {dtype}, got {out.dtype}")
+        elif out.shape != shape or not out.is_contiguous() or not out.is_cpu:
+            raise ValueError(f"out must be contiguous {shape} on the CPU, got {tuple(out.shape)} on {out.device}")
+        self._native.step(described, cache, columns, keep, out.data_ptr(), _CODES[dtype], _num_threads(threads))
+        return out
+
+    def _need_head(self) -> None:
+        if not self._has_head:
+            raise ValueError("this decoder was made without norm and head")
+
+    def _check_hidden(self, hidden: Tensor) -> None:
+        if hidden.dtype is not torch.float32:
+            raise TypeError(f"hidden must be float32, got {hidden.dtype}")
+        if hidden.dim() < 1 or hidden.shape[-1] != self.shape.hidden:
+            raise ValueError(f"hidden must be [..., {self.shape.hidden}], got shape {tuple(hidden.shape)}")
+        if not hidden.is_cpu:
+            raise ValueError(f"hidden must be on the CPU, not on {hidden.device}")
+
+    def _tokens(self, tokens: Tensor) -> tuple[int, int, int, int]:
+        if self._embedding is None:
+            raise ValueError("this decoder was made without embedding")
+        size = _TOKEN_BYTES.get(tokens.dtype)
+        if size is None:
+            raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
+        if tokens.dim() != 2 or not tokens.is_cpu:
+            raise ValueError(f"tokens must be [rows, q] on the CPU, got {tuple(tokens.shape)} on {tokens.device}")
+        row_stride, column_stride = tokens.stride()
+        return tokens.data_ptr(), size, row_stride, column_stride
+
+    def _cache(
+        self, rows: int, width: int, keys: Tensor, values: Tensor, lengths: Sequence[int], cos: Tensor, sin: Tensor
+    ) -> tuple[Any, Any]:
+        """Keys and values, and the columns fed, as the native code takes them."""
+        code = _CODES.get(keys.dtype)
+        if code is None or values.dtype is not keys.dtype:
+            raise TypeError(
+                f"keys and values must both be float32 or both bfloat16, got {keys.dtype} and {values.dtype}"
+            )
+        shape = keys.shape
+        if len(shape) != 5 or (self.num_layers, rows, self.shape.kv_heads, shape[3], self.shape.head_dim) != shape:
+            raise ValueError(
+                f"keys must be [{self.num_layers}, {rows}, {self.shape.kv_heads}, capacity, {self.shape.head_dim}], "
+                f"got shape {tuple(shape)}"
+            )
+        if values.shape != shape:
+            raise ValueError(f"values are {tuple(values.shape)}, keys are {tuple(shape)}")
+        key_strides, value_strides = keys.stride(), values.stride()
+        if (key_strides[4] != 1 or value_strides[4] != 1) and shape[4] > 1:
+            raise ValueError(
+                f"the last dimension of keys and values must be contiguous, got strides {key_strides} and {value_strides}"
+            )
+        if not (keys.is_cpu and values.is_cpu):
+            raise ValueError(f"keys and values must be on the CPU, not on {keys.device} and {values.device}")
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table.dtype is not torch.float32:
+                raise TypeError(f"{name} must be float32, got {table.dtype}")
+            if table.dim() != 2 or table.shape[1] != self.shape.rotated or not table.is_contiguous():
+                raise ValueError(
+                    f"{name} must be contiguous [positions, {self.shape.rotated}], got shape {tuple(table.shape)}"
+                )
+            if not table.is_cpu:
+                raise ValueError(f"{name} must be on the CPU, not on {table.device}")
+        held = [index(n) for n in lengths]
+        if len(held) != rows:
+            raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
+        room = min(shape[3], cos.shape[0], sin.shape[0])
+        if held and not 0 <= min(held) <= max(held) <= room - width:
+            raise ValueError(
+                f"lengths are {held} and each row is fed {width} tokens, but the capacity is {shape[3]} and cos and sin "
+                f"have {cos.shape[0]} and {sin.shape[0]} positions"
+            )
+        return (
+            (keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]),
+            (held, width, cos.data_ptr(), sin.data_ptr()),
+        )
+
+
+def _num_threads(threads: int | None) -> int:
+    count = torch.get_num_threads() if threads is None else index(threads)
+    if count < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    return count
+
+
+def _check_shape(shape: DecoderShape) -> None:
+    for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"):
+        if not 0 < getattr(shape, name) < 2**31:
+            raise ValueError(f"{name} must be 1 .. 2**31 - 1, got {getattr(shape, name)}")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"kv_heads must divide heads, got {shape.kv_heads} and {shape.heads}")
+    if shape.rotated % 2 or not 0 <= shape.rotated <= shape.head_dim:
+        raise ValueError(f"rotary_dim must be even and 0 .. head_dim = {shape.head_dim}, got {shape.rotated}")
+    if shape.activation not in _ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {shape.activation!r}")
+
+
+def _layer_shapes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
+    h, i = shape.hidden, shape.intermediate
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    matrices: dict[str, tuple[int, ...]] = {
+        "q": (q, h),
+        "k": (kv, h),
+        "v": (kv, h),
+        "o": (h, q),
+        "gate": (i, h),
+        "up": (i, h),
+        "down": (h, i),
+    }
+    norms: dict[str, tuple[int, ...]] = {
+        "input_norm": (h,),
+        "post_norm": (h,),
+        "q_norm": (shape.head_dim,),
+        "k_norm": (shape.head_dim,),
+    }
+    biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
+    return matrices | biases | norms
+
+
+def _check_weight(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tensor.dtype not in _CODES:
+        raise TypeError(f"{name} must be float32 or bfloat16, got {tensor.dtype}")
+    if tensor.shape != expected:
+        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
+    if not tensor.is_cpu:
+        raise ValueError(f"{name} must be on the CPU, not on {tensor.device}")

@@ -1,0 +1,497 @@
+"""``rejection_sample``: rejection sampling of draft tokens that were drawn from a draft's distribution.
+
+Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023), algorithm 1, and Chen
+et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023), algorithm 2: a draft token ``h`` drawn
+from ``q`` is accepted where ``u q(h) < p(h)``; the first one that is not is replaced by a draw from the residual,
+proportional to ``max(p - q, 0)``; behind the last accepted one comes a draw from ``p``. The result is distributed
+as a draw from ``p`` alone, provided that the draft's draw, ``u`` and the residual's draw are independent.
+
+Two launches. The first takes the logarithms of the sums of exponentials, a piece of a row per block of threads; the last
+block of a row tests its draft tokens. The second reads, for each row, the one column in which a token is to be drawn, and draws
+it by Gumbel-max: the largest ``ln(p - q) + G = x / T + ln(1 - q / p) + G + constant``. No probability is ever stored.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipespec_kernels import reference
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams
+from pipespec_kernels.triton import launch
+from pipespec_kernels.triton.launch import (
+    INTEGERS,
+    Config,
+    RowState,
+    Workspace,
+    check,
+    check_logits,
+    check_noise,
+    check_out,
+    check_state,
+    cut,
+    default_config,
+    on,
+)
+from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
+from pipespec_kernels.triton.selection import (
+    NOTHING,
+    advance,
+    as_words,
+    better,
+    invalid,
+    no_scale,
+    pack_best,
+    unpack_id,
+)
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+# Where a running maximum begins: lower than any logit that matters, and finite, so that differences are numbers.
+_FLOOR = tl.constexpr(-1e30)
+# Logits that a lane adds up before it compares with the running maximum again: one additional exponential per that many.
+_GROUP = tl.constexpr(8)
+
+
+@triton.jit
+def _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK: tl.constexpr):
+    """One tile more for lanes' ``s``, the sums of ``2^(y - m)``; ``y`` is the logit in powers of two."""
+    offsets = start + _GROUP * tl.arange(0, BLOCK // _GROUP)[:, None] + tl.arange(0, _GROUP)[None, :]
+    x = tl.load(source + offsets, mask=offsets < vocab, other=float("-inf")).to(tl.float32)
+    y = tl.where(x < lowest, float("-inf"), x * scale)
+    higher = tl.maximum(m, tl.max(y, axis=1))
+    s = s * tl.exp2(m - higher) + tl.sum(tl.exp2(y - higher[:, None]), axis=1)
+    return higher, s
+
+
+@triton.jit(do_not_specialize=["width", "stream", "splits"])
+def rejection_test_kernel(
+    logits,
+    logits_stride_b,
+    logits_stride_q,
+    draft_logits,
+    draft_stride_b,
+    draft_stride_q,
+    vocab,
+    tokens,
+    tokens_stride_b,
+    tokens_stride_q,
+    query_lens,
+    num_draft_tokens,
+    width,
+    selected,
+    accepted,
+    sums,
+    lse,
+    ticket,
+    seeds,
+    positions,
+    inv_temperature,
+    draft_inv_temperature,
+    cutoff,
+    cutoff_stride_b,
+    cutoff_stride_q,
+    draft_cutoff,
+    draft_cutoff_stride_b,
+    draft_cutoff_stride_q,
+    stream,
+    splits,
+    span,
+    HAS_DRAFT: tl.constexpr,
+    HAS_CUTOFF: tl.constexpr,
+    HAS_DRAFT_CUTOFF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+):
+    split = tl.program_id(0)
+    column = tl.program_id(1)
+    row = tl.program_id(2)
+    row64 = row.to(tl.int64)
+    fed = tl.load(query_lens + row)
+    draft_tokens = tl.load(num_draft_tokens + row)
+    bad = invalid(fed, draft_tokens, width)
+    scale = tl.load(inv_temperature + row)
+    bad = bad | (no_scale(scale) & (fed != 0))
+    if HAS_DRAFT:
+        draft_scale = tl.load(draft_inv_temperature + row)
+        bad = bad | (no_scale(draft_scale) & (fed != 0))
+    first = fed - 1 - draft_tokens
+    columns = tl.arange(0, WIDTH_BLOCK)
+
+    if bad | (fed == 0) | (draft_tokens == 0):
+        if (column == 0) & (split == 0):
+            tl.store(selected + row64 * width + columns, -1, mask=columns < width)
+            tl.store(accepted + row, tl.where(bad, -1, 0))
+    elif column < draft_tokens:
+        scale = scale * _LOG2E
+        source = logits + row64 * logits_stride_b + (first + column).to(tl.int64) * logits_stride_q
+        lowest = float("-inf")
+        if HAS_CUTOFF:
+            lowest = tl.load(cutoff + row64 * cutoff_stride_b + (first + column).to(tl.int64) * cutoff_stride_q)
+        m = tl.full([BLOCK // _GROUP], _FLOOR, tl.float32)
+        s = tl.full([BLOCK // _GROUP], 0.0, tl.float32)
+        if HAS_DRAFT:
+            draft_scale = draft_scale * _LOG2E
+            draft_source = draft_logits + row64 * draft_stride_b + (first + column).to(tl.int64) * draft_stride_q
+            draft_lowest = float("-inf")
+            if HAS_DRAFT_CUTOFF:
+                draft_lowest = tl.load(
+                    draft_cutoff + row64 * draft_cutoff_stride_b + (first + column).to(tl.int64) * draft_cutoff_stride_q
+                )
+            draft_m = m
+            draft_s = s
+        start = split * span
+        end = tl.minimum(start + span, vocab)
+        while start < end:
+            m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
+            if HAS_DRAFT:
+                draft_m, draft_s = _add_exponentials(
+                    draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
+                )
+            start += BLOCK
+        # In slots of their own, to be added in the order of the splits: sums must not depend on the order of arrival.
+        slot = sums + ((row64 * width + column) * splits + split) * 4
+        highest = tl.max(m, axis=0)
+        tl.store(slot, highest)
+        tl.store(slot + 1, tl.sum(s * tl.exp2(m - highest), axis=0))
+        if HAS_DRAFT:
+            highest = tl.max(draft_m, axis=0)
+            tl.store(slot + 2, highest)
+            tl.store(slot + 3, tl.sum(draft_s * tl.exp2(draft_m - highest), axis=0))
+
+        if tl.atomic_add(ticket + row, 1, sem="acq_rel") == draft_tokens * splits - 1:
+            pieces = tl.arange(0, SPLITS_BLOCK)
+            there = (columns < draft_tokens)[:, None] & (pieces < splits)[None, :]
+            slots = sums + ((row64 * width + columns[:, None]) * splits + pieces[None, :]) * 4
+            tested = columns < draft_tokens
+            at = (first + columns).to(tl.int64)
+            draft_token = tl.load(
+                tokens + row64 * tokens_stride_b + (at + 1) * tokens_stride_q, mask=tested, other=-1
+            ).to(tl.int64)
+            real = tested & (draft_token >= 0) & (draft_token < vocab)
+
+            m2 = tl.load(slots, mask=there, other=_FLOOR, cache_modifier=".cg")
+            s2 = tl.load(slots + 1, mask=there, other=0.0, cache_modifier=".cg")
+            most = tl.max(m2, axis=1)
+            target_lse = most + tl.log2(tl.sum(s2 * tl.exp2(m2 - most[:, None]), axis=1))
+            x = tl.load(
+                logits + row64 * logits_stride_b + at * logits_stride_q + draft_token, mask=real, other=float("-inf")
+            ).to(tl.float32)
+            if HAS_CUTOFF:
+                bar = tl.load(cutoff + row64 * cutoff_stride_b + at * cutoff_stride_q, mask=tested, other=0.0)
+                x = tl.where(x < bar, float("-inf"), x)
+            p = tl.exp2(x * scale - target_lse)
+            q = tl.full([WIDTH_BLOCK], 1.0, tl.float32)  # a draft token that came from no distribution was certain
+            draft_lse = tl.full([WIDTH_BLOCK], 0.0, tl.float32)
+            if HAS_DRAFT:
+                m2 = tl.load(slots + 2, mask=there, other=_FLOOR, cache_modifier=".cg")
+                s2 = tl.load(slots + 3, mask=there, other=0.0, cache_modifier=".cg")
+                most = tl.max(m2, axis=1)
+                draft_lse = most + tl.log2(tl.sum(s2 * tl.exp2(m2 - most[:, None]), axis=1))
+                x = tl.load(
+                    draft_logits + row64 * draft_stride_b + at * draft_stride_q + draft_token,
+                    mask=real,
+                    other=float("-inf"),
+                ).to(tl.float32)
+                if HAS_DRAFT_CUTOFF:
+                    bar = tl.load(
+                        draft_cutoff + row64 * draft_cutoff_stride_b + at * draft_cutoff_stride_q,
+                        mask=tested,
+                        other=0.0,
+                    )
+                    x = tl.where(x < bar, float("-inf"), x)
+                q = tl.exp2(x * draft_scale - draft_lse)
+
+            r, _1, _2, _3 = draw4(tl.load(seeds + row), tl.load(positions + row) + at, stream, columns * 0)
+            # Below 1: with p = q the test must hold whatever is drawn.
+            u = tl.minimum(uniform(r, True), 1.0 - 2.0**-24)
+            # False where either is NaN: a draft token is then rejected and the row's own choice stands.
+            passes = real & (u * q < p)
+            agreed = tl.min(tl.where(passes, WIDTH_BLOCK, columns), axis=0)
+            tl.store(
+                selected + row64 * width + columns, tl.where(columns < agreed, draft_token, -1), mask=columns < width
+            )
+            tl.store(accepted + row, agreed)
+            here = columns == agreed
+            tl.store(lse + 2 * row64, tl.sum(tl.where(here, target_lse, 0.0), axis=0))
+            tl.store(lse + 2 * row64 + 1, tl.sum(tl.where(here, draft_lse, 0.0), axis=0))
+            tl.store(ticket + row, 0)
+
+
+@triton.jit(do_not_specialize=["width", "stream", "splits"])
+def rejection_choose_kernel(
+    logits,
+    logits_stride_b,
+    logits_stride_q,
+    draft_logits,
+    draft_stride_b,
+    draft_stride_q,
+    vocab,
+    tokens,
+    tokens_stride_b,
+    tokens_stride_q,
+    query_lens,
+    num_draft_tokens,
+    width,
+    selected,
+    accepted,
+    lse,
+    best,
+    ticket,
+    next_token,
+    length,
+    epoch,
+    seeds,
+    positions,
+    inv_temperature,
+    draft_inv_temperature,
+    cutoff,
+    cutoff_stride_b,
+    cutoff_stride_q,
+    draft_cutoff,
+    draft_cutoff_stride_b,
+    draft_cutoff_stride_q,
+    stream,
+    splits,
+    span,
+    HAS_STATE: tl.constexpr,
+    HAS_DRAFT: tl.constexpr,
+    HAS_CUTOFF: tl.constexpr,
+    HAS_DRAFT_CUTOFF: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    split = tl.program_id(0)
+    row = tl.program_id(1)
+    row64 = row.to(tl.int64)
+    fed = tl.load(query_lens + row)
+    draft_tokens = tl.load(num_draft_tokens + row)
+    agreed = tl.load(accepted + row)
+
+    if (fed != 0) & (agreed >= 0):
+        column = (fed - 1 - draft_tokens + agreed).to(tl.int64)
+        target_lse = tl.load(lse + 2 * row64, mask=agreed < draft_tokens, other=0.0)
+        draft_lse = tl.load(lse + 2 * row64 + 1, mask=agreed < draft_tokens, other=0.0)
+        # Behind the last draft token, and where one of the two has no distribution (NaN), the target's row alone decides.
+        residual = (agreed < draft_tokens) & (target_lse == target_lse) & (draft_lse == draft_lse)
+        scale = tl.load(inv_temperature + row)
+        seed = tl.load(seeds + row)
+        position = tl.load(positions + row) + column
+        source = logits + row64 * logits_stride_b + column * logits_stride_q
+        lowest = float("-inf")
+        if HAS_CUTOFF:
+            lowest = tl.load(cutoff + row64 * cutoff_stride_b + column * cutoff_stride_q)
+        if HAS_DRAFT:
+            draft_scale = tl.load(draft_inv_temperature + row) * _LOG2E
+            draft_source = draft_logits + row64 * draft_stride_b + column * draft_stride_q
+            draft_lowest = float("-inf")
+            if HAS_DRAFT_CUTOFF:
+                draft_lowest = tl.load(draft_cutoff + row64 * draft_cutoff_stride_b + column * draft_cutoff_stride_q)
+        else:
+            rejected = tl.load(
+                tokens + row64 * tokens_stride_b + (column + 1) * tokens_stride_q, mask=residual, other=-1
+            )
+        lanes = tl.arange(0, BLOCK)
+        start = split * span
+        end = tl.minimum(start + span, vocab)
+        # The best of the residual, and the best of the target's row: rounding can leave the residual empty.
+        top = tl.full([BLOCK], float("-inf"), tl.float32)
+        tile = tl.full([BLOCK], 0, tl.int32) + start
+        whole_top = top
+        whole_tile = tile
+        while start < end:
+            ids = start + lanes
+            x = tl.load(source + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+            score = perturbed(x, scale, draw(seed, position, stream, start, BLOCK), FAST)
+            improved = better(score, whole_top) & ~(x < lowest)
+            whole_top = tl.where(improved, score, whole_top)
+            whole_tile = tl.where(improved, start, whole_tile)
+            if HAS_DRAFT:
+                # A padded lane of the target counts as -inf and is never chosen, so its draft's logit may be any.
+                z = tl.load(draft_source + ids, mask=ids < vocab, other=0.0).to(tl.float32)
+                z = tl.where(z < draft_lowest, float("-inf"), z * draft_scale)
+                ratio = tl.exp2((z - draft_lse) - (x * (scale * _LOG2E) - target_lse))
+                inside = ratio < 1.0
+                score += lg2(tl.where(inside, 1.0 - ratio, 1.0), FAST) * _LN2
+            else:
+                inside = ids != rejected
+            improved = better(score, top) & ~(x < lowest) & inside & residual
+            top = tl.where(improved, score, top)
+            tile = tl.where(improved, start, tile)
+            start += BLOCK
+        words = as_words(best) + 2 * row64
+        tl.atomic_max(words, pack_best(top, tile + lanes), sem="relaxed")
+        tl.atomic_max(words + 1, pack_best(whole_top, whole_tile + lanes), sem="relaxed")
+
+        if tl.atomic_add(ticket + row, 1, sem="acq_rel") == splits - 1:
+            word = tl.load(words, cache_modifier=".cg")
+            whole_word = tl.load(words + 1, cache_modifier=".cg")
+            choice = unpack_id(tl.where((word >> 32).to(tl.uint32) > NOTHING, word, whole_word))
+            tl.store(selected + row64 * width + agreed, choice)
+            if HAS_STATE:
+                advance(next_token, length, epoch, row, choice, agreed, draft_tokens)
+            tl.debug_barrier()  # every thread has read what is overwritten now
+            tl.store(words, 0)
+            tl.store(words + 1, 0)
+            tl.store(ticket + row, 0)
+
+
+def rejection_sample(
+    logits: Tensor,
+    tokens: Tensor,
+    query_lens: Tensor,
+    num_draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    noise: Noise,
+    *,
+    streams: Streams = INDEPENDENT,
+    draft_inv_temperature: Tensor | None = None,
+    draft_cutoff: Tensor | None = None,
+    state: RowState | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    workspace: Workspace | None = None,
+    exact: bool = False,
+    check_counts: bool | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rejection sampling: the accepted draft tokens of each row, and one token drawn behind them.
+
+    See :func:`pipespec_kernels.ops.rejection_sample`, also for rows without a distribution.
+
+    Args:
+        logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.
+        tokens, query_lens, num_draft_tokens: as for :func:`verify`.
+            In powers of two (times ``inv_temperature`` and lg2 e) what is far below -1e30 counts as -inf: a row with nothing
+            above has no distribution.
+        draft_logits: ``[B, Q, V]``, of any of these dtypes; column ``q`` belongs to the token in column ``q + 1``, and
+            columns without a draft token are not read. None: ``q`` is 1 at the draft token (n-grams,
+            greedy drafts).
+        noise: seeds, positions, temperatures and cutoffs of the target, on the device. Its stream is not used.
+        streams: noise streams of the draft's draws, of the acceptance tests and of the residual draws; they must differ.
+        draft_inv_temperature: float32 ``[B]``; default: the target's.
+        draft_cutoff: float32 ``[B, Q]``; default: none.
+        state, out, workspace, check_counts: as for :func:`verify`.
+        config: as for :func:`verify`; but sums of exponentials are added up in pieces, and their last bits, and with them
+            a test that is decided there, depend on it and on the shape from which it is chosen.
+        exact: take the logarithms in the noise as the host does.
+
+    Returns:
+        ``(selected[B, Q], accepted[B])``, int32 on the device of the logits. ``selected`` is -1 past ``accepted[r]``.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: shapes, strides, devices or streams that do not fit. Nothing has been written then.
+    """
+    batch, width, vocab = check_logits(logits)
+    device = logits.device
+    if draft_logits is not None:
+        check_logits(draft_logits, "draft_logits")
+        check(draft_logits, "draft_logits", launch.FLOATS, (batch, width, vocab), device)
+    check(tokens, "tokens", INTEGERS, (batch, width), device)
+    query_lens = check(query_lens, "query_lens", (torch.int32,), (batch,), device).contiguous()
+    num_draft_tokens = check(num_draft_tokens, "num_draft_tokens", (torch.int32,), (batch,), device).contiguous()
+    if not isinstance(noise, Noise):
+        raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
+    seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
+    check_streams(streams)
+    streams = Streams(*streams)
+    if draft_inv_temperature is None:
+        draft_inv_temperature = inv_temperature
+    else:
+        draft_inv_temperature = check(
+            draft_inv_temperature, "draft_inv_temperature", (torch.float32,), (batch,), device
+        ).contiguous()
+    if draft_cutoff is not None:
+        check(draft_cutoff, "draft_cutoff", (torch.float32,), (batch, width), device)
+    check_state(state, batch, device)
+    check_out(out, batch, width, device)
+    test_config = config or default_config(batch * max(width - 1, 1), vocab, device, False)
+    choose_config = config or default_config(batch, vocab, device, True)
+    test_cut, choose_cut = cut(test_config, vocab), cut(choose_config, vocab)
+    if workspace is not None:
+        workspace.pieces(batch, width, device)
+    if check_counts or (check_counts is None and device.type == "cpu"):
+        reference.check_counts(query_lens, num_draft_tokens, width)
+
+    selected, accepted = out or (
+        torch.empty((batch, width), dtype=torch.int32, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+    )
+    if batch == 0 or width == 0:
+        accepted.zero_()
+        return selected, accepted
+    best, ticket = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
+    sums = torch.empty((batch, width, test_cut.splits, 4), dtype=torch.float32, device=device)
+    lse = torch.empty((batch, 2), dtype=torch.float32, device=device)
+    unused = accepted  # stands for arguments that are not read
+    has_draft, has_cutoff = draft_logits is not None, cutoff is not None
+    has_draft_cutoff = has_draft and draft_cutoff is not None
+    rows = (
+        logits,
+        logits.stride(0),
+        logits.stride(1),
+        unused if draft_logits is None else draft_logits,
+        0 if draft_logits is None else draft_logits.stride(0),
+        0 if draft_logits is None else draft_logits.stride(1),
+        vocab,
+        tokens,
+        tokens.stride(0),
+        tokens.stride(1),
+        query_lens,
+        num_draft_tokens,
+        width,
+        selected,
+        accepted,
+    )
+    distributions = (
+        seeds,
+        positions,
+        inv_temperature,
+        draft_inv_temperature,
+        unused if cutoff is None else cutoff,
+        0 if cutoff is None else cutoff.stride(0),
+        0 if cutoff is None else cutoff.stride(1),
+        unused if draft_cutoff is None else draft_cutoff,
+        0 if draft_cutoff is None else draft_cutoff.stride(0),
+        0 if draft_cutoff is None else draft_cutoff.stride(1),
+    )
+    with on(device):
+        rejection_test_kernel[(test_cut.splits, max(width - 1, 1), batch)](
+            *rows,
+            sums,
+            lse,
+            ticket,
+            *distributions,
+            streams.accept,
+            test_cut.splits,
+            test_cut.span,
+            HAS_DRAFT=has_draft,
+            HAS_CUTOFF=has_cutoff,
+            HAS_DRAFT_CUTOFF=has_draft_cutoff,
+            BLOCK=test_config.block,
+            WIDTH_BLOCK=triton.next_power_of_2(width),
+            SPLITS_BLOCK=triton.next_power_of_2(test_cut.splits),
+            num_warps=test_config.warps,
+        )
+        rejection_choose_kernel[(choose_cut.splits, batch)](
+            *rows,
+            lse,
+            best,
+            ticket,
+            *(state or (unused, unused, unused)),
+            *distributions,
+            streams.residual,
+            choose_cut.splits,
+            choose_cut.span,
+            HAS_STATE=state is not None,
+            HAS_DRAFT=has_draft,
+            HAS_CUTOFF=has_cutoff,
+            HAS_DRAFT_CUTOFF=has_draft_cutoff,
+            FAST=not (exact or INTERPRETED),
+            BLOCK=choose_config.block,
+            num_warps=choose_config.warps,
+        )
+    return selected, accepted

@@ -1,0 +1,52 @@
+"""``pipespec demo``: the bundled models, measured against ``generate()``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from pipespec.cli.options import Subparsers, at_least_one, read_text
+from pipespec.process.progress import working
+
+
+def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
+    """Add the command."""
+    parser = commands.add_parser(
+        "demo", help="bundled models, real prompts, speed against generate()", description=run.__doc__
+    )
+    parser.set_defaults(command=run)
+    parser.add_argument(
+        "--system",
+        choices=("pipespec", "spd"),
+        default="pipespec",
+        help="a chain of models (default), or one model in stages with a draft module",
+    )
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
+    parser.add_argument("--prompt", metavar="FILE", help="use this text as the prompt; - for standard input")
+    parser.add_argument("--prompts", metavar="N", type=int, help="number of prompts to measure")
+    parser.add_argument("--new-tokens", metavar="N", type=int, help="most new tokens per prompt")
+    parser.add_argument(
+        "--family",
+        metavar="FOLDER",
+        type=Path,
+        help="other models: FOLDER/target, /medium and /small; spd: /target and /module",
+    )
+    return [parser]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stream the text of three bundled models that run at once. Then measure plain generate(), HuggingFace's assisted generation and
+    pipespec. With --system spd: the target in stages with one token in flight in each, and its draft module. Exit code 1 if any texts
+    differ."""
+    text = None
+    if args.prompt is not None:
+        text = read_text(None if args.prompt == "-" else Path(args.prompt))
+    at_least_one(args, "prompts", "new_tokens")
+    with working("importing torch and transformers"):
+        from pipespec.demo.run import FULL, QUICK, run_demo
+        from pipespec.demo.run_spd import run_spd_demo
+    size = QUICK if args.quick else FULL
+    size = replace(size, prompts=args.prompts or size.prompts, new_tokens=args.new_tokens or size.new_tokens)
+    show = run_spd_demo if args.system == "spd" else run_demo
+    return 0 if show(size, text, args.family) else 1

@@ -1,0 +1,142 @@
+"""``pipespec doctor``: what is installed, what works, and what to do about the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pipespec.cli.options import Subparsers
+from pipespec.config import SCHEDULES, default_schedule
+from pipespec.process.progress import working
+from pipespec_kernels import collect_env, problems
+
+
+def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
+    """Add the command."""
+    parser = commands.add_parser("doctor", help="check the installation", description=run.__doc__)
+    parser.set_defaults(command=run)
+    parser.add_argument("--json", action="store_true", help="all facts as JSON")
+    return [parser]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is installed and built, what pipespec will use, and what is wrong with it. Exit code 1 if pipespec cannot work."""
+    with working("checking (imports torch and transformers)"):
+        env = collect_env()
+        env["pipeline_error"] = _pipeline_error()
+    env["family"] = _family_state()
+    env["draft_module"] = _draft_module_state()
+    env["schedules"] = _schedules(env)
+    env["default_schedules"] = {n: default_schedule(["cpu"] * (n + 1))[0] for n in (1, 2)}
+    env["problems"] = problems(env)
+    usable = env["usable"] = env["pipeline_error"] is None and env["native"]["version"] == env["version"]
+    if env["pipeline_error"] and not env["problems"]:
+        env["problems"].append(f"pipespec does not import: {env['pipeline_error']}")
+    if isinstance(env["family"], str):
+        env["problems"].append(f"The demo's models are missing: {env['family']}")
+    elif isinstance(env["draft_module"], str):
+        env["problems"].append(f"The demo's draft module is missing: {env['draft_module']}")
+    if args.json:
+        print(json.dumps(env, indent=1))
+        return 0 if usable else 1
+    rows = list(_doctor_rows(env))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    print()
+    for problem in env["problems"]:
+        print(f"! {problem}")
+    if not usable:
+        print("pipespec CANNOT work here until these problems are fixed.")
+    elif env["problems"]:
+        print("pipespec works here, with these restrictions.")
+    else:
+        print("No problems found.")
+    return 0 if usable else 1
+
+
+def _pipeline_error() -> str | None:
+    """The error of importing the pipeline, which needs every dependency; None without one."""
+    try:
+        import pipespec.pipeline  # noqa: F401
+    except Exception as error:  # broken packages raise errors of many types
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _family_state() -> dict[str, float] | str:
+    """Megabytes per model, or which file is missing."""
+    from pipespec.demo import FAMILY, family_path
+
+    try:
+        return {name: round((family_path(name) / "model.safetensors").stat().st_size / 1e6, 1) for name in FAMILY}
+    except OSError as error:
+        return str(error)
+
+
+def _draft_module_state() -> float | str:
+    """Megabytes of the bundled draft module, or which file is missing."""
+    from pipespec.demo import draft_module_path
+
+    try:
+        return round((draft_module_path() / "draft_module.safetensors").stat().st_size / 1e6, 1)
+    except OSError as error:
+        return str(error)
+
+
+def _schedules(env: dict[str, Any]) -> dict[str, str]:
+    """Per schedule: ``"yes"`` or ``"no"``, with a restriction or a reason."""
+    if env["pipeline_error"]:
+        return dict.fromkeys(SCHEDULES, "no: pipespec does not import")
+    available = dict.fromkeys(SCHEDULES, "yes")
+    if env["cpu"]["usable_cores"] < 2:
+        available["workers"] = "yes, but with one core the stages take turns"
+    if not env["cuda"]["devices"]:
+        available["streams"] = "yes, but on a CPU workers is faster"
+    return available
+
+
+def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    cpu, cuda, native, torch = env["cpu"], env["cuda"], env["native"], env["torch"]
+    yield "pipespec", f"{env['version']}, {env['location']}"
+    yield "Python", f"{env['python']}, {env['platform']}"
+    for name, version in env["packages"].items():
+        detail = version or "not installed"
+        if name == "torch" and version and torch["error"]:
+            detail += ", does not import"
+        elif name == "torch" and torch["version"]:
+            detail = f"{torch['version']}, {torch['threads']} threads, CUDA {torch['cuda_version'] or 'no'}"
+        yield name, detail
+    yield "native module", ", ".join(f"{k} {_short(v)}" for k, v in native.items()) if native else "does not import"
+    quota = f", {cpu['quota_cores']:g} allowed by the container" if cpu["quota_cores"] else ""
+    yield "CPU", f"{cpu['model']}, {cpu['usable_cores']} of {cpu['cores']} cores usable{quota}"
+    yield "row selection", f"native, {cpu['simd']}" if native else "-"
+    if env["memory_bytes"]:
+        yield (
+            "memory",
+            f"{env['memory_bytes'] / 2**30:.1f} GiB, {(env['memory_available_bytes'] or 0) / 2**30:.1f} available"
+            + (f", {limit / 2**30:.1f} allowed by the container" if (limit := env["memory_limit_bytes"]) else ""),
+        )
+    yield (
+        "CUDA module",
+        cuda["file"] if cuda["file"] and not cuda["error"] else "not built" if not cuda["file"] else "broken",
+    )
+    yield "GPUs", ", ".join(device["name"] for device in cuda["devices"]) or "none"
+    for schedule, state in env["schedules"].items():
+        yield f"schedule {schedule}", state
+    by_drafts = ", ".join(f"{schedule} with {n} drafts" for n, schedule in env["default_schedules"].items())
+    yield "default schedule", f"on the CPU {by_drafts.replace('1 drafts', '1 draft')}"
+    family = env["family"]
+    sizes = family if isinstance(family, str) else ", ".join(f"{name} {size} MB" for name, size in family.items())
+    yield "bundled family", f"incomplete: {sizes}" if isinstance(family, str) else f"complete: {sizes}"
+    module = env["draft_module"]
+    yield (
+        "draft module",
+        f"missing: {module}" if isinstance(module, str) else f"there: {module} MB (pipespec demo --system spd)",
+    )
+
+
+def _short(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,189 @@
+"""``pipespec generate``: continue a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.cli.options import (
+    Subparsers,
+    add_models,
+    at_least_one,
+    chosen_models,
+    one_or_all,
+    read_text,
+    require_text,
+)
+from pipespec.config import SCHEDULES
+from pipespec.process.progress import quiet_transformers, say, working
+
+if TYPE_CHECKING:
+    from pipespec.observe import Report
+
+
+def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
+    """Add the command."""
+    parser = commands.add_parser("generate", help="generate text with any models", description=run.__doc__)
+    parser.set_defaults(command=run)
+    add_generation(parser)
+    parser.add_argument("--report", action="store_true", help="afterwards, print what each stage did")
+    return [parser]
+
+
+def add_generation(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a generation: models, schedule, prompt, sampling, output."""
+    add_models(parser)
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES, help="how the stages run; default: by devices and cores, see `pipespec doctor`"
+    )
+    parser.add_argument(
+        "--lookahead",
+        metavar="N",
+        type=int,
+        nargs="+",
+        help="draft tokens ahead of the next stage: one number for all drafts, or one per draft",
+    )
+    parser.add_argument(
+        "--min-draft-tokens",
+        metavar="N",
+        type=int,
+        help="draft tokens that the target waits for, with a deadline (default: 0)",
+    )
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: standard input")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="final line breaks are dropped")
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
+    sample = parser.add_argument_group("sampling", "any of the first five samples; otherwise decoding is greedy")
+    sample.add_argument("--temperature", metavar="T", type=float, help="divides the logits; 0: greedy")
+    sample.add_argument("--top-k", metavar="K", type=int, help="keep the K most likely tokens")
+    sample.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens with total probability P")
+    sample.add_argument("--min-p", metavar="P", type=float, help="keep tokens with P times the highest probability")
+    sample.add_argument("--seed", metavar="N", type=int, help="one seed gives one text, whatever the drafts")
+    sample.add_argument("--repetition-penalty", metavar="R", type=float, help="above 1: fewer repetitions; greedy, too")
+    parser.add_argument("--stop", metavar="TEXT", action="append", help="stop after this text; may be repeated")
+    parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the prompt")
+    parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue a prompt with the target's own text, token for token, with or without drafts. Greedy, or sampled with a seed."""
+    report = generate(args)
+    if args.report:
+        print(report, file=sys.stderr)
+    return 0
+
+
+def generate(args: argparse.Namespace, trace: int = 0) -> Report:
+    """Print the continuation on stdout.
+
+    Args:
+        args: The options of :func:`add_generation`.
+        trace: Steps per stage that the report's trace keeps.
+
+    Returns:
+        The report of the call.
+
+    Raises:
+        ValueError: Options that do not fit together, an empty prompt, or models that form no chain.
+        OSError: A file or a model cannot be read.
+    """
+    if args.prompt is None:
+        prompt = read_text(args.prompt_file)
+    else:
+        prompt = require_text(args.prompt, "--prompt")
+    at_least_one(args, "max_new_tokens")
+    target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule))
+    with working("importing torch and transformers"):
+        from transformers import AutoTokenizer
+
+        from pipespec.observe.text import TextStream
+        from pipespec.pipeline import Pipeline
+
+    with quiet_transformers():
+        with working("loading the models"):
+            pipe = Pipeline(
+                target,
+                drafts,
+                schedule=args.schedule,
+                lookahead=one_or_all(args.lookahead),
+                min_draft_tokens=args.min_draft_tokens,
+                trace=trace,
+                dtype=dtype,
+                device=one_or_all(args.device),
+                trust_remote_code=args.trust_remote_code,
+            )
+        with pipe:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=args.trust_remote_code)
+            except (OSError, ValueError) as error:
+                raise FileNotFoundError(f"{target} holds no tokenizer that can be loaded: {error}") from error
+            inputs = _encode(tokenizer, prompt, args.chat)
+            length, limit = inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None)
+            if limit is not None and limit < length + args.max_new_tokens:
+                new = max(0, limit - length)
+                say(f"warning: beyond {new} new tokens the text passes the target's limit of {limit} tokens")
+            pieces: list[str] = []
+
+            def write(text: str, drafted: bool) -> None:
+                if args.no_stream:
+                    pieces.append(text)
+                else:
+                    print(text, end="", flush=True)
+
+            stream = TextStream(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), write)
+            try:
+                pipe.generate(
+                    **inputs.to(pipe.target.device),
+                    max_new_tokens=args.max_new_tokens,
+                    streamer=stream,
+                    **_sampling_options(args, tokenizer),
+                )
+            except BaseException as error:
+                stream.end()
+                if isinstance(error, KeyboardInterrupt):
+                    print("".join(pieces), flush=True)
+                raise
+            print("".join(pieces), flush=True)
+            assert pipe.report is not None
+            return pipe.report
+
+
+def _sampling_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """The options of sampling and stopping as arguments of ``generate()``."""
+    warpers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given = {name: value for name, value in warpers.items() if value is not None}
+    if args.temperature == 0 and (len(given) > 1 or args.seed is not None):
+        raise ValueError("--temperature 0 is greedy: --top-k, --top-p, --min-p and --seed would have no effect")
+    # Many programs take temperature 0 for greedy decoding; transformers refuses it.
+    sample = args.temperature != 0 and (bool(given) or args.seed is not None)
+    options: dict[str, Any] = {"do_sample": sample}
+    if sample:
+        # transformers' default would be top_k=50.
+        options |= {"top_k": 0, "seed": args.seed} | given
+    if args.repetition_penalty is not None:
+        options["repetition_penalty"] = args.repetition_penalty
+    if args.stop:
+        options |= {"stop_strings": args.stop, "tokenizer": tokenizer}
+    return options
+
+
+def _encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not tokenizer.chat_template:
+        raise ValueError("--chat: the target's tokenizer has no chat template")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+
+
+def _bundled(schedule: str | None) -> list[str]:
+    """Drafts of the bundled family; with few cores, one draft, since a worker process needs a core of its own."""
+    names = ["small", "medium"] if schedule in ("auto", "lockstep") or len(os.sched_getaffinity(0)) > 2 else ["medium"]
+    if schedule == "plain":
+        names = []
+    say(f"no --target: using the bundled demo family, target{''.join(f' + {name}' for name in names)}")
+    return names

@@ -1,0 +1,93 @@
+"""The command line: ``pipespec generate``, ``trace``, ``demo``, ``plan``, ``spd train`` and ``doctor``.
+
+Text goes to stdout, everything else to stderr. Exit codes: 0; 1 where the answer is "no" (texts differ, the installation cannot
+work); 2 for an error; 130 after Ctrl-C; 141 where the reader of stdout has closed it. Only commands that need torch import it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pipespec.cli import demo, doctor, generate, plan, spd, trace
+from pipespec.process.progress import say
+from pipespec_kernels import __version__
+
+# The messages of these errors describe the input. Of any other error the type is shown, too.
+_INPUT_ERRORS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: The command line without the program's name; default: ``sys.argv``.
+
+    Returns:
+        The exit code.
+    """
+    if sys.stderr is None:  # closed
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    args = _parser().parse_args(arguments)
+    if sys.stdout is None:
+        say("error: standard output is closed")
+        return 2
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        with _one_line_warnings():
+            return command(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our text has closed it (`| head`). Python must not try to flush it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        try:
+            if args.debug:
+                traceback.print_exc()
+            say(f"error: {_message(error)}")
+        except OSError:  # nothing can be written there; Python must not try to at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        return 2
+
+
+def _message(error: Exception) -> str:
+    """One line, except for errors that contain a table (``in_lines``)."""
+    message = str(error).rstrip() if getattr(error, "in_lines", False) else " ".join(str(error).split())
+    message = message or type(error).__name__
+    if not isinstance(error, _INPUT_ERRORS):
+        message = f"{type(error).__name__}: {message}"
+    if isinstance(error, ImportError):
+        message += " (`pipespec doctor` checks the installation)"
+    return message
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "pipespec",
+        description="Lossless speculative decoding: smaller models draft, and the text is the target's own.",
+    )
+    parser.add_argument("--version", action="version", version=f"pipespec {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for subcommand in (generate, trace, demo, plan, spd, doctor):
+        for command in subcommand.add_parser(commands):
+            command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+@contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Warnings without the line of code that they come from."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *args, **kwargs: say(f"warning: {message}")
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

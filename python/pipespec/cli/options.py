@@ -1,0 +1,131 @@
+"""Options and input that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Subparsers = Any
+"""What ``ArgumentParser.add_subparsers`` returns; its class is private to argparse."""
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose and load the models."""
+    parser.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
+    parser.add_argument("--draft", metavar="PATH", action="append", default=[], help="draft; several: smallest first")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        nargs="+",
+        help="cpu, cuda or cuda:1: one for all or one per stage, drafts first; auto: GPUs by free memory; default: cpu",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+
+
+def chosen_models(
+    args: argparse.Namespace, bundled: Callable[[], list[str]]
+) -> tuple[str | Path, list[str | Path], str]:
+    """Resolve the options of :func:`add_models`.
+
+    Args:
+        args: With these options.
+        bundled: Names of the drafts where no target is given, and the bundled one is used.
+
+    Returns:
+        Target, drafts, and dtype.
+
+    Raises:
+        ValueError: Drafts without a target.
+    """
+    if args.target is not None:
+        return args.target, list(args.draft), args.dtype or "auto"
+    if args.draft:
+        raise ValueError("--draft needs a --target: the bundled family has its own drafts")
+    from pipespec.demo import family_path
+
+    return family_path("target"), [family_path(name) for name in bundled()], args.dtype or "float32"
+
+
+def one_or_all(values: list[Any] | None) -> Any:
+    """Unpack an option that takes one value for all stages or one per stage, as ``Pipeline`` expects it."""
+    return values[0] if values is not None and len(values) == 1 else values
+
+
+def at_least_one(args: argparse.Namespace, *names: str) -> None:
+    """Raise ``ValueError`` where a numeric option that was given is below 1."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
+def check_output(file: Path) -> None:
+    """Check that ``file`` can be written, before the work whose result it gets.
+
+    Raises:
+        OSError: It cannot.
+    """
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: name a file in it")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise PermissionError(f"{file} cannot be written")
+
+
+def check_output_folder(folder: Path) -> None:
+    """Check that ``folder`` can be made or written into, before the work whose result it gets.
+
+    Raises:
+        OSError: It cannot.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file: name a folder for {folder}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written")
+
+
+def read_text(file: Path | None) -> str:
+    """Read a text without its final line breaks, which editors and ``echo`` append.
+
+    Args:
+        file: Where from; None: standard input.
+
+    Raises:
+        ValueError: The text is empty or not UTF-8, or standard input is a terminal.
+        OSError: The file cannot be read.
+    """
+    where = str(file or "standard input")
+    try:
+        if file is not None:
+            text = file.read_text(encoding="utf-8")
+        elif sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no prompt: give --prompt TEXT, --prompt-file FILE, or a text on standard input")
+        else:
+            text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where) from error
+    return require_text(text.rstrip("\r\n"), where)
+
+
+def require_text(text: str, where: str) -> str:
+    """Return ``text``; raises ``ValueError`` where it is empty or was not UTF-8."""
+    if not text.strip():
+        raise ValueError(f"the prompt is empty ({where})")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # the C locale reads other bytes as surrogates
+        raise _not_utf8(where) from error
+    return text
+
+
+def _not_utf8(where: str) -> ValueError:
+    return ValueError(f"the prompt is not UTF-8 text: {where}")

@@ -1,0 +1,123 @@
+"""``pipespec plan``: predict the speed of a chain of models, and measure it on request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.cli.options import (
+    Subparsers,
+    add_models,
+    at_least_one,
+    check_output,
+    chosen_models,
+    one_or_all,
+    read_text,
+)
+from pipespec.process.progress import quiet_transformers, say, working
+from pipespec_kernels import collect_env
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
+    """Add the command."""
+    parser = commands.add_parser("plan", help="predict the speed of a chain of models", description=run.__doc__)
+    parser.set_defaults(command=run)
+    add_models(parser)
+    parser.add_argument(
+        "--prompt-file", metavar="FILE", type=Path, help="calibrate on this text instead of one that the target writes"
+    )
+    parser.add_argument(
+        "--new-tokens", metavar="N", type=int, default=128, help="new tokens per call to plan for (%(default)s)"
+    )
+    parser.add_argument(
+        "--svg", metavar="FILE", type=Path, help="also measure, and draw throughput over depth and lookahead"
+    )
+    parser.add_argument("--repeats", metavar="R", type=int, default=3, help="repeats of the measurement (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    return [parser]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure a chain of models and predict the speed of every schedule, subset of drafts and lookahead, as schedule="auto" does. With
+    --svg the settings are measured, too."""
+    at_least_one(args, "new_tokens", "repeats")
+    if args.svg is not None:
+        check_output(args.svg)
+    target, drafts, dtype = chosen_models(args, lambda: ["small", "medium"])
+    text = None if args.prompt_file is None else read_text(args.prompt_file)
+    if args.svg is not None and not drafts:
+        raise ValueError("--svg: there is nothing to draw without a draft")
+    loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
+    with working("importing torch and transformers"):
+        from pipespec.cli.survey import calibrate, call_of, picture, settings, survey, table
+        from pipespec.engine.stage import stage_names
+        from pipespec.models.loading import load_model
+        from pipespec.planning import planner
+        from pipespec.planning.auto import AutoDriver
+        from pipespec.preflight.checks import check_chain
+        from pipespec.preflight.placement import arrange
+    given = [*drafts, target]
+    with quiet_transformers():
+        with working("loading the models"):
+            devices = arrange(given, device=one_or_all(args.device), **loading)
+            models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
+            check_chain(models, given)
+        names = [Path(m).name for m in given]
+        if len(set(names)) < len(names):
+            names = stage_names(len(given))
+        limit = getattr(models[-1].config, "max_position_embeddings", None)
+        prompts = _prompts(target, text, models[-1], args.trust_remote_code)
+        longest = max(ids.shape[1] for ids in prompts)
+        if limit is not None and longest + args.new_tokens > limit:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {args.new_tokens} new ones pass the target's limit of {limit}"
+            )
+        auto = AutoDriver(models, names=names)
+        auto.close()
+        with working("measuring the agreement of every model with the target's text"):
+            answers = calibrate(models, prompts, args.new_tokens) if drafts else planner.Answers()
+        plan = planner.plan(
+            auto.profile, answers, call_of(prompts, args.new_tokens), captured=auto.captured, cores=auto.cores
+        )
+        record = plan.to_dict() | {"profile": auto.profile.to_json()}
+        if not args.json:
+            print(plan)
+        if args.svg is not None:
+            candidates = list(dict.fromkeys([*settings(auto.profile), *plan.candidates]))
+            candidates = [c for c in candidates if c.schedule != "workers" or auto.cores > 1]
+            with working(f"measuring {len(candidates)} settings, {args.repeats} times"):
+                points = survey(
+                    models, auto.profile, answers, candidates, prompts, args.new_tokens, args.repeats, cores=auto.cores
+                )
+            record["points"] = [p.to_dict() for p in points]
+            env = collect_env()["cpu"]
+            caption = f"{env['model']}, {env['usable_cores']} cores, medians of {args.repeats} repeats."
+            args.svg.write_text(picture(points, names, caption), encoding="utf-8")
+            if not args.json:
+                print(table(points, names))
+            say(f"the picture is in {args.svg}")
+    if args.json:
+        print(json.dumps(record, indent=1))
+    return 0
+
+
+def _prompts(target: str | Path, text: str | None, model: Any, trust_remote_code: bool) -> list[torch.Tensor]:
+    """Prompts, LongTensors ``[1, S]``: the user's text; for the bundled family function heads; otherwise the begin token."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from pipespec.demo import FAMILY, family_path, prompts
+
+    texts = [text] if text is not None else None
+    if texts is None and Path(target) in [family_path(name) for name in FAMILY]:
+        texts = prompts(4)
+    if texts is None:
+        begin = model.generation_config.bos_token_id
+        return [torch.tensor([[begin if isinstance(begin, int) else 1]])]
+    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    return [tokenizer(t, return_tensors="pt").input_ids.to(model.device) for t in texts]

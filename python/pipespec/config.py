@@ -1,0 +1,184 @@
+"""SpeculationConfig: how the models of a chain run. The generated text depends on none of it.
+
+This module imports neither torch nor the native module: the command line reads it before it loads them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
+"""Values of ``schedule``."""
+
+WIDTH = 64
+"""Most tokens that one row feeds in one step. A stage that is further behind catches up in several steps."""
+
+PATIENCE = 1.5
+"""Deadline of the wait for ``min_draft_tokens``: this factor times the expected duration of the missing draft steps."""
+
+_LOOKAHEAD = {"lockstep": 4, "workers": 8, "streams": 8}
+"""Lockstep pays for each draft token with its own time. Asynchronous drafts run while the target works."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """How a chain runs: one object for pipeline, factory and driver.
+
+    :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`. ``dataclasses.replace`` makes the one for
+    :meth:`pipespec.drivers.Driver.steer`; ``lookahead``, ``min_draft_tokens``, ``decode_meanwhile`` and ``threads`` may change between any
+    two steps.
+
+    Args:
+        schedule: One of :data:`SCHEDULES`.
+        lookahead: Per draft, how many tokens it may be ahead of the next stage. 0: the draft rests.
+        min_draft_tokens: Draft tokens that the target waits for if it has fewer. The wait has a deadline, see :data:`PATIENCE`.
+        decode_meanwhile: During that wait, the target decodes one token at a time.
+        graphs: Captured steps in ``"plain"`` and ``"lockstep"``; ``"streams"`` always captures.
+        trace: Steps per stage that the trace of a call keeps. 0: no trace.
+        threads: CPU threads of the target beside worker processes. None: those that the workers leave, or all while the drafts rest.
+        native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`.
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range.
+    """
+
+    schedule: str = "lockstep"
+    lookahead: tuple[int, ...] = ()
+    min_draft_tokens: int = 0
+    decode_meanwhile: bool = False
+    graphs: bool = False
+    trace: int = 0
+    threads: int | None = None
+    native: bool = True
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+        if not isinstance(self.lookahead, tuple) or not all(map(_is_integer, self.lookahead)):
+            raise TypeError(f"lookahead must be an integer, or one integer per draft, not {self.lookahead!r}")
+        if any(n < 0 for n in self.lookahead):
+            raise ValueError(f"lookahead must be at least 1 (0: the draft rests), got {list(self.lookahead)}")
+        if not _is_integer(self.min_draft_tokens):
+            raise TypeError(f"min_draft_tokens must be a number of draft tokens, not {self.min_draft_tokens!r}")
+        if self.min_draft_tokens < 0:
+            raise ValueError(f"min_draft_tokens must not be negative, got {self.min_draft_tokens}")
+        if not _is_integer(self.trace):
+            raise TypeError(f"trace must be a number of steps per stage, not {self.trace!r}")
+        if self.trace:
+            from pipespec_kernels.trace import MOST_ENTRIES
+
+            if not 0 <= self.trace <= MOST_ENTRIES:
+                raise ValueError(f"trace must be 0 to {MOST_ENTRIES} steps per stage, not {self.trace}")
+        if self.graphs and self.schedule not in ("plain", "lockstep", "streams"):
+            raise ValueError(f"graphs=True is for schedule='plain', 'lockstep' or 'streams', not for {self.schedule!r}")
+
+    @classmethod
+    def of(
+        cls,
+        num_drafts: int,
+        *,
+        schedule: str = "lockstep",
+        lookahead: int | Sequence[int] | None = None,
+        min_draft_tokens: int | None = None,
+        decode_meanwhile: bool = False,
+        graphs: bool | None = None,
+        trace: int = 0,
+        native: bool = True,
+    ) -> SpeculationConfig:
+        """Build the configuration from a user's arguments; None stands for a default.
+
+        Args:
+            num_drafts: Number of drafts. With none, every schedule is plain decoding.
+            schedule: See the class, as for all that follow.
+            lookahead: One integer for all drafts, or one per draft, each at least 1. Default: 4 in lockstep, otherwise 8.
+            min_draft_tokens: Default: 0, since a wide forward on a CPU costs more than a narrow one.
+            decode_meanwhile: Needs an asynchronous schedule and ``min_draft_tokens``.
+            graphs: See the class. Default: only in ``"streams"``.
+            trace: See the class.
+            native: See the class.
+
+        Raises:
+            TypeError: A value has the wrong type.
+            ValueError: A value is out of range, or does not fit the schedule.
+        """
+        config = cls(
+            schedule=schedule,
+            min_draft_tokens=0 if min_draft_tokens is None else min_draft_tokens,
+            decode_meanwhile=decode_meanwhile,
+            graphs=bool(graphs),
+            trace=trace,
+            native=native,
+        )
+        if schedule == "plain" or num_drafts == 0:
+            captured = bool(graphs) or schedule == "streams"
+            return cls(schedule="plain", graphs=captured, trace=trace, native=native)
+        if schedule == "auto":
+            if lookahead is not None or min_draft_tokens is not None or decode_meanwhile:
+                raise ValueError(
+                    "lookahead, min_draft_tokens and decode_meanwhile are what schedule='auto' chooses: leave them out, or name a schedule"
+                )
+            return config
+        if lookahead is None:
+            lookahead = _LOOKAHEAD[schedule]
+        per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * num_drafts
+        config = replace(config, lookahead=per_draft, graphs=bool(graphs) or schedule == "streams")
+        if len(config.lookahead) != num_drafts:
+            raise ValueError(f"lookahead: one per draft, {num_drafts}, not {len(config.lookahead)}")
+        if min(config.lookahead) < 1:
+            raise ValueError(f"lookahead must be at least 1, got {list(config.lookahead)}")
+        if decode_meanwhile and (schedule not in ("workers", "streams") or config.min_draft_tokens == 0):
+            raise ValueError(
+                "decode_meanwhile is for schedule='workers' or 'streams' and needs min_draft_tokens of at least 1"
+            )
+        return config
+
+    def lookahead_of(self, stage: int) -> int:
+        """How many tokens ``stage`` may be ahead of the next one; 0 for the target."""
+        return self.lookahead[stage] if stage < len(self.lookahead) else 0
+
+    def max_draft_tokens(self, stage: int) -> int:
+        """Most draft tokens in a step of ``stage``: half of the columns stay free for its own tokens. 0 for the first stage."""
+        return min(self.lookahead[stage - 1], WIDTH // 2) if 0 < stage <= len(self.lookahead) else 0
+
+    @property
+    def rests(self) -> bool:
+        """Whether the target gets no draft tokens."""
+        return self.max_draft_tokens(len(self.lookahead)) == 0
+
+
+def default_schedule(devices: Sequence[str], graphs: bool | None = None, cores: int | None = None) -> tuple[str, bool]:
+    """Choose the schedule where the user names none, without measuring.
+
+    | stages | schedule |
+    |---|---|
+    | no drafts | ``"plain"`` |
+    | all on one GPU | ``"lockstep"``, captured rounds |
+    | all on GPUs, more than one | ``"streams"`` |
+    | drafts on the CPU, and a core for each stage | ``"workers"`` |
+    | otherwise | ``"lockstep"`` |
+
+    Args:
+        devices: Per stage, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
+        graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
+        cores: CPU cores for this process. None: as the operating system reports.
+
+    Returns:
+        The schedule, and whether ``"plain"`` and ``"lockstep"`` run in captured steps.
+    """
+    *drafts, target = devices
+    captured = all(device.startswith("cuda") for device in devices) if graphs is None else graphs
+    if not drafts:
+        return "plain", captured
+    if captured:
+        on_gpus = target.startswith("cuda") and len(set(devices)) > 1
+        return ("streams" if on_gpus else "lockstep"), True
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    has_cores = graphs is None and all(device == "cpu" for device in drafts) and cores >= len(devices)
+    return ("workers" if has_cores else "lockstep"), False
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,5 @@
+"""Drivers whose steps need no host, so that they can be captured as CUDA graphs.
+
+``driver`` runs calls; ``rounds`` and ``streams`` say which steps form a graph. ``stage`` and ``buffers`` are what a graph is captured over, ``capture``
+and ``tracker`` capture it, ``scheduling`` and ``shadow`` run it. ``attention`` is the attention that the models borrow.
+"""

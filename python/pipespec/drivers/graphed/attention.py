@@ -1,0 +1,87 @@
+"""BorrowedAttention: models run with the attention ``"pipespec"`` for a time, then get their own back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from pipespec.engine.attention import ATTENTION
+from pipespec.engine.stage import stage_names
+from pipespec.errors import NotCapturable
+
+_borrowed: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()
+"""Per model its own attention, and how many :class:`BorrowedAttention` are open."""
+
+
+class _BorrowedName(str):
+    """``"pipespec"`` in the configuration of a model. A copy or a pickle of it is the model's own name, since no one restores that later."""
+
+    own: str
+
+    @classmethod
+    def instead_of(cls, own: str) -> _BorrowedName:
+        name = cls(ATTENTION)
+        name.own = own
+        return name
+
+    def __deepcopy__(self, memo: object) -> str:
+        return self.own
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.own,)
+
+
+class BorrowedAttention:
+    """Sets ``attn_implementation="pipespec"`` on models until :meth:`close`. Copies of the models have their own attention at once.
+
+    Several may be open for the same model; the last one that closes restores it. Garbage collection closes, too.
+
+    Args:
+        models: The models of a chain, the target last.
+
+    Raises:
+        NotCapturable: A model does not accept the attention.
+    """
+
+    def __init__(self, models: Sequence[PreTrainedModel]) -> None:
+        # Weak, as a model may refer to its pipeline.
+        held: list[weakref.ref[PreTrainedModel]] = []
+        self._finalizer = weakref.finalize(self, _restore, held)
+        self._finalizer.atexit = False
+        for i, model in enumerate(models):
+            own, holders = _borrowed.get(model, (model.config._attn_implementation, 0))
+            cause = "it stays as it is"
+            try:
+                if model.config._attn_implementation != ATTENTION:
+                    model.set_attn_implementation(ATTENTION)
+                    if model.config._attn_implementation == ATTENTION:
+                        model.config._attn_implementation = _BorrowedName.instead_of(own)
+            except (ValueError, ImportError) as error:
+                cause = str(error)
+            if model.config._attn_implementation != ATTENTION:
+                self.close()
+                name = stage_names(len(models))[i]
+                raise NotCapturable(
+                    name, f"{type(model).__name__}'s {own} attention, which is not {ATTENTION!r}", cause
+                )
+            _borrowed[model] = own, holders + 1
+            held.append(weakref.ref(model))
+
+    def close(self) -> None:
+        """Restore the attention of each model that no other instance holds. May be called more than once."""
+        self._finalizer()
+
+
+def _restore(models: list[weakref.ref[PreTrainedModel]]) -> None:
+    for held in models:
+        model = held()
+        if model is None:
+            continue
+        own, holders = _borrowed.pop(model)
+        if holders > 1:
+            _borrowed[model] = own, holders - 1
+        # Otherwise the user has set another attention in the meantime.
+        elif model.config._attn_implementation == ATTENTION and own != ATTENTION:
+            model.set_attn_implementation(own)

@@ -1,0 +1,274 @@
+"""Capture of steps as CUDA graphs through torch. A GPU is required."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.graphed.buffers import GraphKey, StageStep
+from pipespec.drivers.graphed.shadow import PinnedMemory
+from pipespec.drivers.graphed.stage import GraphedStage
+from pipespec.drivers.graphed.tracker import ModuleTracker
+from pipespec.errors import NotCapturable
+from pipespec.models.compat import discard_capture, graph_handle, own_workspaces
+from pipespec.process.signals import pass_on
+from pipespec_kernels.device_state import DevicePort, PolicyRing
+from pipespec_kernels.state import StateBlock
+
+_DRAFT_PRIORITY = -1
+"""Priority of the drafts' streams: their small grids should not queue behind the target's."""
+
+_TORCH_STREAMS = 32
+"""Streams per device and priority from which torch hands them out in turn."""
+
+
+class RecordedStep:
+    """One stage's step within a graph: plan, forward and selection, commit."""
+
+    def __init__(self, stage: GraphedStage, port: DevicePort) -> None:
+        self.stage, self.port = stage, port
+
+    def __call__(self, warm_up: bool) -> None:
+        """Run the step's kernels on the current stream. ``warm_up``: outside of the capture, over a block without active rows."""
+        port = self.port
+        port.plan()
+        if warm_up:
+            # The plan of an inactive row is position 0, where the cache may hold a text. Its end holds none.
+            port.kv.fill_(self.stage.buffers.cache.capacity - port.width)
+        selected = self.stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select)
+        port.commit(selected)
+
+
+class CapturedGraph:
+    """One captured graph. Keeps alive what its kernels refer to.
+
+    Attributes:
+        handle: Its ``cudaGraphExec_t``.
+        steps: The steps that it contains.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, steps: Sequence[RecordedStep], keep_alive: object) -> None:
+        self.handle = graph_handle(graph)
+        self.steps = steps
+        self._graph, self._keep_alive = graph, keep_alive
+
+
+_all_resources: weakref.WeakSet[CaptureResources] = weakref.WeakSet()
+
+
+class CaptureResources:
+    """What the graphs of one stage read and write beside its static buffers, and the stream that captures them.
+
+    No other stage uses the stream: torch has one cuBLAS workspace per stream, whose address becomes part of the graph, and stages run
+    at the same time.
+
+    Args:
+        device: Of the stage.
+        priority: Of its kernels, lower first. torch instantiates graphs so that each kernel keeps the priority of the stream that captured it,
+            whatever stream the graph is launched on.
+
+    Attributes:
+        stream: The stream that captures, of that priority.
+    """
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        from pipespec_kernels import _cuda
+
+        self.device, self.priority = device, priority
+        self.scratch = torch.zeros(_cuda.STEP_SCRATCH_BYTES, dtype=torch.uint8, device=device)
+        policies = torch.zeros((_cuda.STEPS_IN_FLIGHT, 4), dtype=torch.int32, device="cpu").pin_memory()
+        self.policy = PolicyRing(policies, self.scratch)
+        self.log = torch.zeros(_cuda.STEP_LOG_BYTES, dtype=torch.uint8, device="cpu").pin_memory()
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[CapturedGraph] = weakref.WeakSet()
+        taken = {resources.stream.cuda_stream for resources in _all_resources}
+        self.stream: torch.cuda.Stream
+        for _ in range(_TORCH_STREAMS):
+            self.stream = torch.cuda.Stream(device, priority=priority)
+            if self.stream.cuda_stream not in taken:
+                break
+        _all_resources.add(self)
+
+    def pool(self) -> Any:
+        """The memory pool for the next capture, which the graphs that live share.
+
+        Without a living graph it is a new one: torch refuses a pool that no graph uses while memory in it is held.
+        """
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def add(self, graph: CapturedGraph) -> None:
+        """Count a graph among those that share the pool."""
+        self._graphs.add(graph)
+
+    def leave_pool(self) -> None:
+        """Use another pool from here on, after a capture into this one has failed. torch may still record to it."""
+        self._graphs = weakref.WeakSet()
+
+
+class CaptureContext:
+    """Captures the graphs of a chain over one state block, and builds the scheduler's launcher for them.
+
+    The kernels use a copy of the block in the memory of the GPU where all stages are on one. On several GPUs they use the host shadow itself,
+    with loads and stores only, so that no peer access is needed.
+
+    Args:
+        shadow: The host's block, in :class:`PinnedMemory`.
+        stages: All stages of the chain.
+        layout: Address and size of the block, for the owner to compare.
+    """
+
+    def __init__(self, shadow: StateBlock, stages: Sequence[GraphedStage], layout: Hashable) -> None:
+        assert isinstance(shadow.memory, PinnedMemory)
+        self.layout = layout
+        self.shadow, self.stages = shadow, stages
+        self.resources = [
+            CaptureResources(stage.model.device, 0 if stage.is_target else _DRAFT_PRIORITY) for stage in stages
+        ]
+        self._pinned = shadow.memory.tensor
+        devices = {stage.model.device for stage in stages}
+        self._block = self._pinned.to(devices.pop()) if len(devices) == 1 else self._pinned
+
+    def deactivate_rows(self) -> None:
+        """Make the kernels that run over the block change nothing in it. While no stage runs."""
+        self.shadow.reset([], [], [], [])
+        self._block.copy_(self._pinned)
+
+    def capture(self, key: GraphKey) -> CapturedGraph:
+        """Capture the steps of ``key`` as one graph, over the static buffers that the stages use at present.
+
+        Raises:
+            NotCapturable: Names the stage and the module that the error comes from.
+        """
+        steps = self._recorded_steps(key)
+        last = steps[-1]
+        resources = self.resources[key.launched.stage]
+        pool = resources.pool()
+        graph = torch.cuda.CUDAGraph()
+        current = last
+        inside: str | None = None
+
+        def run(warm_up: bool) -> None:
+            nonlocal current, inside
+            try:
+                last.port.open(resources.scratch)
+                for current in steps:
+                    current(warm_up)
+                last.port.close(self._pinned, resources.scratch, resources.log)
+            except Exception:
+                inside = running[current.stage.index].module
+                raise
+
+        with ExitStack() as trackers:
+            running = {
+                step.stage.index: trackers.enter_context(ModuleTracker(step.stage.model))
+                for step in {step.stage.index: step for step in steps}.values()
+            }
+            stream = resources.stream
+            error: Exception | None = None
+            # The outer context restores the stream: torch does not where a capture fails to end.
+            with torch.cuda.device(resources.device), torch.cuda.stream(torch.cuda.current_stream(resources.device)):
+                stream.wait_stream(torch.cuda.current_stream(resources.device))
+                try:
+                    # The warm-up compiles kernels and makes the libraries' handles.
+                    with torch.cuda.stream(stream):
+                        run(warm_up=True)
+                        run(warm_up=True)
+                    stream.synchronize()
+                    with (
+                        _garbage_collection_off(),
+                        own_workspaces(),
+                        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                    ):
+                        try:
+                            run(warm_up=False)
+                        except Exception as first:
+                            error = first
+                # Ending a capture that has failed raises once more.
+                except Exception as later:
+                    error = error or later
+                if error is not None:
+                    resources.leave_pool()
+                    discard_capture(graph, resources.device.index, pool)
+            if error is not None:
+                pass_on(error)
+                first_line = next(iter(str(error).strip().splitlines()), "")
+                cause = f"{type(error).__name__}: {first_line}"
+                raise NotCapturable(current.stage.name, inside or "the step as a whole", cause) from error
+        captured = CapturedGraph(graph, steps, (resources, self._block, self._pinned))
+        resources.add(captured)
+        return captured
+
+    def _recorded_steps(self, key: GraphKey) -> list[RecordedStep]:
+        config = SpeculationConfig(lookahead=key.lookahead)
+        recorded: dict[StageStep, RecordedStep] = {}
+        for step in key.steps:
+            if step in recorded:
+                continue
+            stage, resources = self.stages[step.stage], self.resources[step.stage]
+            # The launcher writes the policies of the stage that it launches. The others' policy is part of the graph.
+            is_launched = step.stage == key.launched.stage
+            policy = resources.policy if is_launched else None
+            rows = stage.buffers.cache.rows
+            port = DevicePort(self._block, step.stage, step.width, resources.device, rows=rows, policy=policy)
+            if not is_launched:
+                port.set_policy(config.lookahead_of(step.stage), config.max_draft_tokens(step.stage))
+            recorded[step] = RecordedStep(stage, port)
+        return [recorded[step] for step in key.steps]
+
+    def launcher(self, graphs: Sequence[Sequence[tuple[int, CapturedGraph]]]) -> GraphLauncher:
+        """Build the scheduler's launcher.
+
+        Args:
+            graphs: Per stage the width and graph of each step that it is launched with, ascending. Empty: its steps are in another stage's graph.
+        """
+        from pipespec_kernels import _cuda
+
+        entries = []
+        for resources, own in zip(self.resources, graphs, strict=True):
+            entry = _cuda.StageGraphs()
+            entry.device = resources.device.index
+            entry.priority = resources.priority
+            entry.widths, entry.graphs = [width for width, _ in own], [graph.handle for _, graph in own]
+            entry.block, entry.policies = self._block.data_ptr(), resources.policy.policies.data_ptr()
+            entry.scratch, entry.log = resources.scratch.data_ptr(), resources.log.data_ptr()
+            entries.append(entry)
+        return GraphLauncher(_cuda.CudaLauncher(self.shadow.memory.address, entries), (self, graphs))
+
+    def read_back(self) -> None:
+        """Copy the block to the host shadow, with all counters; a step copies only three of them. While no stage runs."""
+        if self._block is self._pinned:
+            return
+        stages = range(len(self.stages))
+        # The host writes these flags, so its own are the newer ones.
+        alive = [self.shadow.is_alive(i) for i in stages]
+        self._pinned.copy_(self._block)
+        for i in stages:
+            self.shadow.set_alive(i, alive[i])
+
+
+class GraphLauncher:
+    """The scheduler's launcher of graphs, and what must live as long as it does."""
+
+    def __init__(self, native: Any, keep_alive: object) -> None:
+        self.native = native
+        self._keep_alive = keep_alive
+
+
+@contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    """Streams and pinned memory of another pipeline that this thread frees during its capture would end the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,318 @@
+"""GraphedDriver: what streams and rounds share. Calls that need no host run in captured steps, all others in lockstep."""
+
+from __future__ import annotations
+
+import pickle
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.base import Driver, GenerationRequest
+from pipespec.drivers.graphed.attention import BorrowedAttention
+from pipespec.drivers.graphed.buffers import GraphKey, StageStep
+from pipespec.drivers.graphed.scheduling import ScheduledChain
+from pipespec.drivers.graphed.shadow import HostShadow, PinnedMemory
+from pipespec.drivers.graphed.stage import GraphedStage
+from pipespec.drivers.lockstep import LockstepDriver, prefill, run_in_turn
+from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.stage import StageInputs
+from pipespec.errors import NotCapturable
+from pipespec.models.properties import embedding_size
+from pipespec.preflight.support import check_streams
+from pipespec.process.progress import working
+from pipespec.process.signals import pass_on
+from pipespec_kernels.state import StateBlock
+
+if TYPE_CHECKING:
+    from pipespec.drivers.graphed.capture import CaptureContext, CapturedGraph
+
+_AHEAD = 2
+"""Steps of a draft on a GPU that may be launched and not ended: the next one begins without the host. Likewise of plain decoding and of rounds."""
+
+
+def host_reason(request: GenerationRequest, device: str) -> str | None:
+    """Return why the steps of a call need the host, and what avoids it; None if they do not.
+
+    Args:
+        request: The call.
+        device: Type of the target's device, for example ``"cuda"``.
+    """
+    if torch.is_autocast_enabled(device):
+        return "autocast belongs to the calling thread; load the models in the dtype that is wanted"
+    sampling_params = request.inputs.sampling_params
+    if request.inputs.right_padding is not None:
+        return "prompts that end with padding have positions of their own; pad them on the left"
+    if request.record is not None:
+        return "output_scores and output_logits are stored by the host; leave them out"
+    if sampling_params.stepwise:
+        names = ", ".join(dict.fromkeys(getattr(p, "__name__", type(p).__name__) for p in sampling_params.processors))
+        return (
+            f"these logits processors run on the host, position by position: {names}; leave them out, or use temperature, top_k, top_p "
+            "and min_p"
+        )
+    if sampling_params.penalty != 1.0:
+        return "a repetition_penalty needs the text on the host; leave it out"
+    return None
+
+
+class GraphedDriver(Driver):
+    """Runs steps that need no host: captured graphs on GPUs, the same code without capture on a CPU.
+
+    It has graphed stages over one block, the attention that their models borrow until :meth:`close`, a scheduler that launches the steps, and on
+    GPUs a capture context. A call that needs the host (see :func:`host_reason`) runs in lockstep, on the same stages.
+
+    On GPUs the constructor captures the smallest steps, so that a model that cannot be captured is found before the first call.
+
+    Subclasses define which steps form a graph (:meth:`graph_keys`), and how the steps run on a CPU (:meth:`_run_on_host`).
+
+    Args:
+        models: Drafts, smallest first, then the target.
+        config: How they run.
+
+    Attributes:
+        on_gpu: Whether the models are on GPUs.
+        failed_drafts: Drafts that failed in the present call.
+        scheduled: The scheduler, from call to call.
+        context: What the present graphs were captured with; None on a CPU and before the first capture.
+
+    Raises:
+        ValueError: Some models are on GPUs and others on the CPU.
+        NotCapturable: A step cannot become a CUDA graph, or a model does not accept the attention.
+    """
+
+    block: HostShadow
+    keeps_cache = True
+
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        check_streams(models)
+        self.on_gpu = self._runs_on_gpu(models)
+        self._devices = [model.device for model in models]
+        self._attention: BorrowedAttention | None = BorrowedAttention(models)
+        self.context: CaptureContext | None = None
+        self._ran_captured = False
+        self.failed_drafts: set[int] = set()
+        super().__init__(models, config)
+        self._stages = [GraphedStage(model, self.block, i, self._trace_of(i)) for i, model in enumerate(models)]
+        for i in range(len(models)):
+            self.block.set_alive(i, True)
+        self.scheduled = ScheduledChain(self.block, config.trace)
+        if self.on_gpu:
+            try:
+                self._try_capture()
+            except BaseException:
+                self.close()
+                raise
+
+    def _runs_on_gpu(self, models: Sequence[PreTrainedModel]) -> bool:
+        return models[-1].device.type == "cuda"
+
+    def _make_block(self) -> StateBlock:
+        if not self.on_gpu:
+            return HostShadow.create(len(self.models), 1, 64)
+        return HostShadow.create(len(self.models), 1, 64, PinnedMemory())
+
+    @property
+    def target(self) -> GraphedStage:
+        return self._stages[-1]
+
+    @property
+    def stages(self) -> Sequence[GraphedStage]:
+        return self._stages
+
+    # ---- what subclasses define
+
+    @abstractmethod
+    def graph_keys(self) -> list[GraphKey]:
+        """The graphs that a call with the present configuration launches, those of one stage by ascending width."""
+
+    @abstractmethod
+    def _run_on_host(self, request: GenerationRequest) -> None:
+        """Take the steps of a call on a CPU, after the prefill."""
+
+    def _graph_key(self, steps: Sequence[StageStep], lookahead: tuple[int, ...] = ()) -> GraphKey:
+        return GraphKey.of(steps, [stage.buffers for stage in self._stages], lookahead)
+
+    def _numbers(self) -> dict[str, Any]:
+        """The scheduler's numbers: those of the configuration, while failed drafts rest."""
+        config = self.config
+        return {
+            "lookahead": tuple(0 if i in self.failed_drafts else n for i, n in enumerate(config.lookahead)),
+            "min_draft_tokens": config.min_draft_tokens,
+            "decode_meanwhile": config.decode_meanwhile,
+        }
+
+    # ---- a call
+
+    def _generate(self, request: GenerationRequest) -> None:
+        # After close().
+        if self._attention is None:
+            self._attention = BorrowedAttention(self.models)
+        if self._devices != [model.device for model in self.models]:
+            raise ValueError("a model was moved to another device: close this pipeline and make a new one")
+        self.failed_drafts.clear()
+        self._ran_captured = False
+        reason = self._make_ready(request)
+        self.ran_as, self.remarks = self._name_of(self.schedule), ()
+        if reason is not None:
+            self.ran_as = self._name_of(LockstepDriver.schedule)
+            self.remarks = (f"this call was run in lockstep, step by step: {reason}",)
+            self._slower(f"calls like this one run in lockstep, step by step: {reason}")
+        self._prepare(request)
+        prefill(self, request)
+        if reason is not None:
+            run_in_turn(self, request)
+            return
+        self._ran_captured = True
+        try:
+            if self.on_gpu:
+                self._run_scheduled(request)
+            else:
+                self._run_on_host(request)
+        finally:
+            if self.context is not None:
+                # The error of a GPU has been raised before.
+                with suppress(RuntimeError):
+                    self.context.read_back()
+            for stage in self._stages:
+                stage.sync_lengths()
+
+    def _make_ready(self, request: GenerationRequest) -> str | None:
+        """Prepare static buffers, block and graphs for a call. Returns why it cannot run in captured steps."""
+        draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
+        # What is allocated here also serves later calls, in any inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self.target.prepare(request.inputs)
+            reason = host_reason(request, self.models[-1].device.type)
+            for stage in self._stages[:-1]:
+                try:
+                    stage.prepare(draft_inputs)
+                except Exception as error:
+                    pass_on(error)
+                    reason = reason or f"{stage.name} cannot be prepared ({type(error).__name__}: {error})"
+            if reason is not None:
+                return reason
+            self._ensure(request)
+            if self.on_gpu:
+                try:
+                    self.capture()
+                except NotCapturable as error:
+                    return str(error)
+        return None
+
+    def _run_scheduled(self, request: GenerationRequest) -> None:
+        """Let the scheduler run the stages."""
+        if self.on_gpu:
+            # The prefill ran on torch's stream. The stages have streams of their own.
+            for device in {model.device for model in self.models}:
+                torch.cuda.synchronize(device)
+        self.scheduled.run(self._numbers(), lambda: self._committed(request), self.draft_failed)
+
+    def _committed(self, request: GenerationRequest) -> None:
+        """Called after steps of the target."""
+        self.target.check_drawn()
+        request.committed(self.block)
+
+    def draft_failed(self, i: int, error: Exception) -> None:
+        super().draft_failed(i, error)
+        self.failed_drafts.add(i)
+
+    def steer(self, config: SpeculationConfig) -> None:
+        super().steer(config)
+        self.scheduled.steer(self._numbers())
+
+    def traces(self) -> dict[str, np.ndarray]:
+        found = super().traces()
+        if self._ran_captured:
+            for i, (name, prefill_steps) in enumerate(found.items()):
+                found[name] = self.scheduled.trace(i, prefill_steps)
+        return found
+
+    # ---- graphs
+
+    def capture(self) -> None:
+        """Capture the graphs that a call lacks, and make the scheduler that launches them. After :meth:`GraphedStage.prepare` of each stage.
+
+        Raises:
+            NotCapturable: A step cannot become a CUDA graph.
+        """
+        from pipespec.drivers.graphed.capture import CaptureContext
+
+        layout = self.block.memory.address, self.block.rows, self.block.capacity
+        if self.context is None or self.context.layout != layout:
+            # The old copy of the block is released before the allocation.
+            self._drop_graphs()
+            self.context = CaptureContext(self.block, self._stages, layout)
+        context = self.context
+        self._drop_stale_graphs()
+        keys = self.graph_keys()
+        missing = [key for key in keys if key not in self._graphs_launched_with(key)]
+        if missing:
+            with working(f"capturing {len(missing)} CUDA graphs (kept for calls of this size)"):
+                context.deactivate_rows()
+                for key in missing:
+                    self._graphs_launched_with(key)[key] = context.capture(key)
+        launched: list[list[tuple[int, CapturedGraph]]] = [[] for _ in self._stages]
+        for key in keys:
+            launched[key.launched.stage].append((key.launched.width, self._graphs_launched_with(key)[key]))
+        handles = tuple(tuple((width, graph.handle) for width, graph in own) for own in launched)
+        self.scheduled.use(handles, lambda: context.launcher(launched), self._numbers(), ahead=_AHEAD)
+
+    def _graphs_launched_with(self, key: GraphKey) -> dict[GraphKey, CapturedGraph]:
+        return self._stages[key.launched.stage].buffers.graphs
+
+    def _drop_stale_graphs(self) -> None:
+        """Drop graphs over static buffers of another stage that were replaced since."""
+        buffers = [buffers for stage in self._stages for buffers in stage.all_buffers()]
+        versions = {b.version for b in buffers}
+        for graphs in (b.graphs for b in buffers):
+            stale = [key for key in graphs if not versions.issuperset(key.versions)]
+            for key in stale:
+                del graphs[key]
+            if stale:
+                # Its launcher may hold them.
+                self.scheduled.drop()
+
+    def _drop_graphs(self) -> None:
+        self.scheduled.drop()
+        self.context = None
+        for stage in self._stages:
+            for buffers in stage.all_buffers():
+                buffers.graphs.clear()
+
+    def _try_capture(self) -> None:
+        """Capture the smallest steps."""
+        inputs = StageInputs([np.zeros(1, dtype=np.int32)], [1], SamplingParams(), embedding_size(self.models[-1]))
+        with torch.inference_mode(False), torch.no_grad():
+            for stage in self._stages:
+                stage.prepare(inputs)
+            self.capture()
+        self.release()
+
+    # ---- memory
+
+    def has_static_caches(self, request: GenerationRequest) -> bool:
+        return True
+
+    def release(self) -> None:
+        self.scheduled.drop()
+        super().release()
+
+    def release_unused(self, request: GenerationRequest) -> None:
+        if self.on_gpu:
+            # It holds the graphs of the last call.
+            self.scheduled.drop()
+        super().release_unused(request)
+
+    def close(self) -> None:
+        self._drop_graphs()
+        super().close()
+        if self._attention is not None:
+            self._attention.close()
+            self._attention = None

@@ -1,0 +1,148 @@
+"""Rounds: lockstep as a fixed sequence of steps, so that a round can be one captured graph. Plain decoding is the round of one step.
+
+In lockstep a draft takes as many steps as fill its lookahead, which only the host can count. A round fixes these numbers. Text and protocol are the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.base import GenerationRequest
+from pipespec.drivers.graphed.buffers import GraphKey, StageStep
+from pipespec.drivers.graphed.driver import GraphedDriver
+from pipespec_kernels import _native
+from pipespec_kernels.state import Action, StateBlock
+
+
+def round_steps(config: SpeculationConfig) -> list[StageStep]:
+    """Return the steps of a round, the target's last.
+
+    A draft takes as many steps as fill its lookahead if all draft tokens are accepted: with ``h`` draft tokens a step makes ``h + 1`` tokens. Before
+    each of its steps, the stage upstream fills its own lookahead.
+
+    Beside draft tokens a step feeds:
+
+    * one token after a step of the same stage;
+    * two after a step of the stage downstream, whose last token it adopts;
+    * in the stage's first step of the round, one for each stage downstream and one of its own, since each of them may be one token ahead of its
+      upstream.
+    """
+    target = len(config.lookahead)
+    steps: list[StageStep] = []
+    begun: set[int] = set()
+
+    def step(stage: int, own: int) -> None:
+        draft_tokens = config.max_draft_tokens(stage)
+        if draft_tokens > 0:
+            fill(stage - 1)
+        if stage not in begun:
+            own = 1 + target - stage
+            begun.add(stage)
+        steps.append(StageStep(stage, own + draft_tokens))
+
+    def fill(stage: int) -> None:
+        per_step = config.max_draft_tokens(stage) + 1
+        for i in range(-(-config.lookahead[stage] // per_step)):
+            step(stage, 2 if i == 0 else 1)
+
+    step(target, 1)
+    return steps
+
+
+class RoundsDriver(GraphedDriver):
+    """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph; all stages are on the same GPU.
+
+    On a GPU, a new lookahead holds from the next call on, since the lookahead is part of the graph.
+
+    Args:
+        models: Drafts, smallest first, then the target.
+        config: How they run.
+
+    Raises:
+        ValueError: The models are on more than one device.
+        NotCapturable: See :class:`GraphedDriver`.
+    """
+
+    schedule = "lockstep"
+
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        if len({model.device for model in models}) > 1:
+            raise ValueError(
+                f"graphs=True runs a round of all models as one graph, so they must be on one device; they are on "
+                f"{', '.join(str(model.device) for model in models)}"
+            )
+        super().__init__(models, config)
+
+    def graph_keys(self) -> list[GraphKey]:
+        return [self._graph_key(round_steps(self.config), self.config.lookahead)]
+
+    def _numbers(self) -> dict[str, Any]:
+        # The drafts run in the target's own graph, so there is nothing to wait for.
+        return super()._numbers() | {"min_draft_tokens": 0, "decode_meanwhile": False}
+
+    def _run_on_host(self, request: GenerationRequest) -> None:
+        ports: dict[StageStep, HostPort] = {}
+        while self._round(ports) != Action.FINISHED:
+            self._committed(request)
+
+    def _round(self, ports: dict[StageStep, HostPort]) -> Action:
+        """Run one round. Returns what the target's step was."""
+        action = Action.IDLE
+        for step in round_steps(self.config):
+            if step.stage in self.failed_drafts:
+                continue
+            stage = self._stages[step.stage]
+            port = ports.get(step)
+            if port is None:
+                rows = stage.buffers.cache.rows
+                port = ports[step] = HostPort(self.block, step.stage, step.width, rows, self._trace_of(step.stage))
+            port.set_policy(self.config.lookahead_of(step.stage), self.config.max_draft_tokens(step.stage))
+            try:
+                action = port.plan()
+                if action == Action.STEP:
+                    port.commit(stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
+            except Exception as error:
+                if stage is self.target:
+                    raise
+                self.draft_failed(step.stage, error)
+        return action
+
+
+class HostPort:
+    """A stage's port onto a block of the host, with the interface of :class:`pipespec_kernels.device_state.DevicePort`.
+
+    Args:
+        block: The state block.
+        stage: Index of the stage.
+        width: Columns of a step.
+        rows: Rows of the batch.
+        trace: Where the steps are recorded. None: nowhere.
+    """
+
+    def __init__(
+        self, block: StateBlock, stage: int, width: int, rows: int, trace: _native.TraceBuffer | None = None
+    ) -> None:
+        self._port = port = block.port(stage, width)
+        port.trace(trace)
+        self.tokens = torch.from_numpy(port.tokens)[:rows]
+        self.kv, self.num_draft_tokens, self.n_select = (
+            torch.from_numpy(array)[:rows] for array in (port.kv, port.num_draft_tokens, port.n_select)
+        )
+        self.set_policy(0, 0)
+
+    def set_policy(self, lookahead: int, max_draft_tokens: int) -> None:
+        self._policy = lookahead, max_draft_tokens
+
+    def plan(self) -> Action:
+        """Fill the arrays. Returns what the rows together should do."""
+        return self._port.plan(*self._policy, 0)
+
+    def commit(self, selected: Tensor) -> None:
+        self._port.commit(selected.data_ptr(), selected.stride(0))

@@ -1,0 +1,118 @@
+"""ScheduledChain: runs calls under the native scheduler, and reports its failures in Python's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from pipespec.config import PATIENCE
+from pipespec.drivers.graphed.shadow import HostShadow
+from pipespec_kernels.scheduler import Launcher, Scheduler, TargetFailed
+
+
+class ScheduledChain:
+    """The scheduler of one chain. It stays from call to call while its launcher fits.
+
+    ``numbers`` in its methods are the keyword arguments of :meth:`pipespec_kernels.scheduler.Scheduler.steer`.
+
+    Args:
+        block: The chain's block.
+        trace: Steps per stage that the scheduler keeps for :meth:`trace`.
+
+    Attributes:
+        scheduler: The present scheduler; None before :meth:`use` and after :meth:`drop`.
+        errors: By stage, the exception of a step that ran in Python. Steps on host threads write it; :meth:`run` empties it.
+    """
+
+    def __init__(self, block: HostShadow, trace: int) -> None:
+        self._block, self._trace = block, trace
+        self.scheduler: Scheduler | None = None
+        self._key: Hashable = None
+        self.errors: dict[int, BaseException] = {}
+
+    def use(self, key: Hashable, make_launcher: Callable[[], Launcher], numbers: dict[str, Any], *, ahead: int) -> None:
+        """Keep the present scheduler if it was made for ``key``, otherwise make one.
+
+        Args:
+            key: What the launcher depends on.
+            make_launcher: Builds the launcher.
+            numbers: Numbers that the scheduler starts with.
+            ahead: Steps that may be launched and not ended, see :class:`pipespec_kernels.scheduler.Scheduler`.
+        """
+        if self.scheduler is not None and self._key == key:
+            return
+        # The threads of the old one end before the new ones start.
+        self.scheduler = None
+        self.scheduler = Scheduler(make_launcher(), **numbers, ahead=ahead, patience=PATIENCE, trace=self._trace)
+        self._key = key
+
+    def drop(self) -> None:
+        """End the scheduler's threads and let go of what its launcher keeps alive."""
+        self.scheduler = None
+
+    def steer(self, numbers: dict[str, Any]) -> None:
+        """Change the numbers of a call that runs. Between calls nothing happens."""
+        if self._block.scheduler is not None:
+            self._block.scheduler.steer(**numbers)
+
+    def run(
+        self, numbers: dict[str, Any], on_commit: Callable[[], None], on_failure: Callable[[int, Exception], None]
+    ) -> None:
+        """Run the stages until the target's rows are complete.
+
+        Args:
+            numbers: Numbers of the call.
+            on_commit: Called after steps of the target.
+            on_failure: Called once for each draft that failed, with its index and error.
+
+        Raises:
+            TargetFailed: The target's step failed; its cause is the error.
+        """
+        scheduler = self.scheduler
+        assert scheduler is not None
+        scheduler.steer(**numbers)
+        reported = 0
+
+        def report_failures() -> None:
+            nonlocal reported
+            for stage, cause in scheduler.failures[reported:]:
+                reported += 1
+                if stage != self._block.target:
+                    error = self.errors.get(stage)
+                    on_failure(stage, error if isinstance(error, Exception) else RuntimeError(cause))
+
+        def committed() -> None:
+            report_failures()
+            on_commit()
+
+        self._block.scheduler = scheduler
+        try:
+            scheduler.run(committed)
+            self._block.scheduler = None
+            report_failures()
+        except TargetFailed as failed:
+            self._raise_target_failed(str(failed).split("failed: ", 1)[-1])
+        finally:
+            self._block.scheduler = None
+            # Their tracebacks keep tensors alive.
+            self.errors.clear()
+
+    def _raise_target_failed(self, cause: str) -> NoReturn:
+        target = self._block.target
+        error = self.errors.get(target)
+        # KeyboardInterrupt and SystemExit pass as they are.
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if error is not None:
+            cause = f"{type(error).__name__}: {error}"
+        raise TargetFailed(f"the target (stage {target}) failed: {cause}") from error
+
+    def trace(self, stage: int, prefill: np.ndarray) -> np.ndarray:
+        """The last steps of ``stage`` in the last call, after those of its ``prefill``, which the scheduler does not run."""
+        if self.scheduler is None:
+            return prefill
+        steps = self.scheduler.trace(stage)
+        steps["step"] += len(prefill)
+        return np.concatenate([prefill, steps])[-self._trace :]

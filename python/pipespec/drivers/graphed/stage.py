@@ -1,0 +1,214 @@
+"""GraphedStage: a stage whose step is work of its device alone, so that it can be captured in a CUDA graph.
+
+A step reads what plan filled and writes what commit takes, at fixed addresses. Nothing returns to the host. On the CPU the same code runs without
+capture.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pipespec.drivers.graphed.buffers import StaticBuffers, StaticSampler
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import forward
+from pipespec.engine.sampling import ScoreRecord
+from pipespec.engine.stage import Stage, StageInputs, stage_names, static_capacity
+from pipespec.preflight.memory import HEADROOM
+from pipespec_kernels import _native
+from pipespec_kernels.state import StateBlock
+
+_MAX_BUFFERS = 4
+"""Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
+
+_versions = itertools.count()
+
+
+class GraphedStage(Stage):
+    """A stage with static buffers. The attention of its model must be ``"pipespec"``.
+
+    For each number of rows it keeps one set of buffers, the last few of them; capacities are powers of two. A cache that the caller passes is
+    copied from and to. :meth:`step` remains for calls that need the host.
+
+    Args:
+        model: The model.
+        block: The state block of the chain.
+        index: Place in the chain, from 0.
+        trace: Where the steps are recorded. None: nowhere.
+
+    Attributes:
+        is_prefilled: Whether the last prefill ended without an error.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None
+    ) -> None:
+        super().__init__(model, block, index, trace)
+        self._buffers: dict[int, StaticBuffers] = {}  # by rows, the last used one last
+        self._current: StaticBuffers | None = None
+        self._callers_cache: RowCache | None = None
+        self.is_prefilled = False
+
+    @property
+    def name(self) -> str:
+        return stage_names(self.block.target + 1)[self.index]
+
+    @property
+    def is_target(self) -> bool:
+        return self.index == self.block.target
+
+    @property
+    def cache(self) -> RowCache:
+        """The cache of the present or last call."""
+        assert self._cache is not None
+        return self._cache
+
+    # ---- buffers
+
+    @property
+    def buffers(self) -> StaticBuffers:
+        """The static buffers of the present call, since :meth:`prepare`."""
+        assert self._current is not None
+        return self._current
+
+    def all_buffers(self) -> Sequence[StaticBuffers]:
+        """The static buffers for all numbers of rows."""
+        return list(self._buffers.values())
+
+    def prepare(self, inputs: StageInputs) -> StaticBuffers:
+        """Set up the static buffers of a call, those of an earlier call where they fit. :meth:`prefill` comes next."""
+        rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
+        self._fit_vocabulary(inputs.vocabulary)
+        self._scored = inputs.vocabulary
+        weights = hash(
+            tuple(tensor.data_ptr() for tensor in itertools.chain(self.model.parameters(), self.model.buffers()))
+        )
+        self._current = None
+        found = self._buffers.pop(rows, None)
+        if found is None or not found.cache.fits(rows, capacity) or not found.cache.matches(self.model):
+            if found is not None and found.cache is self._cache and not inputs.reuse:
+                self._cache = None
+            # The old buffers are released before the allocation.
+            del found
+            cache = RowCache.for_model(self.model, rows, capacity, static=True)
+            sampler = StaticSampler(rows, cache.device, self.is_target)
+            found = StaticBuffers(cache, sampler, next(_versions), weights, {})
+        elif found.weights != weights:
+            # The graphs read the old weights.
+            found = found._replace(version=next(_versions), weights=weights, graphs={})
+        self._buffers[rows] = self._current = found
+        while len(self._buffers) > _MAX_BUFFERS:
+            del self._buffers[next(iter(self._buffers))]
+        found.sampler.set(inputs.sampling_params)
+        return found
+
+    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> int:
+        """As :meth:`Stage.reusable_bytes`, graphs included. ``given`` does not count, as it is copied."""
+        rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
+        buffers = self._buffers.get(rows)
+        if buffers is None or not buffers.cache.fits(rows, capacity) or not buffers.cache.matches(self.model):
+            return 0
+        return buffers.cache.nbytes * capacity // buffers.cache.capacity + (HEADROOM if buffers.graphs else 0)
+
+    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
+        """Release the buffers for other numbers of rows, and those that are larger than needed unless the call reuses their content."""
+        rows = len(inputs.prompts)
+        own = self._buffers.get(rows)
+        is_reused = given is None and inputs.reuse and own is not None and own.cache is self._cache
+        stays = own is not None and (is_reused or own.cache.capacity == static_capacity(inputs.most))
+        self._buffers = {rows: own} if own is not None and stays else {}
+        if own is None or not stays or own.cache is not self._cache:
+            self._cache = None
+        self._current = None
+
+    def release(self) -> None:
+        super().release()
+        self._buffers.clear()
+        self._current = None
+
+    # ---- the text that the cache holds
+
+    def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
+        # After a failed prepare(), this one raises its error once more.
+        if self._current is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.prepare(inputs)
+        before, cache = self._cache, self.buffers.cache
+        if before is not None and before is not cache and any(held):
+            cache.copy_from(before, held)
+        self._cache = cache
+        return cache
+
+    def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
+        self.is_prefilled = False
+        super().prefill(inputs, record)
+        self._prefilled = [len(prompt) - 1 for prompt in inputs.prompts]
+        self.is_prefilled = True
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
+        self._callers_cache = cache
+        super().adopt(cache, text)
+
+    def return_cache(self, lengths: Sequence[int]) -> RowCache:
+        """Return a copy, in the cache that was adopted if there is one. The stage's own stays at its address."""
+        own, callers, self._callers_cache = self.cache, self._callers_cache, None
+        # The call failed before its prefill.
+        if own is callers:
+            return super().return_cache(lengths)
+        if callers is not None and all(n <= held for n, held in zip(lengths, callers.lengths, strict=True)):
+            callers.truncate(lengths)
+        else:
+            lengths = [min(n, held) for n, held in zip(lengths, own.lengths, strict=True)]
+            # With room to continue.
+            capacity = self._text.shape[1]
+            if callers is None:
+                callers = RowCache.for_model(self.model, own.rows, capacity)
+            elif callers.capacity < max(lengths):
+                callers.reserve(capacity)
+            callers.copy_from(own, lengths)
+        callers.text = [self._text[row, :n].copy() for row, n in enumerate(lengths)]
+        return callers
+
+    def sync_lengths(self) -> None:
+        """Take over from the block which tokens the cache holds, after steps that :meth:`step` did not run. While no stage runs."""
+        if not self.is_prefilled:
+            return
+        for row, begin in enumerate(self._prefilled):
+            end = max(begin, min(self.block.kv(self.index, row), self.block.length(self.index, row)))
+            self._text[row, begin:end] = self.block.tokens(self.index, row, begin, end)
+            self._held[row] = end
+        self.cache.set_lengths(self._held)
+
+    # ---- the step
+
+    @torch.inference_mode()
+    def body(self, tokens: Tensor, kv: Tensor, num_draft_tokens: Tensor, n_select: Tensor) -> Tensor:
+        """Run forward and selection of one step, without a wait for the device.
+
+        All columns are fed and scored, padding included, as only the device has the number of tokens in each row.
+
+        Args:
+            tokens: int32 ``[rows, width]`` on the model's device, as plan fills it; likewise the others.
+            kv: Position of each row's first token, int32 ``[rows]``.
+            num_draft_tokens: Draft tokens of each row, int32 ``[rows]``.
+            n_select: Columns of each row that need a choice, int32 ``[rows]``.
+
+        Returns:
+            ``selected``, int32 ``[rows, width]``, for commit.
+        """
+        cache = self.buffers.cache
+        cache.follow(kv)
+        fed = tokens if self._clamp is None else tokens.clamp(max=self._clamp)
+        logits = forward(self.model, fed, cache, keep=tokens.shape[1])
+        if logits.shape[2] > self._scored:
+            logits = logits[:, :, : self._scored]
+        return self.buffers.sampler(logits, tokens, kv, n_select, num_draft_tokens)
+
+    def check_drawn(self) -> None:
+        """See :meth:`StaticSampler.check_drawn`."""
+        self.buffers.sampler.check_drawn()

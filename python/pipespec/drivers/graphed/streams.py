@@ -1,0 +1,69 @@
+"""Streams: all stages in one process, each with a C++ thread and steps without Python. On a GPU each step is a captured graph.
+
+On a CPU the stages are threads of this process that call the same steps without capture. That is for tests and for trying things out: the threads share
+Python's lock and torch's threads, and ``workers`` is faster.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from pipespec.drivers.base import GenerationRequest
+from pipespec.drivers.graphed.buffers import GraphKey, StageStep
+from pipespec.drivers.graphed.driver import GraphedDriver
+from pipespec.drivers.graphed.stage import GraphedStage
+from pipespec_kernels.scheduler import HostLauncher, Rectangle, widths
+
+
+class StreamsDriver(GraphedDriver):
+    """Runs the asynchronous chain in one process: every stage runs ahead on its own thread, and on a GPU on its own stream.
+
+    Each width of each stage is a graph. The scheduler chooses the width of a step when it launches it.
+    """
+
+    schedule = "streams"
+    _widest = 1
+
+    def step_widths(self) -> list[int]:
+        """Widths of the steps, for the present configuration and those before: a change back and forth captures nothing twice."""
+        draft_tokens = max(self.config.max_draft_tokens(i) for i in range(len(self.models)))
+        # A draft catches up by two tokens.
+        self._widest = max(self._widest, 1 + draft_tokens, min(2, len(self.models)))
+        return widths(self._widest)
+
+    def graph_keys(self) -> list[GraphKey]:
+        step_widths = self.step_widths()
+        return [self._graph_key([StageStep(i, width)]) for i in range(len(self._stages)) for width in step_widths]
+
+    def _run_on_host(self, request: GenerationRequest) -> None:
+        step_widths = self.step_widths()
+        key = self.block.memory.address, self.block.rows, self.block.capacity, *step_widths
+
+        def launcher() -> HostLauncher:
+            return HostLauncher(self.block, [self._step_of(stage) for stage in self._stages], step_widths)
+
+        self.scheduled.use(key, launcher, self._numbers(), ahead=1)
+        self._run_scheduled(request)
+
+    def _step_of(self, stage: GraphedStage) -> Callable[[Rectangle], None]:
+        """The function that the launcher's thread calls for a step of ``stage``.
+
+        It does not refer to the driver: the launcher, which the garbage collector does not traverse, would keep the driver alive.
+        """
+        own, errors = weakref.ref(stage), self.scheduled.errors
+
+        def step(given: Rectangle) -> None:
+            stage = own()
+            assert stage is not None
+            try:
+                arrays = (given.tokens, given.kv, given.num_draft_tokens, given.n_select)
+                selected = stage.body(*(torch.from_numpy(array) for array in arrays))
+                torch.from_numpy(given.selected).copy_(selected)
+            except BaseException as error:
+                errors[stage.index] = error
+                raise
+
+        return step

@@ -1,0 +1,1 @@
+"""The driver that runs each draft in a process of its own."""

@@ -1,0 +1,400 @@
+"""Schedule ``workers``: each draft stage runs in its own process, the target in the caller's. They share the state block.
+
+A worker that dies, hangs or fails costs speed and never changes the text: the target waits for draft tokens only up to a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from transformers import PreTrainedModel
+
+from pipespec.config import PATIENCE, SpeculationConfig
+from pipespec.drivers.base import Driver, GenerationRequest
+from pipespec.drivers.workers import template
+from pipespec.drivers.workers.process import Failed, Setup, WorkerCall
+from pipespec.drivers.workers.weights import SharedWeights, share
+from pipespec.engine.cache import RowCache
+from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.stage import Stage
+from pipespec.models.properties import compute_dtype
+from pipespec.preflight.support import check_shareable
+from pipespec.process.signals import from_handler, pass_on, suppressed
+from pipespec.process.threads import restored_threads, set_threads, target_threads
+from pipespec_kernels.state import Action, SharedMemory, StateBlock
+from pipespec_kernels.trace import TraceMemory
+
+_READY_TIMEOUT_S = 120.0
+"""A worker without a template imports torch and transformers, which takes many seconds on a busy machine."""
+
+_ENDLESS = 2**20
+"""A lookahead that is larger than any text."""
+
+_SEND_TIMEOUT_S = 5
+
+_FINISH_TIMEOUT_S = 10.0
+"""A worker finishes its current forward when a call ends. One that needs longer than this counts as hung."""
+
+
+class _Worker:
+    """The caller's handle on the process of one draft stage.
+
+    Args:
+        index: Stage of the draft.
+        weights: Where the model's tensors lie in ``memory``.
+        memory: Shared memory of the weights.
+        block: State block of the chain, in shared memory.
+        threads: Number of torch's threads in the worker.
+        trace: Memory of the trace, if the calls are traced.
+        native: Whether the draft may run in the native form.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        weights: SharedWeights,
+        memory: SharedMemory,
+        block: StateBlock,
+        threads: int,
+        trace: TraceMemory | None,
+        native: bool,
+    ) -> None:
+        self.index = index
+        ours, theirs = socket.socketpair()
+        assert isinstance(block.memory, SharedMemory)
+        fds = [theirs.fileno(), memory.fd, block.memory.fd]
+        if trace is not None:
+            fds.append(trace.memory.fd)
+        # A stopped worker reads nothing, and prompts larger than the socket's buffer must not block the caller for ever.
+        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self.conn = Connection(ours.detach())
+        _open_workers.add(self)  # before the start: another thread may fork meanwhile
+        with theirs:
+            # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
+            self.process = template.start(fds, fork=weights.device.type == "cpu")
+        self.cache = (0, 0)  # rows, and a lower bound of the positions
+        self.busy = 0  # generation that runs, 0 after the worker has reported its end
+        self.last_error: Failed | None = None
+        self.form = ""
+        with suppressed(OSError):  # the worker is dead: await_ready() raises
+            self.conn.send(Setup(index, weights, threads, trace.entries if trace is not None else 0, native))
+
+    def await_ready(self) -> None:
+        """Wait until the worker has built its model.
+
+        Raises:
+            RuntimeError: The worker cannot start. The message has the worker's own error.
+        """
+        if not self.conn.poll(_READY_TIMEOUT_S):
+            self.kill()
+            raise RuntimeError(f"draft stage {self.index}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
+        try:
+            answer = self.conn.recv()
+        except (EOFError, OSError) as error:
+            pass_on(error)
+            answer = Failed(self.exit_reason(), "")
+        if isinstance(answer, Failed):
+            self.kill()
+            raise RuntimeError(f"draft stage {self.index} could not start: {answer.cause}\n{answer.details}")
+
+    def is_dead(self) -> bool:
+        return self.process.poll() is not None
+
+    def exit_reason(self) -> str:
+        """The worker's last error, or else how its process ended."""
+        code = self.process.wait()
+        self.receive_sent()
+        if self.last_error is not None:
+            return self.last_error.cause
+        if code == template.LOST:
+            return "its process ended together with the template that started it"
+        return f"killed by {_signal_name(-code)}" if code < 0 else f"its process ended with status {code}"
+
+    def run(self, call: WorkerCall) -> None:
+        rows, capacity = len(call.inputs.prompts), call.inputs.capacity
+        self.cache = (rows, max(capacity, self.cache[1]) if rows == self.cache[0] else capacity)
+        try:
+            self.busy = call.generation
+            self.conn.send(call)
+        except BaseException as error:  # it is dead already, or has half of the message
+            self.process.kill()
+            self.process.wait()
+            if not isinstance(error, OSError) or from_handler(error):
+                raise
+
+    def _receive(self) -> None:
+        message = self.conn.recv()
+        if isinstance(message, Failed):
+            self.last_error = message
+        elif isinstance(message, str):
+            self.form = message
+        elif message == self.busy:
+            self.busy = 0
+
+    def receive_sent(self) -> None:
+        """Take in what the worker has sent, without waiting for more."""
+        with suppressed(EOFError, OSError):
+            while self.last_error is None and self.conn.poll(0):
+                self._receive()
+
+    def await_idle(self) -> bool:
+        """Wait until the worker has ended its last generation. Return False if it is dead or does not answer."""
+        deadline = time.monotonic() + _FINISH_TIMEOUT_S
+        try:
+            while self.busy and not self.last_error and self.conn.poll(max(0.0, deadline - time.monotonic())):
+                self._receive()
+        except (EOFError, OSError) as error:
+            pass_on(error)
+            with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
+                self.process.wait(1)
+            return False
+        return self.busy == 0 and not self.is_dead()
+
+    def kill(self) -> None:
+        self.conn.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+class WorkersDriver(Driver):
+    """The asynchronous chain on a CPU: each draft runs ahead in its own process while the target verifies in the caller's.
+
+    Args:
+        models: The chain, smallest draft first, the target last.
+        config: Lookahead, minimum of draft tokens, trace.
+
+    Raises:
+        ValueError: A model cannot live in shared memory.
+        RuntimeError: A worker cannot start.
+    """
+
+    schedule = "workers"
+
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        check_shareable(models)
+        if any(model.device.type == "cpu" for model in models[:-1]):
+            template.prepare()
+        super().__init__(models, config)
+        drafts = len(models) - 1
+        # The target gets the threads that the user set, or the cores, less one per draft. Drafts are small: more threads
+        # would cost them more in synchronisation than they gain.
+        self._target_threads = target_threads(drafts)
+        self._is_running = False
+        self._target = Stage(models[-1], self.block, drafts, self._trace_of(drafts), native=config.native)
+        self.block.set_alive(drafts, True)
+        self._generation = 0
+        self._weights = [share(model) for model in models[:-1]]
+        self._workers: dict[int, _Worker] = {}
+        # At interpreter exit, too, and when the driver is collected as garbage.
+        weakref.finalize(self, _shut_down, self._workers)
+        for failure in self._start_missing().values():
+            self.close()
+            raise failure
+
+    def _make_block(self) -> StateBlock:
+        return StateBlock.create(len(self.models), 1, 64, SharedMemory.create(1))
+
+    @property
+    def target(self) -> Stage:
+        return self._target
+
+    def _start_missing(self) -> dict[int, RuntimeError]:
+        """Start the missing workers together and wait until they are ready. Return the errors of those that cannot start."""
+        fresh = [i for i in range(len(self._weights)) if i not in self._workers]
+        failures = {}
+        try:
+            for i in fresh:
+                weights, memory = self._weights[i]
+                self._workers[i] = _Worker(
+                    i, weights, memory, self.block, threads=1, trace=self._trace_memory, native=self.config.native
+                )
+            for i in fresh:
+                try:
+                    self._workers[i].await_ready()
+                except RuntimeError as failure:
+                    pass_on(failure)
+                    failures[i] = failure
+                    self._workers.pop(i).kill()
+                self.block.set_alive(i, i not in failures)
+        except BaseException:
+            self.close()
+            raise
+        return failures
+
+    def _begin(self, request: GenerationRequest) -> None:
+        """Start the generation in every worker that is there or can be started."""
+        for i, worker in list(self._workers.items()):
+            if not worker.await_idle():
+                cause = worker.exit_reason() if worker.is_dead() or worker.last_error else "it did not answer"
+                worker.kill()
+                del self._workers[i]
+                if self.block.is_alive(i):  # else the user has been warned
+                    self._lost(i, f"has ended since the last call ({cause}); it is started again")
+        for i, failure in self._start_missing().items():
+            self._lost(i, f"is missing, this call continues without it: {failure}")
+        self._prepare(request)
+        self._generation = self._generation % (2**31) + 1
+        # The drafts' own parameters travel beside it, and only the target continues padding.
+        inputs = replace(request.inputs, sampling_params=SamplingParams(), right_padding=None)
+        call = WorkerCall(self._generation, inputs, request.draft_sampling_params)
+        self._open_lookahead()
+        self.block.start(self._generation)
+        for worker in self._workers.values():
+            worker.run(call)
+        self._drop_dead()
+
+    def _drop_dead(self) -> None:
+        """Go on without the workers that have ended. The user is warned once for each."""
+        for i, worker in self._workers.items():
+            if worker.is_dead() and self.block.is_alive(i):
+                self._lost(
+                    i,
+                    f"has ended ({worker.exit_reason()}); this call continues without it, the next one starts it again",
+                )
+
+    @contextmanager
+    def drafting(self, request: GenerationRequest, draft: int) -> Iterator[Callable[[int], int]]:
+        """Let one draft run alone up to the request's limit, for measurements. The other drafts and the target rest.
+
+        Yields:
+            A function that waits until the draft has a given number of tokens and returns their number; 0 if the worker is dead.
+        """
+        before, begin = self.config, len(request.inputs.prompts[0])
+        lookahead = tuple(_ENDLESS if i == draft else 0 for i in range(len(before.lookahead)))
+        self.config = replace(before, lookahead=lookahead, min_draft_tokens=0)
+
+        def drafted(at_least: int) -> int:
+            deadline = time.monotonic() + _READY_TIMEOUT_S
+            while (count := self.block.length(draft, 0) - begin) < at_least:
+                if draft not in self._workers or self._workers[draft].is_dead() or time.monotonic() > deadline:
+                    return 0
+                time.sleep(1e-3)
+            return count
+
+        try:
+            self._begin(request)
+            yield drafted
+        finally:
+            self.config = before
+            self.block.start(0)
+
+    def _generate(self, request: GenerationRequest) -> None:
+        try:
+            self._begin(request)
+            with restored_threads() as self._all_threads:
+                self._is_running = self._is_drafting = True
+                self._share_threads()
+                self._target.prefill(request.inputs, request.record)
+                while self._step() != Action.FINISHED:
+                    self._drop_dead()
+                    request.committed(self.block)
+        finally:
+            self._is_running = False
+            self.block.start(0)
+        if self._trace_memory is not None:
+            # The steps under way belong to the call, so that its trace and its counters agree.
+            for worker in self._workers.values():
+                worker.await_idle()
+
+    @property
+    def forms(self) -> Sequence[str]:
+        for worker in self._workers.values():
+            worker.receive_sent()
+        drafts = range(len(self.models) - 1)
+        return [*(self._workers[i].form if i in self._workers else "" for i in drafts), self._target.form]
+
+    def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
+        found, inputs = super().reusable_bytes(request), request.inputs
+        rows = len(inputs.prompts)
+        for i, worker in self._workers.items():
+            model, (had_rows, had) = self.models[i], worker.cache
+            # A cache that grows exists twice while it is copied.
+            grows = inputs.reuse and rows == had_rows and inputs.capacity > had
+            if not grows and not worker.is_dead():
+                sizes = ((had_rows, had), (rows, inputs.capacity))
+                found[str(model.device)] += min(
+                    RowCache.bytes_for(model.config, *size, compute_dtype(model)) for size in sizes
+                )
+        return found
+
+    def steer(self, config: SpeculationConfig) -> None:
+        super().steer(config)
+        if self._is_running:
+            self._open_lookahead()
+            self._share_threads()
+
+    def _open_lookahead(self) -> None:
+        for i, lookahead in enumerate(self.in_force.lookahead):
+            self.block.set_lookahead(i, lookahead)
+
+    def _share_threads(self) -> None:
+        """Set the target's threads. It uses the cores of the drafts while they rest."""
+        config = self.in_force
+        own = self._all_threads if config.rests else self._target_threads
+        set_threads(min(config.threads or own, self._all_threads))
+
+    def _step(self) -> Action:
+        upstream = self._target.index - 1
+        if self._is_drafting and not self._target.accepts_draft_tokens:
+            self._is_drafting = False
+            self.steer(self.config)
+        config = self.in_force
+        max_draft_tokens = config.max_draft_tokens(self._target.index)
+        action = self._target.step(0, max_draft_tokens, config.min_draft_tokens)
+        if action == Action.WAIT and config.decode_meanwhile:
+            return self._target.step(0, 0)
+        if action == Action.WAIT:
+            # Wait for the time that the missing draft tokens should take, with some slack. Then verify what there is.
+            patience = int(PATIENCE * config.min_draft_tokens * self.block.step_ns(upstream))
+            deadline = time.perf_counter_ns() + patience
+            while action == Action.WAIT:
+                left = deadline - time.perf_counter_ns()
+                if left <= 0:
+                    action = self._target.step(0, max_draft_tokens)
+                    break
+                self._target.port.park(left, min(config.min_draft_tokens, max_draft_tokens))
+                action = self._target.step(0, max_draft_tokens, config.min_draft_tokens)
+        return action
+
+    def close(self) -> None:
+        """Shut the workers down. A later ``run`` starts them again."""
+        self.block.start(0)
+        _shut_down(self._workers)
+
+
+_open_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+def _leave_workers() -> None:
+    """In a fork of the caller: the workers are its parent's. To the fork they have ended."""
+    for worker in _open_workers:
+        worker.conn.close()
+
+
+os.register_at_fork(after_in_child=_leave_workers)
+
+
+def _shut_down(workers: dict[int, _Worker]) -> None:
+    # In a fork of the caller this does nothing: the workers are no children of the fork, and kill() checks that.
+    for worker in workers.values():
+        worker.kill()
+    workers.clear()

@@ -1,0 +1,132 @@
+"""The process of one draft stage.
+
+It builds its model on shared weights, then serves one generation after the other. It ends when the caller closes the socket,
+and at most ``_ORPHAN_CHECK_NS`` after its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import torch
+
+from pipespec.config import WIDTH
+from pipespec.drivers.workers.weights import SharedWeights
+from pipespec.engine.stage import Stage, StageInputs
+from pipespec_kernels.state import Action, SharedMemory, StateBlock
+from pipespec_kernels.trace import TraceMemory
+
+_ORPHAN_CHECK_NS = 500_000_000
+
+NICE = 5
+"""Added to the niceness of a draft, whose priority is lower than the target's.
+
+A target that wakes up then takes its core at once. Between equals it waits for the end of a time slice.
+Where stages outnumber cores, the drafts share what the target leaves.
+"""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """First message to a worker: what to build.
+
+    Args:
+        index: Stage of the draft.
+        weights: The model's tensors in the shared memory.
+        threads: Number of torch's threads.
+        trace: Entries of the trace for each stage; 0: no trace.
+        native: Whether the model may run in the native form.
+    """
+
+    index: int
+    weights: SharedWeights
+    threads: int
+    trace: int = 0
+    native: bool = True
+
+
+@dataclass(frozen=True)
+class WorkerCall:
+    """Message to a worker for each call: one generation to take part in."""
+
+    generation: int
+    inputs: StageInputs
+    sampling_params: bytes  # pickled
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Last message of a worker that fails."""
+
+    cause: str
+    details: str
+
+
+def _serve(conn: Connection, memories: Sequence[SharedMemory], parent: int) -> None:
+    setup: Setup = conn.recv()
+    torch.set_num_threads(setup.threads)
+    weights, shared_block, *shared_trace = memories
+    model = setup.weights.build(weights)
+    block = StateBlock(shared_block)
+    trace = None
+    if shared_trace:
+        trace = TraceMemory(block.stages, setup.trace, shared_trace[0]).buffer(setup.index)
+    stage = Stage(model, block, setup.index, trace, native=setup.native)
+    conn.send("ready")
+    while True:
+        while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
+            if os.getppid() != parent:
+                return
+        call: WorkerCall = conn.recv()
+        block.refresh()
+        _take_part(stage, call, conn, parent)
+        conn.send(call.generation)
+
+
+def _take_part(stage: Stage, call: WorkerCall, conn: Connection, parent: int) -> None:
+    stage.prefill(replace(call.inputs, sampling_params=pickle.loads(call.sampling_params)))
+    port, form = stage.port, ""
+    while port.generation == call.generation:
+        if not form and (form := stage.form):
+            # For the caller's report.
+            conn.send(form)
+        lookahead = port.lookahead  # the caller may change it at any time
+        if lookahead == 0:
+            port.pause(_ORPHAN_CHECK_NS)
+        elif stage.step(lookahead, min(port.upstream_lookahead, WIDTH // 2)) != Action.STEP:
+            port.park(_ORPHAN_CHECK_NS)
+        if os.getppid() != parent:
+            return
+
+
+def main(conn_fd: int, *memory_fds: int, parent: int | None = None) -> NoReturn:
+    """Be a worker until the caller closes the socket or the parent ends.
+
+    Args:
+        conn_fd: Socket to the caller, which sends a :class:`Setup` and then a :class:`WorkerCall` for each call.
+        memory_fds: Shared memory of the weights, of the state block and, where the calls are traced, of the trace.
+        parent: Process id of the parent, if it may have ended already.
+    """
+    parent = parent or os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
+    os.nice(NICE)
+    conn = Connection(conn_fd)
+    status = 0
+    try:
+        _serve(conn, [SharedMemory(fd) for fd in memory_fds], parent)
+    except (EOFError, ConnectionError):
+        pass  # the caller closed the pipeline, or died
+    except BaseException as error:
+        with suppress(ConnectionError):
+            conn.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        status = 1
+    # At once: the interpreter needs a second to shut down with torch, and no state is to be saved.
+    os._exit(status)

@@ -1,0 +1,1 @@
+"""One stage's work: model, cache, forward, sampling."""

@@ -1,0 +1,835 @@
+"""RowCache: a HuggingFace ``Cache`` at fixed addresses, with a length per row and O(1) truncate."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
+from pipespec.models.compat import cropped_length, query_length
+from pipespec.models.properties import compute_dtype, text_config
+from pipespec_kernels import ops
+
+_BAND_WIDTH = 64
+"""Most columns whose mask is a view of the precomputed band. Masks of wider forwards (a prefill in chunks) are computed each time."""
+
+
+def _head_shape(config: Any) -> tuple[int, int]:
+    """Number of key/value heads of a layer, and their size."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class _RowLayer(CacheLayerMixin):
+    """One layer in ``cache.layers``, for code of transformers. The cache does the work.
+
+    Attributes:
+        keys: What the layer holds, a view ``[rows, kv_heads, max(lengths), head_dim]``; of a static cache, all of its storage.
+        values: As ``keys``.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, owner: RowCache, index: int) -> None:
+        # Weak: the storage is freed with the last reference to the cache.
+        self._owner = weakref.ref(owner)
+        self._index = index
+        self.dtype, self.device = owner.dtype, owner.device
+        self.is_initialized = True
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.owner._held(self._index)[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.owner._held(self._index)[1]
+
+    @property
+    def owner(self) -> RowCache:
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError("the RowCache of this layer no longer exists")
+        return owner
+
+    @property
+    def batch_size(self) -> int:
+        return self.owner.rows
+
+    max_batch_size = batch_size
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the storage exists."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.owner.update(key_states, value_states, self._index)
+
+    def get_mask_sizes(self, query: Any) -> tuple[int, int]:
+        return self.owner.get_mask_sizes(query, self._index)
+
+    def get_seq_length(self) -> int:
+        return self.owner.get_seq_length(self._index)
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    get_max_cache_shape = get_max_length
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("RowCache layers share their lengths: call this on the cache, not on one layer")
+
+    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    offload = prefetch = _refuse
+
+
+class RowCache(Cache):
+    """Keys and values of ``rows`` sequences at fixed addresses, each row with a length of its own.
+
+    One tensor ``[2 * layers, rows, kv_heads, capacity, head_dim]`` is allocated once. A forward of ``q`` columns writes the keys and values of
+    row ``r`` at ``lengths[r] .. lengths[r] + q - 1`` and attends over the used prefix ``[rows, kv_heads, max(lengths) + q, head_dim]`` (views,
+    no copy). After the last layer every length grows by ``q``; the caller then truncates to what it committed. Column ``i`` of row ``r`` sees
+    the keys ``0 .. lengths[r] + i``, which always include its own. What lies beyond a row's length is never visible, and the next forward
+    overwrites it, so padding columns to the right of a row's tokens are harmless.
+
+    With equal lengths it behaves as ``DynamicCache``: ``model(..., past_key_values=cache)`` and ``model.generate(past_key_values=cache)`` work,
+    left padding with a 2-D mask included. With different lengths, the mask and the positions that transformers derives from one length would
+    be wrong, so the cache refuses to give one. Use ``forward(model, tokens, cache, keep=...)``, or pass both ``mask(q)`` and ``positions(q)``
+    to the model.
+
+    **Lengths on the device.** With ``model.set_attn_implementation("pipespec")`` on a GPU, and with ``static=True`` on any device, attention
+    reads the lengths from ``device_lengths`` and needs no mask. A static cache returns its whole storage, always at the same addresses, so
+    that a forward can be captured in a CUDA graph: call ``sync()`` before the capture; within it nothing waits for the device or reads the
+    host's lengths. After a replay ``read_lengths()`` copies the device's lengths to the host. A static cache does not grow and takes no other
+    attention. Where the device sets the lengths before each forward (``follow()``), those of the host are unknown until ``set_lengths()``.
+
+    Capacity: a forward of ``q`` columns needs ``max(lengths) + q <= capacity``, padding columns included, so allocate the longest sequence
+    plus the widest forward. For inference only: update it under ``torch.no_grad`` or ``torch.inference_mode``.
+
+    A value that is not finite (the model overflowed its dtype) beyond a row's length can still reach that row while it is shorter than
+    another one, since a mask is added to scores and does not replace them. A model with finite values leaves none.
+
+    Args:
+        config: of a model with full attention in every layer.
+        rows: number of sequences.
+        capacity: positions per row.
+        dtype: of keys and values.
+        device: of the storage.
+        static: fixed addresses and lengths on the device, see above.
+
+    Attributes:
+        text: per row, int32 ids of the tokens held, where a call of ``Pipeline.generate`` left the cache; else None.
+
+    Raises:
+        ValueError: a model with other attention, sizes below 1, or ``static`` without ``attn_implementation="pipespec"``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        rows: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        static: bool = False,
+    ) -> None:
+        if rows < 1 or capacity < 1:
+            raise ValueError(f"RowCache needs at least one row and a capacity of one, not {rows} and {capacity}")
+        config = text_config(config)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+        if kinds or (not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None)):
+            raise ValueError(
+                f"RowCache holds full attention layers only; this {config.model_type} model has "
+                f"{', '.join(sorted(kinds)) or 'sliding_attention'} layers"
+            )
+        self._config = config
+        self._rows, self._depth = rows, config.num_hidden_layers
+        self._heads, self._head_dim = _head_shape(config)
+        self.text: Sequence[np.ndarray] | None = None
+        self._static = static
+        self._stale = True
+        self._followed: torch.Tensor | None = None
+        # Per row, an index and what is added to positions from it on; None: nothing.
+        self._displaced: torch.Tensor | None = None
+        self._device = torch.empty(0, device=device).device
+        with torch.inference_mode(False), torch.no_grad():
+            self._device_lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._check_attention()
+        self._allocate(capacity, dtype, device)
+        self._set([0] * rows)
+        super().__init__(layers=[_RowLayer(self, i) for i in range(self._depth)])
+
+    def _allocate(self, capacity: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Allocate the storage and the views that depend on it."""
+        # Not inference tensors, which could not be written outside of inference_mode.
+        # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
+        with torch.inference_mode(False), torch.no_grad():
+            shape = (2 * self._depth, self._rows, self._heads, capacity, self._head_dim)
+            self._store = torch.zeros(shape, dtype=dtype, device=device)
+            self._capacity = capacity
+            self._halves = self._store[: self._depth], self._store[self._depth :]
+            self._columns_first = self._store.transpose(2, 3)  # [2 * layers, rows, capacity, heads, head_dim]
+            # Ragged scatters write here.
+            self._flat = self._store.view(2 * self._depth, -1, self._head_dim).unbind(0)
+            self._arange = torch.arange(capacity, device=device)
+        self._index_base: torch.Tensor | None = None
+        self._band: dict[torch.dtype, tuple[int, torch.Tensor]] = {}
+
+    def _held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, see :class:`_RowLayer`."""
+        columns = self._capacity if self._static else self._top
+        return self._store[layer, :, :, :columns], self._store[self._depth + layer, :, :, :columns]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
+        """Per layer keys, values, and None, as a ``DynamicCache`` of full attention gives them."""
+        return ((layer.keys, layer.values, None) for layer in self.layers)
+
+    def reserve(self, capacity: int) -> None:
+        """Grow to ``capacity`` positions per row, if there are fewer: new storage, and a copy of what is held.
+
+        Raises:
+            ValueError: a static cache would have to grow.
+        """
+        if capacity <= self._capacity:
+            return
+        if self._static:
+            raise ValueError(
+                f"a static RowCache keeps its capacity of {self._capacity}: make one for {capacity} tokens"
+            )
+        old, top = self._store, self._top
+        self._allocate(capacity, self.dtype, self.device)
+        with torch.inference_mode(False), torch.no_grad():
+            self._store[:, :, :, :top].copy_(old[:, :, :, :top])
+        self._set(list(self._lengths))
+
+    @staticmethod
+    def bytes_for(config: Any, rows: int, capacity: int, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of such a cache, exactly.
+
+        Args:
+            config: of the model.
+            rows: number of sequences.
+            capacity: positions per row.
+            dtype: of keys and values.
+        """
+        config = text_config(config)
+        heads, head_dim = _head_shape(config)
+        return int(2 * config.num_hidden_layers * rows * heads * capacity * head_dim * dtype.itemsize)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, rows: int, capacity: int, *, static: bool = False) -> RowCache:
+        """A cache for ``model``, in its dtype and on its device.
+
+        Args:
+            model: with full attention in every layer.
+            rows: number of sequences.
+            capacity: positions per row.
+            static: see :class:`RowCache`.
+
+        Raises:
+            ValueError: the model is spread over several devices.
+        """
+        devices = {p.device for p in model.parameters()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the model's parts lie on {', '.join(sorted(map(str, devices)))}; RowCache needs one device"
+            )
+        return cls(model.config, rows, capacity, dtype=compute_dtype(model), device=model.device, static=static)
+
+    # ---- properties and content
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences."""
+        return self._rows
+
+    @property
+    def capacity(self) -> int:
+        """Positions per row."""
+        return self._capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of key and value storage."""
+        return self._store.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._store.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._store.device
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens held per row, on the host."""
+        return tuple(self._lengths)
+
+    @property
+    def uses_device_lengths(self) -> bool:
+        """Whether attention reads ``device_lengths`` instead of a mask."""
+        return self._static or (self._device.type == "cuda" and self._config._attn_implementation == ATTENTION)
+
+    @property
+    def device_lengths(self) -> torch.Tensor:
+        """Tokens held per row, int32 ``[rows]`` on the device: those that it follows, else always the same tensor; see ``sync()``."""
+        return self._device_lengths if self._followed is None else self._followed
+
+    def follow(self, lengths: torch.Tensor) -> None:
+        """Read the lengths at which forwards begin from a tensor that the device writes, without a copy. For a static cache.
+
+        From here on the host's lengths are unknown, and no forward changes them, until ``set_lengths()``.
+
+        Args:
+            lengths: int32 ``[rows]`` on the device, contiguous.
+        """
+        assert self._static
+        self._followed, self._stale = lengths, False
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Set the host's lengths to what the rows hold, after the device has set its own.
+
+        Raises:
+            ValueError: another number of rows, or a length beyond the capacity.
+        """
+        if len(lengths) != self._rows or not all(0 <= n <= self._capacity for n in lengths):
+            raise ValueError(f"lengths {list(lengths)} for {self._rows} rows of a capacity of {self._capacity}")
+        self.text = None
+        self._set(list(lengths))
+
+    def copy_from(self, other: RowCache, lengths: Sequence[int]) -> None:
+        """Copy the first tokens of each row of another cache. Addresses stay.
+
+        Args:
+            other: of the same shape.
+            lengths: per row, tokens to copy.
+
+        Raises:
+            ValueError: the other cache has another shape or holds less.
+        """
+        if (other._depth, other._heads, other._head_dim, other._rows) != (
+            self._depth,
+            self._heads,
+            self._head_dim,
+            self._rows,
+        ):
+            raise ValueError(f"{other!r} cannot be copied into {self!r}")
+        if not all(0 <= n <= have for n, have in zip(lengths, other._lengths, strict=True)):
+            raise ValueError(f"lengths {list(lengths)} of a cache that holds {other._lengths}")
+        self.reset()
+        top = self._need(max(lengths))
+        with torch.inference_mode(False), torch.no_grad():
+            self._store[:, :, :, :top].copy_(other._store[:, :, :, :top])
+        self._set(list(lengths))
+
+    def sync(self) -> None:
+        """Copy the host's lengths to the device, if they have changed. A forward does so, too."""
+        if self._stale:
+            lengths = torch.tensor(self._lengths, dtype=torch.int32, device="cpu")
+            self._device_lengths.copy_(lengths, non_blocking=True)
+            self._stale = False
+
+    def read_lengths(self) -> None:
+        """Copy the device's lengths to the host, after kernels have written them. Waits for the device.
+
+        Raises:
+            RuntimeError: they are out of range; nothing has changed.
+        """
+        lengths: list[int] = self.device_lengths.tolist()
+        if not all(0 <= n <= self._capacity for n in lengths):
+            raise RuntimeError(f"the lengths on the device are {lengths}: each must be 0 .. {self._capacity}")
+        self.text = None
+        stale = self._followed is not None
+        self._set(lengths)
+        self._stale = stale
+
+    def _check_attention(self) -> None:
+        if self._static and self._config._attn_implementation != ATTENTION:
+            raise ValueError(
+                f"a static RowCache works with attention by lengths only, and this model has "
+                f"{self._config._attn_implementation}: call model.set_attn_implementation({ATTENTION!r}) first"
+            )
+
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the rows differ in length, or their positions are displaced."""
+        return not self._even
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether new tokens have other positions than their indices, see :meth:`displace`."""
+        return self._displaced is not None
+
+    def displace(self, positions: Sequence[tuple[int, int]] | None) -> None:
+        """Let new tokens have other positions than their indices in the cache.
+
+        Args:
+            positions: per row, an index in the cache and the position of the token there, from which the following ones count on. None: the
+                position of each token is its index.
+        """
+        if positions is None and self._displaced is None:
+            return
+        self._displaced = None
+        if positions is not None:
+            self._displaced = torch.tensor([[at, to - at] for at, to in positions], device=self.device)
+        self._set(list(self._lengths))
+
+    def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy keys and values into the cache; every row then holds ``n`` tokens.
+
+        Args:
+            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``.
+
+        Raises:
+            ValueError: another shape, or more than the capacity.
+        """
+        n = states[0][0].shape[2]
+        self.reset()
+        self._need(n)
+        shape = (self._rows, self._heads, n, self._head_dim)
+        for keys, values in states:
+            if keys.shape != shape or values.shape != shape:
+                raise ValueError(f"keys and values of shape {list(keys.shape)} cannot be loaded as {list(shape)}")
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, (keys, values) in enumerate(states):
+                self._store[layer, :, :, :n].copy_(keys)
+                self._store[self._depth + layer, :, :, :n].copy_(values)
+        self._set([n] * self._rows)
+
+    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer the keys and values of the used prefix, views ``[rows, kv_heads, max(lengths), head_dim]``."""
+        used = self._store.narrow(3, 0, self._top).unbind(0)
+        return [(used[i], used[self._depth + i]) for i in range(self._depth)]
+
+    def matches(self, model: PreTrainedModel) -> bool:
+        """Whether this cache can hold the keys and values of ``model``: shapes, dtype, device."""
+        config = text_config(model.config)
+        shape = (config.num_hidden_layers, *_head_shape(config))
+        return (
+            shape == (self._depth, self._heads, self._head_dim)
+            and compute_dtype(model) == self.dtype
+            and model.device == self.device
+        )
+
+    def fits(self, rows: int, capacity: int) -> bool:
+        """Whether this cache, once empty, is large enough for ``capacity`` positions of exactly ``rows`` rows."""
+        return rows == self._rows and capacity <= self._capacity
+
+    def __repr__(self) -> str:
+        return f"RowCache(layers={self._depth}, rows={self._rows}, capacity={self._capacity}, lengths={self._lengths})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowCache:
+        """A copy with storage of its own, as transformers' recipe for the cache of a common prefix needs it."""
+        copy = RowCache(
+            self._config, self._rows, self._capacity, dtype=self.dtype, device=self.device, static=self._static
+        )
+        copy._store.copy_(self._store)
+        copy._set(list(self._lengths))
+        copy.text = None if self.text is None else [tokens.copy() for tokens in self.text]
+        memo[id(self)] = copy
+        return copy
+
+    # ---- lengths
+
+    def _set(self, lengths: list[int]) -> None:
+        first = lengths[0]
+        self._lengths = lengths
+        # The device has the lengths before.
+        self._stale = True
+        self._followed = None
+        if self.text is not None:
+            # Tokens that are rolled back are no longer held.
+            self.text = [tokens[:n] for tokens, n in zip(self.text, lengths, strict=True)]
+        # Rows with displaced positions are treated as rows of different lengths.
+        self._even = self._displaced is None and (len(lengths) == 1 or all(n == first for n in lengths))
+        self._top = first if self._even else max(lengths)
+        # Columns of the forward that runs; 0: none runs.
+        self._open_q = 0
+        # For different lengths: q and the indices computed for it; q of the mask and of the positions returned.
+        self._ragged: tuple[int, torch.Tensor] | None = None
+        self._masked_q = self._placed_q = 0
+
+    def truncate(self, lengths: Sequence[int] | np.ndarray | torch.Tensor) -> None:
+        """Lower the lengths to ``lengths``, one per row: O(1) per row, no copy and no allocation.
+
+        Raises:
+            ValueError: another number of rows, or a length that is not between 0 and the present one (after ``follow()``, the last one
+                that the host had). Nothing has changed.
+        """
+        new: list[int] = lengths.tolist() if isinstance(lengths, (np.ndarray, torch.Tensor)) else list(lengths)
+        if new == self._lengths and self._followed is None:
+            return
+        if len(new) != self._rows:
+            raise ValueError(f"{len(new)} lengths for a cache of {self._rows} rows")
+        for row, (n, held) in enumerate(zip(new, self._lengths, strict=True)):
+            if not 0 <= n <= held:
+                raise ValueError(f"row {row} holds {held} tokens and cannot be truncated to {n}")
+        self._set(new)
+
+    def reset(self) -> None:
+        """Set every length to 0. Addresses stay."""
+        self._set([0] * self._rows)
+
+    def crop(self, n: int) -> None:
+        """``Cache.crop``, with the meaning and the errors of the installed transformers.
+
+        Args:
+            n: negative: remove ``-n`` tokens from each row. Zero and positive differ by version, see
+                :func:`pipespec.models.compat.cropped_length`.
+        """
+        top = self._top
+        new = cropped_length(top, n)
+        self._set([min(have, new) if n >= 0 else max(0, have - (top - new)) for have in self._lengths])
+
+    # ---- mask and positions of a forward
+
+    def _need(self, q: int) -> int:
+        """Positions that a forward of ``q`` columns attends over. Raises ``ValueError`` beyond the capacity."""
+        top = (self._top if self._followed is None else 0) + q
+        if top > self._capacity:
+            row = self._lengths.index(self._top)
+            raise ValueError(
+                f"RowCache is full: its capacity is {self._capacity}, and feeding {q} columns to row {row}, which "
+                f"holds {self._top} tokens, needs {top}"
+            )
+        return top
+
+    def positions(self, q: int) -> torch.Tensor:
+        """Positions of the next ``q`` columns: int64 ``[rows, q]``, ``lengths[r] + i``, see also :meth:`displace`.
+
+        Raises:
+            ValueError: beyond the capacity.
+        """
+        self._placed_q = q
+        indices = self._indices(q)
+        if self._displaced is None:
+            return indices
+        begin, by = self._displaced[:, :1], self._displaced[:, 1:]
+        return indices + by * (indices >= begin)
+
+    def _indices(self, q: int) -> torch.Tensor:
+        """Indices of the next ``q`` columns in the cache: int64 ``[rows, q]``."""
+        self._need(q)
+        if self.uses_device_lengths:
+            self._update_device()
+            # One kernel: the sum of int64 and int32 is int64. Not kept, since in a capture it lies in the graph's memory.
+            return self._arange[:q] + self.device_lengths[:, None]
+        if self._even:
+            return self._arange.narrow(0, self._top, q).expand(self._rows, q)
+        if self._ragged is None or self._ragged[0] != q:
+            lengths = torch.tensor(self._lengths, device=self.device)
+            self._ragged = (q, lengths[:, None] + self._arange[:q])
+        return self._ragged[1]
+
+    def mask(self, q: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The 4-D mask of a forward of ``q`` columns at the present lengths.
+
+        Key ``j`` is visible to column ``i`` of row ``r`` iff ``j <= lengths[r] + i``.
+
+        Args:
+            q: columns.
+            dtype: ``torch.bool``: True for visible, which sdpa takes; eager attention would add it. A floating dtype: 0 for visible, else
+                -inf, which both take. None: the cache's own dtype, since sdpa would convert a boolean mask in each layer.
+
+        Returns:
+            ``[rows, 1, q, max(lengths) + q]``. None where the model needs none: equal lengths, and one column or (with sdpa) an empty cache.
+            Without ``dtype``, and with attention that reads ``device_lengths``: a mask of no keys.
+
+        Raises:
+            ValueError: beyond the capacity.
+            NotImplementedError: the lengths differ, and the model's attention takes no such mask.
+        """
+        top = self._need(q)
+        if self.uses_device_lengths and dtype is None:
+            self._masked_q = q
+            return lengths_only(self._rows, q, self.device)
+        if self._even:
+            if q == 1:
+                return None
+            if self._top == 0 and dtype is None and mask_kind(self._config) is MaskKind.SDPA:
+                # Causal: transformers sets sdpa's flag for it.
+                return None
+        if dtype is None:
+            dtype = self.dtype
+            if mask_kind(self._config) is MaskKind.NONE:
+                raise NotImplementedError(
+                    f"{self._config._attn_implementation} attention takes no 4-D mask, which rows of different lengths "
+                    'and feeds of several tokens need: call model.set_attn_implementation("sdpa")'
+                )
+        self._masked_q = q
+        if self._even and q <= _BAND_WIDTH:
+            # Row i of the band is visible up to column capacity + i. So the view that begins at capacity - length is the mask at that length.
+            width, band = self._band.get(dtype, (0, self._arange))
+            if width < q:
+                width = min(_BAND_WIDTH, max(16, 1 << (q - 1).bit_length()))
+                band = self._make_mask(
+                    torch.arange(width, device=self.device)[None] + self._capacity, self._capacity + width, dtype
+                )[0]
+                self._band[dtype] = (width, band)
+            # [q, top], expanded to [rows, 1, q, top].
+            return band[:q, self._capacity - self._top : self._capacity + q].expand(self._rows, 1, q, top)
+        return self._make_mask(self._indices(q), top, dtype)[:, None]
+
+    def _make_mask(self, indices: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[rows, q, keys]`` for columns at ``indices [rows, q]``."""
+        # Not inference tensors: the band is kept, and used inside and outside of inference_mode.
+        with torch.inference_mode(False), torch.no_grad():
+            visible = torch.arange(keys, device=self.device) <= indices[:, :, None]
+            if dtype == torch.bool:
+                return visible
+            return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+
+    # ---- called by a model's forward
+
+    def open(self, q: int, *, columns_first: bool = False) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Begin a forward of ``q`` columns, for code that loops over the layers itself. ``close()`` ends it.
+
+        Args:
+            q: columns.
+            columns_first: the layout of ``new``.
+
+        Returns:
+            ``new`` and ``used``, views per layer: keys at ``[layer]``, values at ``[layers + layer]``. ``new`` is where new keys and values
+            belong, ``[rows, kv_heads, q, head_dim]``, or ``[rows, q, kv_heads, head_dim]`` with ``columns_first``. It is empty if the lengths
+            differ, since ``scatter()`` must write then, and if attention reads ``device_lengths``, since ``update()`` writes. ``used`` is what
+            to attend over, ``[rows, kv_heads, max(lengths) + q, head_dim]``.
+
+        Raises:
+            ValueError: beyond the capacity.
+        """
+        top = self._need(q)
+        if self.uses_device_lengths:
+            self._check_attention()
+            self._update_device()
+            self._open_q = q
+            return (), (self._store if self._static else self._store.narrow(3, 0, top)).unbind(0)
+        used = self._store.narrow(3, 0, top).unbind(0)
+        new: Sequence[torch.Tensor] = ()
+        if not self._even:
+            # Once per forward: where the states [rows, q, kv_heads] belong in a layer's storage [rows * kv_heads * capacity, head_dim].
+            if self._index_base is None:
+                starts = torch.arange(self._rows * self._heads, device=self.device) * self._capacity
+                self._index_base = starts.view(self._rows, 1, self._heads)
+            self._index = (self._index_base + self._indices(q)[:, :, None]).view(-1)
+        elif columns_first:
+            new = self._columns_first.narrow(2, self._top, q).unbind(0)
+        else:
+            new = self._store.narrow(3, self._top, q).unbind(0)
+        self._open_q = q
+        return new, used
+
+    def open_storage(self, q: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Begin a forward of ``q`` columns, for code that writes into the storage itself. ``close()`` ends it.
+
+        Args:
+            q: columns.
+
+        Returns:
+            All keys and all values, views ``[layers, rows, kv_heads, capacity, head_dim]``, and the lengths per row. The keys and values of
+            column ``i`` of row ``r`` belong at position ``lengths[r] + i``.
+
+        Raises:
+            ValueError: beyond the capacity.
+        """
+        self._need(q)
+        self._open_q = q
+        return *self._halves, self._lengths
+
+    def scatter(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        """Write the new keys and values of one layer, if the lengths differ. Between ``open()`` and ``close()``.
+
+        Args:
+            keys: ``[rows, q, kv_heads, head_dim]``.
+            values: as ``keys``.
+            layer: index of the layer.
+        """
+        self._flat[layer].index_copy_(0, self._index, keys.reshape(-1, self._head_dim))
+        self._flat[self._depth + layer].index_copy_(0, self._index, values.reshape(-1, self._head_dim))
+
+    def close(self) -> None:
+        """End a forward: every length grows by its columns.
+
+        Not in the capture of a graph, which feeds nothing. Not after ``follow()`` either: the device decides what counts.
+        """
+        if self._followed is not None or self._capturing():
+            self._open_q = 0
+            return
+        q = self._open_q
+        self._set([n + q for n in self._lengths])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values and return the used prefix. The lengths grow with the last layer.
+
+        Args:
+            key_states: ``[rows, kv_heads, q, head_dim]``.
+            value_states: as ``key_states``.
+            layer_idx: layers come in order.
+            *args: ignored.
+            **kwargs: ignored.
+
+        Returns:
+            Keys and values, views ``[rows, kv_heads, max(lengths) + q, head_dim]``; all of a static cache's storage.
+
+        Raises:
+            ValueError: another shape or dtype, or beyond the capacity; nothing was written.
+            RuntimeError: rows of different lengths without ``mask(q)`` and ``positions(q)``, states that require gradients, or layers out
+                of order.
+        """
+        if layer_idx == 0:
+            self._check(key_states)
+            self._new, self._used = self.open(key_states.shape[2])
+        elif self._open_q != key_states.shape[2]:
+            raise RuntimeError(f"RowCache: layer {layer_idx} is updated, but its forward did not begin with layer 0")
+        used, depth = self._used, self._depth
+        if self.uses_device_lengths:
+            values = value_states.to(self._store.dtype)
+            stored = self._store[layer_idx], self._store[depth + layer_idx]
+            ops.kv_append(key_states, values, *stored, self.device_lengths)
+            attach_lengths(used[layer_idx], self.device_lengths)
+        elif self._even:
+            new = self._new
+            new[layer_idx].copy_(key_states)
+            new[depth + layer_idx].copy_(value_states)
+        else:
+            # Under autocast only the keys have the model's dtype.
+            values = value_states.to(self._store.dtype)
+            self.scatter(key_states.transpose(1, 2), values.transpose(1, 2), layer_idx)
+        keys, values = used[layer_idx], used[depth + layer_idx]
+        if layer_idx == depth - 1:
+            self.close()
+            self._new = self._used = ()
+        return keys, values
+
+    def _update_device(self) -> None:
+        if self._stale and self._capturing():
+            raise RuntimeError(
+                "the lengths on the device are out of date: call the RowCache's sync() before the capture"
+            )
+        self.sync()
+
+    def _check(self, states: torch.Tensor) -> None:
+        rows, heads, q, head_dim = states.shape
+        if (rows, heads, head_dim) != (self._rows, self._heads, self._head_dim) or q < 1:
+            raise ValueError(
+                f"RowCache of {self._rows} rows, {self._heads} heads, head_dim {self._head_dim}: cannot hold new keys "
+                f"of shape [rows, heads, columns, head_dim] = {list(states.shape)}"
+            )
+        if states.dtype != self.dtype or states.device != self.device:
+            raise ValueError(
+                f"RowCache holds {self.dtype} on {self.device}, the new keys are {states.dtype} on {states.device}"
+            )
+        if states.requires_grad:
+            raise RuntimeError(
+                "RowCache is for inference: call the model under torch.no_grad() or torch.inference_mode()"
+            )
+        if not self._even and not self._masked_q == self._placed_q == q:
+            raise RuntimeError(self._trap())
+
+    def _trap(self) -> str:
+        return (
+            f"the rows of this RowCache hold {self._lengths} tokens: what transformers derives from one length would be "
+            "wrong. Pass attention_mask=cache.mask(q) and position_ids=cache.positions(q) for a feed of q "
+            "tokens, or use pipespec.engine.forward.forward(model, tokens, cache, keep=...)"
+        )
+
+    # ---- the rest of the Cache interface
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The longest row's length."""
+        return self._top
+
+    def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """``(max(lengths) + q, 0)``, for transformers' masks. Raises ``RuntimeError`` if the lengths differ."""
+        if not self._even:
+            raise RuntimeError(self._trap())
+        return self._top + query_length(query), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self._capacity
+
+    get_max_cache_shape = get_max_length
+
+    @property
+    def max_cache_len(self) -> int:
+        return self._capacity
+
+    @property
+    def batch_size(self) -> int:
+        return self._rows
+
+    max_batch_size = batch_size
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: the lengths are on the host, so transformers must not compile a decoding step around them."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the storage exists."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Move row ``beam_idx[r]`` to row ``r`` (beam search). Copies the used prefix; addresses stay.
+
+        Args:
+            beam_idx: int64 ``[rows]``.
+
+        Raises:
+            ValueError: another number of rows.
+        """
+        order: list[int] = beam_idx.tolist()
+        if len(order) != self._rows:
+            raise ValueError(f"{len(order)} row indices for a cache of {self._rows} rows")
+        with torch.no_grad():
+            prefix = self._store.narrow(3, 0, self._top)
+            prefix.copy_(prefix.index_select(1, beam_idx.to(self.device)))
+        if self.text is not None:
+            self.text = [self.text[row] for row in order]
+        self._set([self._lengths[row] for row in order])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times, as ``torch.repeat_interleave``. In new storage; not for a static cache."""
+        self.batch_select_indices(torch.arange(self._rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices``, in this order; one may occur several times. In new storage; not for a static cache.
+
+        Args:
+            indices: int64 ``[new rows]``.
+
+        Raises:
+            ValueError: the cache is static, or there are no such rows.
+        """
+        if self._static:
+            raise ValueError(f"a static RowCache keeps its {self._rows} rows: make another one")
+        order: list[int] = indices.tolist()
+        if not order or not all(0 <= row < self._rows for row in order):
+            raise ValueError(f"rows {order} of a cache of {self._rows} rows")
+        old, top = self._store, self._top
+        self._rows = len(order)
+        lengths, text = [self._lengths[row] for row in order], self.text
+        self._allocate(self._capacity, self.dtype, self.device)
+        with torch.inference_mode(False), torch.no_grad():
+            self._device_lengths = torch.zeros(self._rows, dtype=torch.int32, device=self.device)
+            self._store[:, :, :, :top].copy_(old[:, :, :, :top].index_select(1, indices.to(self.device)))
+        self.text = None if text is None else [text[row] for row in order]
+        self._set(lengths)

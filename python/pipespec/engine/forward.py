@@ -1,0 +1,581 @@
+"""The calls of a model (:func:`forward`) or of parts of one (:class:`ModelSection`), each in the fastest form that passed its check."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+from pipespec.engine.attention import MaskKind, mask_kind
+from pipespec.engine.cache import RowCache
+from pipespec.engine.native import NATIVE, Form, native_form, native_signature
+from pipespec.models.families import NotReadable
+from pipespec.models.properties import has_hooks, has_own_forward
+
+OnLayer = Callable[[int, torch.Tensor], None]
+"""Called after each layer with its index in transformers' ``hidden_states`` (k + 1 after layer k) and the residual stream ``[rows, q, H]``."""
+
+
+def forward(
+    model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, *, keep: int, native: bool = True
+) -> torch.Tensor:
+    """Feed tokens at the cache's lengths.
+
+    LLaMA-like models on the CPU run in the native form, after its logits were compared with the model's own, see
+    :mod:`pipespec.engine.native`. Otherwise, for ``LlamaForCausalLM`` a loop over the layers runs instead of ``LlamaForCausalLM.forward``, which
+    on small models spends more than half of its time outside of matrix products: see ``_LayerLoop`` and ``_FlatLoop``. A loop is used only
+    after it gave bit-identical logits on this model. Every other model is called as a whole, with an explicit mask and positions. The form is
+    chosen when the cache is empty, so weights, attention and hooks may change between sequences and not within one; see :func:`recheck`.
+
+    Args:
+        model: in eval mode.
+        tokens: int32 or int64 ``[rows, q]``.
+        cache: of this model; it grows by ``q`` in every row. The caller truncates it to the columns that count.
+        keep: compute logits of the last ``keep`` columns, 0 to ``q``.
+        native: False: only forms with the bits of the model's own forward.
+
+    Returns:
+        Logits ``[rows, keep, vocabulary]`` in the model's dtype: an inference tensor, to be changed in place under ``torch.inference_mode``
+        only.
+
+    Raises:
+        ValueError: a ``keep`` or a number of rows that does not fit, or a cache that is full.
+    """
+    rows, q = tokens.shape
+    if not 0 <= keep <= q or q < 1:
+        raise ValueError(f"keep={keep} of {q} columns")
+    if rows != cache.rows:
+        raise ValueError(f"{rows} rows of tokens for a RowCache of {cache.rows} rows")
+    if _unusual(cache) is not None:
+        call: Form = _WholeModel(model)
+    else:
+        # The native decoder takes a token's index in the cache for its position.
+        native = native and not cache.is_displaced
+        if cache.get_seq_length() == 0:
+            recheck(model, native=native)
+        forms = _callers.get(model, {})
+        call = forms[native] if native in forms else _choose(model, cache, native)
+    if torch.is_inference_mode_enabled():
+        return call(tokens, cache, keep)
+    with torch.inference_mode():
+        return call(tokens, cache, keep)
+
+
+def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
+    """Let the next :func:`forward` choose the form anew if the model has changed. It does so itself where the cache is empty.
+
+    This takes a fraction of a millisecond for 12 layers: once per sequence.
+    """
+    forms = _callers.get(model, {})
+    form = forms.get(native)
+    if form is not None and not (form.identity == _identify(model, native) and form.is_current()):
+        del forms[native]
+
+
+def release(model: PreTrainedModel) -> None:
+    """Free what the forms of a model have copied. The next forward chooses anew."""
+    _callers.pop(model, None)
+
+
+def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> str:
+    """The form that :func:`forward` uses now: ``"native"``, or ``"transformers: "`` and why it is not native. Empty before the first."""
+    reason = _unusual(cache)
+    if reason is None and native and cache.is_displaced:
+        reason = "the prompt ends with padding"
+    if reason is None:
+        form = _callers.get(model, {}).get(native)
+        if form is None:
+            return ""
+        reason = form.reason
+    return NATIVE if reason is None else f"transformers: {reason}"
+
+
+def _unusual(cache: RowCache) -> str | None:
+    """Why a forward calls the model as a whole, whatever the model is: autocast changes what modules do, and only modules read device lengths."""
+    if cache.uses_device_lengths:
+        return "the lengths are on the device"
+    return "autocast" if torch.is_autocast_enabled(cache.device.type) else None
+
+
+class _Identity(NamedTuple):
+    """What the form of a model depends on, so that a change is noticed.
+
+    Attributes:
+        reason: why there is no native form; None where there may be one.
+        seen: that of :func:`pipespec.engine.native.native_signature`, or with a reason ``_signature``.
+    """
+
+    reason: str | None
+    seen: tuple[Any, ...] | None
+
+
+class _WholeModel(Form):
+    """``model(...)``, for any model. The explicit mask replaces transformers', which assumes one length for all rows."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Weak, because _callers must not keep models alive.
+        self.model = weakref.ref(model)
+
+    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+        model = self.model()
+        assert model is not None
+        q = tokens.shape[1]
+        # With equal lengths, attentions without a 4-D mask (flash) are right without one.
+        masked = cache.ragged or mask_kind(model.config) is not MaskKind.NONE
+        # logits_to_keep=0 would compute all of them.
+        logits: torch.Tensor = model(
+            input_ids=tokens,
+            attention_mask=cache.mask(q) if masked else None,
+            position_ids=cache.positions(q),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=max(keep, 1),
+        ).logits
+        return logits[:, logits.shape[1] - keep :]
+
+
+class ModelParts(NamedTuple):
+    """Parts of a LLaMA that run one after the other; None for a part that is elsewhere.
+
+    Attributes:
+        config: of the whole model.
+        layers: decoder layers.
+        first: index of ``layers[0]`` in the whole model.
+        rotary: rotary embedding.
+        embed: token embedding.
+        norm: last norm.
+        head: language-model head.
+    """
+
+    config: Any
+    layers: Sequence[Any] = ()
+    first: int = 0
+    rotary: Any = None
+    embed: Any = None
+    norm: Any = None
+    head: Any = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelParts:
+        """All of a ``LlamaForCausalLM``."""
+        base = model.model
+        layers = list(base.layers[: model.config.num_hidden_layers])
+        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, base.norm, model.lm_head)
+
+    def cache_config(self) -> Any:
+        """The configuration of a ``RowCache`` for these layers alone."""
+        config = copy.copy(self.config)
+        config.num_hidden_layers = len(self.layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[self.first : self.first + len(self.layers)]
+        return config
+
+
+class _LlamaLoop(Form):
+    """What both loops share: the parts, and a table of RoPE.
+
+    Args:
+        parts: those that run.
+        signature: see ``_signature_of_parts``.
+        tabled: False calls the rotary embedding in each forward, as the model does.
+    """
+
+    def __init__(self, parts: ModelParts, signature: tuple[Any, ...] | None, tabled: bool = True) -> None:
+        self.parts, self.signature, self.rotary = parts, signature, parts.rotary
+        # RoPE of these types depends on the position alone. The others depend on the longest position of a forward, too.
+        self.tabled = tabled and getattr(parts.rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+        self.table: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Cosines and sines, each ``[1, positions, head_dim]``."""
+
+    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+        return self.logits(self.run_layers(self.embed(tokens), cache), keep)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
+        raise NotImplementedError
+
+    def run_layers(self, hidden: torch.Tensor, cache: RowCache, on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Run the layers on ``hidden [rows, q, H]``, which is not changed. ``cache``, of these layers alone, grows by ``q``."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        """Logits ``[rows, keep, vocabulary]`` of the last columns of ``hidden [rows, q, H]``."""
+        raise NotImplementedError
+
+    def rope(self, hidden: torch.Tensor, cache: RowCache, q: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the fed columns, ``[1 or rows, q, head_dim]``, from the model's own rotary embedding."""
+        if not self.tabled:
+            cos, sin = self.rotary(hidden, position_ids=cache.positions(q))
+            return cos, self.signed(sin)
+        if self.table is None or self.table[0].shape[1] < cache.capacity:
+            everywhere = torch.arange(cache.capacity, device=hidden.device)[None]
+            cos, sin = self.rotary(hidden, position_ids=everywhere)
+            self.table = cos, self.signed(sin)
+        cos, sin = self.table
+        if cache.ragged:
+            positions = cache.positions(q)
+            return cos[0][positions], sin[0][positions]
+        begin = cache.get_seq_length()
+        return cos.narrow(1, begin, q), sin.narrow(1, begin, q)
+
+    def signed(self, sin: torch.Tensor) -> torch.Tensor:
+        """The sines in the form that the loop uses."""
+        return sin
+
+
+class _OffsetCache:
+    """A cache of some layers, addressed by their indices in the whole model."""
+
+    def __init__(self, cache: RowCache, first: int) -> None:
+        self._cache, self._first = cache, first
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.update(keys, values, layer - self._first)
+
+
+class _LayerLoop(_LlamaLoop):
+    """transformers' own layer modules, called one after the other.
+
+    Saves what ``LlamaForCausalLM.forward`` and ``LlamaModel.forward`` do around them: decorators that merge defaults and capture outputs, the
+    construction of the mask, and RoPE (a table instead of sines of the same positions).
+    """
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.parts.embed(tokens)
+        return hidden
+
+    def run_layers(self, hidden: torch.Tensor, cache: RowCache, on_layer: OnLayer | None = None) -> torch.Tensor:
+        q, first = hidden.shape[1], self.parts.first
+        mask = cache.mask(q)
+        positions = cache.positions(q)
+        rope = self.rope(hidden, cache, q)
+        own = _OffsetCache(cache, first) if first else cache
+        for i, layer in enumerate(self.parts.layers, first + 1):
+            hidden = layer(
+                hidden,
+                attention_mask=mask,
+                position_embeddings=rope,
+                position_ids=positions,
+                past_key_values=own,
+                use_cache=True,
+            )
+            if on_layer is not None:
+                on_layer(i, hidden)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        logits: torch.Tensor = self.parts.head(self.parts.norm(hidden)[:, hidden.shape[1] - keep :])
+        return logits
+
+
+class _FlatLoop(_LlamaLoop):
+    """The arithmetic of the layer modules without the modules, on two-dimensional hidden states.
+
+    The same operations on the same numbers in the same order of rounding, with fewer calls: no module dispatch, and no kernels that only move
+    data. ``rotate_half`` becomes a product into the other half, its sign folded into the sines. Queries and keys are rotated together.
+    Results are written in place, and scalars are tensors. Only for plain LLaMA layers without biases, under sdpa.
+    """
+
+    def __init__(self, parts: ModelParts, signature: tuple[Any, ...] | None) -> None:
+        super().__init__(parts, signature)
+        config = parts.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.attend = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            # An operation with a 0-d tensor takes half the time of one with a Python number.
+            eps = torch.tensor(module.variance_epsilon, dtype=torch.float32, device=module.weight.device)
+            return module.weight.detach(), eps
+
+        self.steps = []
+        for layer in parts.layers:
+            attn, mlp = layer.self_attn, layer.mlp
+            self.head_dim, self.scale = attn.head_dim, attn.scaling
+            linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            act = functools.partial(F.silu, inplace=True) if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
+            norms = (norm(layer.input_layernorm), norm(layer.post_attention_layernorm))
+            self.steps.append((attn, act, *norms, *(linear.weight.detach().t() for linear in linears)))
+        if parts.embed is not None:
+            self.embedding = parts.embed.weight.detach()
+        if parts.head is not None:
+            self.last_norm = norm(parts.norm)
+            self.unembedding = parts.head.weight.detach().t()
+
+    def signed(self, sin: torch.Tensor) -> torch.Tensor:
+        half = sin.shape[-1] // 2
+        return torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+    def normed(self, x: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """``LlamaRMSNorm`` of ``x [n, d]``: in fp32 whatever the dtype, as there."""
+        weight, eps = norm
+        wide = x.to(torch.float32)
+        wide = wide * (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return wide.to(x.dtype).mul_(weight)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def run_layers(self, hidden: torch.Tensor, cache: RowCache, on_layer: OnLayer | None = None) -> torch.Tensor:
+        rows, q, width = hidden.shape
+        n, heads, kv_heads, dim = rows * q, self.heads, self.kv_heads, self.head_dim
+        depth, half, scale, ragged = len(self.steps), dim // 2, self.scale, cache.ragged
+        mm, mul, normed, sdpa = torch.mm, torch.mul, self.normed, F.scaled_dot_product_attention
+        mask = cache.mask(q)
+        causal = mask is None and q > 1
+        cos, sin = self.rope(hidden, cache, q)
+        hidden = hidden.reshape(n, width)
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [1 or rows, q, 1, head_dim]
+        sin_low, sin_high = sin.split(half, -1)
+        new, used = cache.open(q, columns_first=True)
+        # Queries and keys of a layer lie side by side, so that one rotation serves both. All layers use the same buffers.
+        both = hidden.new_empty((n, (heads + kv_heads) * dim))
+        into_q, into_k = both.split((heads * dim, kv_heads * dim), 1)
+        states = both.view(rows, q, heads + kv_heads, dim)
+        low, high = states.split(half, -1)
+        rotated, turned = torch.empty_like(states), torch.empty_like(states)
+        turned_low, turned_high = turned.split(half, -1)
+        queries, keys = rotated.split((heads, kv_heads), 2)  # [rows, q, heads or kv_heads, head_dim]
+        queries = queries.transpose(1, 2)
+        for i, (attn, act, norm1, norm2, w_q, w_k, w_v, w_o, w_gate, w_up, w_down) in enumerate(self.steps):
+            x = normed(hidden, norm1)
+            mm(x, w_q, out=into_q)
+            mm(x, w_k, out=into_k)
+            values = mm(x, w_v).view(rows, q, kv_heads, dim)
+            mul(states, cos, out=rotated)
+            mul(high, sin_low, out=turned_low)
+            mul(low, sin_high, out=turned_high)
+            rotated.add_(turned)
+            if ragged:
+                cache.scatter(keys, values, i)
+            else:
+                new[i].copy_(keys)
+                new[depth + i].copy_(values)
+            if heads == kv_heads:
+                out = sdpa(queries, used[i], used[depth + i], mask, 0.0, causal, scale=scale).transpose(1, 2)
+            else:
+                # How heads are grouped differs by version and device.
+                out = self.attend(attn, queries, used[i], used[depth + i], mask, scaling=scale)[0]
+            # Not in place: the first hidden states are the caller's.
+            hidden = hidden + mm(out.reshape(n, heads * dim), w_o)
+            x = normed(hidden, norm2)
+            hidden.add_(mm(act(mm(x, w_gate)).mul_(mm(x, w_up)), w_down))
+            if on_layer is not None:
+                on_layer(self.parts.first + i + 1, hidden.view(rows, q, width))
+        cache.close()
+        return hidden.view(rows, q, width)
+
+    def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        rows, q, width = hidden.shape
+        x = self.normed(hidden.reshape(rows * q, width), self.last_norm)
+        if keep != q:
+            x = x.view(rows, q, width)[:, q - keep :].reshape(rows * keep, width)
+        return torch.mm(x, self.unembedding).view(rows, keep, self.unembedding.shape[1])
+
+
+# On a CPU the products of a larger model dominate, and probing it takes long.
+_LOOP_UP_TO = 300_000_000
+
+_callers: weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, Form]] = weakref.WeakKeyDictionary()
+"""Per model its forms, by ``native``. All pipelines on a model share them."""
+
+
+def _identify(model: PreTrainedModel, native: bool) -> _Identity:
+    try:
+        if not native:
+            raise NotReadable("native=False")
+        return _Identity(None, native_signature(model))
+    except NotReadable as error:
+        return _Identity(str(error), _signature(model))
+
+
+def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
+    """What a loop over the whole model depends on, so that a change is noticed; None for a model that cannot be looped over.
+
+    That is: every class but ``LlamaForCausalLM``, and what ``_signature_of_parts`` excludes.
+    """
+    if type(model) is not LlamaForCausalLM or model.training:
+        return None
+    wholes: list[tuple[nn.Module, type]] = [(model, LlamaForCausalLM), (model.model, modeling_llama.LlamaModel)]
+    if any(type(module) is not expected or has_own_forward(module) or has_hooks(module) for module, expected in wholes):
+        return None
+    return _signature_of_parts(ModelParts.of(model))
+
+
+def _signature_of_parts(parts: ModelParts) -> tuple[Any, ...] | None:
+    """What a loop depends on, so that a change is noticed; None for parts that cannot be looped over.
+
+    Those are parts of another architecture; parts that are replaced (adapters, quantised layers, kernels), hooked (offloading, several
+    devices), compiled or in training; and parts with attention other than sdpa and eager.
+    """
+    if mask_kind(parts.config) is MaskKind.NONE:
+        return None
+    seen: list[Any] = [parts.config._attn_implementation]
+    ends: list[tuple[nn.Module | None, type]] = [
+        (parts.embed, nn.Embedding),
+        (parts.norm, modeling_llama.LlamaRMSNorm),
+        (parts.rotary, modeling_llama.LlamaRotaryEmbedding),
+        (parts.head, nn.Linear),
+    ]
+    modules: list[tuple[nn.Module, type]] = [(module, expected) for module, expected in ends if module is not None]
+    for layer in parts.layers:
+        if type(layer) is not modeling_llama.LlamaDecoderLayer or layer.training:
+            return None
+        attn, mlp = layer.self_attn, layer.mlp
+        modules += [
+            (layer, modeling_llama.LlamaDecoderLayer),
+            (attn, modeling_llama.LlamaAttention),
+            (mlp, modeling_llama.LlamaMLP),
+            (layer.input_layernorm, modeling_llama.LlamaRMSNorm),
+            (layer.post_attention_layernorm, modeling_llama.LlamaRMSNorm),
+            *((getattr(attn, name), nn.Linear) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+            *((getattr(mlp, name), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")),
+        ]
+    for module, expected in modules:
+        if type(module) is not expected or has_own_forward(module) or has_hooks(module):
+            return None
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                # Quantised and sharded parameters have classes of their own.
+                if type(parameter) is not nn.Parameter:
+                    return None
+                seen.append((parameter.data_ptr(), parameter.dtype))
+    if parts.rotary is not None:
+        seen.append(parts.rotary.inv_freq.data_ptr())
+    return tuple(seen)
+
+
+def _plain(parts: ModelParts) -> bool:
+    """Whether ``_FlatLoop`` has the arithmetic: sdpa, no biases."""
+    linears = [(layer.self_attn.q_proj, layer.mlp.up_proj) for layer in parts.layers[:1]]
+    biased = any(linear.bias is not None for pair in linears for linear in pair)
+    return mask_kind(parts.config) is MaskKind.SDPA and not biased and getattr(parts.head, "bias", None) is None
+
+
+def _choose(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
+    """Choose the form of a model, and keep it for the next forwards."""
+    identity = _identify(model, native)
+    reason, form = identity.reason, None
+    with torch.inference_mode():
+        if reason is None:
+            try:
+                form = native_form(model, cache)
+            except NotReadable as error:
+                reason = str(error)
+        chosen: Form = form or _with_the_same_bits(model, cache)
+    chosen.identity, chosen.reason = identity, reason
+    _callers.setdefault(model, {})[native] = chosen
+    return chosen
+
+
+def _with_the_same_bits(model: PreTrainedModel, cache: RowCache) -> Form:
+    """The fastest form that gives bit for bit the logits of ``model(...)`` on a few probes."""
+    ordinary, signature = _WholeModel(model), _signature(model)
+    if signature is None or (model.device.type == "cpu" and model.num_parameters() > _LOOP_UP_TO):
+        return ordinary
+    parts = ModelParts.of(model)
+    candidates: list[Callable[[], _LayerLoop | _FlatLoop]] = [lambda: _LayerLoop(parts, signature)]
+    if _plain(parts):
+        candidates.insert(0, lambda: _FlatLoop(parts, signature))
+    expected = _probe(ordinary, model, cache)
+    for candidate in candidates:
+        call = candidate()
+        if all(torch.equal(a, b) for a, b in zip(_probe(call, model, cache), expected, strict=True)):
+            return call
+    return ordinary
+
+
+def _probe(call: Form, model: PreTrainedModel, like: RowCache) -> list[torch.Tensor]:
+    """Logits of a prefill, a block and a single token, with equal and with different lengths."""
+    scratch = type(like)(model.config, 2, 16, dtype=like.dtype, device=like.device)
+    ids = (torch.arange(2 * 16, device=like.device).view(2, 16) * 7919 + 11) % model.config.vocab_size
+    logits = [call(ids[:, :6], scratch, 2), call(ids[:, 6:9], scratch, 3), call(ids[:, 9:10], scratch, 1)]
+    scratch.truncate([10, 7])
+    return [*logits, call(ids[:, 10:13], scratch, 2), call(ids[:, 13:14], scratch, 1)]
+
+
+class ModelSection:
+    """Parts of a model, called in the fastest form that gives bit for bit what its own modules give.
+
+    The parts are modules of any LLaMA-like model. Plain ones run in the form that :func:`forward` uses, after the same kind of probe. The
+    form is chosen in :meth:`open`, when a sequence begins. Results are inference tensors, and arguments are not changed.
+    """
+
+    def __init__(self, parts: ModelParts) -> None:
+        self.parts = parts
+        self._modules = _LayerLoop(parts, None, tabled=False)
+        self._call: _LayerLoop | _FlatLoop | None = None
+
+    def open(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Choose the form, if the modules have changed.
+
+        Args:
+            dtype: of the modules.
+            device: of the modules.
+        """
+        signature = _signature_of_parts(self.parts)
+        if self._call is None or self._call.signature != signature:
+            self._call = self._choose(signature, dtype, torch.device(device))
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
+        with torch.inference_mode():
+            return self._form(tokens).embed(tokens)
+
+    def run_layers(self, hidden: torch.Tensor, cache: RowCache, on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Run the layers on ``hidden [rows, q, H]``. Returns the same shape; ``cache``, of ``parts.cache_config()``, grows by ``q``."""
+        with torch.inference_mode():
+            return self._form(hidden, cache).run_layers(hidden, cache, on_layer)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Norm and head of ``hidden [rows, q, H]``. Returns ``[rows, q, vocabulary]``."""
+        with torch.inference_mode():
+            return self._form(hidden).logits(hidden, hidden.shape[1])
+
+    def _form(self, given: torch.Tensor, cache: RowCache | None = None) -> _LayerLoop | _FlatLoop:
+        # Autocast changes what the modules do. The loops do not read lengths on the device.
+        on_device = cache is not None and cache.uses_device_lengths
+        if self._call is None or on_device or torch.is_autocast_enabled(given.device.type):
+            return self._modules
+        return self._call
+
+    def _choose(
+        self, signature: tuple[Any, ...] | None, dtype: torch.dtype, device: torch.device
+    ) -> _LayerLoop | _FlatLoop:
+        parts, modules = self.parts, _LayerLoop(self.parts, signature, tabled=False)
+        size = sum(p.numel() for layer in parts.layers for p in layer.parameters())
+        if signature is None or not _plain(parts) or (device.type == "cpu" and size > _LOOP_UP_TO):
+            return modules
+        with torch.inference_mode():
+            flat = _FlatLoop(parts, signature)
+            expected, got = (_probe_parts(call, dtype, device) for call in (modules, flat))
+        return flat if all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) else modules
+
+
+def _probe_parts(call: _LayerLoop | _FlatLoop, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Outputs of a prefill, a block and a single token, with equal and with different lengths."""
+    parts, out = call.parts, []
+    width = parts.config.hidden_size
+    values = torch.randn((2, 16, width), generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
+    if parts.embed is not None:
+        ids = (torch.arange(2 * 16, device=device).view(2, 16) * 7919 + 11) % parts.config.vocab_size
+        values = call.embed(ids)
+        out.append(values)
+    if parts.layers:
+        scratch = RowCache(parts.cache_config(), 2, 16, dtype=dtype, device=device)
+        left = [call.run_layers(values[:, :6], scratch), call.run_layers(values[:, 6:9], scratch)]
+        left.append(call.run_layers(values[:, 9:10], scratch))
+        scratch.truncate([10, 7])
+        out += [*left, call.run_layers(values[:, 10:13], scratch), call.run_layers(values[:, 13:14], scratch)]
+    if parts.head is not None:
+        out += [call.logits(values[:, :6], 2), call.logits(values[:1, :1], 1), call.logits(values[:, :1], 1)]
+    return out

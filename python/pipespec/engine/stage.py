@@ -1,0 +1,436 @@
+"""Stage: one model, its cache, and the step that every stage of a pipeline runs: plan, forward, select, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.config import WIDTH
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.sampling import Sampler, SamplingParams, ScoreRecord
+from pipespec.models.properties import embedding_size
+from pipespec.models.rope import DynamicRope
+from pipespec_kernels import _native
+from pipespec_kernels.state import Action, StateBlock
+
+INITIAL_CAPACITY = 1024
+"""Generated tokens that a new cache has room for. A cache that becomes full doubles."""
+
+PREFILL_CHUNK = 512
+"""Tokens per row and forward in the prefill. It bounds activations and masks."""
+
+
+def stage_names(count: int) -> list[str]:
+    """Names of the stages of a chain of ``count`` models: drafts first, target last."""
+    return [f"draft {i}" for i in range(count - 1)] + ["target"]
+
+
+def first_capacity(longest: int, most: int) -> int:
+    """Positions of a new cache that grows, for prompts of up to ``longest`` tokens and texts of up to ``most`` positions."""
+    return min(most, longest + INITIAL_CAPACITY + WIDTH)
+
+
+def static_capacity(most: int) -> int:
+    """Positions of a static cache for texts of up to ``most`` positions: the next power of two, so that similar calls share a cache."""
+    return 1 << (most - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class RightPadding:
+    """Prompts that end with padding, as transformers continues them: from the padding in the last column, at a position of its own.
+
+    That column sees the tokens before it and no later token sees it. So only the row's first new token and the positions depend on it.
+
+    Attributes:
+        input_ids: int64 ``[rows, S]``, the prompts with all of their padding.
+        mask: int64 ``[rows, S]``, 0 for padding.
+        positions: int64 ``[rows, S]``.
+        first: per row, the position of the first new token; None: the row does not end with padding.
+    """
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+    first: Sequence[int | None]
+
+    def logits(self, model: PreTrainedModel) -> dict[int, torch.Tensor]:
+        """By row, the logits ``[V]`` that choose its first new token."""
+        rows = [row for row, position in enumerate(self.first) if position is not None]
+        ids, mask, positions = (x[rows].to(model.device) for x in (self.input_ids, self.mask, self.positions))
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=1)
+        return dict(zip(rows, out.logits[:, -1], strict=True))
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """What each stage of a call starts from.
+
+    Attributes:
+        prompts: per row, int32 token ids ``[P_r]`` without padding.
+        limits: per row, the length that its text may reach.
+        sampling_params: how tokens are chosen.
+        vocabulary: tokens of the target's vocabulary.
+        chunk: tokens per row and forward in the prefill.
+        reuse: whether the cache of the call before is kept as far as it agrees with the prompts.
+        forwards: lengths of the longest row after each forward of ``generate()``'s prefill, where it has more than one. Dynamic RoPE depends
+            on them.
+        right_padding: of the prompts, for the target; None: no row ends with padding.
+    """
+
+    prompts: Sequence[np.ndarray]
+    limits: Sequence[int]
+    sampling_params: SamplingParams
+    vocabulary: int
+    chunk: int = PREFILL_CHUNK
+    reuse: bool = False
+    forwards: Sequence[int] = ()
+    right_padding: RightPadding | None = None
+
+    @property
+    def most(self) -> int:
+        """Positions that a row may come to use, padding columns of its last step included."""
+        return max(self.limits) + WIDTH
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a new cache that grows. A limit is often the model's own, far beyond the text."""
+        return first_capacity(max(len(p) for p in self.prompts), self.most)
+
+
+class Stage:
+    """One model of a chain, its cache, and its step.
+
+    Drafts and target run the same step. It feeds the tokens whose keys and values are missing, then the draft tokens that upstream has
+    published. It keeps the longest prefix of them that agrees with the model's own choices, and adds one token of its own.
+
+    Caches between calls: after a call the stage keeps its cache. The next call takes it over if the rows are as many and the capacity
+    suffices; with ``StageInputs.reuse`` it also keeps the tokens that agree with its prompts.
+
+    * :meth:`adopt` replaces the stage's cache by the caller's (``past_key_values``). From there on the stage owns it.
+    * :meth:`return_cache` gives the cache to the caller. The stage has none afterwards.
+    * :meth:`reusable_bytes` is the memory that the next call takes over instead of allocating it.
+    * :meth:`release_unused` frees the cache before a call that does not need its content; :meth:`release` frees it in any case.
+
+    Args:
+        model: in eval mode.
+        block: the state block of the chain.
+        index: place in the chain; the target has the last one.
+        trace: buffer for the times of prefill and steps; None: no trace.
+        native: whether the model may run in the native form.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        block: StateBlock,
+        index: int,
+        trace: _native.TraceBuffer | None = None,
+        *,
+        native: bool = True,
+    ) -> None:
+        self.model = model
+        self.block = block
+        self.index = index
+        self._trace = trace
+        self._native = native
+        self._cache: RowCache | None = None
+        # int32 [rows, positions]: the tokens whose keys and values the cache holds, _held[row] of them.
+        self._text = np.zeros((0, 0), dtype=np.int32)
+        self._held: list[int] = []
+        self._vocabulary: int = embedding_size(model)
+        self._clamp: int | None = None
+        self._rope: DynamicRope | None = None
+        self.accepts_draft_tokens = True
+        """False once this call cannot use draft tokens any more: beyond the limit of a dynamic RoPE."""
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
+        """Own the caller's cache from here on. The next prefill continues from what it holds.
+
+        Args:
+            cache: of this model's shape.
+            text: per row, int32 ids of the tokens that it holds.
+        """
+        self._cache = cache
+        # return_cache() sets it again.
+        cache.text = None
+        self._text = np.zeros((len(text), max(map(len, text), default=0)), dtype=np.int32)
+        for row, tokens in enumerate(text):
+            self._text[row, : len(tokens)] = tokens
+        self._held = [len(tokens) for tokens in text]
+
+    def release(self) -> None:
+        """Free the cache. The next prefill allocates a new one."""
+        self._cache = None
+
+    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> int:
+        """Bytes that a call takes over instead of allocating them.
+
+        Args:
+            inputs: of the call.
+            given: the cache that the stage will adopt for it; None: its own.
+        """
+        cache, capacity = self._cache if given is None else given, inputs.capacity
+        if cache is None or not cache.fits(len(inputs.prompts), capacity) or not cache.matches(self.model):
+            return 0
+        # The rest of a larger cache saves no allocation.
+        return cache.nbytes * capacity // cache.capacity
+
+    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
+        """Free the cache unless the call continues from its content, and the packed weights.
+
+        Args:
+            inputs: of the call.
+            given: the cache that the stage will adopt for it; None: its own.
+        """
+        cache = self._cache
+        if cache is None or given is not None or not (inputs.reuse and cache.rows == len(inputs.prompts)):
+            self.release()
+        release(self.model)
+
+    def return_cache(self, lengths: Sequence[int]) -> RowCache:
+        """Give the cache to the caller, with the tokens it holds in its ``text``.
+
+        Args:
+            lengths: per row, tokens to keep; a row that holds fewer keeps those.
+        """
+        cache, self._cache = self._cache, None
+        assert cache is not None
+        cache.displace(None)
+        cache.truncate([min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
+        cache.text = [self._text[row, :n].copy() for row, n in enumerate(cache.lengths)]
+        return cache
+
+    @property
+    def form(self) -> str:
+        """How the model's forward runs, see :func:`pipespec.engine.forward.described`."""
+        return "" if self._cache is None else described(self.model, self._cache, native=self._native)
+
+    @torch.inference_mode()
+    def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
+        """Start a call: cache the keys and values of each prompt but its last token, and bind to the rows of the block.
+
+        Args:
+            inputs: of the call.
+            record: where the target's scores and logits are stored, if the caller asks for them.
+        """
+        began = time.perf_counter_ns()
+        prompts = inputs.prompts
+        rows, most = len(prompts), inputs.most
+        self._fit_vocabulary(inputs.vocabulary)
+        held = [0] * rows
+        if self._cache is not None and not self._cache.matches(self.model):
+            # The model was moved or cast since.
+            self._cache = None
+        if self._cache is not None and inputs.reuse and self._cache.rows == rows:
+            held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
+        is_target = self.index == self.block.target
+        longest = self._fit_rope(prompts, is_target)
+        if self._rope is not None and self._rope.recomputes and max(held) <= self._rope.limit < longest:
+            held = [0] * rows
+        cache = self._cache_for(inputs, held)
+        cache.displace(None)
+        cache.truncate(held)
+        if any(held):
+            # For a cache that is empty, the first forward does so.
+            recheck(self.model, native=self._native)
+        self._text = np.zeros((rows, most), dtype=np.int32)
+        for row, prompt in enumerate(prompts):
+            self._text[row, : len(prompt)] = prompt
+        self._held = [len(p) - 1 for p in prompts]
+        filling = time.perf_counter_ns()
+        self._chunk, filled = inputs.chunk, held
+        for seen in (self._rope is not None and inputs.forwards) or (longest,):
+            until = [min(max(b, seen - r), e) for b, r, e in zip(filled, self._behind, self._held, strict=True)]
+            self._fill(cache, filled, until, seen)
+            filled = until
+        self._first_logits: dict[tuple[int, int], torch.Tensor] = {}
+        if inputs.right_padding is not None and is_target:
+            self._continue_padding(inputs.right_padding, cache)
+        new = [n - h for n, h in zip(self._held, held, strict=True)]
+        if self._trace is not None and any(new):
+            self._trace.prefill(began, filling, time.perf_counter_ns(), min(inputs.chunk, max(new)), sum(new))
+
+        sampling_params = inputs.sampling_params
+        if self._clamp is not None and sampling_params.stepwise:
+            # Processors may name tokens that this model does not have.
+            sampling_params = replace(sampling_params, processors=())
+        self._select = Sampler(sampling_params, self._text, record, inputs.vocabulary, is_target)
+        self.port = self.block.port(self.index, WIDTH)
+        self.port.trace(self._trace)
+        self._tokens = torch.from_numpy(self.port.tokens)
+        self._kv, self._query_lens, self._num_draft_tokens, self._n_select = (
+            self.port.kv[:rows],
+            self.port.query_lens[:rows],
+            self.port.num_draft_tokens[:rows],
+            self.port.n_select[:rows],
+        )
+        self._rows = rows
+        self._step_ns = 0.0
+
+    def _continue_padding(self, padding: RightPadding, cache: RowCache) -> None:
+        """Continue rows from the padding at their ends: other logits for the first new token, and other positions from there on."""
+        starts = [held + 1 for held in self._held]
+        self._first_logits = {(row, starts[row]): logits for row, logits in padding.logits(self.model).items()}
+        cache.displace([(n, n if at is None else at) for n, at in zip(starts, padding.first, strict=True)])
+
+    def _fit_vocabulary(self, target_vocabulary: int) -> None:
+        # A draft whose vocabulary is padded less than the target's cannot embed each of its tokens.
+        self._clamp = self._vocabulary - 1 if self._vocabulary < target_vocabulary else None
+        self._ids = max(self._vocabulary, target_vocabulary)
+
+    def _fit_rope(self, prompts: Sequence[np.ndarray], is_target: bool) -> int:
+        """Prepare dynamic RoPE for the rows of a call. Returns the length of the longest row.
+
+        Drafts ignore it: it costs acceptance, never the text.
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        rope = DynamicRope.of(self.model)
+        if rope is not None:
+            rope.reset()
+        self._rope = rope if is_target else None
+        self._behind = np.array([longest - len(prompt) for prompt in prompts])
+        self._is_short = rope is not None and longest <= rope.limit
+        self.accepts_draft_tokens = self._rope is None or longest < self._rope.limit
+        return longest
+
+    def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
+        """The cache for a call, which the stage owns from here on. It holds the first ``held[r]`` tokens of the cache before."""
+        rows, capacity = len(inputs.prompts), inputs.capacity
+        cache = self._cache
+        if cache is not None and inputs.reuse and cache.rows == rows:
+            cache.reserve(capacity)
+        if cache is None or not cache.fits(rows, capacity):
+            # The old one is freed before the new one is allocated.
+            self._cache = cache = None
+            self._cache = cache = RowCache.for_model(self.model, rows, capacity)
+        return cache
+
+    def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int) -> None:
+        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the RoPE of a forward of ``seen`` tokens."""
+        device, level = self.model.device, not any(begin)
+        while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
+            q = min(self._chunk, missing, cache.capacity - max(cache.lengths))
+            columns = np.zeros((len(end), q), dtype=np.int32)
+            for row, (b, e) in enumerate(zip(begin, end, strict=True)):
+                columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
+            self._forward(torch.from_numpy(columns).to(device), cache, keep=0, seen=seen)
+            begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
+            if not level:
+                # Padding columns of complete rows must not use up the capacity.
+                cache.truncate(begin)
+        cache.truncate(end)
+
+    def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int, seen: int) -> torch.Tensor:
+        if self._clamp is not None:
+            fed = fed.clamp(max=self._clamp)
+        try:
+            most = max(seen, max(cache.lengths) + fed.shape[1])
+            with nullcontext() if self._rope is None else self._rope.at_length(seen, most):
+                return forward(self.model, fed, cache, keep=keep, native=self._native)
+        except BaseException:
+            # Lengths grow when a forward is complete, so what an interrupted one has written does not count.
+            self._held = [min(n, have) for n, have in zip(self._held, cache.lengths, strict=True)]
+            raise
+
+    @torch.inference_mode()
+    def step(self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0) -> Action:
+        """One step of all rows: plan, forward, select, commit.
+
+        Args:
+            lookahead: how many tokens this stage may be ahead of the next one; the target ignores it.
+            max_draft_tokens: most draft tokens per row in this step.
+            min_draft_tokens: return ``Action.WAIT`` while a row has fewer draft tokens and more may come; 0: never.
+
+        Returns:
+            ``Action.STEP`` if the step was made. Otherwise nothing was fed: ``IDLE`` until a neighbour publishes, ``WAIT`` for draft tokens,
+            ``FINISHED`` when the target's text is complete.
+
+        Raises:
+            ValueError: a token was to be drawn from logits that are no distribution; only in the target.
+        """
+        began = time.perf_counter_ns()
+        port = self.port
+        action = port.plan(lookahead, max_draft_tokens, min_draft_tokens)
+        if action != Action.STEP:
+            return action
+        cache = self._cache
+        assert cache is not None
+        cache.truncate(self._kv)
+        seen = 0 if self._rope is None else self._limit_to_rope(cache, self._rope)
+        columns = port.columns if self._rope is None else int(self._query_lens.max())
+        need = cache.get_seq_length() + columns
+        if need > cache.capacity:
+            cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
+        given = port.tokens[: self._rows, :columns]
+        # Another process writes the draft tokens. Negative ids are large ones without the sign.
+        if given.view(np.uint32).max() >= self._ids:
+            np.clip(given, 0, self._ids - 1, out=given)
+        fed = self._tokens[: self._rows, :columns].to(self.model.device)
+        for row in range(self._rows):
+            at, n = self._kv[row], self._query_lens[row]
+            self._text[row, at : at + n] = self.port.tokens[row, :n]
+        self._held = (self._kv + self._query_lens).tolist()
+        selecting = self._n_select > 0
+        if selecting.any():
+            # Columns before the first one that selects need no logits.
+            first = int((self._n_select - self._num_draft_tokens)[selecting].min()) - 1
+            logits = self._forward(fed, cache, keep=columns - first, seen=seen)
+            for (row, start), its_logits in self._first_logits.items():
+                column = start - 1 - int(self._kv[row]) - first
+                if 0 <= column < columns - first:
+                    logits[row, column] = its_logits
+            selected = self._select(
+                logits,
+                fed[:, first:],
+                np.maximum(self._n_select - first, 0),
+                self._num_draft_tokens * selecting,
+                self._kv.astype(np.int64) + (first + 1),
+            )
+            port.commit(selected.data_ptr(), columns - first)
+        else:
+            self._forward(fed, cache, keep=0, seen=seen)
+            # Rows that only catch up select nothing.
+            port.commit(0, 0)
+        took = time.perf_counter_ns() - began
+        self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
+        port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
+        return action
+
+    def _limit_to_rope(self, cache: RowCache, rope: DynamicRope) -> int:
+        """Reduce the planned step to what ``generate()`` would feed with the same RoPE. Returns the length that the RoPE belongs to.
+
+        ``generate()`` feeds one token per row and forward, and the length of the longest row decides, whether it has ended or not. Up to the
+        limit this makes no difference. Beyond it all rows advance together and without draft tokens, since another number of columns would
+        be another length.
+        """
+        feeds = self._query_lens > 0
+        # Per row, the length of the longest row in the forward that generates the row's next token.
+        at = self._kv + self._query_lens - self._num_draft_tokens + self._behind
+        first = int(at[feeds].min())
+        seen = max(rope.limit, first)
+        draft_tokens = np.minimum(self._num_draft_tokens, np.maximum(seen - at, 0))
+        for counts in (self._n_select, self._query_lens):
+            np.maximum(counts - (self._num_draft_tokens - draft_tokens), 0, out=counts)
+            counts[at > seen] = 0
+        self._num_draft_tokens[:] = draft_tokens
+        self.accepts_draft_tokens = bool((at[feeds] + 1 < rope.limit).any())
+        if self._is_short and first > rope.limit:
+            self._is_short = False
+            if rope.recomputes:
+                cache.truncate([0] * self._rows)
+                self._fill(cache, [0] * self._rows, self._kv.tolist(), seen)
+        return seen
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common prefix."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n

@@ -1,0 +1,1 @@
+"""HuggingFace models: loading them, their RoPE, and the differences between versions of transformers."""

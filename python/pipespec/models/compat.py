@@ -1,0 +1,170 @@
+"""Differences between versions of transformers and torch."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import DynamicLayer
+
+
+def query_length(query: int | torch.Tensor) -> int:
+    """Columns of a forward, from the argument of ``Cache.get_mask_sizes``: an int, or in 5.0 the 1-D ``cache_position``."""
+    return query if isinstance(query, int) else query.shape[0]
+
+
+def mask_columns(kwargs: dict[str, Any]) -> tuple[int, int | None]:
+    """Columns of a forward and its offset, from the arguments of a mask function.
+
+    5.0 passes both as ``cache_position``, a tensor that may be on a device.
+
+    Args:
+        kwargs: of the mask function.
+
+    Returns:
+        The number of columns, and how many tokens are before them: None if that is on a device.
+    """
+    if "q_length" not in kwargs:
+        return query_length(kwargs["cache_position"]), None
+    offset = kwargs.get("q_offset", 0)
+    return kwargs["q_length"], offset if isinstance(offset, int) else None
+
+
+def cropped_length(length: int, n: int) -> int:
+    """Tokens that ``Cache.crop(n)`` leaves of ``length``, in the installed transformers.
+
+    Negative ``n`` removes ``-n`` tokens in every version. 0 empties the cache in 5.0 and does nothing in later versions. Positive ``n`` keeps
+    the first ``n`` tokens up to 5.17 and raises ``ValueError`` in later versions. The installed version's own layer computes it here, on
+    tensors without memory.
+    """
+    layer = DynamicLayer()
+    layer.keys = layer.values = torch.empty((1, 1, length, 1), device="meta")
+    layer.is_initialized = True
+    layer.crop(n)
+    return int(layer.keys.shape[2])
+
+
+def mask_columns_of_call(config: GenerationConfig, position_ids: torch.Tensor | None, width: int) -> int:
+    """Columns of the ``attention_mask`` of a call of ``generate()`` that transformers dropped because it holds ones only.
+
+    They are more than those of ``input_ids`` in a call with the new tokens only and a cache of the others.
+
+    Args:
+        config: of the call, as transformers has prepared it.
+        position_ids: as transformers has prepared it.
+        width: columns of ``input_ids``.
+    """
+    # Versions that drop a mask make position_ids of it first. The caller's own may have the columns of input_ids.
+    known = getattr(config, "_mask_length", None) or (width if position_ids is None else position_ids.shape[1])
+    return max(width, int(known))
+
+
+def first_position_behind(mask: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of prompts, and of the first new token behind each, as ``generate()`` of the installed transformers derives them.
+
+    It continues padding at the end of a prompt. 5.0 makes positions from the mask in each step, with 1 for padding. Later versions prepare
+    them once, with 0 for padding, and count on from the last one.
+
+    Args:
+        mask: ``[B, S]``, 0 for padding.
+        position_ids: ``[1 or B, S]``, as transformers has prepared them; None in 5.0.
+
+    Returns:
+        int64 ``[B, S]`` and int64 ``[B]``.
+    """
+    if position_ids is None:
+        return (mask.long().cumsum(dim=1) - 1).masked_fill(mask == 0, 1), mask.long().sum(dim=1)
+    positions = position_ids.expand(mask.shape[0], -1)
+    return positions, positions[:, -1] + 1
+
+
+def lost_arguments() -> dict[str, Any]:
+    """Arguments of ``model.generate(..., custom_generate=callable)`` that transformers does not pass on.
+
+    It drops ``streamer``, ``assistant_model`` and others for a callable, without an error (5.0 to 5.23). Before 5.15, the caller's empty
+    ``past_key_values`` looks like the one that it creates itself. All of them are still in the local variables of that ``generate()``.
+
+    Returns:
+        The arguments by name; empty if no ``generate()`` is on the stack.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__:
+            names = (
+                "streamer",
+                "assistant_model",
+                "synced_gpus",
+                "negative_prompt_ids",
+                "negative_prompt_attention_mask",
+            )
+            lost = {name: frame.f_locals.get(name) for name in names}
+            return lost | {"past_key_values": frame.f_locals.get("kwargs", {}).get("past_key_values")}
+        frame = frame.f_back
+    return {}
+
+
+def graph_handle(graph: torch.cuda.CUDAGraph) -> int:
+    """The ``cudaGraphExec_t`` of a captured graph, to launch it without torch.
+
+    Raises:
+        RuntimeError: torch is older than 2.9.1, which does not expose it.
+    """
+    tell = getattr(graph, "raw_cuda_graph_exec", None)
+    if tell is None:
+        raise RuntimeError(f"torch {torch.__version__} does not expose its CUDA graphs: use torch 2.9.1 or newer")
+    return int(tell())
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Around a capture, outside of ``torch.cuda.graph()``: its matrix products get workspaces of its own.
+
+    torch keeps one cuBLAS workspace per handle and stream, and a capture bakes the address in. Clearing torch's map, as every capture by
+    inductor does, frees a workspace that was allocated before the capture. With an empty map it is allocated within the capture, from the
+    capture's memory pool, and stays there as long as a graph of the pool lives. Behind the capture the map must not hold it, either: it would
+    keep the pool's memory.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+_unended: list[torch.cuda.CUDAGraph] = []
+"""Graphs of failed captures that torch's allocator of pinned memory still refers to."""
+
+
+def discard_capture(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
+    """Undo what a failed capture leaves behind in torch, so that memory is freed and random numbers are drawn as before.
+
+    In torch 2.11, ``capture_end()`` raises before it tells the allocators and the generator that the capture has ended. Newer versions tell
+    them first (pytorch#180395), but keep the pool's memory until pytorch#190308. No later capture may use the pool.
+
+    Args:
+        graph: of the capture; it must not be used any more.
+        device: index of the GPU, which must be the current one.
+        pool: memory pool of the capture.
+    """
+    graph.reset()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        # "not currently recording": torch has ended it.
+        return
+    torch._C._cuda_releasePool(device, pool)
+    # Nothing in Python ends the recording of the allocator of pinned memory, which calls the graph.
+    _unended.append(graph)
+    # The generator leaves its capture mode with the next capture that ends, and refuses to draw until then.
+    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # that nothing is captured
+        with torch.cuda.graph(
+            torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device), capture_error_mode="thread_local"
+        ):
+            pass

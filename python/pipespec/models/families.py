@@ -1,0 +1,284 @@
+"""Models whose weights the native decoder can take: classes of transformers, and where their weights are.
+
+A family is added by a row in :data:`FAMILIES` where its layers have LLaMA's parts. Whether the decoder computes what the model computes is not
+assumed from the classes: :mod:`pipespec.engine.native` compares the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from pipespec.models.properties import has_hooks, has_own_forward
+from pipespec_kernels.decoder import DecoderShape, LayerWeights
+
+_NUMBERS = ("scaling", "variance_epsilon", "eps", "attention_scaling")
+"""Attributes of modules that the decoder takes over."""
+
+
+class NotReadable(Exception):
+    """The native decoder cannot take a model. The message says why, as a phrase without a subject of its own."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models with LLaMA's parts.
+
+    Attributes:
+        folder: of the module in ``transformers.models``.
+        prefix: of the names of the classes.
+        fused: whether queries, keys and values are one matrix, and gate and up another, as in Phi-3.
+        norm_offset: added to the weights of the norms.
+        embedding: the class of the token embedding where it is not ``nn.Embedding``.
+    """
+
+    folder: str
+    prefix: str
+    fused: bool = False
+    norm_offset: float = 0.0
+    embedding: str | None = None
+
+    @functools.cached_property
+    def classes(self) -> tuple[frozenset[type], frozenset[type]]:
+        """The family's own classes, and those of all modules of such a model."""
+        source = sys.modules[f"transformers.models.{self.folder}.modeling_{self.folder}"]
+        parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+        own = frozenset(getattr(source, self.prefix + part) for part in parts)
+        # Dropout is for training, which is excluded.
+        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout)
+        return own, own.union(common, _activations(), [getattr(source, self.embedding or "", nn.Embedding)])
+
+
+FAMILIES = {
+    f"{family.prefix}ForCausalLM": family
+    for family in (
+        Family("llama", "Llama"),
+        Family("mistral", "Mistral"),
+        Family("qwen2", "Qwen2"),
+        Family("qwen3", "Qwen3"),
+        Family("phi3", "Phi3", fused=True),
+        Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
+    )
+}
+"""By the name of the model's class."""
+
+
+@functools.cache
+def _activations() -> dict[type, str]:
+    """The native decoder's activations by the classes of transformers."""
+    names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+    return {type(ACT2FN[theirs]): ours for theirs, ours in names.items()}
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """The family of a model. Raises :class:`NotReadable` for a class outside of the table."""
+    kind = type(model)
+    family = FAMILIES.get(kind.__name__)
+    if family is None or kind.__module__ != f"transformers.models.{family.folder}.modeling_{family.folder}":
+        raise NotReadable(f"{kind.__name__} is not in the table of families")
+    return family
+
+
+def identity(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a packed copy of the weights depends on: where each one is, its version, and the numbers in the modules.
+
+    A change that goes past the version counters (through ``.data``) does not change it, see :func:`samples`.
+
+    Raises:
+        NotReadable: the model is not on the CPU in float32 or bfloat16; it is in training; a module is not of its family's classes (an
+            adapter, a quantised layer), has hooks or a forward of its own; a parameter has a class of its own.
+    """
+    # First, as most models that are not taken lie on a GPU.
+    if model.device.type != "cpu":
+        raise NotReadable(f"it is on {model.device}")
+    own, classes = family_of(model).classes
+    seen: list[Any] = []
+    dtypes = set()
+    for name, module in model.named_modules():
+        kind, where = type(module), name or "the model"
+        if kind not in classes:
+            raise NotReadable(f"{where} is of class {kind.__name__}")
+        if has_own_forward(module):
+            raise NotReadable(f"{where} has a forward of its own")
+        if has_hooks(module):
+            raise NotReadable(f"{where} has hooks or is compiled")
+        if module.training:
+            raise NotReadable(f"{where} is in training mode")
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            # Quantised and sharded parameters have classes of their own.
+            if type(parameter) is not nn.Parameter or not parameter.is_cpu:
+                raise NotReadable(f"a weight of {where} is of class {type(parameter).__name__} on {parameter.device}")
+            dtypes.add(parameter.dtype)
+            # Inference tensors have no version.
+            seen.append((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version))
+        seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
+        if kind in own:
+            seen += map(vars(module).get, _NUMBERS)
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
+    return (*dtypes, *seen)
+
+
+def samples(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Views of some values of each weight, as integers ``[n]``: a change of them shows what the version counters miss.
+
+    A matrix has one value per row, along a diagonal that wraps around, so that a change of any row, column or block shows. A change of single
+    values elsewhere does not.
+    """
+    views = []
+    for parameter in model.parameters():
+        flat = parameter.detach().reshape(-1)
+        bits = flat.view(torch.int32 if flat.dtype == torch.float32 else torch.int16)
+        views.append(bits[:: parameter.shape[-1] + 1] if parameter.ndim > 1 else bits)
+    return views
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """The parts of a model as the native decoder takes them. The tensors are the model's own.
+
+    Attributes:
+        shape: of the decoder.
+        layers: weights per layer.
+        embedding: ``[vocabulary, hidden]``.
+        norm: weight of the last norm.
+        head: ``[vocabulary, hidden]``.
+        head_bias: ``[vocabulary]``, or None.
+        rotary: the model's rotary embedding.
+        scaled: the embedding's module where it does more than look up rows; else None.
+    """
+
+    shape: DecoderShape
+    layers: tuple[LayerWeights, ...]
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    head: torch.Tensor
+    head_bias: torch.Tensor | None
+    rotary: nn.Module
+    scaled: nn.Module | None
+
+
+def read(model: PreTrainedModel) -> ReadModel:
+    """Read the parts of a model that :func:`identity` accepts.
+
+    Raises:
+        NotReadable: RoPE that depends on the length of the text, layers that differ in more than their weights, or attributes that are not
+            where they are expected (another version of transformers).
+    """
+    try:
+        return _read(model, family_of(model))
+    except AttributeError as error:
+        raise NotReadable(f"its modules have other attributes than expected ({error})") from error
+
+
+def _read(model: PreTrainedModel, family: Family) -> ReadModel:
+    base: Any = model.model
+    head: Any = model.lm_head
+    config, rotary = model.config, base.rotary_emb
+    if rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
+        raise NotReadable(f"its RoPE of type {rotary.rope_type} depends on the length of the text")
+    layers = base.layers[: config.num_hidden_layers]
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    first = layers[0]
+    head_dim, scale, eps = first.self_attn.head_dim, first.self_attn.scaling, _eps(base.norm)
+    activation = _activation(first.mlp)
+    for layer in layers:
+        attn = layer.self_attn
+        if (attn.head_dim, attn.scaling, type(_activation(layer.mlp))) != (
+            head_dim,
+            scale,
+            type(_activation(first.mlp)),
+        ):
+            raise NotReadable("its layers differ in more than their weights")
+        if {_eps(layer.input_layernorm), _eps(layer.post_attention_layernorm)} != {eps}:
+            raise NotReadable("its norms differ in more than their weights")
+        if not attn.is_causal:
+            raise NotReadable("its attention is not causal")
+    shape = DecoderShape(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=head.weight.shape[0],
+        eps=eps,
+        scale=scale,
+        activation=activation,
+        norm_offset=family.norm_offset,
+        rotary_dim=2 * rotary.inv_freq.numel(),
+    )
+    weights = tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in layers)
+    return ReadModel(
+        shape,
+        weights,
+        base.embed_tokens.weight.detach(),
+        base.norm.weight.detach(),
+        head.weight.detach(),
+        _bias(head),
+        rotary,
+        None if type(base.embed_tokens) is nn.Embedding else base.embed_tokens,
+    )
+
+
+def _eps(norm: Any) -> float:
+    eps = getattr(norm, "variance_epsilon", None)
+    return float(norm.eps if eps is None else eps)
+
+
+def _activation(mlp: Any) -> str:
+    module = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+    name = _activations().get(type(module))
+    if name is None:
+        raise NotReadable(f"its activation is {type(module).__name__}")
+    return name
+
+
+def _bias(linear: Any) -> torch.Tensor | None:
+    return None if linear.bias is None else linear.bias.detach()
+
+
+def _separate(layer: Any) -> LayerWeights:
+    attn, mlp = layer.self_attn, layer.mlp
+    linears = {name: getattr(attn, f"{name}_proj") for name in ("q", "k", "v", "o")}
+    linears |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+    optional: dict[str, Any] = {f"{name}_bias": _bias(linear) for name, linear in linears.items()}
+    optional |= {name: getattr(attn, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attn, name)}
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight.detach(),
+        post_norm=layer.post_attention_layernorm.weight.detach(),
+        **{name: linear.weight.detach() for name, linear in linears.items()},
+        **optional,
+    )
+
+
+def _fused(layer: Any, shape: DecoderShape) -> LayerWeights:
+    sizes = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    names = ("q", "k", "v"), ("gate", "up")
+    split = layer.self_attn.qkv_proj.weight.detach().split(sizes), layer.mlp.gate_up_proj.weight.detach().chunk(2)
+    both = {
+        name: part for some, parts in zip(names, split, strict=True) for name, part in zip(some, parts, strict=True)
+    }
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight.detach(),
+        post_norm=layer.post_attention_layernorm.weight.detach(),
+        o=layer.self_attn.o_proj.weight.detach(),
+        down=layer.mlp.down_proj.weight.detach(),
+        **both,
+    )
+
+
+def packed_bytes(model: PreTrainedModel) -> int:
+    """Bytes that a packed copy of a model takes, at most. A float32 model whose weights are all bfloat16's takes half of it."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    # The embedding is not copied, only a head that is tied to it.
+    return size if head is embedding else size - embedding.nbytes

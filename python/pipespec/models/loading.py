@@ -1,0 +1,166 @@
+"""Models from paths: safetensors only, and remote code only on request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pipespec.errors import DoesNotFit
+from pipespec.process.signals import pass_on
+
+DAMAGE = (SafetensorError, StrictDataclassError, RuntimeError, ArithmeticError, LookupError)
+"""What transformers raises over damaged files. A size of 0 in config.json, say, shows in the arithmetic of a constructor."""
+
+
+def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the configuration of a model. No weight is read.
+
+    Args:
+        model: a folder, or a hub name.
+        trust_remote_code: as ``from_pretrained`` takes it.
+
+    Raises:
+        FileNotFoundError: the path holds no model.
+        ValueError: its weights are not safetensors, or its files are damaged.
+        TypeError: not a path.
+    """
+    if not isinstance(model, (str, Path)):
+        raise TypeError(
+            f"a model must be a transformers model or a path, not {type(model).__name__}"
+            + (" (wrap: give the underlying transformers model)" if isinstance(model, torch.nn.Module) else "")
+        )
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
+        if not any(path.glob("*.safetensors")):
+            unsafe = sorted(p.name for p in path.glob("*.bin"))
+            raise ValueError(
+                f"{path} holds no safetensors weights"
+                + (f" (only {', '.join(unsafe)}, which can run code when loaded); convert them" if unsafe else "")
+            )
+    elif path.is_absolute() or str(model).startswith(".") or str(model).count("/") > 1:
+        raise FileNotFoundError(
+            f"there is no folder {model}: a model is a folder with config.json and safetensors, or a hub name"
+        )
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        pass_on(error)
+        raise _no_model(model, error) from error
+    except DAMAGE as error:
+        pass_on(error)
+        raise damaged(model, error) from error
+
+
+def load_model(
+    model: PreTrainedModel | str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a model in eval mode.
+
+    Weights pass through the memory of the host on their way to a GPU. Quantised weights are read on the device itself, which needs the
+    package accelerate.
+
+    Args:
+        model: a folder, or a hub name. A loaded model is returned as it is.
+        dtype: as ``from_pretrained`` takes it.
+        device: where to; None: the CPU.
+        trust_remote_code: as ``from_pretrained`` takes it.
+
+    Raises:
+        DoesNotFit: the memory does not suffice to read the weights.
+        FileNotFoundError: the path holds no model.
+        ImportError: the weights need a package that is not installed.
+        TypeError: neither a model nor a path.
+        ValueError: the weights are damaged or incomplete, or no safetensors.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model.eval()
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
+    in_place = device is not None and getattr(config, "quantization_config", None) is not None
+    try:
+        with _logged() as logged:
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                model,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **({"device_map": {"": device}} if in_place else {}),
+            )
+    except OSError as error:
+        pass_on(error)
+        raise _no_model(model, error) from error
+    except (MemoryError, *DAMAGE) as error:
+        pass_on(error)
+        if isinstance(error, MemoryError) or _is_out_of_memory(str(error), *logged):
+            raise _too_large(model, device if in_place else None, error) from error
+        raise damaged(model, error) from error
+    if found["missing_keys"]:
+        # transformers would initialise them at random, with a warning.
+        missing = sorted(found["missing_keys"])
+        raise ValueError(
+            f"{model}: its safetensors lack {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
+            f"({len(missing)} in all); get the complete weights"
+        )
+    return loaded.eval() if device is None or in_place else loaded.to(device).eval()
+
+
+def _no_model(model: str | Path, error: Exception) -> FileNotFoundError:
+    return FileNotFoundError(f"{model} holds no model that can be loaded: {error}")
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Collect what transformers logs. It quantises weights while it reads them, and only logs why that failed."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
+
+
+def _is_out_of_memory(*messages: str) -> bool:
+    """Whether a message comes from an allocator. Only torch's for GPUs raises a class of its own."""
+    return any(
+        words in text
+        for text in messages
+        for words in (
+            "out of memory",
+            "MemoryError",
+            "can't allocate memory",
+            "Cannot allocate memory",
+            "not enough memory",
+        )
+    )
+
+
+def _too_large(model: str | Path, device: torch.device | str | None, error: Exception) -> DoesNotFit:
+    where = "cpu" if device is None else device
+    return DoesNotFit(
+        f"{model}: {where} ran out of memory while its weights were read, which may take more than they do afterwards: {error}\n"
+        "What helps: another device for a stage (device=), fewer drafts, or weights that are stored smaller"
+    )
+
+
+def damaged(model: str | Path, error: Exception) -> ValueError:
+    """The error for a model whose files raised one of :data:`DAMAGE`."""
+    return ValueError(f"{model}: its weights are damaged, or do not fit its config.json: {error}")

@@ -1,0 +1,96 @@
+"""Properties of a model beyond its attributes: dtype, vocabulary, size, quantisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the decoder."""
+    return config.get_text_config(decoder=True)
+
+
+def compute_dtype(model: Any) -> torch.dtype:
+    """The dtype of a model's hidden states, keys and values.
+
+    ``model.dtype`` is that of the first floating-point parameter, which may be a storage format of 8 bits.
+    """
+    dtype: torch.dtype = model.dtype
+    if dtype.itemsize >= 2:
+        return dtype
+    wide = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize >= 2)
+    return next(wide, dtype)
+
+
+def embedding_size(model: Any) -> int:
+    """Number of tokens in a model's embedding, packed weights included."""
+    return _rows(model.get_input_embeddings(), "num_embeddings")
+
+
+def head_size(model: Any) -> int:
+    """Logits per position of a model's head, packed weights included."""
+    return _rows(model.get_output_embeddings(), "out_features")
+
+
+def _rows(module: Any, declared: str) -> int:
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+        return weight.shape[0]
+    return int(getattr(module, declared))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers. Tied ones count once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def quantisation(model: Any) -> str | None:
+    """How a model is quantised.
+
+    Args:
+        model: a model, or a configuration.
+
+    Returns:
+        The method, with its bits if it names them (``"bitsandbytes 4-bit"``); None if the model is not quantised.
+    """
+    config = getattr(model, "config", model)
+    settings = getattr(config, "quantization_config", None)
+    if settings is not None and not isinstance(settings, dict):
+        settings = settings.to_dict() if hasattr(settings, "to_dict") else vars(settings)
+    method = getattr(model, "quantization_method", None) or (settings or {}).get("quant_method")
+    method = str(getattr(method, "value", method or ""))
+    settings = settings or {}
+    bits = 4 if settings.get("load_in_4bit") else 8 if settings.get("load_in_8bit") else settings.get("bits")
+    if not method and bits:
+        # Older files do not name it.
+        method = "bitsandbytes"
+    if method:
+        return f"{method} {bits}-bit" if isinstance(bits, int) else method
+    if getattr(model, "hf_quantizer", None) is not None:
+        return type(model.hf_quantizer).__name__
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            # bitsandbytes and torchao pack weights into classes of their own, with and without transformers.
+            root = type(parameter).__module__.split(".")[0]
+            if root in ("bitsandbytes", "torchao"):
+                return f"{root} {type(parameter).__name__}"
+    return None
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the instance has a ``forward`` of its own, as accelerate and kernelize give it."""
+    own = module.__dict__.get("forward")
+    # transformers 5.0 leaves the class's own forward there after it captured hidden states.
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its ``forward``: hooks, or a compiled call."""
+    if module._forward_pre_hooks or module._compiled_call_impl is not None:
+        return True
+    # The hooks with which transformers captures hidden states stay installed and do nothing by themselves.
+    return any("output_capturing" not in getattr(hook, "__module__", "") for hook in module._forward_hooks.values())

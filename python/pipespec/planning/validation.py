@@ -1,0 +1,33 @@
+"""Checks of numbers, with the same messages everywhere in the planning package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def probability(value: float, name: str) -> float:
+    """Return ``value`` if it lies in [0, 1], else raise ``ValueError``."""
+    if not 0.0 <= value <= 1.0:  # also refuses NaN
+        raise ValueError(f"{name} is a probability, 0 to 1, not {value}")
+    return float(value)
+
+
+def positive(value: float, name: str) -> float:
+    """Return ``value`` if it is finite and above zero, else raise ``ValueError``."""
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a positive number, not {value}")
+    return float(value)
+
+
+def non_negative(value: float, name: str) -> float:
+    """Return ``value`` if it is finite and at least zero, else raise ``ValueError``."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must not be negative, and finite, not {value}")
+    return float(value)
+
+
+def same_length(name: str, values: Sequence[object], count: int, per: str) -> None:
+    """Raise ``ValueError`` unless there are ``count`` values."""
+    if len(values) != count:
+        raise ValueError(f"{name}: one per {per} is needed, {count}, not {len(values)}")

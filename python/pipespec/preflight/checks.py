@@ -1,0 +1,167 @@
+"""Checks that models form a chain. Every error says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from pipespec.engine.stage import stage_names
+from pipespec.models.properties import embedding_size, head_size
+from pipespec.models.rope import rope_changes_at, rope_type
+from pipespec.preflight.support import check_runnable
+from pipespec.process.signals import pass_on
+from pipespec.process.warnings import user_stacklevel
+from pipespec_kernels.state import MAX_STAGES
+
+
+def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None:
+    """Check that models can form one chain.
+
+    Args:
+        models: drafts first, target last.
+        given: what the user passed for each: a path, or the model itself.
+
+    Raises:
+        ValueError: too many models, one model twice, another vocabulary or tokenizer, or a model that no stage can run
+            (:func:`pipespec.preflight.support.check_runnable`).
+        TypeError: an architecture that is not LLaMA-like.
+    """
+    if len(models) > MAX_STAGES:
+        raise ValueError(f"a pipeline has at most {MAX_STAGES} stages, got {len(models)}")
+    names = stage_names(len(models))
+    for i, model in enumerate(models):
+        if any(model is other for other in models[:i]):
+            raise ValueError(
+                f"{names[i]} is the same object as another stage; every stage needs its own cache and weights"
+            )
+    for name, model in zip(names, models, strict=True):
+        check_architecture(name, model)
+    target = models[-1]
+    vocabulary = embedding_size(target)
+    digest = _tokenizer_digest(given[-1], target)
+    for name, model, source in zip(names, models, given, strict=True):
+        head = head_size(model)
+        if head != embedding_size(model):
+            raise ValueError(
+                f"{name} has {head} logits per position for {embedding_size(model)} tokens: its head does not fit the vocabulary"
+            )
+        if model is target:
+            break
+        own = _tokenizer_digest(source, model)
+        if own is not None and digest is not None and own != digest:
+            raise ValueError(
+                f"{name} has another tokenizer than the target (other tokens, or the same with other ids): its draft tokens would mean "
+                "other words; drafts must use the target's tokenizer"
+            )
+        # Variants of one model pad their embedding to different sizes. Only the tokenizer distinguishes that from another vocabulary.
+        if embedding_size(model) != vocabulary and (own is None or digest is None):
+            unknown = name if own is None else "the target"
+            raise ValueError(
+                f"{name} has a vocabulary of {embedding_size(model)} tokens, the target {vocabulary}: drafts must use the target's "
+                f"tokenizer, and {unknown} has no tokenizer.json to check that with. If it is the same one and only the "
+                "padding differs, put tokenizer.json beside the weights of both"
+            )
+    check_runnable(models)
+
+
+def check_rope(target: PreTrainedModel, most: int) -> None:
+    """Warn (``RuntimeWarning``) if the RoPE of a text can differ from that of ``generate()``.
+
+    Args:
+        target: the model that decides the text.
+        most: tokens that the text may reach.
+    """
+    limit = rope_changes_at(target)
+    if limit is not None and most > limit:
+        warnings.warn(
+            f"beyond {limit} tokens the target's RoPE depends on the longest position of each forward ({rope_type(target)}), and forwards "
+            "have other lengths here than in generate(): beyond about that length the text may differ from generate()'s",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
+
+
+def check_architecture(name: str, model: PreTrainedModel) -> None:
+    """Check that a model is a decoder with a language-model head and full attention in every layer.
+
+    Args:
+        name: of the stage.
+        model: the model.
+
+    Raises:
+        TypeError: it is not.
+        ValueError: it has no layers.
+    """
+    config, kind = model.config, type(model).__name__
+    missing = [f for f in ("num_hidden_layers", "num_attention_heads", "hidden_size") if not hasattr(config, f)]
+    is_headless = getattr(model, "lm_head", None) is None and model.get_output_embeddings() is None
+    decoder = getattr(model, model.base_model_prefix, None)
+    is_decoder = hasattr(decoder, "layers") and not config.is_encoder_decoder and not missing
+    if is_headless and (is_decoder or hasattr(model, "layers")):
+        raise TypeError(f"{name} is a {kind} without a language-model head; load it with AutoModelForCausalLM")
+    if not is_decoder:
+        raise TypeError(
+            f"{name} is a {kind}, not a LLaMA-like decoder (model.layers, attention with a key/value cache)"
+        )
+    lacking = _NEEDED - _parameters(model)
+    if lacking:
+        raise TypeError(f"{name} is a {kind}, not LLaMA-like: its forward() takes no {', '.join(sorted(lacking))}")
+    if config.num_hidden_layers < 1:
+        raise ValueError(
+            f"{name} has num_hidden_layers={config.num_hidden_layers} in its configuration; a model has at least one layer"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if kinds != {"full_attention"} or (window and not hasattr(config, "layer_types")):
+        raise TypeError(
+            f"{name} is a {kind} with other than full attention in its layers ({', '.join(sorted(kinds))}); only full attention can be "
+            "rolled back row by row"
+        )
+
+
+_NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
+
+
+def _parameters(model: PreTrainedModel) -> set[str]:
+    """Parameters of ``forward()``; where it passes keyword arguments on, those of the class it extends, too."""
+    names: set[str] = set()
+    for forward in (model.forward, *(c.__dict__["forward"] for c in type(model).__mro__ if "forward" in c.__dict__)):
+        parameters = inspect.signature(forward).parameters
+        names |= parameters.keys()
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            break
+    return names
+
+
+def _tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
+    """Digest of the map token -> id of the tokenizer beside the weights; None if there is none. ``ValueError`` for a damaged file."""
+    source = given if isinstance(given, (str, Path)) else getattr(model.config, "_name_or_path", "")
+    if not source:
+        return None
+    # The file of a folder, or of a hub name in the local cache. A check downloads nothing.
+    try:
+        file = cached_file(str(source), "tokenizer.json", local_files_only=True)
+    except OSError as error:
+        pass_on(error)
+        return None
+    if file is None:
+        return None
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        vocabulary = content.get("model", {}).get("vocab")
+        pairs = sorted(vocabulary.items()) if isinstance(vocabulary, dict) else vocabulary
+        added = sorted((t["id"], t["content"]) for t in content.get("added_tokens", []))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        pass_on(error)
+        raise ValueError(
+            f"{file} is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again, or remove the file"
+        ) from error
+    return hashlib.sha256(json.dumps([pairs, added]).encode()).hexdigest()

@@ -1,0 +1,114 @@
+"""Devices: what there is, and what ``device=`` requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipespec.engine.stage import stage_names
+from pipespec_kernels.env import host_memory
+
+Device = torch.device | str
+Devices = Device | Mapping[str, Device | None] | Sequence[Device | None] | None
+"""Values of ``device=``: one device for all stages, ``"auto"``, one per stage (drafts first, target last), or a mapping by stage name."""
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A device that stages can run on.
+
+    Attributes:
+        name: ``"cpu"``, or ``"cuda:0"`` and so on.
+        total: bytes of its memory; 0 where the system does not report it.
+        free: bytes that can be allocated there now.
+        peers: GPUs whose memory it can access directly.
+    """
+
+    name: str
+    total: int
+    free: int
+    peers: tuple[str, ...] = ()
+
+
+def device_facts(names: Sequence[str] | None = None) -> list[DeviceFacts]:
+    """The CPU and the GPUs that torch sees.
+
+    A query of a GPU's free memory creates a CUDA context there, which takes some of it. Memory that torch has reserved and does not use
+    counts as free.
+
+    Args:
+        names: query these devices only.
+    """
+    found = []
+    if names is None or "cpu" in names:
+        found.append(DeviceFacts("cpu", *host_memory()))
+    count = torch.cuda.device_count()
+    for i in range(count):
+        if names is None or f"cuda:{i}" in names:
+            free, total = torch.cuda.mem_get_info(i)
+            free += torch.cuda.memory_reserved(i) - torch.cuda.memory_allocated(i)
+            peers = tuple(f"cuda:{j}" for j in range(count) if j != i and torch.cuda.can_device_access_peer(i, j))
+            found.append(DeviceFacts(f"cuda:{i}", total, free, peers))
+    return found
+
+
+def requested(device: Devices, count: int) -> list[str | None] | str:
+    """Normalise ``device=``.
+
+    Args:
+        device: the user's value.
+        count: number of stages.
+
+    Returns:
+        One name or None per stage (``"cuda"`` becomes the current GPU), or :data:`AUTO`.
+
+    Raises:
+        ValueError: a device that does not exist or that no stage can run on; too many or too few devices; an unknown stage.
+        TypeError: an element that is not a device.
+    """
+    names = stage_names(count)
+    if isinstance(device, Mapping):
+        unknown = [key for key in device if key not in names]
+        if unknown:
+            raise ValueError(
+                f"device: there is no stage {', '.join(map(repr, unknown))}; the stages are {', '.join(names)}"
+            )
+        each = [device.get(name) for name in names]
+    elif isinstance(device, Sequence) and not isinstance(device, str):
+        if len(device) != count:
+            raise ValueError(f"device: one for all, or one per stage ({count}: {', '.join(names)}), not {len(device)}")
+        each = list(device)
+    elif device == AUTO:
+        return AUTO
+    else:
+        each = [device] * count
+    return [None if d is None else _device_name(d) for d in each]
+
+
+def _device_name(device: Device) -> str:
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device must be 'cpu', 'cuda:0' or the like, not {device!r}")
+    if device == AUTO:
+        raise ValueError(
+            "device='auto' places all stages, not one of several: pass it alone, or name a device for each"
+        )
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda', 'cuda:1', or 'auto'") from None
+    if found.type == "cpu":
+        return "cpu"
+    if found.type != "cuda":
+        raise ValueError(f"device={str(device)!r}: stages run on cpu or cuda, not on {found.type}")
+    count = torch.cuda.device_count()
+    if count == 0:
+        build = "" if torch.version.cuda else "; this torch is a build for CPUs"
+        raise ValueError(f"device={str(device)!r}: torch sees no GPU here{build} (`pipespec doctor` says more)")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= count:
+        raise ValueError(f"device={str(device)!r}: torch sees {count} GPUs, cuda:0 to cuda:{count - 1}")
+    return f"cuda:{index}"

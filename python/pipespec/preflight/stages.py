@@ -1,0 +1,123 @@
+"""Size and dtype of a stage, from a loaded model or from its files before any weight is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pipespec.models.loading import DAMAGE, damaged, load_config
+from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
+from pipespec.process.signals import pass_on
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What the memory estimate needs of a stage.
+
+    Attributes:
+        name: of the stage.
+        config: of its decoder.
+        dtype: of its hidden states, keys and values.
+        weights: bytes of its parameters and buffers.
+        device: where it is, or is to be.
+        loaded: whether its weights are on ``device`` already.
+        quantised: the method, or None.
+    """
+
+    name: str
+    config: Any
+    dtype: torch.dtype
+    weights: int
+    device: str = "cpu"
+    loaded: bool = False
+    quantised: str | None = None
+
+    @classmethod
+    def of_model(cls, name: str, model: PreTrainedModel) -> StageFacts:
+        """Of a model that is loaded, as the stage ``name``."""
+        config, dtype = text_config(model.config), compute_dtype(model)
+        return cls(name, config, dtype, weight_bytes(model), str(model.device), True, quantisation(model))
+
+    @classmethod
+    def of_path(
+        cls, name: str, path: str | Path, dtype: torch.dtype | str = "auto", *, trust_remote_code: bool = False
+    ) -> StageFacts:
+        """Of a model that is not loaded.
+
+        Weights are counted on the meta device. Quantised weights count as the headers of their safetensors list them.
+
+        Args:
+            name: of the stage.
+            path: a folder, or a hub name.
+            dtype: as ``from_pretrained`` takes it.
+            trust_remote_code: as ``from_pretrained`` takes it.
+
+        Raises:
+            ValueError: a dtype that torch does not have, safetensors whose headers cannot be read, or a configuration that no model has.
+            Exception: those of :func:`pipespec.models.loading.load_config`.
+        """
+        config = load_config(path, trust_remote_code=trust_remote_code)
+        quantised = quantisation(config)
+        loaded_dtype = _loaded_dtype(dtype, config, path)
+        weights = sum(size for _, size in _stored_tensors(path)) if quantised is not None else 0
+        if not weights:
+            try:
+                with torch.device("meta"):
+                    skeleton = AutoModelForCausalLM.from_config(
+                        copy.deepcopy(config), dtype=loaded_dtype, trust_remote_code=trust_remote_code
+                    )
+            except DAMAGE as error:
+                pass_on(error)
+                raise damaged(path, error) from error
+            skeleton.tie_weights()  # transformers 5.0 ties in from_pretrained only
+            weights = weight_bytes(skeleton)
+        return cls(name, text_config(config), loaded_dtype, weights, quantised=quantised)
+
+
+def _stored_tensors(path: str | Path) -> list[tuple[str, int]]:
+    """dtype and bytes of each tensor in the safetensors of a folder, from their headers; empty for a hub name."""
+    folder, found = Path(path), []
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+        else:
+            files = [file for file in [folder / "model.safetensors"] if file.is_file()]
+        for file in files:
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header: dict[str, Any] = json.loads(opened.read(min(size, file.stat().st_size)))
+            header.pop("__metadata__", None)
+            for tensor in header.values():
+                begin, end = tensor["data_offsets"]
+                found.append((str(tensor["dtype"]), int(end) - int(begin)))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        pass_on(error)
+        raise ValueError(f"{path}: the headers of its safetensors cannot be read: {error}") from error
+    return found
+
+
+_STORED_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _loaded_dtype(requested: torch.dtype | str, config: Any, path: str | Path) -> torch.dtype:
+    """The dtype by the rule of ``from_pretrained``: the requested one, else the configuration's, else that of the first float stored."""
+    if isinstance(requested, str) and requested != "auto":
+        found = getattr(torch, requested, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(
+                f"dtype={requested!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'"
+            )
+        return found
+    if isinstance(requested, torch.dtype):
+        return requested
+    configured = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
+    if isinstance(configured, torch.dtype):
+        return configured
+    return next((_STORED_FLOATS[name] for name, _ in _stored_tensors(path) if name in _STORED_FLOATS), torch.float32)

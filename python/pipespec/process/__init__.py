@@ -1,0 +1,1 @@
+"""What belongs to the whole process: shutdown, torch's threads, progress and warnings."""

@@ -1,0 +1,95 @@
+"""The end of a program while a daemon thread generates: the call ends, and its thread waits for the end of the process.
+
+Before Python 3.14, a daemon thread that returns to the interpreter during its shutdown is unwound by ``pthread_exit``. Forwards return from
+C++ frames that do not allow that, and the program would abort, as it does under transformers' own ``generate()``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_HOLD_S = 1.0
+"""A thread whose call was ended waits this long: by then the interpreter is gone, or another thread joins this one."""
+_CALLS_TIMEOUT_S = 10.0
+"""A call ends after its present step. The shutdown waits at most this long for all calls."""
+
+
+class ProgramEnds(BaseException):
+    """The program ends. It unwinds a call with its cleanup, and does not reach the caller."""
+
+
+class _Calls:
+    """The calls that run, by thread."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.changed = threading.Condition()
+        # The thread that ends the program.
+        self.ended_by: int | None = None
+
+    def are_over(self) -> bool:
+        """Whether another thread ends the program. The ending thread itself may generate in its exit handlers."""
+        return self.ended_by is not None and self.ended_by != threading.get_ident()
+
+    def end(self) -> None:
+        self.ended_by = threading.get_ident()
+        with self.changed:
+            self.changed.wait_for(lambda: not self.threads, _CALLS_TIMEOUT_S)
+
+
+_calls = _Calls()
+
+
+# Registered with the first call, not on import: handlers run in reverse order, and worker processes must end after this one.
+@functools.cache
+def _register() -> None:
+    atexit.register(lambda: _calls.end())
+    os.register_at_fork(after_in_child=_reset)
+
+
+def _reset() -> None:
+    """For the child of a fork, which has none of the threads."""
+    global _calls
+    _calls = _Calls()
+
+
+@contextmanager
+def call() -> Iterator[None]:
+    """Surround a call of ``generate()``. When the program ends, the thread waits on exit from here, and then ends.
+
+    Raises:
+        SystemExit: in a thread whose call was ended.
+    """
+    _register()
+    calls, thread = _calls, threading.get_ident()
+    # A call from inside of another pipeline's.
+    if thread in calls.threads:
+        yield
+        return
+    with calls.changed:
+        calls.threads.add(thread)
+    try:
+        yield
+    finally:
+        with calls.changed:
+            calls.threads.discard(thread)
+            calls.changed.notify_all()
+        if calls.are_over():
+            threading.Event().wait(_HOLD_S)
+            # The exception itself: threading ends a thread that raises it without a message.
+            raise SystemExit
+
+
+def check() -> None:
+    """Call it between steps.
+
+    Raises:
+        ProgramEnds: the program ends.
+    """
+    if _calls.are_over():
+        raise ProgramEnds

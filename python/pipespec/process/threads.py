@@ -1,0 +1,99 @@
+"""torch's number of threads, which is one setting of the whole process, shared between calls that lower it for a while."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pipespec.process.forks import Lock
+
+_lock = Lock()
+_lowering: set[int] = set()
+"""Python threads inside of :func:`restored_threads`."""
+_before_all = 0
+"""The setting before the first of them entered."""
+_has_one = False
+"""In a fork: torch keeps to one thread."""
+
+
+def set_threads(count: int) -> None:
+    """``torch.set_num_threads``, but for a fork that keeps to one thread."""
+    torch.set_num_threads(1 if _has_one else count)
+
+
+def keep_to_one() -> bool:
+    """For a fork: compute with one thread from here on. Return whether the user has set more.
+
+    The threads of OpenMP do not survive a fork, and a child that gives them work waits for them for ever. One thread needs none of them.
+    """
+    global _has_one
+    with _lock:
+        _has_one, before = True, _before_all if _lowering else torch.get_num_threads()
+        torch.set_num_threads(1)
+    return before > 1
+
+
+def _after_fork() -> None:
+    """In the child of a fork, restore the number of threads that calls of other threads have lowered. Those calls do not exist in the child."""
+    if _lowering and threading.get_ident() not in _lowering:
+        set_threads(_before_all)
+    _lowering.intersection_update({threading.get_ident()})
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def target_threads(drafts: int) -> int:
+    """Threads that a target computes with beside worker processes.
+
+    Args:
+        drafts: number of worker processes; each computes with one thread.
+
+    Returns:
+        The user's setting, at most the cores that this process may use, less one per worker; at least 1.
+    """
+    with _lock:
+        return max(1, min(_users_threads(), len(os.sched_getaffinity(0))) - drafts)
+
+
+def _users_threads() -> int:
+    """The user's setting: torch's own, unless another thread has lowered that for a while."""
+    is_lowered_by_others = bool(_lowering) and threading.get_ident() not in _lowering
+    return _before_all if is_lowered_by_others else torch.get_num_threads()
+
+
+@contextmanager
+def restored_threads() -> Iterator[int]:
+    """Restore torch's number of threads on exit.
+
+    Several threads may be inside at once: each restores the user's setting, not what another one has lowered it to.
+
+    Yields:
+        The user's setting.
+    """
+    global _before_all
+    thread = threading.get_ident()
+    with _lock:
+        before, is_first = _users_threads(), thread not in _lowering
+        if not _lowering:
+            _before_all = before
+        _lowering.add(thread)
+    try:
+        yield before
+    finally:
+        with _lock:
+            set_threads(before)
+            if is_first:
+                _lowering.discard(thread)
+
+
+@contextmanager
+def threads_set(count: int) -> Iterator[None]:
+    """Compute with ``count`` threads, and restore the user's setting on exit."""
+    with restored_threads():
+        set_threads(count)
+        yield

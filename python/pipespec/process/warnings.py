@@ -1,0 +1,20 @@
+"""Where a warning points: at the user's line."""
+
+from __future__ import annotations
+
+import sys
+
+_INSIDE = {"pipespec", "pipespec_kernels", "transformers", "torch"}
+"""Packages that may stand between the user's line and a warning."""
+
+
+def user_stacklevel() -> int:
+    """``stacklevel`` of a warning that points at the user's line.
+
+    Returns:
+        The number of frames between the caller of this function and the first one outside of this package, transformers and torch.
+    """
+    level, frame = 0, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,357 @@
+"""Training data of a draft module: text and conversations from files, as batches."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipespec.spd.training.trainer import TrainingBatch
+
+_STRUCTURED = (".jsonl", ".json", ".parquet")
+_TEXT = (".txt", ".md")
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+"""Names of the roles in ShareGPT files."""
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+_SHORTEST = 10
+
+
+@dataclass(frozen=True)
+class TrainingExample:
+    """Token ids ``[n]`` int32, and ``wanted [n]`` bool: whether the module learns the token after each."""
+
+    ids: np.ndarray
+    wanted: np.ndarray
+
+
+@dataclass
+class Losses:
+    """Number of records left out, by reason."""
+
+    short: int = 0
+    long: int = 0
+    silent: int = 0
+    opaque: int = 0
+
+    def __str__(self) -> str:
+        reasons = {
+            f"{self.short} shorter than {_SHORTEST} tokens": self.short,
+            f"{self.long} longer than the limit": self.long,
+            f"{self.silent} without a message of the assistant": self.silent,
+            f"{self.opaque} whose chat template does not show which part is the assistant's": self.opaque,
+        }
+        return ", ".join(reason for reason, count in reasons.items() if count) or "none left out"
+
+
+def load_examples(
+    paths: Iterable[str | Path], tokenizer: Any, length: int, *, truncate: bool = False
+) -> tuple[list[TrainingExample], Losses]:
+    """Load the examples of files and folders, in order.
+
+    ``.jsonl``, ``.json`` (a list) and ``.parquet`` files hold records with ``text``, ``messages`` or ``conversations``. Messages have role
+    and content, or ShareGPT's from and value, and the module learns the assistant's parts of them. Any other file is text. A folder stands
+    for its ``.jsonl``, ``.json``, ``.parquet``, ``.txt`` and ``.md`` files. Text is cut into pieces of ``length`` tokens.
+
+    Args:
+        paths: Files and folders.
+        tokenizer: Tokenizer of the target.
+        length: Most tokens of an example.
+        truncate: Cut longer conversations instead of leaving them out.
+
+    Returns:
+        The examples, and the number of records left out.
+
+    Raises:
+        FileNotFoundError: A file or folder does not exist or is empty.
+        ValueError: A record cannot be read, or no example is left. The message names file and record.
+    """
+    if length < _SHORTEST:
+        raise ValueError(f"a length of {length} tokens is too short: at least {_SHORTEST}")
+    found: list[TrainingExample] = []
+    lost = Losses()
+    files = list(_files(paths))
+    for file in files:
+        if file.suffix not in _STRUCTURED:
+            found += _windows(tokenizer, _read(file), length, lost)
+            continue
+        for number, record in _records(file):
+            where = f"{file}, record {number}"
+            if not isinstance(record, dict):
+                raise ValueError(f"{where}: not an object but {type(record).__name__}")
+            messages = record.get("messages", record.get("conversations"))
+            if messages is not None:
+                example = _conversation(tokenizer, _messages(messages, where), length, truncate, lost)
+                found += [example] if example is not None else []
+            elif isinstance(record.get("text"), str):
+                found += _windows(tokenizer, record["text"], length, lost)
+            else:
+                keys = ", ".join(map(str, record)) or "nothing"
+                raise ValueError(f"{where}: neither text nor messages nor conversations, but {keys}")
+    if not found:
+        raise ValueError(f"nothing to learn in {', '.join(map(str, files))}: {lost}")
+    return found, lost
+
+
+def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in (*_STRUCTURED, *_TEXT) and p.is_file())
+            if not inside:
+                raise FileNotFoundError(f"{path} holds no {', '.join((*_STRUCTURED, *_TEXT))} file")
+            yield from inside
+        elif path.is_file():
+            yield path
+        else:
+            raise FileNotFoundError(f"there is no file or folder {path}")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text") from error
+
+
+def _records(file: Path) -> Iterator[tuple[int, Any]]:
+    if file.suffix == ".parquet":
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise ImportError(
+                f"{file}: reading parquet needs pyarrow (pip install pyarrow), or convert to .jsonl"
+            ) from error
+        try:
+            rows = parquet.read_table(file).to_pylist()
+        except Exception as error:  # pyarrow has errors of its own
+            raise ValueError(f"{file} is not parquet that can be read: {error}") from error
+        yield from enumerate(rows, 1)
+        return
+    text = _read(file)
+    if file.suffix == ".json":
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not JSON: {error}") from error
+        if not isinstance(rows, list):
+            raise ValueError(f"{file}: not a list of records but {type(rows).__name__}")
+        yield from enumerate(rows, 1)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+
+
+def _messages(given: Any, where: str) -> list[dict[str, str]]:
+    """Role and content of each message. Raises ValueError for another format."""
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{where}: messages must be a list of role and content")
+    found = []
+    for message in given:
+        if not isinstance(message, dict):
+            raise ValueError(f"{where}: a message is {type(message).__name__}, not role and content")
+        role, content = message.get("role"), message.get("content")
+        if role is None and message.get("from") in _ROLES:
+            role, content = _ROLES[message["from"]], message.get("value")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(
+                f"{where}: a message needs role and content as text, it has {', '.join(map(str, message))}"
+            )
+        found.append({"role": role, "content": content})
+    return found
+
+
+def _windows(tokenizer: Any, text: str, length: int, lost: Losses) -> list[TrainingExample]:
+    """Cut a text into consecutive pieces, each after the tokenizer's initial tokens. All tokens are learnt."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if tokenizer.eos_token_id is not None:
+        ids = [*ids, tokenizer.eos_token_id]
+    begin = _beginning(tokenizer)
+    body = length - len(begin)
+    found = []
+    for at in range(0, len(ids), body):
+        piece = np.asarray([*begin, *ids[at : at + body]], dtype=np.int32)
+        if len(piece) < _SHORTEST:
+            lost.short += 1
+            continue
+        found.append(TrainingExample(piece, np.ones(len(piece), dtype=bool)))
+    return found
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    with_, without = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    at = next((i for i in range(len(with_) - len(without) + 1) if with_[i : i + len(without)] == without), 0)
+    return list(with_[:at])
+
+
+def _conversation(
+    tokenizer: Any, messages: list[dict[str, str]], length: int, truncate: bool, lost: Losses
+) -> TrainingExample | None:
+    encoded = encode_conversation(tokenizer, messages)
+    if encoded is None:
+        lost.opaque += 1
+        return None
+    ids, said = encoded
+    if len(ids) > length:
+        if not truncate:
+            lost.long += 1
+            return None
+        ids, said = ids[:length], said[:length]
+    if len(ids) < _SHORTEST:
+        lost.short += 1
+        return None
+    wanted = np.append(said[1:], False)  # entry t is about the token after position t
+    if not wanted.any():
+        lost.silent += 1
+        return None
+    return TrainingExample(np.asarray(ids, dtype=np.int32), wanted)
+
+
+def encode_conversation(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], np.ndarray] | None:
+    """Encode a conversation and mark the tokens of the assistant, their end marks included.
+
+    A template may mark the assistant's parts itself (``{% generation %}``). For other templates they are found by rendering: an assistant's
+    message is the text up to and with it, less the text up to the generation prompt before it.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        messages: Role and content of each message.
+
+    Returns:
+        Token ids, and bool per token; None if the assistant's parts cannot be found.
+
+    Raises:
+        ValueError: There is no chat template, or the tokenizer has no offsets (a slow one).
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the target's tokenizer has no chat template, which conversations need; add one, or give records with text"
+        )
+    if isinstance(tokenizer.chat_template, str) and _GENERATION.search(tokenizer.chat_template):
+        found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return list(found["input_ids"]), np.asarray(found["assistant_masks"], dtype=bool)
+    if not tokenizer.is_fast:
+        raise ValueError(
+            "conversations need a fast tokenizer (tokenizer.json), which gives the offset of each token in the text"
+        )
+
+    def render(part: list[dict[str, str]], ask: bool) -> str:
+        return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=ask))
+
+    text = render(messages, False)
+    spans = _assistant_spans(render, messages, text)
+    if spans is None:
+        return None
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    said = [any(a <= begin < end <= b for a, b in spans) for begin, end in encoded["offset_mapping"]]
+    return list(encoded["input_ids"]), np.asarray(said, dtype=bool)
+
+
+def _assistant_spans(
+    render: Callable[[list[dict[str, str]], bool], str], messages: list[dict[str, str]], text: str
+) -> list[tuple[int, int]] | None:
+    """Character ranges of the assistant's messages in ``text``, end marks included; None if one of them is not found."""
+    spans: list[tuple[int, int]] = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = [render(messages[:i], True), render(messages[:i], False)] if i else []
+        before = [r for r in before if text.startswith(r)]
+        begin = len(max(before, key=len)) if before else spans[-1][1] if spans else 0
+        rendered = render(messages[: i + 1], False)
+        if not before or not text.startswith(rendered):
+            # The template renders the first or the last message differently: search for the content itself.
+            said = next(
+                (s for s in (message["content"], message["content"].strip()) if s.strip() and s in text[begin:]), None
+            )
+            if said is None:
+                return None
+            at = text.index(said, begin)
+            begin = begin if before else at
+            until = len(rendered) if text.startswith(rendered) else at + len(said)
+        else:
+            until = len(rendered)
+        if until > begin:
+            spans.append((begin, until))
+    return spans
+
+
+class Batches:
+    """Batches of examples, padded on the right with 0. A batch depends on the seed and its number only.
+
+    Every pass over the data has another order. Examples of similar length share a batch.
+
+    Args:
+        examples: The examples.
+        size: Examples per batch.
+        seed: Seed of the orders.
+    """
+
+    def __init__(self, examples: Sequence[TrainingExample], size: int, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"a batch needs at least one example, not {size}")
+        self.examples, self.size, self.seed = examples, min(size, len(examples)), seed
+        self.per_pass = len(examples) // self.size
+        self._turn = -1
+        self._order = np.zeros(0, dtype=np.int64)
+
+    def __getitem__(self, number: int) -> TrainingBatch:
+        turn, index = divmod(number, self.per_pass)
+        if turn != self._turn:
+            draw = np.random.default_rng([self.seed, turn])
+            order = draw.permutation(len(self.examples))
+            reach = 16 * self.size
+            pieces = [
+                sorted(order[at : at + reach], key=lambda i: len(self.examples[i].ids))
+                for at in range(0, len(order), reach)
+            ]
+            whole = np.concatenate(pieces)[: self.per_pass * self.size].reshape(self.per_pass, self.size)
+            self._order, self._turn = whole[draw.permutation(self.per_pass)], turn
+        return collate([self.examples[i] for i in self._order[index]])
+
+
+def collate(examples: Sequence[TrainingExample]) -> TrainingBatch:
+    """Make one batch, padded on the right: ids and ``wanted`` of shape ``[len(examples), longest]``."""
+    width = max(len(e.ids) for e in examples)
+    ids = torch.zeros(len(examples), width, dtype=torch.int64)
+    wanted = torch.zeros(len(examples), width, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        ids[row, : len(example.ids)] = torch.from_numpy(example.ids.astype(np.int64))
+        wanted[row, : len(example.ids)] = torch.from_numpy(example.wanted)
+    return TrainingBatch(ids, wanted)
+
+
+def split(
+    examples: Sequence[TrainingExample], share: float, seed: int
+) -> tuple[list[TrainingExample], list[TrainingExample]]:
+    """Split into training and validation examples, with at least one or ``share`` of them for validation. Raises ValueError for too few."""
+    if not 0 < share < 1:
+        raise ValueError(f"the validation share must lie between 0 and 1, not {share}")
+    held = max(1, round(share * len(examples)))
+    if held >= len(examples):
+        raise ValueError(f"{len(examples)} examples are too few to hold {held} of them out")
+    order = np.random.default_rng([seed, 1]).permutation(len(examples))
+    return [examples[i] for i in sorted(order[held:])], [examples[i] for i in sorted(order[:held])]
+
+
+def frequent_tokens(examples: Iterable[TrainingExample], size: int, always: Iterable[int] = ()) -> list[int]:
+    """The ``size`` most frequent tokens to learn, ascending, with those of ``always`` among them. Of equal counts the lower id counts."""
+    counts: Counter[int] = Counter()
+    for example in examples:
+        counts.update(example.ids[1:][example.wanted[:-1]].tolist())
+    kept = set(always)
+    for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if len(kept) >= size:
+            break
+        kept.add(token)
+    return sorted(kept)

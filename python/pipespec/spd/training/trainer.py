@@ -1,0 +1,575 @@
+"""Training of a draft module: the frozen target is the teacher, and one pass covers every depth of every position (SPD, section 4)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+
+from pipespec.process.progress import say
+from pipespec.spd.draft_module import DraftModule
+from pipespec.spd.training.curves import picture
+from pipespec.spd.training.mask import depths, visible
+
+CHECKPOINT, RECORD, PICTURE = "training.pt", "training.json", "training.svg"
+_EMPTY_STEPS = 50
+"""Consecutive steps without a token to learn after which training ends with an error."""
+
+
+class Taught(NamedTuple):
+    """The target's forward over a batch.
+
+    Attributes:
+        anchors: ``[B, S, k, H]``.
+        last: ``[B, S, H]``, the last residual stream after the final norm, which is the input of the head.
+    """
+
+    anchors: torch.Tensor
+    last: torch.Tensor
+
+
+class TrainingBatch(NamedTuple):
+    """A batch of token ids.
+
+    Attributes:
+        ids: ``[B, S]`` int64, padded on the right.
+        wanted: ``[B, S]`` bool, whether the module learns the token after each position.
+        taught: The target's forward over the batch, if the caller has kept it.
+    """
+
+    ids: torch.Tensor
+    wanted: torch.Tensor
+    taught: Taught | None = None
+
+
+# ---- teacher
+
+
+@contextlib.contextmanager
+def _captured(target: PreTrainedModel, indices: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Collect the residual streams of these HF indices in the dictionary, from each forward of ``target`` in the block."""
+    found: dict[int, torch.Tensor] = {}
+    layers = target.base_model.layers
+
+    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found[0] = args[0] if args else kwargs["hidden_states"]
+
+    def leaving(index: int) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            found[index] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    handles = [layers[k - 1].register_forward_hook(leaving(k)) for k in indices if k > 0]
+    if 0 in indices:
+        handles.append(layers[0].register_forward_pre_hook(entering, with_kwargs=True))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) -> Taught:
+    """Run the target over ``ids [B, S]``, padded on the right, and keep the streams ``anchors``."""
+    with _captured(target, anchors) as found:
+        last = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return Taught(torch.stack([found[k] for k in anchors], dim=2), last)
+
+
+# ---- student
+
+
+@functools.lru_cache(maxsize=2)  # masks of long texts in many stages are large
+def _mask(length: int, fill: int, n: int, device: torch.device) -> torch.Tensor:
+    return visible(length, fill, n, device)[None, None]
+
+
+def simulate(module: DraftModule, anchors: torch.Tensor, fill: int) -> torch.Tensor:
+    """Compute the draft logits that decoding with ``fill`` tokens in flight gives, for the token after each position.
+
+    For the logits of position t, t is the newest position. The ``fill - 1`` positions before it are in flight at depths 1, 2, ..., and the
+    older ones are complete.
+
+    Args:
+        module: The draft module.
+        anchors: ``[B, S, k, H]``, the target's anchors of all positions.
+        fill: Tokens in flight.
+
+    Returns:
+        ``[B, S, Vd]``.
+    """
+    config = module.config
+    length = anchors.shape[1]
+    kinds = depths(fill, config.n)
+    fused = {kind: module.fuse(anchors, kind) for kind in {config.types[d] for d in kinds}}
+    rows = torch.cat([fused[config.types[d]] for d in kinds], dim=1)
+    positions = torch.arange(length, device=rows.device).repeat(len(kinds))[None]
+    rope = module.rotary_emb(rows, position_ids=positions)
+    mask = _mask(length, fill, config.n, rows.device)
+    for layer in module.layers[:-1]:
+        rows = layer(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)
+    last = module.layers[-1]
+    if type(last) is LlamaDecoderLayer:
+        rows = _newest_only(last, rows, length, rope, mask)
+    else:
+        rows = last(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)[
+            :, -length:
+        ]
+    return module.logits(rows)
+
+
+def _newest_only(
+    layer: Any, rows: torch.Tensor, count: int, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
+) -> torch.Tensor:
+    """The last ``count`` rows of a LLaMA layer's output. In the last block the other rows contribute keys and values only."""
+    attention = layer.self_attn
+    batch = rows.shape[0]
+    normed = layer.input_layernorm(rows)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        return x.view(batch, x.shape[1], -1, attention.head_dim).transpose(1, 2)
+
+    queries, keys = split(attention.q_proj(normed[:, -count:])), split(attention.k_proj(normed))
+    cos, sin = rope
+    queries = apply_rotary_pos_emb(queries, queries, cos[:, -count:], sin[:, -count:])[0]
+    keys = apply_rotary_pos_emb(keys, keys, cos, sin)[0]
+    values = split(attention.v_proj(normed))
+    seen = mask[..., -count:, :]
+    mixed = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=seen, scale=attention.scaling, enable_gqa=keys.shape[1] != queries.shape[1]
+    )
+    hidden = rows[:, -count:] + attention.o_proj(mixed.transpose(1, 2).reshape(batch, count, -1))
+    out: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return out
+
+
+def loss_of(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    valid: torch.Tensor,
+    temperature: float = 1.0,
+    argmax_weight: float = 0.0,
+) -> torch.Tensor:
+    """KL(teacher || student) in nats per valid token, times ``temperature`` squared; 0 without a valid token.
+
+    Args:
+        student: Logits ``[B, S, Vd]`` over the draft vocabulary.
+        teacher: Logits ``[B, S, Vd]`` of the same tokens, renormalised by the restriction to them (SPD, section 4.3).
+        valid: Bool ``[B, S]``.
+        temperature: Divides both logits.
+        argmax_weight: Weight of the cross entropy with the teacher's argmax, which is added.
+    """
+    log_q = F.log_softmax(student[valid].float() / temperature, dim=-1)
+    log_p = F.log_softmax(teacher[valid].float() / temperature, dim=-1)
+    total = F.kl_div(log_q, log_p, log_target=True, reduction="sum") * temperature**2
+    if argmax_weight:
+        total = total + argmax_weight * F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")
+    return total / max(1, len(log_q))
+
+
+# ---- acceptance of a module
+
+
+class Acceptance(NamedTuple):
+    """Counts of a decoding run: draft tokens verified and accepted, cycles, and tokens emitted in the cycles."""
+
+    verified: int
+    accepted: int
+    cycles: int
+    tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Accepted draft tokens / verified draft tokens."""
+        return self.accepted / max(1, self.verified)
+
+    def length(self, n: int) -> float:
+        """Equivalent accepted length, n tokens / cycles."""
+        return n * self.tokens / max(1, self.cycles)
+
+    def __add__(self, other: Any) -> Acceptance:
+        return Acceptance(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def replay(right: np.ndarray, first: int) -> Acceptance:
+    """Counts of greedy decoding, computed from a table of the correct drafts.
+
+    The target never verifies a draft after a wrong one, so decoding depends only on drafts that follow the right text. After k accepted
+    drafts and a wrong one, a pipeline of n stages has run n + k cycles and starts again with one token (SPD, section 2.4).
+
+    Args:
+        right: Bool ``[n, S]``. Entry ``[fill - 1, t]`` is whether the draft of position t + 1 with ``fill`` tokens in flight is correct.
+        first: Position of the first token in flight.
+    """
+    n, length = right.shape
+    start, verified, accepted, cycles = first, 0, 0, 0
+    for t in range(first, length):
+        verified += 1
+        if right[min(n, t - start + 1) - 1, t]:
+            accepted += 1
+        else:
+            cycles += n + t - start
+            start = t + 1
+    if start < length:
+        cycles += n - 1 + length - start
+    return Acceptance(verified, accepted, cycles, verified)
+
+
+@torch.no_grad()
+def drafts_right(target: PreTrainedModel, module: DraftModule, texts: torch.Tensor) -> np.ndarray:
+    """Whether each draft of a text is correct, for 1 to n tokens in flight. All drafts come from one forward of the target.
+
+    Args:
+        target: The target.
+        module: The draft module.
+        texts: ``[B, S]`` token ids.
+
+    Returns:
+        Bool ``[B, n, S - 1]``, the tables of :func:`replay`.
+    """
+    ids, following = texts[:, :-1].to(module.head.weight.device), texts[:, 1:].cpu()
+    anchors = teach(target, ids, module.config.anchors).anchors
+    full = _full_ids(module)
+    right = [
+        (full[simulate(module, anchors, fill).argmax(-1).cpu()] == following).numpy()
+        for fill in range(1, module.config.n + 1)
+    ]
+    return np.stack(right, axis=1)
+
+
+def acceptance_along(
+    target: PreTrainedModel, module: DraftModule, texts: torch.Tensor, first: Sequence[int], ends: Sequence[int]
+) -> Acceptance:
+    """Counts of decoding ``texts [B, S]``, where ``target`` generated row r greedily from position ``first[r]`` to ``ends[r] - 1``."""
+    table = drafts_right(target, module, texts)
+    counts = Acceptance(0, 0, 0, 0)
+    for row, (begin, end) in enumerate(zip(first, ends, strict=True)):
+        counts += replay(table[row, :, : end - 1], begin)
+    return counts
+
+
+def _full_ids(module: DraftModule) -> torch.Tensor:
+    """Target ids of the draft vocabulary."""
+    ids = module.config.vocabulary
+    return torch.arange(module.config.logits) if ids is None else torch.tensor(ids)
+
+
+# ---- the run
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Settings of a training run.
+
+    Args:
+        steps: Optimizer steps of the run. Give either ``steps`` or ``minutes``.
+        minutes: Wall-clock minutes of the run.
+        rate: Peak learning rate. It rises linearly, then falls to 1 % along half a cosine.
+        warmup: Share of the run in which the rate rises.
+        accumulate: Forwards per optimizer step.
+        temperature: Temperature of both distributions.
+        argmax_weight: Weight of the cross entropy with the target's argmax.
+        full: Share of the steps with all stages filled. The others draw 1 to n - 1 tokens in flight.
+        decay: Weight decay of matrices.
+        clip: Largest norm of the gradient.
+        optimizer: ``adamw``, or ``muon`` for all matrices but the head, with updates scaled to AdamW's size.
+        amp: bfloat16 products by autocast. Weights and optimizer state stay float32.
+        seed: Seed of the draws.
+        validate_every: Steps between validations.
+        save_every: Steps between checkpoints.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    rate: float = 1e-4
+    warmup: float = 0.02
+    accumulate: int = 1
+    temperature: float = 1.0
+    argmax_weight: float = 0.0
+    full: float = 0.5
+    decay: float = 0.0
+    clip: float = 1.0
+    optimizer: str = "adamw"
+    amp: bool = False
+    seed: int = 42
+    validate_every: int = 100
+    save_every: int = 500
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError("give either steps or minutes")
+        if (self.steps is not None and self.steps < 1) or (self.minutes is not None and not self.minutes > 0):
+            raise ValueError("a training run needs at least one step, or more than 0 minutes")
+        for name in ("accumulate", "validate_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("rate", "temperature", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.full <= 1:
+            raise ValueError(f"full is a share of the steps, between 0 and 1, not {self.full}")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"no optimizer {self.optimizer!r}: adamw or muon")
+
+
+def fill_of(step: int, n: int, settings: TrainingSettings) -> int:
+    """Tokens in flight of a step. They depend on seed and step only, so all processes and resumed runs agree."""
+    draw = np.random.default_rng([settings.seed, step])
+    return n if n == 1 or draw.random() < settings.full else int(draw.integers(1, n))
+
+
+def train(
+    target: PreTrainedModel,
+    module: DraftModule,
+    batch: Callable[[int], TrainingBatch],
+    settings: TrainingSettings,
+    folder: Path,
+    *,
+    held_out: Sequence[TrainingBatch] = (),
+    extra: Callable[[DraftModule], dict[str, float]] | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train ``module`` and write module, checkpoint, record and curves to ``folder``.
+
+    Several processes (torchrun or accelerate) take different batches and average their gradients.
+
+    Args:
+        target: The teacher, which does not change.
+        module: The draft module, in float32.
+        batch: Returns the batch of a number. It depends on the number only.
+        settings: Settings of the run.
+        folder: Folder of the results.
+        held_out: Batches for validation.
+        extra: Returns further figures at each validation.
+        resume: Continue from the last checkpoint in ``folder``: weights, optimizer, step and time.
+
+    Returns:
+        The record: steps, tokens, seconds, settings, and the figures of each validation.
+
+    Raises:
+        ValueError: The data has nothing to learn, the checkpoint belongs to another module, or the module is not float32.
+        FileNotFoundError: There is no checkpoint to resume.
+        RuntimeError: The loss is not finite.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = module.head.weight.device
+    target = target.eval().requires_grad_(False)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    low = {str(p.dtype) for p in trained} - {"torch.float32"}
+    if low:
+        raise ValueError(
+            f"a module in {', '.join(sorted(low))} cannot be trained, small updates would be rounded away: train it in float32 (amp computes "
+            "products in bfloat16)"
+        )
+    optimizers = _optimizers(module, settings)
+    columns = _full_ids(module).to(device)
+    inside = torch.zeros(target.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=device)
+    inside[columns] = True
+    step = tokens = 0
+    before, mean = 0.0, math.nan
+    history: list[dict[str, Any]] = []
+    checkpoint = folder / CHECKPOINT
+    if resume:
+        if not checkpoint.is_file():
+            raise FileNotFoundError(f"nothing to resume: {checkpoint} does not exist")
+        state = torch.load(checkpoint, weights_only=True, map_location=device)
+        if json.loads(state["config"]) | {"target": None} != json.loads(_identity(module)) | {"target": None}:
+            raise ValueError(f"{checkpoint} belongs to another module (target, stages, layers or vocabulary differ)")
+        module.load_state_dict(state["module"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        mean = state["mean"]
+        step, tokens, before, history = state["step"], state["tokens"], state["seconds"], json.loads(state["history"])
+        say(f"resumed at step {step} after {before / 60:.1f} min")
+    begun = time.monotonic()
+
+    def elapsed() -> float:
+        return before + time.monotonic() - begun
+
+    def fraction() -> float:
+        if settings.steps is not None:
+            return step / settings.steps
+        assert settings.minutes is not None
+        now = torch.tensor(elapsed() / (60 * settings.minutes), device=device)
+        if world > 1:
+            dist.broadcast(now, 0)  # all must stop at the same step
+        return float(now)
+
+    def lesson(which: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch.no_grad(), _autocast(device, settings.amp):
+            anchors, last = which.taught or teach(target, which.ids.to(device), module.config.anchors)
+            logits = target.get_output_embeddings()(last.to(device, target.dtype))
+        anchors = anchors.to(device, module.head.weight.dtype)
+        return anchors, logits[..., columns], which.wanted.to(device) & inside[logits.argmax(-1)]
+
+    def record() -> dict[str, Any]:
+        return {
+            "steps": step,
+            "tokens": tokens,
+            "seconds": elapsed(),
+            "processes": world,
+            "settings": asdict(settings),
+            "parameters": sum(p.numel() for p in trained),
+            "history": history,
+        }
+
+    def save() -> None:
+        if rank:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "config": _identity(module),
+            "module": module.state_dict(),
+            "optimizers": [o.state_dict() for o in optimizers],
+            "step": step,
+            "tokens": tokens,
+            "seconds": elapsed(),
+            "mean": mean,
+            "history": json.dumps(history),
+        }
+        partial = checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, checkpoint)  # a run that is killed here keeps the previous checkpoint
+        module.save(folder)
+        (folder / RECORD).write_text(json.dumps(record(), indent=1) + "\n")
+        if history:
+            (folder / PICTURE).write_text(picture(history), encoding="utf-8")
+
+    def validate(mean: float) -> None:
+        figures: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": elapsed(), "loss": mean}
+        if rank == 0:
+            module.eval()
+            if held_out:
+                figures |= _held_out(module, map(lesson, held_out), settings)
+            if extra is not None:
+                figures |= extra(module)
+            module.train()
+            history.append(figures)
+            shown = ", ".join(f"{k} {v:.3f}" for k, v in figures.items() if isinstance(v, float) and k != "seconds")
+            say(f"step {step}, {tokens / 1e6:.2f}M tokens, {elapsed() / 60:.1f} min: {shown}")
+
+    module.train()
+    empty = 0
+    while (done := fraction()) < 1:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.rate * learning_rate(done, settings.warmup)
+            optimizer.zero_grad(set_to_none=True)
+        fill = fill_of(step, module.config.n, settings)
+        value = counted = 0.0
+        for part in range(settings.accumulate):
+            which = batch((step * settings.accumulate + part) * world + rank)
+            anchors, wished, valid = lesson(which)
+            with _autocast(device, settings.amp):
+                logits = simulate(module, anchors, fill)
+            loss = loss_of(logits, wished, valid, settings.temperature, settings.argmax_weight) / settings.accumulate
+            loss.backward()
+            value += loss.item()
+            counted += int(valid.sum())
+            tokens += which.ids.numel() * world
+        if world > 1:
+            for p in trained:
+                if p.grad is not None:  # the same parameters in all processes, since the fill is the same
+                    dist.all_reduce(p.grad)
+                    p.grad /= world
+            sums = torch.tensor([value / world, counted], device=device)
+            dist.all_reduce(sums)
+            value, counted = sums.tolist()
+        if not math.isfinite(value):
+            raise RuntimeError(f"the loss is {value} at step {step}: a smaller rate may help")
+        empty = 0 if counted else empty + 1
+        if empty == _EMPTY_STEPS:
+            raise ValueError(
+                f"nothing to learn in {_EMPTY_STEPS} steps: no token is the assistant's and in the draft vocabulary"
+            )
+        if counted:
+            nn.utils.clip_grad_norm_(trained, settings.clip)
+            for optimizer in optimizers:
+                optimizer.step()
+            mean = value if math.isnan(mean) else 0.98 * mean + 0.02 * value
+        step += 1
+        if step % settings.validate_every == 0:
+            validate(mean)
+        if step % settings.save_every == 0:
+            save()
+    if not history or history[-1]["step"] != step:
+        validate(mean)
+    save()
+    module.eval()
+    return record()
+
+
+def _identity(module: DraftModule) -> str:
+    """The module's config as text, to compare checkpoints with. The digest stands for the target."""
+    return json.dumps(module.config.to_json() | {"target": None})
+
+
+def _autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()
+
+
+def learning_rate(done: float, warmup: float) -> float:
+    """Share of the peak rate at the share ``done`` of a run: a linear rise, then half a cosine down to 1 %."""
+    if done < warmup:
+        return max(done, 1e-3) / warmup
+    return 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * (done - warmup) / (1.0 - warmup)))
+
+
+def _optimizers(module: DraftModule, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
+    """AdamW without decay of the norms' gains. With muon, Muon for the matrices of projections and blocks."""
+    head = list(module.head.parameters())
+    rest = [p for p in [*module.projections.parameters(), *module.layers.parameters()] if p.requires_grad]
+    matrices, gains = [p for p in rest if p.dim() == 2], [p for p in rest if p.dim() != 2]
+    muon = settings.optimizer == "muon"
+    groups: list[dict[str, Any]] = [
+        {"params": head if muon else head + matrices, "weight_decay": settings.decay},
+        {"params": gains, "weight_decay": 0.0},
+    ]
+    betas = (0.9, 0.95) if muon else (0.9, 0.999)
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=settings.rate, betas=betas)]
+    if muon:
+        found.append(
+            torch.optim.Muon(matrices, lr=settings.rate, weight_decay=settings.decay, adjust_lr_fn="match_rms_adamw")
+        )
+    return found
+
+
+@torch.no_grad()
+def _held_out(module: DraftModule, lessons: Any, settings: TrainingSettings) -> dict[str, float]:
+    """KL and agreement with the teacher's argmax with all stages filled, and the agreement for each smaller fill."""
+    n = module.config.n
+    count, loss = 0, 0.0
+    same = [0] * n
+    for anchors, wished, valid in lessons:
+        found = int(valid.sum())
+        count += found
+        for fill in range(1, n + 1):
+            with _autocast(anchors.device, settings.amp):
+                logits = simulate(module, anchors, fill)
+            same[fill - 1] += int((logits.argmax(-1) == wished.argmax(-1))[valid].sum())
+            if fill == n:
+                loss += loss_of(logits, wished, valid, settings.temperature).item() * found
+    if not count:
+        raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
+    figures = {"held_out_loss": loss / count, "agreement": same[-1] / count}
+    return figures | {f"agreement_{fill}": same[fill - 1] / count for fill in range(1, n)}

@@ -1,0 +1,94 @@
+"""bench.check_results in a repository made for the test; and its table of sources against the tree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import check_results
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    ran = subprocess.run(["git", "-C", str(root), *identity, *arguments], capture_output=True, text=True, check=True)
+    return ran.stdout.strip()
+
+
+def commit(root: Path, **files: str) -> str:
+    for name, text in files.items():
+        (root / name).write_text(text)
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "change")
+    return git(root, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    git(tmp_path, "init", "-q")
+    (tmp_path / check_results.RESULTS).mkdir(parents=True)
+    monkeypatch.setattr(check_results, "SOURCES", {"a.json": ("source",)})
+    return tmp_path
+
+
+def measured(root: Path, name: str, **content: object) -> None:
+    (root / check_results.RESULTS / name).write_text(json.dumps(content))
+
+
+def run(root: Path, capsys: pytest.CaptureFixture[str], strict: bool = True) -> tuple[int, str]:
+    status = check_results.main(["--strict"] if strict else [], root)
+    return status, capsys.readouterr().out
+
+
+def test_current_until_a_source_changes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = commit(root, source="1", other="1")
+    measured(root, "a.json", machine={"commit": first})
+    commit(root, other="2")
+    assert run(root, capsys) == (0, f"current   bench/results/a.json: measured {first}\n")
+    last = commit(root, source="2")
+    status, out = run(root, capsys)
+    assert status == 1
+    assert "1 later commits change its sources" in out
+    assert last[:7] in out
+    assert run(root, capsys, strict=False)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"rows": []}, "names no commit"),
+        ({"commit": None}, "names no commit"),
+        ({"commit": "0" * 40}, "not in the history"),
+    ],
+)
+def test_without_a_known_commit(root: Path, capsys: pytest.CaptureFixture[str], content: dict, reason: str) -> None:
+    commit(root, source="1")
+    measured(root, "a.json", **content)
+    status, out = run(root, capsys)
+    assert status == 1
+    assert reason in out
+
+
+def test_uncommitted_changes_and_files_without_an_entry(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = commit(root, source="1")
+    measured(root, "a.json", commit=f"{head}-dirty")
+    measured(root, "b.json", commit=head)
+    status, out = run(root, capsys)
+    assert status == 1
+    assert "with uncommitted changes" in out
+    assert "b.json: has no entry in SOURCES" in out
+
+
+def test_no_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_results.main([], tmp_path) == 2
+    assert "no git repository" in capsys.readouterr().err
+
+
+def test_the_table_names_the_files_of_this_tree() -> None:
+    results = check_results.ROOT / check_results.RESULTS
+    assert set(check_results.SOURCES) == {file.name for file in results.glob("*.json")}
+    for sources in check_results.SOURCES.values():
+        for source in sources:
+            assert (check_results.ROOT / source).exists(), source

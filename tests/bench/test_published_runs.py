@@ -1,0 +1,283 @@
+"""Reading published runs, on synthetic ones whose truth is known; and the command that shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import bounds, published_runs
+from bench.harness import replace_table
+from pipespec.observe.plot import Panel, Series, chart
+from pipespec.planning.simulator import Answers, SimulatedPolicy, StageModel, simulate
+
+ONE, WIDE, SMALL, MIDDLE, MIDDLE_WIDE, START = 0.120, 0.420, 0.011, 0.022, 0.026, 0.5
+LOOKAHEAD, USED = 8, 5
+SAMPLES, TOKENS = 6, 200
+
+
+def lockstep_log(bits: np.ndarray) -> tuple[list[int], list[float], int]:
+    """The published lock step of two models: tokens and seconds of each step of the target, number of the draft's steps."""
+    appended, seconds, position, bonus_open, drafted = [], [], 1, True, 0
+    while position < len(bits):
+        drafted += LOOKAHEAD - 1 + (bonus_open and position > 1)  # after a full lookahead it makes the bonus token, too
+        if bonus_open and not bits[position - 1]:
+            count, took, bonus_open = 1, ONE, False  # the draft took another bonus token: nothing to verify
+        else:
+            lookahead = bits[position : position + LOOKAHEAD - 1]
+            right = int(np.argmin(np.append(lookahead, False)))
+            bonus_open = right == LOOKAHEAD - 1
+            count, took = right + 1, WIDE
+        appended.append(count)
+        seconds.append(took)
+        position += count
+    return appended, seconds, drafted
+
+
+def save(folder: Path, name: str, strategy: str, models: list[str], samples: list[dict[str, Any]]) -> None:
+    data = {
+        "strategy": strategy,
+        "lookahead_recorded": LOOKAHEAD if strategy == "chain" else 0,
+        "models": [{"path": f"some/model-{m}-Instruct"} for m in models],
+        "samples": samples,
+    }
+    (folder / f"{name}.json").write_text(json.dumps(data))
+
+
+def sample(seconds: float, tokens: int, steps: list[list[float]], appended: list[list[int]]) -> dict[str, Any]:
+    return {
+        "total_time_s": seconds,
+        "tokens": tokens,
+        "stage_step_ms": [[1e3 * t for t in stage] for stage in steps],
+        "accepted_per_verification": appended,
+    }
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return {m: rng.random((SAMPLES, TOKENS)) < a for m, a in (("1B", 0.9), ("8B", 0.95))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, truth) -> Path:
+    """Plain runs, lock steps and pipelines of 1B, 8B and 70B. The pipelines ran with a lookahead that they do not record."""
+    out = tmp_path_factory.mktemp("runs")
+    plain = [{"total_time_s": START + ONE * TOKENS, "tokens": TOKENS, "token_times_ms": [1e3 * ONE] * TOKENS}] * 3
+    save(out, "greedy_70B", "greedy", ["70B"], plain)
+    drafts = {"1B": StageModel(SMALL), "8B": StageModel([MIDDLE, MIDDLE_WIDE])}
+    for names in (["1B"], ["8B"], ["1B", "8B"]):
+        lock, pipeline = [], []
+        for i in range(SAMPLES):
+            appended, seconds, drafted = lockstep_log(truth[names[-1]][i])
+            steps = [[MIDDLE if names == ["8B"] else SMALL] * drafted]
+            counts = [appended]
+            if len(names) == 2:
+                steps.append([MIDDLE_WIDE] * len(appended))
+                counts.insert(0, [LOOKAHEAD] * len(appended))
+            steps.append(seconds)
+            lock.append(sample(START + sum(map(sum, steps)), TOKENS, steps, counts))
+            run = simulate(
+                "reference",
+                [*(drafts[n] for n in names), StageModel([ONE, WIDE], start_s=START)],
+                Answers.from_bits(*(truth[n][i] for n in names)),
+                TOKENS,
+                lookahead=USED,
+                seed=100 + i,
+            )
+            logs = [np.repeat(np.arange(len(s.histogram)), s.histogram).tolist() for s in run.stages[1:]]
+            times = [[SMALL] * 10, *([WIDE] * len(log) for log in logs)]
+            pipeline.append(sample(run.seconds, TOKENS, times, logs))
+        save(out, "chain_" + "-".join(names), "chain", [*names, "70B"], lock)
+        save(out, "async_" + "-".join(names), "async-chain", [*names, "70B"], pipeline)
+    return out
+
+
+def test_agreement_is_read_back_from_the_logs(folder, truth):
+    runs = published_runs.load(folder)
+    for draft in ("1B", "8B"):
+        evidence = published_runs.gather(runs, (draft, "70B"))
+        for bits, right in zip(evidence.bits[0], truth[draft], strict=True):
+            known = bits >= 0
+            assert len(bits) == TOKENS
+            assert (bits[known] == right[known]).all()
+            assert known.mean() > 0.9
+        plain, wide = evidence.stages[-1].times()
+        assert (plain, wide) == (pytest.approx(ONE), pytest.approx(WIDE))
+        assert evidence.start_s == pytest.approx([START] * SAMPLES)
+        assert evidence.rates[0] == pytest.approx(truth[draft].mean(), abs=0.02)
+
+
+def test_pipelines_are_predicted_and_their_lookahead_is_found(folder):
+    runs = published_runs.load(folder)
+    pipelines = [run for run in runs if run.kind == "pipeline"]
+    assert len(pipelines) == 3
+    for run in pipelines:
+        assert run.lookahead == 0
+        compared = published_runs.compare(published_runs.gather(runs, run.models), run)
+        assert compared.lookahead == USED, run.name
+        assert abs(compared.error) < 0.04, run.name
+        distances = [d for _, d in compared.by_lookahead.values()]
+        assert sorted(distances)[1] > 1.5 * min(distances)
+
+
+def test_lockstep_runs_are_reproduced(folder):
+    report = published_runs.report(published_runs.load(folder))
+    two = [row for row in report["lockstep"] if row["run"].count("/") == 1]
+    assert len(two) == 2
+    for row in two:
+        assert abs(row["error"]) < 0.01, row
+
+
+def test_the_protocol_is_bounded_by_the_best_policy(folder):
+    report = published_runs.report(published_runs.load(folder))
+    for row in report["pipelines"]:
+        own = row["ours"]
+        assert own["best_ms"] <= own["no_minimum_ms"]
+        # Short texts, the bits of which are no exact average: a ceiling up to their scatter.
+        assert min(own["best_ms"], own["decode_meanwhile_ms"]) > 0.93 * own["ceiling_ms"]
+
+
+def test_the_table_compares_equal_samples(folder):
+    rows = {row.name: row for row in published_runs.table(published_runs.load(folder))}
+    assert set(rows) == {
+        "plain 70B",
+        *(f"{kind} {models}" for kind in ("lockstep", "pipeline") for models in ("1B/70B", "8B/70B", "1B/8B/70B")),
+    }
+    assert rows["plain 70B"].speedup == rows["plain 70B"].fair == 1.0
+    runs = {run.name: run for run in published_runs.load(folder)}
+    for name, row in rows.items():
+        assert row.interval[0] <= row.fair <= row.interval[1]
+        first = runs[name].samples[:3]
+        ms = 1e3 * sum(s.seconds for s in first) / sum(s.tokens for s in first)
+        assert row.fair == pytest.approx(rows["plain 70B"].ms_per_token / ms)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_are_printed(folder, capsys):
+    assert published_runs.main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    for expected in ("published table", "predicted", "lookahead used", "decoding meanwhile", "pipeline 1B/8B/70B"):
+        assert expected in text
+    assert published_runs.main([str(folder), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [p["lookahead_used"] for p in data["pipelines"]] == [USED] * 3
+
+
+def test_a_folder_with_plain_runs_only(folder, tmp_path, capsys):
+    (tmp_path / "greedy.json").write_text((folder / "greedy_70B.json").read_text())
+    assert published_runs.main([str(tmp_path)]) == 0
+    assert "plain 70B" in capsys.readouterr().out
+
+
+def test_a_missing_folder(tmp_path, capsys):
+    assert published_runs.main([str(tmp_path / "nowhere")]) == 2
+    assert "no published runs there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(samples=[]), "no samples"),
+        (lambda d: d.update(models=[]), "no models"),
+        (lambda d: d.update(strategy="beam"), "unknown strategy"),
+        (lambda d: d.pop("samples"), "'samples' is missing"),
+        (lambda d: d["samples"][0].pop("tokens"), "'tokens' is missing"),
+        (lambda d: d["samples"][0].update(total_time_s=0.0), "sample 0"),
+        (lambda d: d["samples"][0].update(total_time_s=-1.0), "sample 0"),
+        (lambda d: d["samples"][0].update(tokens=0), "0 tokens"),
+        (lambda d: d["samples"][1]["stage_step_ms"][1].__setitem__(0, 0.0), "step times must be positive"),
+        (lambda d: d["samples"][1].update(stage_step_ms=[[], []]), "step times must be positive"),
+        (lambda d: d["samples"][1].update(stage_step_ms=[[1.0]]), "not those of 2 stages"),
+        (lambda d: d["samples"][1]["accepted_per_verification"][0].pop(), "steps of the target"),
+        (lambda d: d["samples"][1]["accepted_per_verification"][0].__setitem__(0, 0), "at least one token"),
+        (lambda d: d["samples"][1]["accepted_per_verification"][0].__setitem__(0, 99), "more than its lookahead"),
+        (lambda d: d.update(samples=d["samples"][:2]), "different numbers of samples"),
+        (lambda d: [s.update(total_time_s=0.1) for s in d["samples"]], "longer than the whole"),
+        (lambda d: d.update(samples=7), "not a published run"),
+    ],
+)
+def test_broken_files_are_refused(folder, tmp_path, capsys, change, says):
+    for file in folder.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    file = tmp_path / "chain_8B.json"
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    assert published_runs.main([str(tmp_path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_more_broken_files(folder, tmp_path, capsys):
+    (tmp_path / "run.json").write_text("{")
+    assert published_runs.main([str(tmp_path)]) == 2
+    assert "run.json: it is not a published run" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text((folder / "chain_8B.json").read_text())
+    assert published_runs.main([str(tmp_path)]) == 2
+    assert "'plain 70B' is needed" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no position"):
+        published_runs.acceptance([])
+    with pytest.raises(ValueError, match="no position"):
+        published_runs.acceptance([np.array([-1, -1])])
+
+
+def test_foresight():
+    # All wrong: nothing helps. All right: as fast as the draft, or as wide steps are.
+    assert bounds.with_foresight(np.zeros(5), 40, 1.0, 30.0, 10.0) == pytest.approx(400.0)
+    assert bounds.with_foresight(np.ones(5), 400, 1.0, 30.0, 10.0) == pytest.approx(400.0, rel=0.1)
+    # One draft token at a time can be had: pairs of tokens for the price of a step.
+    assert bounds.with_foresight(np.ones(5), 400, 1e-3, 10.0, 10.0, max_draft_tokens=1) == pytest.approx(
+        2000.0, rel=0.01
+    )
+    generator = np.random.default_rng(0)
+    steps = [StageModel(1.0), StageModel([10.0, 35.0])]
+    for a in (0.5, 0.8, 0.95):
+        right = generator.random(400) < a
+        bound = bounds.with_foresight(right, 400, 1.0, 35.0, 10.0)
+        assert bound <= 4000.0
+        for min_draft_tokens in (0, 4, 12):
+            policy = SimulatedPolicy(
+                lookahead=64, min_draft_tokens=min_draft_tokens, decode_meanwhile=min_draft_tokens > 0
+            )
+            assert bound < simulate("workers", steps, Answers.from_bits(right), 400, policy=policy).seconds
+
+
+# --- the page of formulas ------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_the_page_are_replaced(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n<!-- y:begin -->\n<!-- y:end -->\n")
+    for name, text in (("x", "1 \\1\n2"), ("y", "3")):
+        replace_table(page, text, name)
+    assert page.read_text() == "a\n<!-- x:begin -->\n1 \\1\n2\n<!-- x:end -->\nb\n<!-- y:begin -->\n3\n<!-- y:end -->\n"
+    with pytest.raises(ValueError, match="z:begin"):
+        replace_table(page, "", "z")
+
+
+def test_charts_show_their_series():
+    curves = [Series("line", [0, 1, 2], [1, 2, 4]), Series("dots", [1], [3], 1, marks=True)]
+    picture = chart("t < u", [Panel(curves, "panel", "x", "y")])
+    assert picture.count("<polyline") == 1
+    assert picture.count("<circle") == 2  # the dot and its key
+    assert "t &lt; u" in picture
+    with pytest.raises(ValueError, match="finite"):
+        chart("t", [Panel([Series("line", [0.0], [float("nan")])])])
+    with pytest.raises(ValueError, match="finite"):
+        chart("t", [Panel([])])
+
+
+def test_the_page_has_every_block_and_figure():
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "theory.md").read_text()
+    for name in ("errors", "published", "chains", "crossover", "break-even", "speed", "published-runs"):
+        inside = page.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
+        assert len(inside) > 100, name
+    for name in ("speedup.svg", "expensive_verification.svg", "spd.svg"):
+        assert f"(theory/{name})" in page
+        assert (docs / "theory" / name).read_text().startswith("<svg")

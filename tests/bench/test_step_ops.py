@@ -1,0 +1,69 @@
+"""What a captured step launches, held to a budget."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench import step_ops
+
+BUDGET = {
+    "greedy": (40, 26),
+    "sampled": (40, 42),
+    "top-k": (40, 45),
+    "all filters": (40, 47),
+}
+"""Launches per layer and outside of the layers. A change that needs fewer lowers them."""
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("sampling", BUDGET)
+@pytest.mark.parametrize("name", step_ops.MODELS)
+def test_launches_of_a_step(name, sampling, width):
+    """And nothing that a capture refuses: no wait for the device, no copy from the host."""
+    counts = step_ops.count(step_ops.MODELS[name], width, sampling)
+    assert counts.refused == []
+    per_layer, outside = BUDGET[sampling]
+    assert counts.layer.total() <= per_layer
+    assert counts.outside.total() <= outside
+    assert counts.layer["mm"] == 7
+    assert counts.outside["verify_kernel"] == 1
+    # A clear in each step would be for memory that could stay clear.
+    assert not {"zeros", "zero_", "full", "fill_", "arange", "scalar_tensor"} & {*counts.layer, *counts.outside}
+
+
+def test_every_layer_counts_alike():
+    model = step_ops.MODELS["1B"]
+    log = step_ops.launches(model, 5, 1)
+    assert len(log.launches) == step_ops.count(model, 1).total(5)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "all filters"])
+def test_no_tensor_of_a_step_stays(sampling):
+    """It would keep the memory of a graph, and hold what a replay overwrites."""
+    log = step_ops.launches(step_ops.MODELS["1B"], 2, 4, sampling)
+    assert log.kept == []
+    assert log.on_host == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "refused"),
+    [
+        (lambda x: x.sum().item(), "waits for the device: _local_scalar_dense"),
+        (torch.nonzero, "waits for the device: nonzero"),
+        (lambda x: x[x > 0], "waits for the device: index"),
+        (lambda x: x.copy_(torch.ones(3)), "reads memory of the host: copy_"),
+        (lambda x: torch.ones(3).to(x.device), "reads memory of the host: _to_copy"),
+        (lambda x: torch.empty(3).copy_(x), "waits for the device: copy_"),
+    ],
+    ids=["item", "nonzero", "mask", "copy", "to", "read"],
+)
+def test_what_a_capture_refuses_is_seen(operation, refused):
+    log = step_ops.OperationLog()
+    with step_ops.without_gpu(log):
+        x = torch.zeros(3, device="meta")
+        with log, contextlib.suppress(RuntimeError, NotImplementedError):  # there are no values to read
+            operation(x)
+    assert refused in log.refused

@@ -1,0 +1,485 @@
+"""The native forward of a decoder against the same model in float64, and against itself for every shape of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder
+
+from .selection import simd, simd_variants
+
+VARIANTS = simd_variants()
+FEW = DecoderShape(
+    hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocabulary=100, eps=1e-6, scale=16**-0.5
+)
+ODD = DecoderShape(
+    hidden=40, intermediate=72, heads=6, kv_heads=2, head_dim=20, vocabulary=1001, eps=1e-5, scale=0.3, rotary_dim=12
+)
+
+
+class Model:
+    """A decoder with random weights, and the definition of its forward in float64."""
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: int = 3,
+        *,
+        biases: bool = False,
+        head_norms: bool = False,
+        tied: bool = False,
+        bits: int = 32,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*size: int, around: float = 0.0) -> Tensor:
+            x = torch.randn(size, generator=generator) * (size[-1] ** -0.5 if len(size) == 2 else 0.2) + around
+            return x.bfloat16().to(dtype) if bits == 16 else x.to(dtype)
+
+        s = self.shape = shape
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        sizes = {
+            "q": (q, s.hidden),
+            "k": (kv, s.hidden),
+            "v": (kv, s.hidden),
+            "o": (s.hidden, q),
+            "gate": (s.intermediate, s.hidden),
+            "up": (s.intermediate, s.hidden),
+            "down": (s.hidden, s.intermediate),
+        }
+        weight = 1.0 - s.norm_offset
+        self.layers = [
+            LayerWeights(
+                input_norm=random(s.hidden, around=weight),
+                post_norm=random(s.hidden, around=weight),
+                **{name: random(*size) for name, size in sizes.items()},
+                **({f"{name}_bias": random(size[0]) for name, size in sizes.items()} if biases else {}),
+                **({f"{name}_norm": random(s.head_dim, around=weight) for name in "qk"} if head_norms else {}),
+            )
+            for _ in range(layers)
+        ]
+        self.head = random(s.vocabulary, s.hidden)
+        self.embedding = self.head if tied else random(s.vocabulary, s.hidden) * 4
+        self.norm = random(s.hidden, around=weight)
+        self.head_bias = random(s.vocabulary) if biases else None
+
+    def native(self) -> NativeDecoder:
+        return NativeDecoder(
+            self.shape,
+            self.layers,
+            embedding=self.embedding,
+            norm=self.norm,
+            head=self.head,
+            head_bias=self.head_bias,
+        )
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        root = (x.pow(2).mean(-1, keepdim=True) + self.shape.eps).sqrt()
+        return x / root * (weight.double() + self.shape.norm_offset)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        r = self.shape.rotated
+        x, rest = x[..., :r], x[..., r:]
+        half = torch.cat((-x[..., r // 2 :], x[..., : r // 2]), -1)
+        return torch.cat((x * cos + half * sin, rest), -1)
+
+    def row(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits and hidden states of one sequence from position 0 on, and each layer's keys and values ``[Hkv, n, D]``."""
+        s, n = self.shape, len(tokens)
+        h, cache = self.embedding.double()[tokens], []
+        cos, sin = cos.double()[:n], sin.double()[:n]
+        mask = torch.full((n, n), -math.inf, dtype=torch.float64).triu(1)
+        activation: Callable[[Tensor], Tensor] = {
+            "silu": F.silu,
+            "gelu": F.gelu,
+            "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        }[s.activation]
+
+        def linear(x: Tensor, layer: LayerWeights, name: str) -> Tensor:
+            bias = getattr(layer, f"{name}_bias")
+            return F.linear(x, getattr(layer, name).double(), None if bias is None else bias.double())
+
+        for layer in self.layers:
+            x = self._normed(h, layer.input_norm)
+            q, k, v = (linear(x, layer, name).view(n, -1, s.head_dim).transpose(0, 1) for name in "qkv")
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+            cache.append((k, v))
+            group = s.heads // s.kv_heads
+            scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * s.scale + mask
+            mixed = scores.softmax(-1) @ v.repeat_interleave(group, 0)
+            h = h + linear(mixed.transpose(0, 1).reshape(n, -1), layer, "o")
+            x = self._normed(h, layer.post_norm)
+            h = h + linear(activation(linear(x, layer, "gate")) * linear(x, layer, "up"), layer, "down")
+        bias = None if self.head_bias is None else self.head_bias.double()
+        return F.linear(self._normed(h, self.norm), self.head.double(), bias), h, cache
+
+
+def angles(shape: DecoderShape, positions: int = 64) -> tuple[Tensor, Tensor]:
+    r = shape.rotated
+    inverse = 100.0 ** (-torch.arange(0, r, 2).double() / max(r, 1))
+    x = torch.outer(torch.arange(positions).double(), inverse).repeat(1, 2)
+    return x.cos().float(), x.sin().float()
+
+
+def storage(
+    model: Model, rows: int, capacity: int = 64, dtype: torch.dtype = torch.float32, layout: str = "plain"
+) -> tuple[Tensor, Tensor]:
+    """Keys and values full of NaN: what is read must have been written."""
+    s, layers = model.shape, len(model.layers)
+    if layout == "plain":
+        both = torch.full((2, layers, rows, s.kv_heads, capacity, s.head_dim), math.nan, dtype=dtype)
+        return both[0], both[1]
+    # Positions before heads, something between the layers, and different strides of keys and values.
+    keys = torch.full((rows, capacity, layers, s.kv_heads + 1, s.head_dim + 3), math.nan, dtype=dtype)
+    values = torch.full((layers, capacity, rows, s.kv_heads, s.head_dim), math.nan, dtype=dtype)
+    return keys.permute(2, 0, 3, 1, 4)[:, :, 1:, :, 2:-1], values.permute(0, 2, 3, 1, 4)
+
+
+def feed(
+    decoder: NativeDecoder,
+    tokens: Tensor,
+    cache: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor],
+    widths: Sequence[int],
+    threads: int = 1,
+) -> Tensor:
+    """Logits of all columns of ``tokens``, fed in pieces of these widths."""
+    rows, at, pieces = len(tokens), 0, []
+    for width in widths:
+        piece = tokens[:, at : at + width]
+        pieces.append(decoder.step(piece, *cache, [at] * rows, *tables, keep=width, threads=threads))
+        at += width
+    assert at == tokens.shape[1]
+    return torch.cat(pieces, 1)
+
+
+def random_tokens(shape: DecoderShape, rows: int, columns: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, shape.vocabulary, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert got.shape == expected.shape
+    error = (got.double() - expected).abs().max().item()
+    assert error <= tolerance * (expected.max() - expected.min()).item()
+
+
+MODELS = {
+    "grouped": {"shape": FEW},
+    "tied": {"shape": FEW, "tied": True},
+    "biases": {"shape": FEW, "biases": True},
+    "head norms": {"shape": dataclasses.replace(FEW, head_dim=24), "head_norms": True},
+    "odd": {"shape": ODD},
+    "odd, everything": {"shape": ODD, "biases": True, "head_norms": True, "tied": True},
+    "gelu_tanh": {"shape": dataclasses.replace(FEW, activation="gelu_tanh", norm_offset=1.0)},
+    "gelu": {"shape": dataclasses.replace(FEW, activation="gelu")},
+    "one head": {"shape": dataclasses.replace(FEW, heads=1, kv_heads=1, head_dim=80)},
+    "one kv head": {"shape": dataclasses.replace(FEW, heads=5, kv_heads=1, head_dim=8)},
+    "16 bits": {"shape": ODD, "bits": 16, "biases": True},
+    "bfloat16 weights": {"shape": FEW, "bits": 16, "dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_definition(name: str, variant: str) -> None:
+    model = Model(**MODELS[name])
+    with simd(variant):
+        decoder = model.native()
+        assert decoder.weight_bits == (16 if "16" in name else 32)
+        tables = angles(model.shape)
+        tokens = random_tokens(model.shape, 2, 50)
+        cache = storage(model, 2)
+        logits = feed(decoder, tokens, cache, tables, [1, 33, 2, 1, 5, 8])
+    for r in range(2):
+        expected, _, layers = model.row(tokens[r], *tables)
+        if model.head.dtype is torch.bfloat16:
+            assert logits.dtype is torch.bfloat16
+            assert_close(logits[r], expected, 2**-9)
+        else:
+            assert_close(logits[r], expected)
+        for i, (k, v) in enumerate(layers):
+            assert_close(cache[0][i, r, :, :50], k)
+            assert_close(cache[1][i, r, :, :50], v)
+    # Nothing lies behind the rows' lengths.
+    assert cache[0][:, :, :, 50:].isnan().all()
+    assert cache[1][:, :, :, 50:].isnan().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["grouped", "odd, everything", "16 bits", "one head"])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_call(name: str, variant: str, cache_dtype: torch.dtype) -> None:
+    # Column by column, in blocks, all at once; alone and in a batch; with one thread and with several.
+    model = Model(**MODELS[name])
+    with simd(variant):
+        decoder = model.native()
+        tables, tokens = angles(model.shape), random_tokens(model.shape, 5, 40)
+        caches = []
+
+        def run(rows: Tensor, widths: Sequence[int], threads: int, layout: str = "plain") -> Tensor:
+            caches.append(storage(model, len(rows), dtype=cache_dtype, layout=layout))
+            return feed(decoder, rows, caches[-1], tables, widths, threads)
+
+        alone = torch.cat([run(tokens[r : r + 1], [1] * 40, 1) for r in range(5)])
+        keys = torch.cat([c[0] for c in caches], 1)
+        assert alone.isfinite().all()
+        for widths, threads, layout in [
+            ([40], 1, "plain"),
+            ([40], 3, "strided"),
+            ([1] * 40, 2, "plain"),
+            ([2, 3, 4, 5, 6, 7, 8, 5], 1, "strided"),
+            ([3, 33, 4], 2, "plain"),
+        ]:
+            assert torch.equal(run(tokens, widths, threads, layout), alone), (widths, threads)
+            assert torch.equal(caches[-1][0][:, :, :, :40], keys[:, :, :, :40])
+
+
+def test_16_and_32_bits_give_the_same_bits() -> None:
+    model = Model(ODD, bits=16, biases=True)
+    # One more layer whose weights bfloat16 does not represent; it is never run.
+    other = Model(ODD, layers=1, seed=9)
+    wide = NativeDecoder(ODD, [*model.layers, *other.layers])
+    narrow = NativeDecoder(ODD, model.layers)
+    assert (narrow.weight_bits, wide.weight_bits) == (16, 32)
+    assert wide.nbytes > 2 * narrow.nbytes
+    tables = angles(ODD)
+    hidden = torch.randn(2, 9, ODD.hidden)
+    results = []
+    for decoder, layers in ((narrow, 3), (wide, 4)):
+        shape = (layers, 2, ODD.kv_heads, 32, ODD.head_dim)
+        cache = torch.full(shape, math.nan), torch.full(shape, math.nan)
+        results.append(decoder.run_layers(hidden, *cache, [0, 0], *tables, end=3))
+    assert torch.equal(*results)
+
+
+def test_one_weight_makes_it_32_bits() -> None:
+    model = Model(FEW, bits=16)
+    assert model.native().weight_bits == 16
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        changed = getattr(model.layers[1], name).clone()
+        changed[-1, -1] = 1 + 2**-20
+        layers = [model.layers[0], dataclasses.replace(model.layers[1], **{name: changed}), model.layers[2]]
+        assert NativeDecoder(FEW, layers).weight_bits == 32, name
+    model.head[5, 5] = 1 + 2**-20
+    assert model.native().weight_bits == 32
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 5])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_keeps_the_last_columns(keep: int, threads: int) -> None:
+    model = Model(ODD, biases=True)
+    decoder, tables, tokens = model.native(), angles(ODD), random_tokens(ODD, 3, 23)
+    cache, reference = storage(model, 3), storage(model, 3)
+    everything = feed(decoder, tokens, reference, tables, [18, 5])
+    decoder.step(tokens[:, :18], *cache, [0] * 3, *tables, keep=0, threads=threads)
+    out = torch.full((3, keep, ODD.vocabulary), math.nan)
+    got = decoder.step(tokens[:, 18:], *cache, [18] * 3, *tables, keep=keep, threads=threads, out=out)
+    assert got is out
+    assert torch.equal(got, everything[:, 23 - keep :])
+    for ours, theirs in zip(cache, reference, strict=True):
+        assert torch.equal(ours[:, :, :, :23], theirs[:, :, :, :23])
+
+
+def test_rows_of_different_lengths() -> None:
+    model = Model(ODD)
+    decoder, tables, tokens = model.native(), angles(ODD), random_tokens(ODD, 4, 40)
+    lengths = [0, 1, 17, 33]
+    cache = storage(model, 4, layout="strided")
+    for r, n in enumerate(lengths):
+        if n > 0:
+            row = [x[:, r : r + 1] for x in cache]
+            decoder.step(tokens[r : r + 1, :n], *row, [0], *tables, keep=0)
+    fed = torch.stack([tokens[r, n : n + 4] for r, n in enumerate(lengths)]).int()
+    logits = decoder.step(fed.t().contiguous().t(), *cache, torch.tensor(lengths), *tables, keep=4, threads=2)
+    for r, n in enumerate(lengths):
+        assert_close(logits[r], model.row(tokens[r, : n + 4], *tables)[0][n:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_equal_the_step(variant: str) -> None:
+    model = Model(ODD, layers=4)
+    with simd(variant):
+        decoder, tables, tokens = model.native(), angles(ODD), random_tokens(ODD, 2, 9)
+        cache, parts = storage(model, 2), storage(model, 2)
+        logits = decoder.step(tokens, *cache, [0, 0], *tables, keep=9)
+        embedded = decoder.embed(tokens)
+        assert torch.equal(embedded, model.embedding[tokens])
+        hidden = embedded.clone()
+        for begin, end in ((0, 1), (1, 3), (3, 3), (3, 4)):
+            hidden = decoder.run_layers(hidden, *parts, [0, 0], *tables, begin=begin, end=end, threads=2)
+        assert torch.equal(decoder.logits(hidden), logits)
+        assert torch.equal(decoder.logits(hidden[0, 3]), logits[0, 3])
+        assert torch.equal(parts[0][:, :, :, :9], cache[0][:, :, :, :9])
+        before = embedded.clone()
+        decoder.run_layers(embedded, *parts, [0, 0], *tables)
+        assert torch.equal(before, embedded)
+    assert_close(hidden[0], model.row(tokens[0], *tables)[1])
+
+
+def test_a_cache_of_bfloat16_is_rounded_to_nearest_even() -> None:
+    model = Model(FEW, layers=1)
+    decoder, tables, tokens = model.native(), angles(FEW), random_tokens(FEW, 1, 30)
+    exact, rounded = storage(model, 1), storage(model, 1, dtype=torch.bfloat16)
+    expected = feed(decoder, tokens, exact, tables, [30])
+    got = feed(decoder, tokens, rounded, tables, [30])
+    for ours, theirs in zip(rounded, exact, strict=True):
+        assert torch.equal(ours[:, :, :, :30], theirs[:, :, :, :30].bfloat16())
+    assert_close(got, expected.double(), 0.01)
+    assert not torch.equal(got, expected)
+
+
+def test_large_scores() -> None:
+    # One key takes all of the weight: exponentials of differences far below the range of float32.
+    model = Model(dataclasses.replace(FEW, scale=300.0))
+    decoder, tables, tokens = model.native(), angles(FEW), random_tokens(FEW, 1, 30)
+    logits = feed(decoder, tokens, storage(model, 1), tables, [30])
+    assert_close(logits[0], model.row(tokens[0], *tables)[0], 1e-3)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 3), (3, 0)])
+def test_nothing_to_do(rows: int, width: int) -> None:
+    model = Model(FEW)
+    decoder, tables = model.native(), angles(FEW)
+    cache = storage(model, rows)
+    tokens = torch.zeros((rows, width), dtype=torch.int64)
+    assert decoder.step(tokens, *cache, [0] * rows, *tables, keep=width).shape == (rows, width, FEW.vocabulary)
+    hidden = decoder.embed(tokens)
+    assert hidden.shape == (rows, width, FEW.hidden)
+    assert decoder.run_layers(hidden, *cache, [0] * rows, *tables).shape == hidden.shape
+    assert decoder.logits(hidden).shape == (rows, width, FEW.vocabulary)
+
+
+def test_weights_are_copies() -> None:
+    model = Model(FEW)
+    decoder, tables, tokens = model.native(), angles(FEW), random_tokens(FEW, 1, 9)
+    before = feed(decoder, tokens, storage(model, 1), tables, [9])
+    for layer in model.layers:
+        layer.q.zero_()
+        layer.input_norm.zero_()
+    model.head.zero_()
+    assert torch.equal(feed(decoder, tokens, storage(model, 1), tables, [9]), before)
+
+
+class Call:
+    """Arguments of a step that works."""
+
+    def __init__(self) -> None:
+        self.model = Model(FEW)
+        self.decoder = self.model.native()
+        self.cos, self.sin = angles(FEW, 32)
+        self.keys, self.values = storage(self.model, 2, capacity=20)
+        self.tokens = random_tokens(FEW, 2, 4)
+        self.lengths: Sequence[int] = [3, 16]
+        self.keep = 4
+        self.threads: int | None = None
+        self.out: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        return self.decoder.step(
+            self.tokens,
+            self.keys,
+            self.values,
+            self.lengths,
+            self.cos,
+            self.sin,
+            keep=self.keep,
+            threads=self.threads,
+            out=self.out,
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"lengths": [3, 17]}, ValueError, "capacity is 20"),
+        ({"lengths": [-1, 3]}, ValueError, "lengths are"),
+        ({"lengths": [3]}, ValueError, "2 entries"),
+        ({"lengths": [3, 3, 3]}, ValueError, "2 entries"),
+        ({"lengths": [0.5, 1]}, TypeError, "integer"),
+        ({"cos": torch.zeros(19, 16)}, ValueError, "19 and 32 positions"),
+        ({"cos": torch.zeros(32, 8)}, ValueError, "cos must be"),
+        ({"sin": torch.zeros(16, 32).t()}, ValueError, "sin must be contiguous"),
+        ({"sin": torch.zeros(32, 16, dtype=torch.float64)}, TypeError, "sin must be float32"),
+        ({"cos": torch.zeros(32, 16, device="meta")}, ValueError, "cos must be on the CPU"),
+        ({"keep": 5}, ValueError, "keep must be 0 .. 4"),
+        ({"keep": -1}, ValueError, "keep must be 0 .. 4"),
+        ({"threads": 0}, ValueError, "threads must be at least 1"),
+        ({"tokens": torch.zeros(2, 4)}, TypeError, "int32 or int64"),
+        ({"tokens": torch.zeros(8, dtype=torch.int64)}, ValueError, "tokens must be"),
+        ({"tokens": torch.zeros(3, 4, dtype=torch.int64)}, ValueError, "keys must be"),
+        ({"tokens": torch.tensor([[0, 1, 2, 3], [0, 1, 100, 3]])}, ValueError, r"tokens\[1, 2\] is 100"),
+        ({"tokens": torch.tensor([[0, 1, 2, 3], [-1, 1, 0, 3]])}, ValueError, r"tokens\[1, 0\] is -1"),
+        ({"keys": torch.zeros(2, 2, 2, 20, 16)}, ValueError, "keys must be"),
+        ({"values": torch.zeros(3, 2, 2, 21, 16)}, ValueError, "values are"),
+        ({"values": torch.zeros(3, 2, 2, 20, 16, dtype=torch.bfloat16)}, TypeError, "both be float32"),
+        ({"values": torch.zeros(3, 2, 2, 16, 20).transpose(3, 4)}, ValueError, "must be contiguous"),
+        ({"keys": torch.zeros(3, 2, 2, 20, 16, device="meta")}, ValueError, "on the CPU"),
+        ({"out": torch.zeros(2, 4, 101)}, ValueError, "out must be"),
+        ({"out": torch.zeros(2, 4, 100, dtype=torch.float64)}, TypeError, "out must be"),
+    ],
+)
+def test_refuses_by_name(change: dict, error: type[Exception], words: str) -> None:
+    call = Call()
+    call()
+    before = call.keys.clone()
+    for name, value in change.items():
+        setattr(call, name, value)
+    if "keys" in change:
+        before = call.keys.clone()
+    with pytest.raises(error, match=words):
+        call()
+    if call.keys.device.type == "cpu":
+        assert torch.equal(call.keys.nan_to_num(7), before.nan_to_num(7))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kv_heads": 3}, "divide heads"),
+        ({"rotary_dim": 5}, "even"),
+        ({"rotary_dim": 18}, "rotary_dim"),
+        ({"activation": "relu"}, "activation"),
+        ({"hidden": 0}, "hidden"),
+        ({"head_dim": 18}, r"layers\[0\].q must be"),
+    ],
+)
+def test_refuses_a_shape(change: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NativeDecoder(dataclasses.replace(FEW, **change), Model(FEW).layers)
+
+
+def test_refuses_weights() -> None:
+    model = Model(FEW)
+    layer = model.layers[0]
+    with pytest.raises(TypeError, match="up must be float32 or bfloat16"):
+        NativeDecoder(FEW, [dataclasses.replace(layer, up=layer.up.half())])
+    with pytest.raises(ValueError, match="down_bias must be"):
+        NativeDecoder(FEW, [dataclasses.replace(layer, down_bias=torch.zeros(1))])
+    with pytest.raises(ValueError, match="on the CPU"):
+        NativeDecoder(FEW, [dataclasses.replace(layer, k=layer.k.to("meta"))])
+    with pytest.raises(ValueError, match="go together"):
+        NativeDecoder(FEW, [layer], head=model.head)
+    with pytest.raises(ValueError, match="needs a head"):
+        NativeDecoder(FEW, [layer], head_bias=torch.zeros(100))
+    bare = NativeDecoder(FEW, [layer])
+    with pytest.raises(ValueError, match="without embedding"):
+        bare.embed(torch.zeros((1, 1), dtype=torch.int64))
+    with pytest.raises(ValueError, match="without norm and head"):
+        bare.logits(torch.zeros(1, 64))
+    with pytest.raises(ValueError, match="begin 0 and end 2"):
+        bare.run_layers(torch.zeros(1, 1, 64), torch.zeros(0), torch.zeros(0), [0], *angles(FEW), end=2)
+    with pytest.raises(ValueError, match=r"hidden must be"):
+        bare.run_layers(torch.zeros(1, 64), torch.zeros(0), torch.zeros(0), [0], *angles(FEW))
+    with pytest.raises(TypeError, match="hidden must be float32"):
+        bare.run_layers(torch.zeros(1, 1, 64).double(), torch.zeros(0), torch.zeros(0), [0], *angles(FEW))

@@ -1,0 +1,215 @@
+// Random tasks for chains of fake models, and what must hold whatever the launcher of their steps
+// is.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.hpp"
+#include "fake_stage.hpp"
+#include "runtime/generation.hpp"
+#include "runtime/host_launcher.hpp"
+#include "runtime/scheduler.hpp"
+
+namespace chains {
+
+using namespace pipespec;
+using fake::Model;
+using fake::Random;
+using fake::Tokens;
+using fake::Truth;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+inline constexpr std::int64_t kSecond = 1'000'000'000;
+
+inline u64 threads_of_this_process() {
+  // ThreadSanitizer has one of its own, from the first that we start.
+  static const bool first = (std::thread([] {}).join(), true);
+  (void)first;
+  const auto tasks = std::filesystem::directory_iterator("/proc/self/task");
+  return static_cast<u64>(std::distance(begin(tasks), end(tasks)));
+}
+
+// A thread that has been joined may still be listed for a moment.
+inline bool threads_are(u64 expected) {
+  check::comes([&] { return threads_of_this_process() == expected; });
+  return CHECK_EQ(threads_of_this_process(), expected);
+}
+
+// One generation: models, prompts, limits, and what happens to them.
+struct Task {
+  Truth truth;
+  std::vector<Model> models;
+  std::vector<Tokens> prompts;
+  std::vector<u32> limits;
+  std::vector<u32> pauses_us;  // per stage: a step lasts up to so long; 0: no time at all
+  u64 seed;
+
+  Task(u32 stages, u32 rows, u32 length, u64 of)
+      : truth{.seed = fake::mix(of), .eos = {3, 2}}, seed(of) {
+    Random random{of};
+    truth.eos_rate = random.pick({0.0, 0.02});
+    truth.vocabulary = random.pick({4, 40});
+    for (u32 s = 0; s < stages; ++s) {
+      models.push_back(
+          {&truth, s + 1 == stages ? 1.0 : random.pick({0.0, 0.6, 0.9, 1.0}), random.below(3)});
+      pauses_us.push_back(random.pick({0u, 0u, 3u, 30u}));
+    }
+    for (u32 r = 0; r < rows; ++r) {
+      prompts.emplace_back();
+      for (u32 i = 1 + random.below(4); i > 0; --i)
+        prompts[r].push_back(static_cast<std::int32_t>(random.below(9)));
+      limits.push_back(static_cast<u32>(prompts[r].size()) + 1 + random.below(length));
+    }
+  }
+  Task(const Task&) = delete;
+  Task& operator=(const Task&) = delete;
+};
+
+struct Failure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Called ahead of every forward that feeds something, with the stage and the number of the step; it
+// may throw.
+using Hook = std::function<void(u32 stage, u32 step)>;
+
+// A chain of fake models, without the launcher of their steps.
+class Models {
+ public:
+  using Rectangle = HostLauncher::Rectangle;
+
+  // `block`: that the stages use; `home`: the host's, which is reset before a generation.
+  Models(const Task& task, const Block& block, const Block& home, Hook before)
+      : task_(task),
+        stages_(static_cast<u32>(task.models.size())),
+        block_(block),
+        home_(home),
+        before_(std::move(before)),
+        caches_(stages_),
+        steps_(stages_) {}
+
+  void reset() {
+    std::vector<u32> starts;
+    Tokens last;
+    for (const Tokens& prompt : task_.prompts) {
+      starts.push_back(static_cast<u32>(prompt.size()));
+      last.push_back(prompt.back());
+    }
+    pipespec::reset(home_, starts, task_.limits, last, task_.truth.eos);
+    for (u32 s = 0; s < stages_; ++s) {
+      caches_[s].assign(task_.prompts.size(), fake::Cache(task_.models[s]));
+      for (u32 r = 0; r < task_.prompts.size(); ++r) caches_[s][r].prefill(task_.prompts[r]);
+      steps_[s] = 0;
+    }
+  }
+
+  const Block& block() const { return block_; }
+  u32 steps(u32 stage) const { return steps_[stage]; }
+
+  // The target's rows: the whole plain text, or with `part` a beginning of it.
+  bool check_text(bool part = false) const {
+    for (u32 r = 0; r < task_.prompts.size(); ++r) {
+      const Tokens text = fake::plain(task_.models.back(), task_.prompts[r], task_.limits[r]);
+      const auto begin = static_cast<u32>(task_.prompts[r].size()) - 1;
+      const u32 length = Sequence(block(), block().target(), r).word().length;
+      if (!CHECK(part ? length <= text.size() : length == text.size())) return false;
+      if (!CHECK_EQ(tokens(block(), block().target(), r, begin, length),
+                    Tokens(text.begin() + begin, text.begin() + length)))
+        return false;
+    }
+    return true;
+  }
+
+  // Every cache holds its stage's sequence, however it was truncated and refilled.
+  bool check_caches() const {
+    for (u32 s = 0; s < stages_; ++s)
+      for (u32 r = 0; r < task_.prompts.size(); ++r) {
+        const Tokens& prompt = task_.prompts[r];
+        const Sequence sequence(block(), s, r);
+        for (u32 p = 0; p < block().priv(s, r).kv; ++p)
+          if (!CHECK_EQ(caches_[s][r].entries()[p],
+                        p < prompt.size() ? prompt[p] : sequence.token(p)))
+            return false;
+      }
+    return true;
+  }
+
+  // The host shadow is the block, in all that foresee() looks at.
+  bool check_shadow(const Block& shadow) const {
+    for (u32 s = 0; s < stages_; ++s)
+      for (u32 r = 0; r < task_.prompts.size(); ++r) {
+        const Word word = Sequence(block(), s, r).word();
+        const auto start = static_cast<u32>(task_.prompts[r].size());
+        if (!CHECK_EQ(pack(Sequence(shadow, s, r).word()), pack(word))) return false;
+        if (!CHECK_EQ(fake::tokens_of(shadow, s, r, start, word.length),
+                      fake::tokens_of(block(), s, r, start, word.length)))
+          return false;
+        CHECK_EQ(Sequence(shadow, s, r).committed(), Sequence(block(), s, r).committed());
+        CHECK_EQ(shadow.priv(s, r).kv, block().priv(s, r).kv);
+        CHECK_EQ(shadow.priv(s, r).agreed, block().priv(s, r).agreed);
+        CHECK_EQ(shadow.priv(s, r).seen_epoch, block().priv(s, r).seen_epoch);
+      }
+    return true;
+  }
+
+ protected:
+  void forward(u32 stage, const Rectangle& r) {
+    if (std::any_of(r.query_lens, r.query_lens + r.rows, [](std::int32_t n) { return n > 0; })) {
+      const u32 step = steps_[stage]++;
+      if (before_) before_(stage, step);
+      Random random{fake::mix(task_.seed * 64 + stage) + step};
+      if (task_.pauses_us[stage] > 0 && random.below(3) == 0)
+        usleep(random.below(task_.pauses_us[stage]));
+    }
+    for (u32 row = 0; row < r.rows; ++row) {
+      const std::int32_t* tokens = r.tokens + std::size_t{row} * r.width;
+      const auto kv = static_cast<u32>(r.kv[row]),
+                 num_draft_tokens = static_cast<u32>(r.num_draft_tokens[row]);
+      caches_[stage][row].feed(tokens, kv, static_cast<u32>(r.query_lens[row]), r.width);
+      caches_[stage][row].select(tokens, kv, static_cast<u32>(r.n_select[row]), num_draft_tokens,
+                                 r.selected + std::size_t{row} * r.width, r.width);
+    }
+  }
+
+  const Task& task_;
+  const u32 stages_;
+
+ private:
+  Block block_, home_;
+  Hook before_;
+  std::vector<std::vector<fake::Cache>> caches_;
+  std::vector<std::atomic<u32>> steps_;
+};
+
+inline ChainPolicy any_policy(u32 stages, Random& random) {
+  ChainPolicy out;
+  for (u32 s = 0; s + 1 < stages; ++s)
+    out.lookahead.push_back(random.pick({0u, 1u, 3u, 8u, 20u, ~0u}));
+  out.min_draft_tokens = random.pick({0u, 0u, 2u, 6u});
+  out.decode_meanwhile = random.chance(0.5);
+  return out;
+}
+
+inline Options any_options(Random& random) {
+  return {.schedule = random.chance(0.3) ? Schedule::kLockstep : Schedule::kStreams,
+          .ahead = 1 + random.below(4),
+          .patience = random.pick({0.0, 1.5, 20.0}),
+          .trace = random.pick({0u, 3u, 1000u})};
+}
+
+inline std::vector<u32> any_widths(Random& random) {
+  return random.pick({std::vector<u32>{1, 2, 4, 8, 16}, {1}, {2, 8}, {5}, {1, 32}});
+}
+
+}  // namespace chains

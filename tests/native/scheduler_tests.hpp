@@ -1,0 +1,693 @@
+// The scheduler over any launcher: whatever the timings, failures, stops and changes of policy, the
+// text is that of plain decoding. The file that includes this has defined the class Chain:
+//
+//   Chain(task, widths, shadowed, hook = {}, riding = 0)
+//                      `riding`: so many of the first stages have no steps of their own
+//   launcher()         that of its steps
+//   kCost              in the ci profile, so many times fewer trials
+//   kOneClock          launches and steps are timed by one clock
+//   kFailsAlone        a stage that fails with `shadowed` leaves the others whole
+//   kRecovers          a stage that has failed runs in the next generation
+//   says(cause, what)  whether this is the cause of a failure where the hook threw Failure(what)
+#pragma once
+
+namespace {
+
+// Trials of the ci profile, of which a dear chain makes few.
+u32 few(u32 ci) { return std::max(ci / Chain::kCost, std::min(ci, 5u)); }
+
+}  // namespace
+
+// --- the text ------------------------------------------------------------------------------------
+
+TEST(any_timing_gives_the_plain_text) {
+  const u64 before = threads_of_this_process();
+  u64 traced = 0, corrected = 0;
+  for (u32 seed = 0; seed < trials(std::max(few(300), 10u), 2000); ++seed) {
+    Random random{seed};
+    const u32 stages = 2 + seed % 4;
+    const Task task(stages, 1 + random.below(3), 24, seed);
+    Chain chain(task, any_widths(random), random.chance(0.5));
+    Options options = any_options(random);
+    ChainPolicy policy = any_policy(stages, random);
+    if (seed % 5 == 0) {  // what rounds draft and verify does not depend on the machine's timing
+      options.schedule = Schedule::kLockstep;
+      options.trace = 1000;
+      policy.lookahead.assign(stages - 1, 4);
+    }
+    Scheduler scheduler(chain.launcher(), options, policy);
+    for (u32 texts = 1 + random.below(2); texts > 0; --texts) {
+      chain.reset();
+      scheduler.start();
+      scheduler.finish();
+      if (!chain.check_text() || !chain.check_caches() ||
+          !chain.check_shadow(chain.launcher()->shadow()) || !CHECK(scheduler.failures().empty())) {
+        std::fprintf(stderr, "  seed %u\n", seed);
+        return;
+      }
+      for (u32 s = 0; s < stages; ++s) {
+        u64 fed = 0, draft_tokens = 0, accepted = 0, rolled_back = 0, rollbacks = 0;
+        for (const TraceEntry& entry : scheduler.trace(s)) {
+          ++traced;
+          fed += entry.fed;
+          draft_tokens += entry.draft_tokens;
+          accepted += entry.accepted;
+          rolled_back += entry.rolled_back;
+          rollbacks += entry.rollbacks;
+          corrected += entry.rolled_back > 0;
+          CHECK(entry.start_ns <= entry.end_ns);
+          if (Chain::kOneClock) CHECK(entry.launched_ns <= entry.start_ns);
+          CHECK(entry.accepted <= entry.draft_tokens && entry.draft_tokens <= entry.fed);
+          CHECK(entry.fed <= entry.width * task.prompts.size());
+          CHECK(entry.in_flight < (s == stages - 1 ? 1 : options.ahead));
+        }
+        TraceTotals counted{};
+        for (u32 r = 0; r < task.prompts.size(); ++r) {
+          const Counters& counters = chain.block().priv(s, r).counters;
+          counted.fed += counters.fed;
+          counted.draft_tokens += counters.drafted;
+          counted.accepted += counters.accepted;
+          counted.rolled_back += counters.truncated;
+          counted.rollbacks += counters.rollbacks;
+        }
+        if (scheduler.trace(s).size() < options.trace) {  // none is lost
+          CHECK_EQ(fed, counted.fed);
+          CHECK_EQ(draft_tokens, counted.draft_tokens);
+          CHECK_EQ(accepted, counted.accepted);
+          CHECK_EQ(rolled_back, counted.rolled_back);
+          CHECK_EQ(rollbacks, counted.rollbacks);
+        }
+        if (options.trace == 0) CHECK(scheduler.trace(s).empty());
+      }
+    }
+  }
+  CHECK(traced > 0 && corrected > 0);
+  threads_are(before);
+}
+
+// A stage without widths: the target's forward takes the draft's steps along, as one captured round
+// does. The draft has no thread, is never launched, and its draft tokens count all the same.
+TEST(a_stage_without_widths_rides_in_anothers_steps) {
+  const u64 before = threads_of_this_process();
+  u64 accepted = 0;
+  for (const Schedule schedule : {Schedule::kStreams, Schedule::kLockstep}) {
+    for (u32 seed = 0; seed < trials(few(25), 100); ++seed) {
+      const Task task(2, 2, 60, seed);
+      const Chain* whole = nullptr;
+      std::vector<fake::Cache> cache(2, fake::Cache(task.models[0]));
+      for (u32 r = 0; r < 2; ++r) cache[r].prefill(task.prompts[r]);
+      const u64 threads = threads_of_this_process();
+      Chain chain(
+          task, {4}, seed % 2 == 1,
+          [&](u32 stage, u32) {
+            CHECK_EQ(stage, 1u);
+            // The launcher's, the target's.
+            CHECK(check::comes([&] { return threads_of_this_process() <= threads + 2 + 1; }));
+            for (u32 i = 0; i < 3; ++i)
+              for (u32 row = 0; row < 2; ++row) {
+                Tokens fed(2), selected(2);
+                const Step step = plan(whole->block(), 0, row, {3, 0, 0, 2}, fed.data());
+                if (step.query_len == 0) continue;
+                cache[row].feed(fed.data(), step.kv, step.query_len, 2);
+                cache[row].select(fed.data(), step.kv,
+                                  step.action == Action::kStep ? step.query_len : 0, 0,
+                                  selected.data(), 2);
+                commit(whole->block(), 0, row, step, fed.data(), selected.data());
+              }
+          },
+          1);
+      whole = &chain;
+      {
+        Scheduler scheduler(chain.launcher(), {.schedule = schedule}, {.lookahead = {3}});
+        scheduler.start();
+        scheduler.finish();
+        CHECK(scheduler.failures().empty());
+      }
+      if (!chain.check_text()) return;
+      for (u32 r = 0; r < 2; ++r) accepted += chain.block().priv(1, r).counters.accepted;
+    }
+  }
+  CHECK(accepted > trials(few(25), 100));
+  threads_are(before);
+
+  class Nowhere final : public Launcher {
+   public:
+    explicit Nowhere(const Block& block) : block_(block) {}
+    Block shadow() const override { return block_; }
+    const std::vector<u32>& widths(u32) const override { return none_; }
+    u32 depth() const override { return 1; }
+    std::int64_t patrol_ns() const override { return kSecond; }
+    void begin(Notice) override {}
+    void end() override {}
+    void launch(u32, const StepPolicy&) override {}
+    u64 ended(u32) override { return 0; }
+    Outcome outcome(u32, u64) const override { return {}; }
+    void set_alive(u32, bool) override {}
+    void set_limit(u32, u32) override {}
+
+   private:
+    Block block_;
+    std::vector<u32> none_;
+  };
+  const fake::BlockMemory memory(2, 1, 16);
+  CHECK_THROWS(Scheduler(std::make_shared<Nowhere>(memory.block()), {}, {.lookahead = {3}}));
+}
+
+// A draft that is always right and a target with room for its draft tokens: the pipeline
+// speculates.
+TEST(draft_tokens_are_used) {
+  for (const Schedule schedule : {Schedule::kStreams, Schedule::kLockstep}) {
+    for (const bool shadowed : {false, true}) {
+      Task task(3, 1, 60, 7);
+      task.truth.eos_rate = 0;
+      task.limits = {static_cast<u32>(task.prompts[0].size()) + 200};
+      for (Model& model : task.models) model.accuracy = 1.0;
+      task.pauses_us = {0, 0, 0};
+      // The target's first step finds nothing yet; then it waits for what will surely come: long
+      // steps make the deadline longer than any machine needs.
+      const StageControl* draft = nullptr;
+      const Hook hook = [&](u32 stage, u32 step) {
+        if (stage == 1) usleep(100);
+        if (stage == 2 && step == 0)
+          CHECK(check::comes([&] { return load_relaxed(&draft->step_ns) > 0; }));
+      };
+      Chain chain(task, {1, 2, 4, 8, 16}, shadowed, hook);
+      draft = &chain.launcher()->shadow().control(1);
+      Scheduler scheduler(chain.launcher(), {.schedule = schedule, .patience = 1e6},
+                          {.lookahead = {8, 8}, .min_draft_tokens = 8});
+      scheduler.start();
+      scheduler.finish();
+      chain.check_text();
+      const Counters& counters = chain.block().priv(2, 0).counters;
+      CHECK_EQ(counters.accepted, counters.drafted);
+      // 9 tokens per step, but for those before the first draft's time is known.
+      if (schedule == Schedule::kLockstep) CHECK_EQ(counters.steps, u64{(200 + 8) / 9});
+      CHECK(counters.accepted > 0);
+    }
+  }
+}
+
+// Acceptance comes back after a correction; a middle stage that obeys one must not lose its
+// upstream for ever.
+TEST(acceptance_recovers) {
+  Task task(3, 1, 60, 11);
+  task.truth.eos_rate = 0;
+  task.limits = {static_cast<u32>(task.prompts[0].size()) + 200};
+  for (Model& model : task.models) model.accuracy = 1.0;
+  for (u32 s = 0; s < 2; ++s) task.models[s].wrong_at = 20;
+  task.pauses_us = {0, 0, 0};
+  Chain chain(task, {1, 4, 16}, true);
+  Scheduler scheduler(chain.launcher(), {.schedule = Schedule::kLockstep}, {.lookahead = {4, 8}});
+  scheduler.start();
+  scheduler.finish();
+  chain.check_text();
+  const Counters& counters = chain.block().priv(2, 0).counters;
+  CHECK(counters.drafted - counters.accepted <= 8);
+  CHECK(counters.steps <= 200 / 9 + 4);
+}
+
+// `wait` for what cannot come: a bet with a deadline, awake or asleep, and none on a dead stage.
+TEST(waiting_ends) {
+  for (const bool decode_meanwhile : {false, true}) {
+    for (const u32 lookahead : {1u, 4u}) {
+      Task task(2, 1, 60, 3);
+      task.truth.eos_rate = 0;
+      task.limits = {static_cast<u32>(task.prompts[0].size()) + 60};
+      task.pauses_us = {200, 0};
+      const Hook hook = [&](u32 stage, u32 step) {
+        if (stage == 0 && step == 20) throw Failure("gone");
+      };
+      Chain chain(task, {1, 2, 8}, Chain::kFailsAlone, hook);
+      Scheduler scheduler(
+          chain.launcher(), {.patience = 3.0},
+          {.lookahead = {lookahead}, .min_draft_tokens = 5, .decode_meanwhile = decode_meanwhile});
+      scheduler.start();
+      scheduler.finish();
+      chain.check_text();
+    }
+  }
+}
+
+// Meanwhile it goes on by itself: here the draft does not go on before the target has.
+TEST(the_target_decodes_while_it_waits) {
+  Task task(2, 1, 60, 3);
+  task.truth.eos_rate = 0;
+  task.limits = {static_cast<u32>(task.prompts[0].size()) + 60};
+  task.models[0].accuracy = 1.0;
+  std::atomic<u32> verified{0};
+  const Hook hook = [&](u32 stage, u32 step) {
+    if (stage == 1) ++verified;
+    if (stage == 0 && step == 3) CHECK(check::comes([&] { return verified >= 20; }));
+  };
+  Chain chain(task, {1, 2, 8}, true, hook);
+  Scheduler scheduler(chain.launcher(), {.patience = 1e6, .trace = 1000},
+                      {.lookahead = {8}, .min_draft_tokens = 5, .decode_meanwhile = true});
+  scheduler.start();
+  scheduler.finish();
+  chain.check_text();
+  for (const TraceEntry& entry : scheduler.trace(1)) CHECK(entry.fed > 1 || entry.width == 1);
+}
+
+// Asleep, it has them in the end: each step is as wide as it asked for, but for the first, when it
+// cannot know how long to wait, and the last, when there is no room.
+TEST(the_target_gets_the_draft_tokens_it_waits_for) {
+  Task task(2, 1, 60, 3);
+  task.truth.eos_rate = 0;
+  task.limits = {static_cast<u32>(task.prompts[0].size()) + 100};
+  task.models[0].accuracy = 1.0;
+  task.pauses_us = {0, 0};
+  const StageControl* draft = nullptr;
+  const Hook hook = [&](u32 stage, u32 step) {
+    if (stage == 0) usleep(100);  // the deadline is long, on any machine
+    if (stage == 1 && step == 0)
+      CHECK(check::comes([&] { return load_relaxed(&draft->step_ns) > 0; }));
+  };
+  Chain chain(task, {1, 2, 8}, true, hook);
+  draft = &chain.launcher()->shadow().control(0);
+  Scheduler scheduler(chain.launcher(), {.ahead = 2, .patience = 1e6, .trace = 1000},
+                      {.lookahead = {7}, .min_draft_tokens = 5});
+  scheduler.start();
+  scheduler.finish();
+  chain.check_text();
+  u32 left = 100;
+  for (const TraceEntry& step : scheduler.trace(1)) {
+    CHECK(step.step == 0 || step.draft_tokens >= std::min(5u, left - 1));
+    left -= step.accepted + 1;
+  }
+  CHECK_EQ(left, 0u);
+}
+
+// --- failures ------------------------------------------------------------------------------------
+
+TEST(drafts_fail_at_every_step) {
+  const u64 before = threads_of_this_process();
+  for (u32 seed = 0; seed < trials(few(75), 300); ++seed) {
+    Random random{seed + 500};
+    const u32 stages = 2 + seed % 4;
+    const Task task(stages, 1 + random.below(2), 40, seed);
+    std::vector<u32> fails_at(stages, ~0u);
+    for (u32 s = 0; s + 1 < stages; ++s)
+      if (random.chance(0.6)) fails_at[s] = random.below(random.pick({2u, 20u}));
+    const Hook hook = [&](u32 stage, u32 step) {
+      if (step == fails_at[stage]) throw Failure("stage " + std::to_string(stage) + " is tired");
+    };
+    Chain chain(task, any_widths(random), Chain::kFailsAlone && random.chance(0.5), hook);
+    Scheduler scheduler(chain.launcher(), any_options(random), any_policy(stages, random));
+    scheduler.start();
+    scheduler.finish();
+    if (!chain.check_text()) {
+      std::fprintf(stderr, "  seed %u\n", seed);
+      return;
+    }
+    std::vector<bool> failed(stages);
+    for (const StageFailure& failure : scheduler.failures()) {
+      const std::string tired = "stage " + std::to_string(failure.stage) + " is tired";
+      if (!CHECK(Chain::says(failure.cause, tired)))
+        std::fprintf(stderr, "  said %s\n", failure.cause.c_str());
+      CHECK_EQ(load_relaxed(&chain.launcher()->shadow().control(failure.stage).alive), 0u);
+      CHECK(!failed[failure.stage]);
+      failed[failure.stage] = true;
+    }
+    for (u32 s = 0; s < stages; ++s)
+      CHECK_EQ(bool{failed[s]}, fails_at[s] != ~0u && chain.steps(s) > fails_at[s]);
+    if (!Chain::kRecovers) continue;
+    // The next generation starts with all of them.
+    fails_at.assign(stages, ~0u);
+    chain.reset();
+    scheduler.start();
+    scheduler.finish();
+    if (!chain.check_text() || !CHECK(scheduler.failures().empty())) return;
+  }
+  threads_are(before);
+}
+
+namespace {
+
+// Another launcher, but for what is overridden.
+class Wrapped : public Launcher {
+ public:
+  explicit Wrapped(std::shared_ptr<Launcher> inner) : inner_(std::move(inner)) {}
+
+  Block shadow() const override { return inner_->shadow(); }
+  const std::vector<u32>& widths(u32 stage) const override { return inner_->widths(stage); }
+  u32 depth() const override { return inner_->depth(); }
+  std::int64_t patrol_ns() const override { return inner_->patrol_ns(); }
+  void begin(Notice notice) override { inner_->begin(std::move(notice)); }
+  void end() override { inner_->end(); }
+  void launch(u32 stage, const StepPolicy& policy) override { inner_->launch(stage, policy); }
+  u64 ended(u32 stage) override { return inner_->ended(stage); }
+  Outcome outcome(u32 stage, u64 n) const override { return inner_->outcome(stage, n); }
+  void set_alive(u32 stage, bool alive) override { inner_->set_alive(stage, alive); }
+  void set_limit(u32 row, u32 limit) override { inner_->set_limit(row, limit); }
+
+ protected:
+  std::shared_ptr<Launcher> inner_;
+};
+
+// Refuses a launch, and its notices get lost.
+class Unreliable final : public Wrapped {
+ public:
+  Unreliable(std::shared_ptr<Launcher> inner, u32 stage, u32 refuses, u32 loses_one_in)
+      : Wrapped(std::move(inner)), stage_(stage), refuses_(refuses), loses_(loses_one_in) {}
+
+  std::int64_t patrol_ns() const override { return 500'000; }
+  void begin(Notice notice) override {
+    launches_ = 0;
+    inner_->begin([this, notice](u32 stage) {
+      if (notices_++ % loses_ != 0) notice(stage);
+    });
+  }
+  void launch(u32 stage, const StepPolicy& policy) override {
+    if (stage == stage_ && launches_++ == refuses_) throw Failure("refused");
+    inner_->launch(stage, policy);
+  }
+
+ private:
+  u32 stage_, refuses_, loses_;
+  u32 launches_ = 0;
+  std::atomic<u32> notices_{1};
+};
+
+// Counts the launches of one stage.
+class Counting final : public Wrapped {
+ public:
+  Counting(std::shared_ptr<Launcher> inner, u32 stage) : Wrapped(std::move(inner)), stage_(stage) {}
+
+  void launch(u32 stage, const StepPolicy& policy) override {
+    inner_->launch(stage, policy);
+    if (stage == stage_) ++launches_;
+  }
+  u32 launches() const { return launches_; }
+
+ private:
+  u32 stage_;
+  std::atomic<u32> launches_{0};
+};
+
+}  // namespace
+
+// Steps may be under way when a launch is refused, and no thread may wait for a notice alone.
+TEST(launches_are_refused_and_notices_lost) {
+  for (u32 seed = 0; seed < trials(few(15), 60); ++seed) {
+    Random random{seed + 4000};
+    const u32 stages = 2 + seed % 3, refused = random.below(stages), at = random.below(12);
+    Task task(stages, 1, 20, seed);
+    task.truth.eos_rate = 0;
+    task.limits = {static_cast<u32>(task.prompts[0].size()) + 16};
+    Chain chain(task, {1, 4}, seed % 2 == 0);
+    Options options = any_options(random);
+    const auto launcher = std::make_shared<Unreliable>(chain.launcher(), refused, at, 8);
+    Scheduler scheduler(launcher, options, {.lookahead = std::vector<u32>(stages - 1, 4)});
+    scheduler.start();
+    try {
+      scheduler.finish();
+      CHECK(refused != stages - 1 || scheduler.failures().empty());
+    } catch (const TargetFailed&) {
+      CHECK_EQ(refused, stages - 1);
+    }
+    for (const StageFailure& failure : scheduler.failures()) {
+      CHECK_EQ(failure.stage, refused);
+      CHECK_EQ(failure.cause, "refused");
+    }
+    if (!chain.check_text(!scheduler.failures().empty() && refused == stages - 1) ||
+        !chain.check_caches() || !chain.check_shadow(chain.launcher()->shadow())) {
+      std::fprintf(stderr, "  seed %u\n", seed);
+      return;
+    }
+  }
+}
+
+TEST(a_failing_target_ends_the_text_with_its_cause) {
+  for (u32 at = 0; at < few(12); ++at) {
+    Random random{at};
+    Task task(3, 2, 60, at);
+    task.truth.eos_rate = 0;
+    task.limits = {40, 60};
+    const Hook hook = [&](u32 stage, u32 step) {
+      if (stage == 2 && step == at) throw Failure("out of memory");
+    };
+    Chain chain(task, {1, 4}, Chain::kFailsAlone && at % 2 == 0, hook);
+    Options options = any_options(random);
+    Scheduler scheduler(chain.launcher(), options, {.lookahead = {2, 2}});
+    scheduler.start();
+    std::string said;
+    try {
+      scheduler.finish();
+    } catch (const TargetFailed& error) {
+      said = error.what();
+    }
+    if (!CHECK_EQ(scheduler.failures().size(), 1u)) return;
+    const std::string cause = scheduler.failures()[0].cause;
+    CHECK(Chain::says(cause, "out of memory"));
+    CHECK_EQ(said, "the target (stage 2) failed: " + cause);
+    chain.check_text(true);
+    CHECK_EQ(chain.steps(2), at + 1);
+  }
+}
+
+// --- stops ---------------------------------------------------------------------------------------
+
+// After any number of forwards, from within one, or from outside at any moment.
+TEST(stops_at_every_step) {
+  const u64 before = threads_of_this_process();
+  for (u32 at = 0; at < trials(few(100), 400); ++at) {
+    Random random{at + 900};
+    const u32 stages = 2 + at % 4;
+    const Task task(stages, 1 + random.below(2), 60, at);
+    std::atomic<u32> forwards{0};
+    std::atomic<Scheduler*> running{nullptr};
+    const u32 stop_at = random.below(120);
+    const bool inside = random.chance(0.7);
+    const Hook hook = [&](u32, u32) {
+      if (forwards++ == stop_at && inside) running.load()->request_stop();
+    };
+    Chain chain(task, any_widths(random), random.chance(0.5), hook);
+    Scheduler scheduler(chain.launcher(), any_options(random), any_policy(stages, random));
+    running = &scheduler;
+    scheduler.start();
+    if (inside) {
+      scheduler.finish();
+    } else {
+      usleep(random.below(400));
+      scheduler.stop();
+      CHECK(!scheduler.wait(0, 0).running);
+    }
+    const u32 ended = forwards;
+    if (!chain.check_text(true) || !chain.check_caches() ||
+        !chain.check_shadow(chain.launcher()->shadow())) {
+      std::fprintf(stderr, "  stop %u\n", at);
+      return;
+    }
+    CHECK_EQ(forwards.load(), ended);
+    // The same scheduler goes on with the next text.
+    forwards = 1'000'000;
+    chain.reset();
+    scheduler.start();
+    scheduler.finish();
+    if (!chain.check_text()) return;
+    scheduler.stop();  // nothing runs
+  }
+  threads_are(before);
+}
+
+// A scheduler that is thrown away in the middle of a text.
+TEST(destruction_is_a_stop) {
+  const u64 before = threads_of_this_process();
+  for (u32 i = 0; i < trials(10, 40); ++i) {
+    const Task task(4, 2, 60, i);
+    Chain chain(task, {1, 8}, i % 2 == 0);
+    Scheduler scheduler(chain.launcher(), {}, {.lookahead = {3, 4, 5}});
+    scheduler.start();
+    usleep(i * 10);
+  }
+  threads_are(before);
+}
+
+// --- while it runs -------------------------------------------------------------------------------
+
+TEST(policies_change_while_running) {
+  for (u32 seed = 0; seed < trials(few(50), 200); ++seed) {
+    Random random{seed + 2000};
+    const u32 stages = 2 + seed % 4;
+    const Task task(stages, 1 + random.below(2), 100, seed);
+    Chain chain(task, any_widths(random), random.chance(0.5));
+    Scheduler scheduler(chain.launcher(), any_options(random), any_policy(stages, random));
+    scheduler.start();
+    u64 steps = 0;
+    while (true) {
+      const Scheduler::Progress progress = scheduler.wait(steps, kSecond);
+      if (!progress.running) break;
+      steps = progress.steps;
+      scheduler.steer(any_policy(stages, random));
+      for (u32 s = 0; s < stages; ++s) scheduler.trace(s);  // may be read at any moment
+    }
+    scheduler.finish();
+    if (!chain.check_text()) {
+      std::fprintf(stderr, "  seed %u\n", seed);
+      return;
+    }
+  }
+}
+
+TEST(rows_are_ended_from_outside) {
+  for (u32 seed = 0; seed < trials(few(15), 60); ++seed) {
+    Random random{seed + 3000};
+    Task task(3, 2, 60, seed);
+    task.truth.eos_rate = 0;
+    task.limits = {250, 250};
+    Chain chain(task, {1, 4, 8}, seed % 2 == 0);
+    const Options options = any_options(random);
+    Scheduler scheduler(chain.launcher(), options, {.lookahead = {3, 3}});
+    scheduler.start();
+    u32 stood[2];
+    for (const u32 r : {0u, 1u}) {
+      scheduler.wait(random.below(r == 0 ? 6 : 20), kSecond);
+      scheduler.end_row(r);
+      stood[r] = Sequence(chain.block(), 2, r).word().length;
+    }
+    scheduler.finish();
+    for (u32 r = 0; r < 2; ++r) {
+      const Tokens text = fake::plain(task.models.back(), task.prompts[r], 250);
+      const u32 length = Sequence(chain.block(), 2, r).word().length;
+      const auto begin = static_cast<u32>(task.prompts[r].size()) - 1;
+      // The step that was under way may still land, with three draft tokens and a token of its own.
+      CHECK(length >= chain.block().span(r).limit && length <= stood[r] + 4);
+      if (!CHECK_EQ(tokens(chain.block(), 2, r, begin, length),
+                    Tokens(text.begin() + begin, text.begin() + length)))
+        return;
+    }
+  }
+}
+
+// One step runs, the next one is launched behind it.
+TEST(a_draft_launches_ahead) {
+  Task task(2, 1, 60, 9);
+  task.truth.eos_rate = 0;
+  task.limits = {60};
+  task.models[0].accuracy = 1.0;
+  const Counting* draft = nullptr;
+  const Hook hook = [&](u32, u32 step) {  // the target's, too: its text must not be complete
+    if (step == 0) CHECK(check::comes([&] { return draft->launches() >= 2; }));
+  };
+  Chain chain(task, {1, 8}, false, hook);
+  const auto launcher = std::make_shared<Counting>(chain.launcher(), 0);
+  draft = launcher.get();
+  Scheduler scheduler(launcher, {.ahead = 2, .trace = 1000}, {.lookahead = {4}});
+  scheduler.start();
+  scheduler.finish();
+  chain.check_text();
+  CHECK_EQ(scheduler.trace(0)[1].in_flight, 1u);
+}
+
+// Where nothing is left to decide, the target's next step is launched while one runs. With a known
+// end no step is launched in vain; behind an end-of-sequence token one may be, and changes nothing.
+TEST(a_target_alone_launches_ahead) {
+  u64 together = 0, in_vain = 0;
+  for (u32 seed = 0; seed < trials(std::min(60u, few(900)), 400); ++seed) {
+    Random random{seed + 6000};
+    const u32 riding = seed % 2, ahead = 1 + random.below(4);
+    Task task(1 + riding, 1 + random.below(3), 40, seed);
+    const Chain* whole = nullptr;
+    std::vector<fake::Cache> caches(task.prompts.size(), fake::Cache(task.models[0]));
+    for (u32 r = 0; r < task.prompts.size(); ++r) caches[r].prefill(task.prompts[r]);
+    // The riding draft's steps, ahead of the target's forward as in a captured round.
+    const Hook hook = [&](u32, u32) {
+      for (u32 i = 0; i < 3 * riding; ++i)
+        for (u32 row = 0; row < task.prompts.size(); ++row) {
+          Tokens fed(2), selected(2);
+          const Step step = plan(whole->block(), 0, row, {3, 0, 0, 2}, fed.data());
+          if (step.query_len == 0) continue;
+          caches[row].feed(fed.data(), step.kv, step.query_len, 2);
+          caches[row].select(fed.data(), step.kv, step.action == Action::kStep ? step.query_len : 0,
+                             0, selected.data(), 2);
+          commit(whole->block(), 0, row, step, fed.data(), selected.data());
+        }
+    };
+    Chain chain(task, {1 + 3 * riding}, random.chance(0.5), hook, riding);
+    whole = &chain;
+    Scheduler scheduler(chain.launcher(), {.ahead = ahead, .trace = 1000},
+                        {.lookahead = std::vector<u32>(riding, 3)});
+    scheduler.start();
+    scheduler.finish();
+    if (!chain.check_text() || (riding == 0 && !chain.check_caches()) ||
+        !CHECK(scheduler.failures().empty())) {
+      std::fprintf(stderr, "  seed %u\n", seed);
+      return;
+    }
+    const std::vector<TraceEntry> trace = scheduler.trace(riding);
+    u64 fed = 0, empty = 0;
+    for (const TraceEntry& entry : trace) {
+      CHECK(entry.in_flight < ahead);
+      together += entry.in_flight > 0;
+      CHECK(empty == 0 || entry.fed == 0);  // only at the end
+      empty += entry.fed == 0;
+      fed += entry.fed;
+    }
+    CHECK_EQ(scheduler.wait(0, 0).steps, trace.size());
+    CHECK(empty < ahead);
+    bool ends_itself = false;
+    u64 counted = 0, most = 0;
+    for (u32 r = 0; r < task.prompts.size(); ++r) {
+      const Counters& counters = chain.block().priv(riding, r).counters;
+      counted += counters.fed;
+      most = std::max(most, counters.steps);
+      ends_itself |=
+          Sequence(chain.block(), riding, r).word().length < task.limits[r] || riding > 0;
+    }
+    CHECK_EQ(fed, counted);
+    CHECK_EQ(trace.size() - empty, most);
+    if (!ends_itself) CHECK_EQ(empty, 0u);
+    in_vain += empty;
+  }
+  CHECK(together > 0 && in_vain > 0);
+}
+
+// The caller sees every step of the target's, and no step is ever said to have ended before its
+// tokens can be read.
+TEST(the_caller_follows_the_target) {
+  Task task(2, 1, 60, 5);
+  task.truth.eos_rate = 0;
+  task.limits = {240};
+  Chain chain(task, {1, 4}, true);
+  Scheduler scheduler(chain.launcher(), {}, {.lookahead = {3}});
+  scheduler.start();
+  u64 steps = 0;
+  while (true) {
+    const Scheduler::Progress progress = scheduler.wait(steps, 60 * kSecond);
+    CHECK(progress.steps > steps || !progress.running);
+    const u32 length = Sequence(chain.launcher()->shadow(), 1, 0).word().length;
+    CHECK(length >= task.prompts[0].size() + progress.steps);
+    steps = progress.steps;
+    if (!progress.running) break;
+  }
+  scheduler.finish();
+  CHECK_EQ(scheduler.wait(0, 0).steps, chain.block().priv(1, 0).counters.steps);
+  chain.check_text();
+}
+
+// A draft at its bound sleeps: no steps that find nothing, however long the target takes.
+TEST(nobody_launches_for_nothing) {
+  Task task(2, 1, 60, 9);
+  task.truth.eos_rate = 0;
+  task.limits = {60};
+  task.models[0].accuracy = 1.0;
+  // A draft that would launch once more has the time to. And no step of its is launched while there
+  // is room for it, and run when the text is complete.
+  const Block* block = nullptr;
+  const Hook slow_target = [&](u32 stage, u32) {
+    if (stage == 0) return;
+    CHECK(check::comes([&] {
+      const u32 bound = std::min(60u, Sequence(*block, 1, 0).word().length + 4);
+      return Sequence(*block, 0, 0).word().length == bound;
+    }));
+    usleep(2000);
+  };
+  Chain chain(task, {1, 8}, false, slow_target);
+  block = &chain.block();
+  Scheduler scheduler(chain.launcher(), {.trace = 1000}, {.lookahead = {4}});
+  scheduler.start();
+  scheduler.finish();
+  chain.check_text();
+  for (const u32 s : {0u, 1u})
+    for (const TraceEntry& entry : scheduler.trace(s)) CHECK(entry.fed > 0);
+}

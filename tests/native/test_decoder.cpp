@@ -1,0 +1,223 @@
+// The decoder's forward on the host: products against sums in double, and forwards of one model in
+// different shapes and with different threads, which must give the same bits. All arrays have
+// exactly their size, so that AddressSanitizer sees a read behind them.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "cpu/decoder.hpp"
+#include "cpu/pool.hpp"
+
+using namespace pipespec::cpu;
+
+namespace {
+
+std::vector<std::string> variants() {
+  std::vector<std::string> names;
+  for (const char* name : {"portable", "avx2", "avx512"}) {
+    try {
+      set_simd(set_simd(name));
+      names.push_back(name);
+    } catch (const std::invalid_argument&) {
+      // not on this machine
+    }
+  }
+  return names;
+}
+
+constexpr DecoderShape kShape{40, 24, 6, 2, 20, 33, 12, 1e-6f, 0.25f, Activation::kSilu, 0.0f};
+constexpr int64_t kLayers = 2, kRows = 3, kCapacity = 24;
+
+// A small model; `bits` of weights: 16 or 32.
+struct Model {
+  std::vector<std::vector<float>> held;
+  std::vector<LayerWeights> layers;
+  EndWeights ends;
+  std::mt19937 rng{7};
+
+  Weights random(int64_t count, int bits) {
+    std::normal_distribution<float> normal(0.0f, 0.2f);
+    std::vector<float> x(static_cast<size_t>(count));
+    for (float& value : x) {
+      value = normal(rng);
+      uint32_t word;
+      std::memcpy(&word, &value, 4);
+      word = bits == 16 ? word & 0xFFFF0000 : word | 1;
+      std::memcpy(&value, &word, 4);
+    }
+    held.push_back(std::move(x));
+    return {held.back().data(), DType::kFloat32};
+  }
+
+  explicit Model(int bits) {
+    const DecoderShape& s = kShape;
+    const int64_t q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim;
+    for (int64_t i = 0; i < kLayers; ++i) {
+      LayerWeights l;
+      l.input_norm = random(s.hidden, bits), l.post_norm = random(s.hidden, bits);
+      l.q = random(q * s.hidden, bits), l.k = random(kv * s.hidden, bits);
+      l.v = random(kv * s.hidden, bits), l.o = random(s.hidden * q, bits);
+      l.gate = random(s.intermediate * s.hidden, bits);
+      l.up = random(s.intermediate * s.hidden, bits);
+      l.down = random(s.hidden * s.intermediate, bits);
+      l.k_bias = random(kv, bits), l.down_bias = random(s.hidden, bits);
+      l.q_norm = random(s.head_dim, bits), l.k_norm = random(s.head_dim, bits);
+      layers.push_back(l);
+    }
+    ends.embedding = random(s.vocabulary * s.hidden, bits);
+    ends.norm = random(s.hidden, bits);
+    ends.head = random(s.vocabulary * s.hidden, bits);
+  }
+};
+
+// Feeds `columns` tokens to all rows in pieces of `width`; returns all logits and what the cache
+// holds.
+std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, DType cache_dtype,
+                        int threads) {
+  const DecoderShape& s = kShape;
+  const int64_t item = cache_dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t size = kLayers * kRows * s.kv_heads * kCapacity * s.head_dim;
+  std::vector<unsigned char> keys(size_t(size * item), 0xFF), values = keys;  // NaNs
+  KeysValues cache{keys.data(), values.data(), cache_dtype, {}, {}};
+  const int64_t strides[4] = {kRows * s.kv_heads * kCapacity * s.head_dim,
+                              s.kv_heads * kCapacity * s.head_dim, kCapacity * s.head_dim,
+                              s.head_dim};
+  std::copy(strides, strides + 4, cache.key_strides);
+  std::copy(strides, strides + 4, cache.value_strides);
+  std::vector<float> cos(size_t(kCapacity * s.rotary_dim)), sin = cos;
+  for (size_t i = 0; i < cos.size(); ++i) cos[i] = std::cos(float(i)), sin[i] = std::sin(float(i));
+  std::vector<int32_t> tokens;
+  for (int64_t i = 0; i < kRows * columns; ++i) tokens.push_back(int32_t(i * 7 % s.vocabulary));
+
+  std::vector<float> all(size_t(kRows * columns * s.vocabulary));
+  for (int64_t at = 0; at < columns; at += width) {
+    const int64_t fed = std::min(width, columns - at);
+    const std::vector<int64_t> lengths(kRows, at);
+    std::vector<float> out(size_t(kRows * fed * s.vocabulary));
+    decoder.step({tokens.data() + at, 4, columns, 1}, cache,
+                 {kRows, fed, lengths.data(), cos.data(), sin.data()}, fed, out.data(),
+                 DType::kFloat32, threads);
+    for (int64_t r = 0; r < kRows; ++r)
+      std::copy(out.begin() + r * fed * s.vocabulary, out.begin() + (r + 1) * fed * s.vocabulary,
+                all.begin() + (r * columns + at) * s.vocabulary);
+  }
+  return all;
+}
+
+}  // namespace
+
+TEST(products_are_sums) {
+  std::mt19937 rng(1);
+  std::normal_distribution<float> normal;
+  for (const std::string& name : variants()) {
+    const std::string before = set_simd(name);
+    for (int64_t inputs : {1, 2, 7, 64}) {
+      for (int64_t panels : {1, 2, 3, 7}) {
+        for (int64_t rows : {1, 2, 3, 5, 6, 7, 13}) {
+          const int64_t outputs = panels * kPanelOutputs;
+          std::vector<float> weights(size_t(outputs * inputs)), x(size_t(rows * inputs));
+          for (float& w : weights) w = float(int(normal(rng) * 50));
+          for (float& value : x) value = normal(rng);
+          // 64-byte alignment is what the packed weights have.
+          std::vector<unsigned char> memory(weights.size() * 4 + 64);
+          unsigned char* panel = memory.data();
+          while (reinterpret_cast<uintptr_t>(panel) % 64 != 0) ++panel;
+          for (int bits : {16, 32}) {
+            for (int64_t o = 0; o < outputs; ++o) {
+              for (int64_t k = 0; k < inputs; ++k) {
+                const int64_t first = (o / 16 * inputs + k) * 16, lane = o % 16;
+                const float w = weights[size_t(o * inputs + k)];
+                uint32_t word;
+                std::memcpy(&word, &w, 4);
+                const uint16_t high = uint16_t(word >> 16);
+                if (bits == 16)
+                  std::memcpy(panel + 2 * (first + lane % 8 * 2 + lane / 8), &high, 2);
+                else
+                  std::memcpy(panel + 4 * (first + lane), &w, 4);
+              }
+            }
+            std::vector<float> out(size_t(rows * outputs));
+            (bits == 16 ? decoder_kernels().product16 : decoder_kernels().product32)(
+                panel, inputs, panels, x.data(), inputs, rows, out.data(), outputs, bits == 16);
+            bool right = true;
+            for (int64_t r = 0; r < rows; ++r) {
+              for (int64_t o = 0; o < outputs; ++o) {
+                double sum = 0, size = 0;
+                for (int64_t k = 0; k < inputs; ++k) {
+                  const double term =
+                      double(x[size_t(r * inputs + k)]) * double(weights[size_t(o * inputs + k)]);
+                  sum += term, size += std::abs(term);
+                }
+                right = right && std::abs(out[size_t(r * outputs + o)] - sum) <= size * 1e-5;
+              }
+            }
+            if (!CHECK(right)) return;
+          }
+        }
+      }
+    }
+    set_simd(before);
+  }
+}
+
+TEST(forwards_of_all_shapes_give_the_same_bits) {
+  for (const std::string& name : variants()) {
+    const std::string before = set_simd(name);
+    for (int bits : {16, 32}) {
+      const Model model(bits);
+      const Decoder decoder(kShape, model.layers, model.ends);
+      CHECK_EQ(decoder.weight_bits(), bits);
+      for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        const std::vector<float> expected = feed(decoder, kCapacity, 1, dtype, 1);
+        for (float x : expected)
+          if (!CHECK(std::isfinite(x))) return;
+        for (int64_t width : {1, 2, 5, 24})
+          for (int threads : {1, 2, 3}) {
+            const std::vector<float> got = feed(decoder, kCapacity, width, dtype, threads);
+            if (!CHECK(std::memcmp(got.data(), expected.data(), got.size() * 4) == 0)) return;
+          }
+      }
+    }
+    set_simd(before);
+  }
+}
+
+TEST(several_callers_share_a_decoder) {
+  const Model model(16);
+  const Decoder decoder(kShape, model.layers, model.ends);
+  const std::vector<float> expected = feed(decoder, kCapacity, 3, DType::kFloat32, 1);
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 3; ++c) {
+    callers.emplace_back([&, c] {
+      for (int round = 0; round < 10; ++round)
+        if (!CHECK(feed(decoder, kCapacity, 3, DType::kFloat32, 1 + (c + round) % 3) == expected))
+          return;
+    });
+  }
+  for (std::thread& t : callers) t.join();
+}
+
+TEST(refuses_tokens_before_it_writes) {
+  const Model model(32);
+  const Decoder decoder(kShape, model.layers, model.ends);
+  for (int64_t id : {int64_t{-1}, kShape.vocabulary, int64_t{1} << 40}) {
+    const int64_t tokens[] = {0, id};
+    std::vector<float> hidden(2 * size_t(kShape.hidden), -7.0f);
+    bool thrown = false;
+    try {
+      decoder.embed({tokens, 8, 2, 1}, 1, 2, hidden.data());
+    } catch (const std::invalid_argument&) {
+      thrown = true;
+    }
+    CHECK(thrown);
+    CHECK_EQ(hidden[0], -7.0f);
+  }
+}
+
+TEST_MAIN()

@@ -1,0 +1,501 @@
+// The ratio test on the host: every SIMD variant against a loop over the definition in double,
+// between pages that must not be touched, and where sums in fp32 cannot decide.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "cpu/number.hpp"
+#include "cpu/rejection.hpp"
+#include "cpu/rejection_span.hpp"
+#include "protocol/gumbel.hpp"
+#include "protocol/philox.hpp"
+
+using namespace pipespec;
+using namespace pipespec::cpu;
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+using Values = std::vector<float>;
+
+// Runs `test` with each of the instructions that this machine has.
+template <class Test>
+void with_each_variant(Test test) {
+  const std::string before = simd();
+  for (const char* name : {"portable", "avx2", "avx512"}) {
+    try {
+      set_simd(name);
+    } catch (const std::invalid_argument&) {
+      continue;
+    }
+    test(name);
+  }
+  set_simd(before);
+}
+
+// --- the definition ---
+
+double score(float x, float scale, float cutoff) {
+  return x < cutoff ? -double(kInf) : double(x) * double(scale);
+}
+
+std::vector<double> softmax(const Values& row, float scale, float cutoff) {
+  double top = -double(kInf), sum = 0;
+  for (float x : row)
+    top = std::max(top, score(x, scale, cutoff));  // drops a NaN; the sum does not
+  std::vector<double> p;
+  for (float x : row) p.push_back(std::exp(score(x, scale, cutoff) - top));
+  for (double x : p) sum += x;
+  for (double& x : p) x /= sum;
+  return p;
+}
+
+struct Side {
+  Values row;
+  float scale = 1, cutoff = -kInf;
+};
+
+struct Result {
+  int32_t id;
+  bool accepted;
+  bool operator==(const Result&) const = default;
+};
+
+// One position: draft null without draft token or with a certain one.
+Result by_hand(const Side& target, const Side* draft, bool drafted, int64_t draft_token,
+               uint64_t seed, uint64_t position, uint32_t accept, uint32_t residual) {
+  const int64_t n = int64_t(target.row.size());
+  std::vector<double> scores;
+  for (float x : target.row) scores.push_back(score(x, target.scale, target.cutoff));
+  if (drafted) {
+    const std::vector<double> p = softmax(target.row, target.scale, target.cutoff);
+    const bool real = draft_token >= 0 && draft_token < n;
+    std::vector<double> q(size_t(n), 0.0);
+    if (draft != nullptr) {
+      q = softmax(draft->row, draft->scale, draft->cutoff);
+    } else if (real) {
+      q[size_t(draft_token)] = 1;
+    }
+    const double u = (philox::draw(seed, position, accept, 0) + 0.5) / 4294967296.0;
+    if (real && u * q[size_t(draft_token)] < p[size_t(draft_token)])
+      return {int32_t(draft_token), true};
+    double left = 0;
+    std::vector<double> rest;
+    for (int64_t v = 0; v < n; ++v) {
+      const double w = p[size_t(v)] - q[size_t(v)];
+      rest.push_back(std::log(w < 0 ? 0 : w));
+      left += w < 0 ? 0 : w;
+    }
+    if (left > 0) scores = rest;
+  }
+  int64_t best = 0;
+  double best_y = -double(kInf);
+  for (int64_t v = 0; v < n; ++v) {
+    const double y = scores[size_t(v)] +
+                     double(noise::gumbel(philox::draw(seed, position, residual, uint32_t(v))));
+    if (std::isnan(y)) return {int32_t(v), false};
+    if (y > best_y) best = v, best_y = y;
+  }
+  return {int32_t(best), false};
+}
+
+// --- logits in memory ---
+
+void put(DType dtype, unsigned char* p, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (dtype == DType::kFloat32) {
+    std::memcpy(p, &bits, 4);
+    return;
+  }
+  uint16_t half = uint16_t(bits >> 16);  // cut, not rounded
+  if (dtype == DType::kFloat16) {
+    const int exponent = int(bits >> 23 & 0xFF) - 112;
+    half = uint16_t((bits >> 31) << 15 |
+                    (std::isnan(x)    ? 0x7E00u
+                     : exponent <= 0  ? 0u
+                     : exponent >= 31 ? 0x7C00u
+                                      : uint32_t(exponent) << 10 | (bits >> 13 & 0x3FF)));
+  }
+  std::memcpy(p, &half, 2);
+}
+
+float get(DType dtype, const unsigned char* p) {
+  float x;
+  uint16_t half;
+  if (dtype == DType::kFloat32) {
+    std::memcpy(&x, p, 4);
+    return x;
+  }
+  std::memcpy(&half, p, 2);
+  return dtype == DType::kBFloat16 ? float_of_bfloat16(half) : float_of_float16(half);
+}
+
+// The last row or the first one lies beside a page that crashes on access.
+class Place {
+ public:
+  explicit Place(size_t bytes) {
+    const size_t page = size_t(sysconf(_SC_PAGESIZE));
+    usable_ = (bytes + page - 1) / page * page;
+    all_ = usable_ + 2 * page;
+    void* const p = mmap(nullptr, all_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    base_ = static_cast<unsigned char*>(p);
+    begin_ = base_ + page;
+    if (mprotect(begin_, usable_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+  }
+  ~Place() { munmap(base_, all_); }
+  Place(const Place&) = delete;
+
+  // Puts the values there, and what became of them into `values`.
+  const unsigned char* fill(DType dtype, Values& values, int where) {
+    const size_t size = size_t(item_bytes(dtype)), bytes = values.size() * size;
+    unsigned char* const p = where == 0 ? begin_ : begin_ + usable_ - bytes - size_t(where - 1);
+    for (size_t i = 0; i < values.size(); ++i) {
+      put(dtype, p + i * size, values[i]);
+      values[i] = get(dtype, p + i * size);
+    }
+    return p;
+  }
+
+ private:
+  unsigned char *base_, *begin_;
+  size_t usable_, all_;
+};
+
+// One position of one row, the target's logits in the column before the draft token.
+Result run(const Logits& target, const Side& t, const Draft* draft, bool drafted,
+           int64_t draft_token, uint64_t seed, int64_t position, int threads) {
+  const int64_t tokens[2] = {0, draft_token};
+  const int32_t query_lens = drafted ? 2 : 1, num_draft_tokens = drafted ? 1 : 0;
+  const float cutoffs[2] = {t.cutoff, -kInf};
+  int32_t selected[2] = {-7, -7}, accepted = -7;
+  const Noise noise{&seed, &position, &t.scale, cutoffs, 9};
+  rejection_sample(target, {tokens, 8, 2, 1}, &query_lens, &num_draft_tokens, draft, noise, 8,
+                   selected, &accepted, threads);
+  return {selected[0], accepted == 1};
+}
+
+Result run(const Side& t, const Side* d, int64_t draft_token, uint64_t seed, int64_t position) {
+  const int64_t n = int64_t(t.row.size());
+  const Logits target{t.row.data(), DType::kFloat32, 1, 2, n, 0, 0};
+  if (d == nullptr) return run(target, t, nullptr, true, draft_token, seed, position, 1);
+  const float cutoffs[2] = {d->cutoff, -kInf};
+  const Draft draft{{d->row.data(), DType::kFloat32, 1, 2, n, 0, 0}, &d->scale, cutoffs};
+  return run(target, t, &draft, true, draft_token, seed, position, 1);
+}
+
+}  // namespace
+
+TEST(sums_are_as_near_as_is_said) {
+  std::mt19937_64 rng(1);
+  std::normal_distribution<float> normal;
+  double worst = 0;
+  with_each_variant([&](const std::string& name) {
+    const RejectionKernels::OfFormat kernels[] = {
+        rejection_kernels().float32, rejection_kernels().bfloat16, rejection_kernels().float16};
+    Place place(4 * 20000);
+    for (const int64_t n : {1, 2, 31, 32, 33, 4095, 4097, 9000, 20000}) {
+      for (int kind = 0; kind < 8; ++kind) {
+        for (size_t f = 0; f < 3; ++f) {
+          const float spread[] = {1, 10, 0, 60, 1e-30f, 1, 3, 4};
+          Values row;
+          for (int64_t i = 0; i < n; ++i)
+            row.push_back(normal(rng) * spread[kind] + (kind == 5 ? 5000.0f : 0.0f) +
+                          (kind == 6 ? float(i % 4096) * -0.01f - float(i / 4096) * 30 : 0.0f));
+          const float cutoff = kind == 7 ? 2.0f : -kInf;
+          const float scale = kind == 4 ? 1e30f : 0.7f;
+          const float factor = float(double(scale) * 1.4426950408889634);
+          const unsigned char* const p = place.fill(kDTypes[f], row, kind % 2);
+          double top = -double(kInf), sum = 0;
+          for (float x : row) top = std::max(top, score(x, scale, cutoff));
+          for (float x : row) sum += std::exp(score(x, scale, cutoff) - top);
+          // In two parts, as threads would.
+          const int64_t cut = n > 64 ? n / 2 / 64 * 64 : 0;
+          double total = 0, reference = 0;
+          for (const auto& [begin, count] : {std::pair{int64_t{0}, cut}, std::pair{cut, n - cut}}) {
+            if (count == 0) continue;
+            const Weight w = kernels[f].weigh(p, begin, count, factor, cutoff);
+            if (w.sum > 0) reference = std::max(reference, std::fabs(double(w.reference) * M_LN2));
+            if (w.sum > 0) total += w.sum * std::exp(double(w.reference) * M_LN2 - top);
+          }
+          if (std::isinf(top)) {
+            CHECK_EQ(total, 0.0);  // nothing reaches the cutoff
+            continue;
+          }
+          const double error = std::fabs(std::log(total / sum));
+          const double bound = kWeightError + kWeightErrorPerUnit * reference;
+          worst = std::max(worst, error / bound);
+          if (!CHECK(error < bound)) {
+            std::fprintf(stderr, "  %s format %d n %lld kind %d: %g of %g\n", name.c_str(), int(f),
+                         (long long)n, kind, error, bound);
+            return;
+          }
+        }
+      }
+    }
+    // What is no distribution, or no number in fp32, is said to be unknown.
+    for (float bad : {kNan, kInf, 3e38f, -3e38f}) {
+      Values row(5000, bad == -3e38f ? bad : 0.0f);
+      row[4500] = bad;
+      const Weight w = kernels[0].weigh(row.data(), 0, 5000, 2.0f, -kInf);
+      CHECK(std::isnan(w.sum));
+    }
+    const Values nothing(5000, -kInf);
+    CHECK_EQ(kernels[0].weigh(nothing.data(), 0, 5000, 2.0f, -kInf).sum, 0.0);
+  });
+  CHECK(worst > 0.01);  // the bound is of the right order: a hundredth of it is reached
+}
+
+TEST(agrees_with_the_definition_and_reads_nothing_else) {
+  std::mt19937_64 rng(2);
+  std::normal_distribution<float> normal;
+  std::vector<int64_t> sizes;
+  for (int64_t n = 1; n <= 70; n += 1 + n / 20) sizes.push_back(n);
+  for (int64_t n : {1000, 4097, 40000}) sizes.push_back(n);
+  Place target_place(2 * 4 * 40000), draft_place(2 * 4 * 40000);
+  int accepted = 0, rejected = 0;
+  with_each_variant([&](const std::string& name) {
+    for (const int64_t n : sizes) {
+      for (int kind = 0; kind < 9; ++kind) {
+        const DType dtype = kDTypes[rng() % 3], of_draft = kDTypes[rng() % 3];
+        Side t, d;
+        for (int64_t i = 0; i < 2 * n; ++i) {
+          float x = normal(rng) * 3, y = x + normal(rng);
+          if (kind == 1) y = x;
+          if (kind == 2 && rng() % 20 == 0) (rng() % 2 ? x : y) = kInf;
+          if (kind == 3 && rng() % 50 == 0) (rng() % 2 ? x : y) = kNan;
+          if (kind == 4 && rng() % 2 == 0) (rng() % 2 ? x : y) = -kInf;
+          if (kind == 5) x = -kInf;
+          if (kind == 6) y = 0.1f * x;
+          if (kind == 7) x *= 1e4f, y *= 1e4f;
+          t.row.push_back(x);
+          d.row.push_back(y);
+        }
+        t.scale = 0.25f + float(rng() % 1000) / 500;
+        d.scale = rng() % 2 ? t.scale : 0.5f;
+        const unsigned char* const at = target_place.fill(dtype, t.row, int(rng() % 3));
+        const unsigned char* const drafts = draft_place.fill(of_draft, d.row, int(rng() % 3));
+        t.row.resize(size_t(n));
+        d.row.resize(size_t(n));
+        if (kind == 8 || rng() % 4 == 0) t.cutoff = t.row[rng() % size_t(n)];
+        if (rng() % 4 == 0) d.cutoff = d.row[rng() % size_t(n)];
+        const uint64_t seed = rng();
+        const int64_t position = int64_t(rng() >> 30);
+        // The draft's own draw, or any id, or none.
+        const int64_t drawn = by_hand(d, nullptr, false, 0, seed, uint64_t(position), 8, 77).id;
+        const int64_t draft_tokens[] = {drawn, int64_t(rng() % uint64_t(n)), drawn, -3, n};
+        const int64_t draft_token = draft_tokens[rng() % 5];
+        const bool certain = rng() % 4 == 0, drafted = rng() % 8 != 0;
+        const float cutoffs[2] = {d.cutoff, -kInf};
+        const Draft draft{{drafts, of_draft, 1, 2, n, 2 * n, n}, &d.scale, cutoffs};
+        const Result expected = by_hand(t, certain ? nullptr : &d, drafted, draft_token, seed,
+                                        uint64_t(position), 8, 9);
+        (expected.accepted ? accepted : rejected)++;
+        for (const int threads : {1, 2, 3}) {
+          const Result got = run({at, dtype, 1, 2, n, 2 * n, n}, t, certain ? nullptr : &draft,
+                                 drafted, draft_token, seed, position, threads);
+          if (!CHECK(got == expected)) {
+            std::fprintf(stderr, "  %s n %lld kind %d threads %d: %d %d, not %d %d\n", name.c_str(),
+                         (long long)n, kind, threads, got.id, got.accepted, expected.id,
+                         expected.accepted);
+            return;
+          }
+        }
+      }
+    }
+  });
+  CHECK(accepted > 100 && rejected > 100);
+}
+
+TEST(all_rows_walk_at_their_own_pace) {
+  std::mt19937_64 rng(3);
+  std::normal_distribution<float> normal;
+  const int64_t batch = 5, width = 4, vocab = 20011;
+  Values target, draft;
+  for (int64_t i = 0; i < batch * width * vocab; ++i) {
+    target.push_back(normal(rng) * 2);
+    draft.push_back(target.back() + normal(rng) * 0.5f);
+  }
+  const std::vector<uint64_t> seeds{1, 2, 3, 4, 5};
+  const std::vector<int64_t> positions{0, 7, 7, 1 << 20, int64_t{1} << 40};
+  const std::vector<float> scales{1, 0.5f, 2, 1, 1}, ours{1, 1, 1.5f, 1, 1};
+  const std::vector<int32_t> query_lens{4, 0, 4, 4, 1}, num_draft_tokens{3, 7, 3, 2, 0};
+  const auto row = [&](const Values& of, int64_t r, int64_t c, float scale) {
+    const auto begin = of.begin() + (r * width + c) * vocab;
+    return Side{Values(begin, begin + vocab), scale, -1.0f};
+  };
+  std::vector<int32_t> tokens(size_t(batch * width), 3), selected, accepted(size_t(batch), 0);
+  for (int64_t r = 0; r < batch; ++r) {
+    std::vector<int32_t> said(size_t(width), -1);
+    const size_t i = size_t(r);
+    const int64_t first = query_lens[i] - 1 - num_draft_tokens[i];
+    for (int64_t j = 0; query_lens[i] > 0 && j <= num_draft_tokens[i]; ++j) {
+      const int64_t c = first + j;
+      const auto position = uint64_t(positions[i] + c);
+      const Side t = row(target, r, c, scales[i]), d = row(draft, r, c, ours[i]);
+      const bool drafted = j < num_draft_tokens[i];
+      const int64_t draft_token = by_hand(d, nullptr, false, 0, seeds[i], position, 8, 77).id;
+      if (drafted) tokens[size_t(r * width + c + 1)] = int32_t(draft_token);
+      const Result result = by_hand(t, &d, drafted, draft_token, seeds[i], position, 8, 9);
+      said[size_t(j)] = result.id;
+      if (!result.accepted) break;
+      ++accepted[i];
+    }
+    selected.insert(selected.end(), said.begin(), said.end());
+  }
+  CHECK_EQ(std::set<int32_t>(accepted.begin(), accepted.end()).size() > 2, true);
+  const std::vector<float> cutoffs(size_t(batch * width), -1.0f);
+  const Logits view{target.data(), DType::kFloat32, batch, width, vocab, width * vocab, vocab};
+  Draft drafts{{draft.data(), DType::kFloat32, batch, width, vocab, width * vocab, vocab},
+               ours.data(),
+               cutoffs.data()};
+  const Noise noise{seeds.data(), positions.data(), scales.data(), cutoffs.data(), 9};
+  const Tokens fed{tokens.data(), 4, width, 1};
+  std::vector<int32_t> out(size_t(batch * width), -7), n(size_t(batch), -7);
+  with_each_variant([&](const std::string&) {
+    for (const int threads : {1, 2, 3, 8}) {
+      rejection_sample(view, fed, query_lens.data(), num_draft_tokens.data(), &drafts, noise, 8,
+                       out.data(), n.data(), threads);
+      CHECK_EQ(out, selected);
+      CHECK_EQ(n, accepted);
+    }
+  });
+
+  std::fill(out.begin(), out.end(), -7);
+  const auto call = [&](const Draft& with, const int32_t* counts, int threads) {
+    rejection_sample(view, fed, counts, num_draft_tokens.data(), &with, noise, 8, out.data(),
+                     n.data(), threads);
+    return 0;
+  };
+  Draft bad = drafts;
+  bad.logits.width = width - 1;
+  CHECK_THROWS(call(bad, query_lens.data(), 1));
+  bad = drafts;
+  bad.logits.dtype = DType(7);
+  CHECK_THROWS(call(bad, query_lens.data(), 1));
+  bad = drafts;
+  const std::vector<float> zeros(size_t(batch), 0.0f);
+  bad.inv_temperature = zeros.data();
+  CHECK_THROWS(call(bad, query_lens.data(), 1));
+  const std::vector<int32_t> too_many{5, 0, 4, 4, 1};
+  CHECK_THROWS(call(drafts, too_many.data(), 1));
+  CHECK_THROWS(call(drafts, query_lens.data(), 0));
+  CHECK_EQ(out, std::vector<int32_t>(size_t(batch * width), -7));
+}
+
+// From here on fp32 cannot decide: neighbouring floats on both sides of a threshold.
+
+TEST(a_test_that_is_nearly_even) {
+  with_each_variant([](const std::string&) {
+    int accepted = 0, rejected = 0;
+    for (uint64_t seed = 0; seed < 40; ++seed) {
+      const double u = (philox::draw(seed, 5, 8, 0) + 0.5) / 4294967296.0;
+      for (const bool certain : {true, false}) {
+        // u q = p at this logit of the draft token.
+        const Side d{{0.0f, 1.0f}};
+        const double q = certain ? 1 : 1 / (1 + std::exp(-1.0));
+        float x = float(std::log(u * q / (1 - u * q)));
+        for (int i = 0; i < 4; ++i) x = std::nextafter(x, -kInf);
+        for (int i = 0; i < 8; ++i, x = std::nextafter(x, kInf)) {
+          const Side t{{0.0f, x}};
+          const Side* const draft = certain ? nullptr : &d;
+          const Result expected = by_hand(t, draft, true, 1, seed, 5, 8, 9);
+          (expected.accepted ? accepted : rejected)++;
+          if (!CHECK(run(t, draft, 1, seed, 5) == expected)) return;
+        }
+      }
+    }
+    CHECK(accepted > 200 && rejected > 200);
+  });
+}
+
+TEST(a_draw_from_the_residual_that_is_nearly_even) {
+  with_each_variant([](const std::string&) {
+    int of[2] = {0, 0};
+    for (uint64_t seed = 0; seed < 60; ++seed) {
+      const Side d{{-1.0f, -0.5f, 2.0f}};
+      const auto expect = [&](float x) {
+        return by_hand({{0.0f, x, -5.0f}}, &d, true, 2, seed, 5, 8, 9);
+      };
+      if (expect(0).accepted) continue;
+      float low = -20, high = 20;  // id 0, id 1
+      if (expect(low).id != 0 || expect(high).id != 1) continue;
+      while (std::nextafter(low, high) < high) {
+        const float middle = low + (high - low) / 2;
+        (expect(middle).id == 0 ? low : high) = middle;
+      }
+      for (int i = 0; i < 3; ++i) low = std::nextafter(low, -kInf);
+      for (int i = 0; i < 8; ++i, low = std::nextafter(low, kInf)) {
+        const Result expected = expect(low);
+        if (expected.id < 2) ++of[expected.id];
+        if (!CHECK(run({{0.0f, low, -5.0f}}, &d, 2, seed, 5) == expected)) return;
+      }
+    }
+    CHECK(of[0] > 50 && of[1] > 50);
+  });
+}
+
+TEST(a_residual_of_nearly_nothing) {
+  std::mt19937_64 rng(5);
+  std::normal_distribution<float> normal;
+  with_each_variant([&](const std::string&) {
+    for (uint64_t seed = 0; seed < 30; ++seed) {
+      Side t;
+      for (int i = 0; i < 300; ++i) t.row.push_back(normal(rng));
+      // The same: nothing is left, the draw is from p. One logit is a little higher: only that is
+      // left.
+      Side d = t;
+      const int64_t none = 300;
+      CHECK(run(t, &d, none, seed, 5) == by_hand(t, &d, true, none, seed, 5, 8, 9));
+      t.row[seed * 7] += 1e-4f;
+      const Result expected = by_hand(t, &d, true, none, seed, 5, 8, 9);
+      CHECK_EQ(expected.id, int(seed * 7));
+      CHECK(run(t, &d, none, seed, 5) == expected);
+    }
+  });
+}
+
+TEST(temperatures_at_the_ends) {
+  std::mt19937_64 rng(6);
+  std::normal_distribution<float> normal;
+  with_each_variant([&](const std::string& name) {
+    for (const float scale : {1e-44f, 1e-40f, 1e-3f, 1e3f, 1e6f, 1e12f, 3e38f}) {
+      for (const float size : {1.0f, 1e-6f, 1e30f, 3e37f}) {
+        for (uint64_t seed = 0; seed < 8; ++seed) {
+          Side t, d;
+          t.scale = scale;
+          d.scale = seed % 2 ? scale : 1;
+          for (int i = 0; i < 50; ++i) {
+            t.row.push_back(normal(rng) * size);
+            d.row.push_back(seed % 4 < 2 ? t.row.back() : normal(rng));
+          }
+          const int64_t draft_token = int64_t(rng() % 50);
+          for (const Side* draft :
+               {static_cast<const Side*>(nullptr), static_cast<const Side*>(&d)}) {
+            const Result expected = by_hand(t, draft, true, draft_token, seed, 5, 8, 9);
+            if (!CHECK(run(t, draft, draft_token, seed, 5) == expected)) {
+              std::fprintf(stderr, "  %s scale %g size %g seed %d draft %d\n", name.c_str(),
+                           double(scale), double(size), int(seed), draft != nullptr);
+              return;
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_MAIN()

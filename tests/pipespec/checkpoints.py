@@ -1,0 +1,94 @@
+"""Models on disk without weights, models that claim to be on a GPU, and models with packed weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaConfig
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+GIB = 1 << 30
+
+
+def save(model, folder, **config):
+    model.save_pretrained(folder)
+    if config:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+def llama(parameters: str) -> LlamaConfig:
+    """The shapes of Meta's LLaMA 3 models."""
+    hidden, intermediate, layers, heads, head_dim, tied = {
+        "1B": (2048, 8192, 16, 32, 64, True),
+        "8B": (4096, 14336, 32, 32, 128, False),
+        "70B": (8192, 28672, 80, 64, 128, False),
+    }[parameters]
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        tie_word_embeddings=tied,
+    )
+
+
+def folder_of(config, tmp_path, **more):
+    """A folder with a configuration and a safetensors file without tensors."""
+    tmp_path.mkdir(exist_ok=True)
+    config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | more
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return tmp_path
+
+
+def on_gpu(model, name: str):
+    """A model whose ``device`` is a GPU."""
+    kind = type("OnGpu", (type(model),), {"device": property(lambda self: torch.device(name)), "__module__": __name__})
+    other = copy.deepcopy(model)
+    other.__class__ = kind
+    return other
+
+
+def gpus(monkeypatch, count=2, current=0):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+
+
+class Packed(nn.Module):
+    """A linear layer like bitsandbytes' 8-bit ones: one byte per weight, one scale per row; it computes in the dtype of its input."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter(
+            (linear.weight.detach() / scale).round().to(torch.int8).view(torch.uint8), requires_grad=False
+        )
+        self.register_buffer("SCB", scale)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.view(torch.int8).to(x.dtype) * self.SCB.to(x.dtype))
+
+
+def packed(model, *, head=False, **settings):
+    other = copy.deepcopy(model)
+    for module in list(other.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and (head or name != "lm_head"):
+                setattr(module, name, Packed(child))
+    other.config.quantization_config = BitsAndBytesConfig(**(settings or {"load_in_8bit": True}))
+    other.quantization_method = other.config.quantization_config.quant_method
+    other.is_quantized = True
+    return other

@@ -1,0 +1,225 @@
+"""What torch does around a capture, without a GPU: streams, memory pools, cuBLAS workspaces and the state after a failure.
+
+Each fact has the name of the function in torch's sources that it was read from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+class Stream:
+    """``torch.cuda.Stream``. torch hands out 32 streams per device and priority in turn: ``getStreamFromPool()`` of c10/cuda/CUDAStream.cpp."""
+
+    numbers: ClassVar = {priority: itertools.cycle(range(32)) for priority in (0, -1)}
+
+    def __init__(self, device=None, priority=0):
+        self.priority = priority
+        self.cuda_stream = priority, next(self.numbers[priority])
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@dataclass
+class Memory:
+    """An allocation. ``pool``: where it lies; None: torch's default pool."""
+
+    pool: Any
+
+
+@dataclass
+class Pools:
+    """The private pools of one allocator: c10/cuda/CUDACachingAllocator.cpp, and ATen/core/CachingHostAllocator.h for pinned memory."""
+
+    use_counts: dict[Any, int] = field(default_factory=dict)
+    recording: dict[Any, Graph] = field(default_factory=dict)
+    """By pool, the graph whose capture it records. The allocator refers to the graph: ``create_allocate_filter()`` of CUDAGraph.cpp."""
+
+    def begin(self, pool, graph):
+        """``beginAllocateToPool()``, which counts before it looks: ``create_or_incref_pool()``."""
+        if self.use_counts.get(pool, 1) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.use_counts[pool] = self.use_counts.get(pool, 0) + 1
+        if pool in self.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.recording[pool] = graph
+
+    def end(self, pool):
+        """``endAllocateToPool()``."""
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        del self.recording[pool]
+
+    def release(self, pool):
+        """``releasePool()``."""
+        self.use_counts[pool] -= 1
+        assert self.use_counts[pool] >= 0
+
+    def empty(self, held):
+        """``release_cached_blocks()``: a pool ends when no graph uses it and nothing in it is held."""
+        for pool in [pool for pool, count in self.use_counts.items() if count == 0 and pool not in held]:
+            del self.use_counts[pool]
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph``.
+
+    Attributes:
+        pool: Where its memory lies.
+        priority: Of its kernels. ``CUDAGraph::instantiate()`` passes ``cudaGraphInstantiateFlagUseNodePriority``, and a captured kernel has the
+            priority of the stream that captured it.
+        workspaces: Those whose addresses its kernels have.
+    """
+
+    numbers = itertools.count(1)
+
+    def __init__(self, gpu: FakeGpu):
+        self.number = next(self.numbers)
+        self.pool: Any = None
+        self.priority: int | None = None
+        self.workspaces: list[Memory] = []
+        self._gpu, self._ended = gpu, False
+        gpu.graphs.add(self)
+
+    def raw_cuda_graph_exec(self):
+        return self.number
+
+    def capture_begin(self, pool):
+        self.pool, self.priority = pool or object(), self._gpu.stream.priority
+        self._gpu.memory.begin(self.pool, self)
+        self._gpu.pinned.begin(self.pool, self)
+        self._gpu.generator_captures = True
+
+    def capture_end(self):
+        gpu = self._gpu
+        failed, gpu.invalid = gpu.invalid, False
+        error = RuntimeError("operation failed due to a previous error during capture")
+        if failed and not gpu.ends_before_it_raises:
+            raise error
+        gpu.memory.end(self.pool)
+        gpu.pinned.end(self.pool)
+        gpu.generator_captures = False
+        if failed:
+            raise error
+        self._ended = True
+
+    def reset(self):
+        """``CUDAGraph::reset()``: only a capture that has ended well releases its pool. The destructor calls it."""
+        if self._ended:
+            self._ended = False
+            self._gpu.memory.release(self.pool)
+            self._gpu.pinned.release(self.pool)
+
+    def __del__(self):
+        self.reset()
+
+
+class FakeGpu:
+    """torch's state, and a record of what was done.
+
+    Attributes:
+        log: Calls to ports and captures.
+        captured: Captures into a given pool.
+        graph: The graph that captures at present.
+        fails: Called in each body.
+        invalid: Whether an operation has made the present capture fail, so that it cannot be ended.
+        ends_before_it_raises: Whether ``capture_end()`` tells the allocators and the generator before it raises: pytorch#180395. False: 2.11.
+        memory: Pools of the GPU's memory; likewise ``pinned``.
+        generator_captures: Whether torch's generator refuses to draw outside of captures: ``CUDAGeneratorState::increase()`` of 2.11.
+        held: Pools with memory that is in use.
+        workspaces: cuBLAS workspaces by handle and stream. A thread has a handle of its own.
+        graphs: Graphs that live.
+    """
+
+    def __init__(self):
+        self.log: list[Any] = []
+        self.captured = 0
+        self.graph: Graph | None = None
+        self.fails = lambda stage: None
+        self.invalid, self.ends_before_it_raises = False, False
+        self.memory, self.pinned = Pools(), Pools()
+        self.generator_captures = False
+        self.held: set[Any] = set()
+        self.workspaces: dict[Any, Memory] = {}
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._default, self._of_thread = Stream(), threading.local()
+
+    @property
+    def capturing(self) -> bool:
+        return self.graph is not None
+
+    @property
+    def stream(self) -> Stream:
+        """The thread's current stream."""
+        return getattr(self._of_thread, "stream", self._default)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream):
+        before, self._of_thread.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._of_thread.stream = before
+
+    def multiply(self):
+        """A matrix product. ``getCurrentCUDABlasHandle()`` of CublasHandlePool.cpp allocates the workspace of a handle and stream once."""
+        pool = None if self.graph is None else self.graph.pool
+        workspace = self.workspaces.setdefault((threading.get_ident(), self.stream.cuda_stream), Memory(pool))
+        if self.graph is not None:
+            self.graph.workspaces.append(workspace)
+
+    def clear_workspaces(self):
+        """``clearCublasWorkspaces()``."""
+        self.workspaces.clear()
+
+    def empty_cache(self):
+        held = self.held | {workspace.pool for workspace in self.workspaces.values()}
+        self.memory.empty(held)
+        self.pinned.empty(set())
+
+    @contextlib.contextmanager
+    def capture(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        """``torch.cuda.graph``. Where the capture does not end, ``__exit__`` does not restore the stream."""
+        if pool is not None:
+            self.captured += 1
+            self.log.append("capture")
+        self.empty_cache()
+        before, self._of_thread.stream = self.stream, stream
+        graph.capture_begin(pool)
+        self.graph = graph
+        try:
+            yield
+        finally:
+            self.graph = None
+            graph.capture_end()
+            self._of_thread.stream = before
+
+    def replacements(self) -> dict[str, Any]:
+        """What replaces functions of ``torch.cuda``, by name."""
+        return {
+            "Stream": Stream,
+            "CUDAGraph": lambda: Graph(self),
+            "graph": self.capture,
+            "current_stream": lambda device=None: self.stream,
+            "stream": self.on_stream,
+            "device": contextlib.nullcontext,
+            "graph_pool_handle": object,
+            "synchronize": lambda device=None: None,
+        }
+
+    def private_replacements(self) -> dict[str, Any]:
+        """What replaces functions of ``torch._C``, by name."""
+        return {
+            "_cuda_clearCublasWorkspaces": self.clear_workspaces,
+            "_cuda_endAllocateToPool": lambda device, pool: self.memory.end(pool),
+            "_cuda_releasePool": lambda device, pool: self.memory.release(pool),
+        }

@@ -1,0 +1,175 @@
+"""SpeculationConfig and the default schedule: a documented rule that measures nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import pipespec
+from pipespec import Pipeline, config
+from pipespec import pipeline as pipelines
+from pipespec.config import SpeculationConfig, default_schedule
+from pipespec.drivers.base import SpeedWarning
+from pipespec.errors import NotCapturable
+from tests.conftest import noisy, random_llama
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(1)
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    def have(count):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "expected"),
+    [
+        (["cpu"], 8, ("plain", False)),
+        (["cuda:0"], 8, ("plain", True)),
+        (["cpu", "cpu"], 1, ("lockstep", False)),
+        (["cpu", "cpu"], 2, ("workers", False)),
+        (["cpu", "cpu", "cpu"], 2, ("lockstep", False)),
+        (["cpu", "cpu", "cpu"], 3, ("workers", False)),
+        (["cuda:0", "cuda:0"], 1, ("lockstep", True)),
+        (["cuda:1", "cuda:1", "cuda:1"], 8, ("lockstep", True)),
+        (["cuda:1", "cuda:0"], 8, ("streams", True)),
+        (["cuda:0", "cuda:1", "cuda:0"], 1, ("streams", True)),
+        (["cpu", "cuda:0"], 2, ("workers", False)),
+        (["cpu", "cuda:0"], 1, ("lockstep", False)),
+        (["cuda:0", "cpu"], 8, ("lockstep", False)),
+    ],
+)
+def test_the_rule(devices, cores, expected):
+    assert default_schedule(devices, cores=cores) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "graphs", "expected"),
+    [
+        (["cpu"], True, ("plain", True)),
+        (["cpu", "cpu"], True, ("lockstep", True)),
+        (["cuda:0", "cuda:0"], False, ("lockstep", False)),
+        (["cuda:0", "cuda:1"], False, ("lockstep", False)),
+        (["cuda:0", "cuda:1"], True, ("streams", True)),
+    ],
+)
+def test_the_rule_with_graphs_as_the_user_wants_them(devices, graphs, expected):
+    assert default_schedule(devices, graphs, cores=8) == expected
+
+
+def test_it_counts_the_cores_of_this_process(cores):
+    cores(1)
+    assert default_schedule(["cpu", "cpu"]) == ("lockstep", False)
+    cores(2)
+    assert default_schedule(["cpu", "cpu"]) == ("workers", False)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_pipeline_says_what_was_chosen(model, cores, count):
+    cores(count)
+    chosen = {1: "lockstep", 2: "workers"}[count]
+    wanted = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
+    with Pipeline(model, noisy(model, 0.02)) as pipe:
+        assert pipe.schedule == pipe.config.schedule == chosen
+        assert pipe.config.lookahead == ({"lockstep": 4, "workers": 8}[chosen],)
+        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=9), wanted)
+        assert pipe.report.schedule == chosen
+        assert pipe.report.decisions is None
+    assert Pipeline(model).schedule == "plain"
+
+
+def test_drafts_that_no_worker_can_run(model, cores):
+    """They run in lockstep, and the report has the reason."""
+
+    class Own(type(model)):
+        pass
+
+    cores(2)
+    draft = Own(model.config)
+    wanted = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
+    with Pipeline(model, draft, trace=16) as pipe:
+        assert pipe.schedule == "lockstep"
+        assert pipe.config == SpeculationConfig(schedule="lockstep", lookahead=(4,), trace=16)
+        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=9), wanted)
+        assert pipe.report.schedule == "lockstep"
+        (reason,) = pipe.report.decisions
+        assert "'lockstep' instead of 'workers': draft 0: a worker process cannot import its class" in reason
+    with pytest.raises(ValueError, match="cannot import its class"):  # what is named is not replaced
+        Pipeline(model, draft, schedule="workers")
+
+
+def test_attach_has_the_same_default(cores):
+    target = random_llama(1)
+    cores(1)
+    assert pipespec.attach(target, noisy(target, 0.02)).schedule == "lockstep"
+    pipespec.detach(target)
+
+
+def test_defaults_of_each_schedule():
+    assert SpeculationConfig.of(2, schedule="lockstep").lookahead == (4, 4)
+    assert SpeculationConfig.of(2, schedule="workers", min_draft_tokens=3).lookahead == (8, 8)
+    streams = SpeculationConfig.of(1, schedule="streams", lookahead=[3])
+    assert (streams.lookahead, streams.graphs) == ((3,), True)
+    assert SpeculationConfig.of(0, schedule="streams") == SpeculationConfig(schedule="plain", graphs=True)
+    assert SpeculationConfig.of(3, schedule="plain", lookahead=9) == SpeculationConfig(schedule="plain")
+    assert SpeculationConfig.of(3, schedule="auto") == SpeculationConfig(schedule="auto")
+
+
+def test_numbers_of_a_stage():
+    numbers = SpeculationConfig(lookahead=(3, 50))
+    assert [numbers.lookahead_of(i) for i in range(3)] == [3, 50, 0]
+    assert [numbers.max_draft_tokens(i) for i in range(3)] == [0, 3, config.WIDTH // 2]
+    assert not numbers.rests
+    assert replace(numbers, lookahead=(3, 0)).rests
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (ValueError, "schedule='parallel' is not one of 'auto'", {"schedule": "parallel"}),
+        (TypeError, "lookahead must be an integer", {"lookahead": "many"}),
+        (TypeError, "lookahead must be an integer", {"lookahead": [1.5, 2]}),
+        (ValueError, "lookahead must be at least 1", {"lookahead": [2, 0]}),
+        (ValueError, "one per draft, 2, not 3", {"lookahead": [2, 2, 2]}),
+        (TypeError, "min_draft_tokens must be a number", {"min_draft_tokens": True}),
+        (ValueError, "min_draft_tokens must not be negative", {"min_draft_tokens": -1}),
+        (TypeError, "trace must be a number", {"trace": 2.0}),
+        (ValueError, "trace must be 0 to", {"trace": 2**40}),
+        (ValueError, "not for 'workers'", {"schedule": "workers", "graphs": True}),
+        (ValueError, "what schedule='auto' chooses", {"schedule": "auto", "lookahead": 4}),
+        (ValueError, "decode_meanwhile is for", {"schedule": "lockstep", "decode_meanwhile": True}),
+    ],
+)
+def test_what_is_refused(error, match, options):
+    with pytest.raises(error, match=match):
+        SpeculationConfig.of(2, **options)
+
+
+def test_the_schedule_in_place_of_one_that_cannot_be_captured(model, monkeypatch):
+    """The pipeline names the schedule that runs, as the report does."""
+    make = pipelines.make_driver
+
+    def refuse(models, config):
+        if config.schedule == "streams":
+            raise NotCapturable("target", "its step", "it reads a number")
+        return make(models, config)
+
+    monkeypatch.setattr(pipelines, "make_driver", refuse)
+    with pytest.warns(SpeedWarning, match="schedule='workers' is used instead"):
+        pipe = Pipeline(model, noisy(model, 0.02), schedule="streams", trace=16)
+    with pipe:
+        assert pipe.schedule == pipe.config.schedule == "workers"
+        assert pipe.config.trace == 16
+        pipe.generate(PROMPT, max_new_tokens=3)
+        assert pipe.report.schedule == "workers"

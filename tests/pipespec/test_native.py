@@ -1,0 +1,579 @@
+"""The native form of a forward: which models take it, that its logits and texts are the model's, and that it does not depend on the batch."""
+
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import pipespec
+from pipespec.engine import forward as forward_module
+from pipespec.engine import native
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.models import families
+from tests.conftest import left_pad, noisy
+from tests.trials import trials
+from tests.waiting import abreast
+
+VOCABULARY = 103
+
+
+def rope(kind, **options):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **options}}
+
+
+LLAMA, MISTRAL = (LlamaForCausalLM, LlamaConfig), (MistralForCausalLM, MistralConfig)
+QWEN2, QWEN3 = (Qwen2ForCausalLM, Qwen2Config), (Qwen3ForCausalLM, Qwen3Config)
+PHI3, GEMMA = (Phi3ForCausalLM, Phi3Config), (GemmaForCausalLM, GemmaConfig)
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+MODELS = {
+    "llama": (LLAMA, {}),
+    "llama, each head its own keys": (LLAMA, {"num_key_value_heads": 4}),
+    "llama 3 RoPE, tied": (LLAMA, {"tie_word_embeddings": True, **rope("llama3", **LLAMA3)}),
+    "yarn RoPE, one kv head": (
+        LLAMA,
+        {"num_key_value_heads": 1, **rope("yarn", factor=4.0, original_max_position_embeddings=32)},
+    ),
+    "linear RoPE, head_dim": (LLAMA, {"head_dim": 24, **rope("linear", factor=2.0)}),
+    "biases": (LLAMA, {"attention_bias": True, "mlp_bias": True}),
+    "odd sizes, gelu": (LLAMA, {"vocab_size": 97, "hidden_size": 44, "intermediate_size": 77, "head_dim": 10, "hidden_act": "gelu"}),
+    "mistral": (MISTRAL, {"sliding_window": None}),
+    "qwen2": (QWEN2, {}),
+    "qwen3": (QWEN3, {"head_dim": 32}),
+    "phi3": (PHI3, {"sliding_window": None, **rope("default", partial_rotary_factor=0.5)}),
+    "gemma": (GEMMA, {"head_dim": 32}),
+}  # fmt: skip
+
+
+def make(name="llama", dtype=torch.float32, seed=0, **more):
+    (kind, config), options = MODELS[name]
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    model = kind(config(**settings | options | more))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases and the weights of norms are constants at first.
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.generation_config.eos_token_id = None
+    return model.to(dtype).eval()
+
+
+def ids(*shape, seed=3, vocabulary=97):
+    return torch.randint(2, vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def way(model, native=True):
+    return type(forward_module._callers[model][native]).__name__
+
+
+def logits_of(model, tokens, **options):
+    cache = RowCache.for_model(model, tokens.shape[0], 64)
+    return forward(model, tokens, cache, keep=tokens.shape[1], **options)
+
+
+def form_of(model, **options):
+    cache = RowCache.for_model(model, 1, 16)
+    forward(model, ids(1, 3), cache, keep=1, **options)
+    return described(model, cache, **options)
+
+
+# --- logits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "pipespec"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_models(name, attention):
+    model = make(name, attn_implementation=attention)
+    cache, tokens = RowCache.for_model(model, 3, 64), ids(3, 40)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    bound = native.TOLERANCE * float(wanted.abs().max())
+    begin = 0
+    for q, keep in ((20, 2), (1, 1), (4, 4), (3, 0)):
+        got = forward(model, tokens[:, begin : begin + q], cache, keep=keep)
+        begin += q
+        assert got.shape == (3, keep, model.config.vocab_size)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, wanted[:, begin - keep : begin], rtol=0, atol=bound)
+    held = [28, 7, 15]
+    cache.truncate(held)
+    got = forward(model, torch.stack([row[n : n + 5] for row, n in zip(tokens, held, strict=True)]), cache, keep=5)
+    for row, n in enumerate(held):
+        torch.testing.assert_close(got[row], wanted[row, n : n + 5], rtol=0, atol=bound)
+    assert described(model, cache) == "native"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_in_bfloat16_are_nearer_to_float32_than_the_models(name):
+    model = make(name, torch.bfloat16)
+    tokens = ids(3, 40)
+    with torch.no_grad():
+        own, exact = model(tokens).logits, copy.deepcopy(model).float()(tokens).logits
+    got = logits_of(model, tokens)
+    assert way(model) == "NativeForm"
+    assert got.dtype == torch.bfloat16
+    ours, theirs = ((logits.float() - exact).square().mean() for logits in (got, own))
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_depend_neither_on_batch_nor_on_width(name, dtype):
+    model = make(name, dtype)
+    tokens = ids(3, 24)
+    together = logits_of(model, tokens)
+    for row in range(3):
+        cache = RowCache.for_model(model, 1, 64)
+        pieces, begin = [], 0
+        for q in (1, 7, 1, 2, 13):
+            pieces.append(forward(model, tokens[row : row + 1, begin : begin + q], cache, keep=q))
+            begin += q
+        assert torch.equal(torch.cat(pieces, 1)[0], together[row])
+
+
+def test_float32_weights_that_are_all_bfloat16s_take_half_the_memory():
+    half, full = make().to(torch.bfloat16).float(), make()
+    logits_of(half, ids(1, 3))
+    logits_of(full, ids(1, 3))
+    forms = [forward_module._callers[model][True] for model in (half, full)]
+    assert [form.decoder.weight_bits for form in forms] == [16, 32]
+    assert forms[0].decoder.nbytes < 0.6 * forms[1].decoder.nbytes
+    # What is counted before the packing, but for padding to whole panels.
+    assert forms[1].decoder.nbytes == pytest.approx(families.packed_bytes(full), rel=0.3)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def smallest_gap(model, text, begin, mask):
+    """The smallest difference between the two largest logits, relative to the largest, over the generated positions."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(text, attention_mask=mask, position_ids=positions).logits[:, begin - 1 : -1]
+    first, second = logits.topk(2, -1).values.unbind(-1)
+    return float((first - second).min() / logits.abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_texts_are_generates(name):
+    model = make(name)
+    rows, mask = left_pad([ids(3, 9)[i, : 9 - 3 * i] for i in range(3)])
+    wanted = model.generate(rows, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    whole = torch.cat([mask, torch.ones(3, wanted.shape[1] - rows.shape[1], dtype=torch.long)], 1)
+    assert smallest_gap(model, wanted, rows.shape[1], whole) > 2 * native.TOLERANCE
+    options = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    draft = noisy(model, 0.05)
+    for lookahead in range(5):
+        drafts = {"drafts": [draft], "schedule": "lockstep", "lookahead": lookahead} if lookahead else {}
+        with pipespec.Pipeline(model, **drafts) as pipe:
+            assert torch.equal(pipe.generate(rows, **options), wanted)
+            assert {stage.forward for stage in pipe.report.stages} == {"native"}
+            alone = pipe.generate(rows[:1], max_new_tokens=16, do_sample=False)
+            assert torch.equal(alone, wanted[:1])
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5, "seed": 5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_texts_depend_neither_on_drafts_nor_on_the_batch(dtype, sampling):
+    """Also where two logits are nearly equal: in bfloat16 many are."""
+    model = make("llama 3 RoPE, tied", dtype)
+    if "seed" in sampling:
+        sampling = {**sampling, "seed": [5, 6, 7]}
+    rows, mask = left_pad([row[:n] for row, n in zip(ids(3, 12), (12, 5, 9), strict=True)])
+    new = trials(40, 120)
+    with pipespec.Pipeline(model) as pipe:
+        wanted = pipe.generate(rows, attention_mask=mask, max_new_tokens=new, **sampling)
+    for draft, lookahead in ((noisy(model, 0.1), 1), (noisy(model, 0.3), 3), (copy.deepcopy(model), 4)):
+        with pipespec.Pipeline(model, [draft], schedule="lockstep", lookahead=lookahead) as pipe:
+            got = pipe.generate(rows, attention_mask=mask, max_new_tokens=new, **sampling)
+            assert torch.equal(got, wanted)
+            for row, begin in enumerate((0, 7, 3)):
+                one = {**sampling, "seed": [5 + row]} if "seed" in sampling else sampling
+                alone = pipe.generate(rows[row : row + 1, begin:], max_new_tokens=new, **one)
+                assert torch.equal(alone[0], wanted[row, begin:])
+
+
+def test_workers_take_the_native_form_and_say_so():
+    model = make()
+    draft = noisy(model, 0.05)
+    prompt = ids(1, 8)
+    wanted = model.generate(prompt, max_new_tokens=24, do_sample=False)
+    for use in (True, False):
+        with pipespec.Pipeline(model, [draft], schedule="workers", native=use) as pipe:
+            # The target waits, by a hook of its own, for the worker, which reports its form before its first step.
+            with abreast(pipe, [32]):
+                assert torch.equal(pipe.generate(prompt, max_new_tokens=24, do_sample=False), wanted)
+            assert pipe.report.stages[0].forward == ("native" if use else "transformers: native=False")
+            assert pipe.report.stages[1].forward.startswith("transformers: ")
+
+
+def test_it_can_be_turned_off():
+    model = make()
+    tokens = ids(2, 9)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    assert torch.equal(logits_of(model, tokens, native=False), wanted)
+    assert way(model, native=False) == "_FlatLoop"
+    with pipespec.Pipeline(model, native=False) as pipe:
+        pipe.generate(tokens, max_new_tokens=3)
+        assert [stage.forward for stage in pipe.report.stages] == ["transformers: native=False"]
+        assert "forward" in pipe.report.to_dict()["stages"][0]
+    assert True not in forward_module._callers[model]
+
+
+# --- models that keep transformers' forward ----------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Quantised(nn.Linear):
+    """As a quantised layer: a class of its own."""
+
+
+def hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def adapt(model):
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = Adapter(attention.v_proj).eval()
+
+
+def quantise(model):
+    model.model.layers[1].mlp.up_proj.__class__ = Quantised
+
+
+def own_forward(model):
+    norm = model.model.norm
+    original = norm.forward
+    norm.forward = lambda x: original(x) * 2
+
+
+def train(model):
+    model.model.layers[1].train()
+
+
+def own_parameters(model):
+    class Packed(nn.Parameter):
+        pass
+
+    head = model.lm_head
+    head.weight = Packed(head.weight.detach())
+
+
+def double(model):
+    model.double()
+
+
+CHANGES = {
+    hook: "layers.0.mlp has hooks",
+    adapt: "v_proj is of class Adapter",
+    quantise: "up_proj is of class Quantised",
+    own_forward: "model.norm has a forward of its own",
+    train: "layers.1 is in training mode",
+    own_parameters: "of class Packed",
+    double: "its weights are float64",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_changed_model_keeps_its_own_forward_and_the_report_says_why(change, name):
+    model = make(name)
+    tokens = ids(1, 9)
+    logits_of(model, tokens)
+    assert way(model) == "NativeForm"
+    change(model)
+    got = logits_of(model, tokens)
+    cache = RowCache.for_model(model, 1, 8)
+    assert described(model, cache).startswith("transformers: ")
+    assert CHANGES[change] in described(model, cache)
+    with torch.no_grad():
+        assert torch.equal(got, model(tokens).logits)
+
+
+def test_a_report_names_the_reason():
+    model = make()
+    hook(model)
+    with pipespec.Pipeline(model) as pipe:
+        pipe.generate(ids(1, 5), max_new_tokens=3)
+    assert pipe.report.stages[0].forward == "transformers: model.layers.0.mlp has hooks or is compiled"
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: GraniteForCausalLM(GraniteConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, intermediate_size=32, vocab_size=101)).eval(), "GraniteForCausalLM is not in the table"),
+        (lambda: make(hidden_act="relu"), "is of class"),
+        (lambda: make(**rope("dynamic", factor=2.0)), "RoPE of type dynamic depends on the length"),
+        (lambda: make(dtype=torch.float16), "its weights are float16"),
+    ],
+)  # fmt: skip
+def test_models_outside_of_the_table(model, reason):
+    assert reason in form_of(model())
+
+
+def test_a_subclass_is_not_its_family():
+    class Mine(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.logits = -out.logits
+            return out
+
+    model = make()
+    before = logits_of(model, ids(1, 4))
+    model.__class__ = Mine
+    assert torch.allclose(logits_of(model, ids(1, 4)), -before, atol=1e-4)
+
+
+def test_autocast_is_honoured():
+    model = make()
+    logits_of(model, ids(1, 4))
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = RowCache.for_model(model, 1, 16)
+        assert forward(model, ids(1, 4), cache, keep=4).dtype == torch.bfloat16
+        assert described(model, cache) == "transformers: autocast"
+
+
+# --- changes of the weights --------------------------------------------------------------------------------------------
+
+
+def in_place(model):
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+
+
+def one_value(model):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 5] += 1
+
+
+def through_data(model):
+    # As merged adapters are written back. No version counter notices it.
+    model.model.layers[0].self_attn.o_proj.weight.data += 0.05
+
+
+def a_row_through_data(model):
+    model.lm_head.weight.data[7] *= 2
+
+
+def a_column_through_data(model):
+    model.model.layers[0].mlp.down_proj.weight.data[:, 11] *= 2
+
+
+def optimise(model):
+    model.requires_grad_(True)
+    with torch.inference_mode(False), torch.enable_grad():
+        step = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(ids(1, 6), labels=ids(1, 6)).loss.backward()
+        step.step()
+
+
+def load(model):
+    model.load_state_dict(make(seed=1).state_dict())
+
+
+def replace(model):
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(torch.randn(80, 64))
+
+
+def rescale(model):
+    model.model.layers[1].self_attn.scaling *= 2
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+WEIGHTS = [
+    in_place,
+    one_value,
+    through_data,
+    a_row_through_data,
+    a_column_through_data,
+    optimise,
+    load,
+    replace,
+    rescale,
+]
+
+
+@pytest.mark.parametrize("change", WEIGHTS, ids=lambda change: change.__name__)
+def test_changed_weights_are_noticed_when_the_next_sequence_begins(change):
+    model = make()
+    tokens = ids(1, 9)
+    first = logits_of(model, tokens)
+    packed = forward_module._callers[model][True]
+    assert torch.equal(logits_of(model, tokens), first)
+    assert forward_module._callers[model][True] is packed
+    change(model)
+    got = logits_of(model, tokens)
+    assert way(model) == "NativeForm"
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=native.TOLERANCE * float(wanted.abs().max()))
+    assert not torch.allclose(got, first)
+
+
+def test_changed_weights_are_noticed_by_a_call_that_goes_on_with_a_cache():
+    model = make()
+    prompt = ids(1, 8)
+    with pipespec.Pipeline(model) as pipe:
+        first = pipe.generate(prompt, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        before = forward_module._callers[model][True]
+        load(model)
+        pipe.generate(first.sequences, max_new_tokens=4, do_sample=False, past_key_values=first.past_key_values)
+        assert forward_module._callers[model][True] is not before
+
+
+def test_inference_tensors_have_no_version_and_are_noticed_by_their_values():
+    with torch.inference_mode():
+        model = make()
+        first = logits_of(model, ids(1, 9))
+        assert way(model) == "NativeForm"
+        for parameter in model.model.layers[0].mlp.up_proj.parameters():
+            parameter.mul_(2)
+        assert not torch.allclose(logits_of(model, ids(1, 9)), first)
+
+
+# --- the check, and the memory -----------------------------------------------------------------------------------------
+
+
+def with_wrong_rope(monkeypatch):
+    right = native.NativeForm._rope
+
+    def wrong(self, capacity):
+        cos, sin = right(self, capacity)
+        return cos, -sin
+
+    monkeypatch.setattr(native.NativeForm, "_rope", wrong)
+
+
+def with_wrong_shape(monkeypatch, **wrong):
+    right = families._read
+
+    def read(model, family):
+        found = right(model, family)
+        return dataclasses.replace(found, shape=dataclasses.replace(found.shape, **wrong))
+
+    monkeypatch.setattr(families, "_read", read)
+
+
+FAULTS = {
+    "rope": with_wrong_rope,
+    "scale": lambda monkeypatch: with_wrong_shape(monkeypatch, scale=0.26),
+    "eps": lambda monkeypatch: with_wrong_shape(monkeypatch, eps=1e-3),
+    "activation": lambda monkeypatch: with_wrong_shape(monkeypatch, activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dtype):
+    FAULTS[fault](monkeypatch)
+    model = make(dtype=dtype)
+    assert form_of(model).startswith("transformers: its logits differ from the model's own by ")
+    assert way(model) == "_FlatLoop"
+    kept = forward_module._callers[model][True]
+    recheck(model)
+    assert forward_module._callers[model][True] is kept
+
+
+def test_weights_that_are_not_finite_keep_the_models_forward():
+    model = make()
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = torch.nan
+    assert form_of(model).startswith("transformers: its logits differ")
+
+
+def test_a_copy_is_made_only_where_there_is_room(monkeypatch):
+    monkeypatch.setattr(native, "host_memory", lambda: (1 << 30, 100_000))
+    model = make()
+    assert "no room for a packed copy" in form_of(model)
+    assert way(model) == "_FlatLoop"
+
+
+def test_copies_are_freed_with_the_model_and_on_request():
+    model = make()
+    logits_of(model, ids(1, 4))
+    packed = weakref.ref(forward_module._callers[model][True])
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits_of(pickle.loads(pickle.dumps(twin)), ids(1, 4)), logits_of(twin, ids(1, 4)))
+    release(model)
+    gc.collect()
+    assert packed() is None
+    logits_of(model, ids(1, 4))
+    packed = weakref.ref(forward_module._callers[model][True])
+    del model
+    gc.collect()
+    assert packed() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_users_defaults_of_torch_are_not_the_forms(dtype):
+    """The default device and dtype of new tensors, while a model is packed, checked and called. (A check makes tensors of transformers' own on the default device.)"""
+    models, tokens = [make(name, dtype) for name in ("llama", "gemma")], ids(2, 9)
+    wanted = [logits_of(copy.deepcopy(model), tokens) for model in models]
+    caches = [RowCache.for_model(model, 2, 16) for model in models]
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = [forward(model, tokens, cache, keep=9) for model, cache in zip(models, caches, strict=True)]
+        torch.set_default_device("meta")
+        for cache in caches:
+            cache.reset()
+        again = [forward(model, tokens, cache, keep=9) for model, cache in zip(models, caches, strict=True)]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    for logits in (got, again):
+        assert all(torch.equal(a, b) for a, b in zip(logits, wanted, strict=True))
+
+
+def test_pipelines_share_one_copy():
+    model = make()
+    forms = set()
+    for _ in range(2):
+        with pipespec.Pipeline(model) as pipe:
+            pipe.generate(ids(1, 5), max_new_tokens=2)
+            forms.add(forward_module._callers[model][True])
+    assert len(forms) == 1

@@ -1,0 +1,254 @@
+"""Signal handlers of the caller that raise: their errors end the call, and are never booked as the failure of a draft."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from contextlib import contextmanager
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from pipespec import Pipeline
+from pipespec.drivers.base import StageFailure
+from pipespec.models import loading
+from pipespec.planning import profile_store
+from pipespec.planning.profile_store import StoredProfile
+from pipespec.preflight import checks
+from pipespec.process.signals import from_handler, pass_on, suppressed
+from pipespec.spd import SpeculativePipeline
+from tests.conftest import noisy, random_llama, random_prompts
+from tests.waiting import until
+
+PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
+
+
+class TooLate(RuntimeError):
+    """As callers define their own."""
+
+
+class Watchdog:
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def bark(self, *arguments: object) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # once
+        raise self.kind("time is up")
+
+
+@contextmanager
+def raising(kind: type[Exception]):
+    before = signal.signal(signal.SIGUSR1, Watchdog(kind).bark)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Draft(LlamaForCausalLM):
+    """Its forward number ``at`` from now gets the signal."""
+
+    at = 0
+
+    def forward(self, *args, **kwargs):
+        self.at -= 1
+        if self.at == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        return super().forward(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = random_llama(3)
+    draft = Draft(target.config)
+    draft.load_state_dict(noisy(target, 0.02).state_dict())
+    return target, draft.eval()
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, TooLate])
+@pytest.mark.parametrize("number", [1, 3], ids=["prefill", "step"])
+@pytest.mark.parametrize("how", ["lockstep", "rounds", "spd"])
+def test_an_error_of_the_callers_while_a_draft_computes(models, how, number, kind):
+    target, draft = models
+    if how == "spd":
+        pipe = SpeculativePipeline(target, draft, stages=2)
+    else:
+        pipe = Pipeline(target, draft, schedule="lockstep", graphs=how == "rounds")
+    wanted = pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    draft.at = number
+    with raising(kind), pytest.raises(kind, match="time is up"):
+        pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
+    if how != "spd":
+        pipe.close()
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, TooLate])
+@pytest.mark.parametrize("waits_in", ["poll", "send"])
+def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, kind):
+    class Interrupted:
+        def __init__(self, conn) -> None:
+            self.conn = conn
+
+        def __getattr__(self, name: str):
+            if name == waits_in:
+                signal.raise_signal(signal.SIGUSR1)
+            return getattr(self.conn, name)
+
+    target, draft = models
+    with Pipeline(target, draft, schedule="workers") as pipe:
+        wanted = pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
+        worker = pipe._driver._workers[0]
+        worker.conn = Interrupted(worker.conn)
+        with raising(kind), pytest.raises(kind, match="time is up"):
+            pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
+        worker.conn = worker.conn.conn
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
+        if waits_in == "send":  # the worker may have half of a message, and is not waited for
+            assert len(told) == 1
+            assert "killed by SIGKILL); it is started again" in str(told[0].message)
+
+
+@pytest.mark.parametrize(
+    ("within", "interrupted", "call"),
+    [
+        (checks, "cached_file", lambda: checks._tokenizer_digest("some/name", None)),
+        (loading.AutoConfig, "from_pretrained", lambda: loading.load_config("some/name")),
+        (profile_store.json, "loads", lambda: profile_store.load("key", 2)),
+        (profile_store.json, "dump", lambda: profile_store.store(StoredProfile(Mock(key="key"), {}))),
+    ],
+    ids=["tokenizer", "configuration", "load", "store"],
+)
+def test_an_error_of_the_callers_while_a_file_is_read_or_written(monkeypatch, tmp_path, within, interrupted, call):
+    """A ``TimeoutError`` is an ``OSError``, but not the file's."""
+
+    def reads(*args, **kwargs):
+        signal.raise_signal(signal.SIGUSR1)
+
+    (tmp_path / "key.json").write_text("{}")
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(within, interrupted, reads)
+    with raising(TimeoutError), pytest.raises(TimeoutError, match="time is up"):
+        call()
+
+
+def test_errors_that_no_handler_raised():
+    def inner(frame: object) -> None:
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own") as caught:
+        inner(None)
+    assert not from_handler(caught.value)
+    with suppressed(ValueError):
+        inner(1)
+    with pytest.raises(ZeroDivisionError), suppressed(ValueError):
+        print(1 / 0)
+
+
+def test_an_error_that_a_handlers_error_led_to():
+    def library() -> None:
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except TimeoutError as error:
+            raise RuntimeError("the library's") from error
+
+    with raising(TimeoutError), pytest.raises(RuntimeError, match="library") as caught:
+        library()
+    assert from_handler(caught.value)
+
+
+def test_a_second_attempt_within_except():
+    """Its error has the first attempt's as context, and did not come of it."""
+
+    def attempt(work) -> bool:
+        try:
+            work()
+        except (OSError, ArithmeticError) as error:
+            pass_on(error)
+        return True
+
+    def fails_twice() -> None:
+        try:
+            raise OSError("its own")
+        except OSError:
+            print(1 / 0)
+
+    with raising(TimeoutError):
+        try:
+            attempt(lambda: signal.raise_signal(signal.SIGUSR1))
+        except TimeoutError:
+            assert attempt(lambda: print(1 / 0))
+            assert attempt(fails_twice)
+
+
+def test_an_error_that_a_handlers_error_led_to_without_a_cause():
+    def library() -> None:
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except TimeoutError:
+            print(1 / 0)
+
+    with raising(TimeoutError), pytest.raises(ZeroDivisionError) as caught:
+        library()
+    assert from_handler(caught.value)
+
+
+def test_a_draft_that_fails_in_a_second_attempt(models):
+    target, draft = models
+    pipe = Pipeline(target, draft, schedule="lockstep")
+    wanted = pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    draft.at = 3
+    with raising(TimeoutError):
+        try:
+            pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
+        except TimeoutError:
+            with (
+                patch.object(LlamaForCausalLM, "forward", failing_for(draft)),
+                pytest.warns(StageFailure, match="the draft's own"),
+            ):
+                assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
+
+
+def failing_for(model):
+    forward = LlamaForCausalLM.forward
+
+    def fail(self, *args, **kwargs):
+        if self is model:
+            raise ArithmeticError("the draft's own")
+        return forward(self, *args, **kwargs)
+
+    return fail
+
+
+def test_a_function_that_takes_a_frame_is_no_handler():
+    def profile(frame: object, event: str) -> None:
+        raise ValueError("its own")
+
+    def log(level: int, frame: object) -> None:
+        raise ValueError("its own")
+
+    for call in (lambda: profile(sys._getframe(), "call"), lambda: log(1000, sys._getframe())):
+        with suppressed(ValueError):
+            call()
+
+
+@pytest.mark.parametrize("number", [signal.SIGRTMIN + 6, signal.SIGKILL])
+def test_a_draft_that_any_signal_ends(models, number):
+    target, draft = models
+    wanted = Pipeline(target, schedule="plain").generate(PROMPT, max_new_tokens=20, do_sample=False)
+    with Pipeline(target, draft, schedule="workers") as pipe:
+        worker = pipe._driver._workers[0]
+        os.kill(worker.process.pid, number)
+        until(worker.is_dead, "the worker has ended")
+        name = "SIGKILL" if number == signal.SIGKILL else f"signal {number:d}"
+        with pytest.warns(StageFailure, match=f"killed by {name}"):
+            assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
+        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
+        assert pipe._driver._workers[0] is not worker
+        assert pipe._driver.block.is_alive(0)

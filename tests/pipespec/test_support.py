@@ -1,0 +1,352 @@
+"""What models can run as: whole, in a worker process, quantised, captured."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+from pipespec import Pipeline, pipeline
+from pipespec.config import SpeculationConfig
+from pipespec.drivers import WorkersDriver
+from pipespec.drivers.workers import driver as workers
+from pipespec.errors import NotCapturable
+from pipespec.models.properties import quantisation
+from pipespec.preflight.support import check_capturable, check_runnable, check_shareable, check_streams
+from tests.conftest import always_right, noisy, random_llama
+from tests.pipespec.checkpoints import PROMPT, on_gpu, packed, save
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3)
+
+
+# ---- split, offloaded, sharded
+
+
+class Offloading:
+    """Like accelerate's AlignDevicesHook."""
+
+    offload = True
+
+
+class CpuOffload:
+    """Like accelerate's hook of that name, which moves the whole model when it is called."""
+
+
+class Sequential:
+    """Like accelerate's SequentialHook."""
+
+    def __init__(self, *hooks):
+        self.hooks = hooks
+
+
+def refused(match, models, **kwargs):
+    with pytest.raises(ValueError, match=match):
+        Pipeline(models[-1], models[:-1], **kwargs)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "workers", "plain", "auto"])
+def test_offloaded_models(model, schedule, monkeypatch):
+    monkeypatch.setattr(workers, "_Worker", None)
+    for hook in (Offloading(), Sequential(SimpleNamespace(), Offloading()), CpuOffload()):
+        draft = noisy(model, 0.1)
+        for layer in draft.model.layers:
+            layer._hf_hook = hook
+        refused(
+            r"draft 0 is offloaded by accelerate \(model.layers.0 and 1 more\).*device_map=",
+            [draft, model],
+            schedule=schedule,
+        )
+    target = copy.deepcopy(model)
+    target.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "disk", "lm_head": 0}
+    refused(r"target is offloaded by accelerate \(model.layers.1\)", [target], schedule=schedule)
+    target.hf_device_map["model.layers.1"] = "cpu"
+    refused(r"target is offloaded by accelerate \(model.layers.1\)", [target], schedule=schedule)
+
+
+def test_a_device_map_with_one_place_and_hooks_that_move_nothing(model):
+    other = copy.deepcopy(model)
+    other.hf_device_map = {"": "cpu"}
+    other.model._hf_hook = SimpleNamespace(offload=False)
+    wanted = model.generate(PROMPT, max_new_tokens=5, do_sample=False)
+    assert torch.equal(
+        Pipeline(other, noisy(model, 0.02), schedule="lockstep").generate(PROMPT, max_new_tokens=5), wanted
+    )
+
+
+def test_offloading_after_the_pipeline_was_made(model):
+    target = copy.deepcopy(model)
+    pipe = Pipeline(target, noisy(model, 0.02), schedule="lockstep")
+    target.model.layers[1]._hf_hook = Offloading()
+    with pytest.raises(ValueError, match="target is offloaded"):
+        pipe.generate(PROMPT, max_new_tokens=2)
+
+
+def test_split_models(model):
+    """Two devices, on a machine without GPUs."""
+    draft = noisy(model, 0.1)
+    draft.model.layers[1].mlp.to("meta")
+    refused("draft 0 has weights that are not loaded", [draft, model])
+    split = noisy(model, 0.1)
+    weight = split.model.layers[1].mlp.up_proj.weight
+
+    class Elsewhere(nn.Parameter):
+        device = torch.device("cuda:1")
+
+    split.model.layers[1].mlp.up_proj._parameters["weight"] = Elsewhere(weight.data)
+    refused(
+        r"target is spread over cpu from model.embed_tokens, cuda:1 from model.layers.1.mlp.up_proj.*device_map='auto'",
+        [model, split],
+    )
+    with pytest.raises(NotCapturable, match=r"model.layers.1.mlp.up_proj: the model is split over several devices"):
+        check_capturable([split])
+
+
+def test_sharded_models(model):
+    class DTensor(nn.Parameter):
+        pass
+
+    other = noisy(model, 0.1)
+    other.lm_head._parameters["weight"] = DTensor(other.lm_head.weight.data)
+    refused(r"draft 0 is sharded over processes \(lm_head", [other, model])
+
+
+# ---- quantised
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_models_run_in_this_process(model, head, dtype):
+    """As target and as draft, each with its own text. The storage dtype is not the compute dtype."""
+    target = packed(copy.deepcopy(model).to(dtype), head=head)
+    wanted = target.generate(PROMPT, max_new_tokens=12, do_sample=False)
+    for schedule in ("plain", "lockstep"):
+        for draft in (noisy(model, 0.02), packed(noisy(model, 0.02))):
+            pipe = Pipeline(target, draft, schedule=schedule)
+            found = pipe.generate(PROMPT, max_new_tokens=12)
+            if dtype is torch.float32:
+                assert torch.equal(found, wanted)
+            else:  # the width of a forward decides near-ties
+                assert lag(target, found) < 0.02
+            assert pipe._driver.target._cache.dtype == dtype
+    original = model.generate(PROMPT, max_new_tokens=12, do_sample=False)
+    assert torch.equal(
+        Pipeline(model, packed(noisy(model, 0.02)), schedule="lockstep").generate(PROMPT, max_new_tokens=12), original
+    )
+
+
+def lag(model, text):
+    """Largest gap between a token's logit and the best one, relative to the range of the logits; 0 for greedy choices, up to rounding."""
+    with torch.no_grad():
+        logits = model(text).logits[0, PROMPT.shape[1] - 1 : -1].float()
+    chosen = logits.gather(1, text[0, PROMPT.shape[1] :, None])[:, 0]
+    return float(((logits.amax(1) - chosen) / (logits.amax(1) - logits.amin(1))).max())
+
+
+def test_a_quantised_target_beside_workers(model):
+    """It stays in the caller's process, so it may be packed."""
+    target = packed(model)
+    with Pipeline(target, always_right(model), schedule="workers") as pipe:
+        wanted = target.generate(PROMPT, max_new_tokens=12, do_sample=False)
+        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=12), wanted)
+
+
+def test_the_first_weight_may_have_a_storage_dtype(model):
+    other = copy.deepcopy(model)
+    other.model.embed_tokens = StoredIn8Bits(other.model.embed_tokens)
+    assert other.dtype == torch.float8_e4m3fn
+    check_runnable([other])
+    wanted = other.generate(PROMPT, max_new_tokens=6, do_sample=False)
+    assert torch.equal(
+        Pipeline(other, noisy(model, 0.02), schedule="lockstep").generate(PROMPT, max_new_tokens=6), wanted
+    )
+
+
+class StoredIn8Bits(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(embedding.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, ids):
+        return nn.functional.embedding(ids, self.weight.float())
+
+
+def test_a_quantised_draft_has_no_process_of_its_own(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_Worker", None)
+    drafts = [noisy(model, 0.1), packed(model)]
+    refused(r"draft 1 is quantised \(bitsandbytes 8-bit\).*schedule='lockstep'", [*drafts, model], schedule="workers")
+    with pytest.raises(ValueError, match="draft 1 is quantised"):
+        check_shareable([*drafts, model])
+    # Of a path, before it is loaded.
+    folder = save(noisy(model, 0.1), tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
+    monkeypatch.setattr(pipeline, "load_model", None)
+    refused(r"draft 0 is quantised \(gptq 4-bit\)", [folder, model], schedule="workers")
+
+
+def test_what_a_worker_could_not_build(model):
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.lora_A = base, nn.Linear(base.in_features, 2)
+
+    draft = noisy(model, 0.1)
+    draft.model.layers[0].mlp.up_proj = Adapter(draft.model.layers[0].mlp.up_proj)
+    with pytest.raises(
+        ValueError, match=r"draft 0 has model.layers.0.mlp.up_proj.base.weight and 2 more.*LlamaForCausalLM"
+    ):
+        WorkersDriver([draft, model], SpeculationConfig(lookahead=(4,)))
+
+    class Fancy(nn.Parameter):
+        pass
+
+    draft = noisy(model, 0.1)
+    draft.model.norm._parameters["weight"] = Fancy(draft.model.norm.weight.data)
+    with pytest.raises(ValueError, match=r"draft 0: model.norm.weight is a Fancy, which cannot lie in shared memory"):
+        WorkersDriver([draft, model], SpeculationConfig(lookahead=(4,)))
+    check_shareable([model, draft])  # the target stays here
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes 8-bit"),
+        (BitsAndBytesConfig(load_in_4bit=True), "bitsandbytes 4-bit"),
+        ({"load_in_4bit": True}, "bitsandbytes 4-bit"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq 4-bit"),
+        ({"quant_method": "awq", "bits": 4}, "awq 4-bit"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "torchao"}, "torchao"),
+    ],
+)
+def test_the_names_of_quantisations(model, settings, name):
+    config = copy.deepcopy(model.config)
+    config.quantization_config = settings
+    assert quantisation(config) == name
+    assert quantisation(model.config) is None
+    assert quantisation(model) is None
+
+
+def test_quantised_by_hand(model):
+    class Int8Params(nn.Parameter):
+        pass
+
+    Int8Params.__module__ = "bitsandbytes.nn.modules"
+    other = copy.deepcopy(model)
+    other.model.layers[0].mlp.up_proj._parameters["weight"] = Int8Params(other.model.layers[0].mlp.up_proj.weight.data)
+    assert quantisation(other) == "bitsandbytes Int8Params"
+
+
+# ---- what can be captured
+
+
+def not_capturable(model) -> NotCapturable:
+    """The error as a draft, which is the same as a target."""
+    found = []
+    for place, models in enumerate(([model, random_llama(3)], [random_llama(3), model])):
+        with pytest.raises(NotCapturable) as caught:
+            check_capturable(models)
+        assert caught.value.stage == ["draft 0", "target"][place]
+        assert (
+            str(caught.value)
+            == f"{caught.value.stage} cannot be captured in a CUDA graph: {caught.value.part}: {caught.value.cause}"
+        )
+        found.append(caught.value)
+    assert (found[0].part, found[0].cause) == (found[1].part, found[1].cause)
+    return found[0]
+
+
+def test_plain_models_are_captured(model):
+    check_capturable([model, copy.deepcopy(model).to(torch.bfloat16)])
+    check_streams([model, model])
+    check_streams([on_gpu(model, "cuda:0"), on_gpu(model, "cuda:1")])  # with or without peer access
+
+
+def test_offloading_is_not_captured(model):
+    other = copy.deepcopy(model)
+    other.model.layers[1].mlp._hf_hook = Offloading()
+    error = not_capturable(other)
+    assert error.part == "model.layers.1.mlp"
+    assert "offloading" in error.cause
+
+
+def with_rope(kind):
+    config = copy.deepcopy(random_llama(0).config)
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
+    else:
+        config.max_position_embeddings = 128
+    config.rope_parameters = rope
+    torch.manual_seed(0)
+    other = LlamaForCausalLM(config).eval()
+    other.generation_config.eos_token_id = None
+    return other
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_is_not_captured(kind):
+    other = with_rope(kind)
+    error = not_capturable(other)
+    assert error.part == "model.rotary_emb"
+    assert f"{kind!r}" in error.cause
+    with pytest.raises(NotCapturable):  # padding changes its RoPE on a CPU, too
+        check_streams([other])
+
+
+def test_attention_that_cannot_be_exchanged_is_not_captured(model, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(NotCapturable) as caught:
+        check_capturable([model])
+    error = caught.value
+    assert (error.stage, error.part) == ("target", "model.layers.0.self_attn")
+    assert "AttentionInterface" in error.cause
+
+
+def test_attention_with_more_than_lengths(model):
+    capped = copy.deepcopy(model)
+    capped.config.attn_logit_softcapping = 30.0
+    assert "softcapping" in not_capturable(capped).cause
+    sunk = copy.deepcopy(model)
+    sunk.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    error = not_capturable(sunk)
+    assert error.part == "model.layers.1.self_attn"
+    assert "sinks" in error.cause
+
+
+def test_which_quantised_models_are_captured(model):
+    error = not_capturable(packed(model))
+    assert error.part == "model.layers.0.self_attn.q_proj"
+    assert "bitsandbytes 8-bit" in error.cause
+    check_capturable([packed(model, load_in_4bit=True)])
+    for method, compileable in (("gptq", False), ("awq", False), ("torchao", True), ("compressed-tensors", True)):
+        other = packed(model)
+        other.config.quantization_config = {"quant_method": method}
+        other.quantization_method = method
+        other.hf_quantizer = SimpleNamespace(is_compileable=compileable)
+        if compileable:
+            check_capturable([other])
+        else:
+            assert method in not_capturable(other).cause
+    # On a CPU nothing is captured.
+    check_streams([packed(model)])
+    with pytest.raises(NotCapturable):
+        check_streams([on_gpu(packed(model), "cuda:0")])
+
+
+def test_float64_has_no_kernels_on_a_gpu(model):
+    assert "float64" in not_capturable(copy.deepcopy(model).to(torch.float64)).cause
+
+
+def test_streams_want_all_stages_on_gpus_or_none(model):
+    mixed = [model, on_gpu(model, "cuda:0")]
+    with pytest.raises(ValueError, match=r"draft 0 is on the CPU.*device=.*schedule='workers'"):
+        check_streams(mixed)
+    with pytest.raises(ValueError, match=r"draft 0, target are on the CPU"):
+        check_streams([model, on_gpu(model, "cuda:1"), model])
