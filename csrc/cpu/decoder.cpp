@@ -368,7 +368,7 @@ struct Decoder::Job {
       float* const queries = projected(row, j, head);
       float* const key = queries + group() * d;
       for (float* x = queries; x <= key; x += d) {
-        if (x != key && j < kept.first) continue;  // a query that nobody asks
+        if (x != key && j < kept.first) continue;  // no output is wanted for this query
         const std::vector<float>& norm = x == key ? layer->k_norm : layer->q_norm;
         if (!norm.empty()) kernels.rms_norm(x, norm.data(), d, shape.eps, x);
         rotate(x, cos, sin, r);
@@ -446,7 +446,7 @@ struct Decoder::Job {
     for (int64_t l = begin; l < end; ++l) {
       layer = &packed.layers[size_t(l)];
       layer_index = l;
-      // Behind the last layer nobody reads the other columns.
+      // After the last layer only the wanted columns are read.
       kept = l + 1 == end ? wanted : all;
       qkv = w.qkv.floats(rows * qkv_width());
       attended = w.attended.floats(rows * attended_width());

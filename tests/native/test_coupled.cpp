@@ -18,6 +18,7 @@
 #include "cpu/select.hpp"
 #include "protocol/gumbel.hpp"
 #include "protocol/philox.hpp"
+#include "simd_variants.hpp"
 
 using namespace pipespec;
 using namespace pipespec::cpu;
@@ -25,19 +26,6 @@ using namespace pipespec::cpu;
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-
-std::vector<std::string> variants() {
-  std::vector<std::string> names;
-  for (const char* name : {"portable", "avx2", "avx512"}) {
-    try {
-      set_simd(set_simd(name));
-      names.push_back(name);
-    } catch (const std::invalid_argument&) {
-      // not on this machine
-    }
-  }
-  return names;
-}
 
 uint32_t bits_of(float x) {
   uint32_t bits;
@@ -133,7 +121,7 @@ TEST(noise_is_the_same_everywhere) {
   CHECK_EQ(bits_of(noise::gumbel(0xFFFFFFFF)), 0xC0368D1Du);
   const std::string before = simd();
   std::mt19937_64 rng(1);
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     set_simd(name);
     for (int round = 0; round < 40; ++round) {
       const uint64_t seed = rng();
@@ -165,7 +153,7 @@ TEST(sample_agrees_with_the_definition_and_reads_nothing_else) {
   std::vector<int64_t> sizes;
   for (int64_t n = 1; n <= 70; ++n) sizes.push_back(n);
   for (int64_t n : {127, 128, 1000, 4097, 30000}) sizes.push_back(n);
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     set_simd(name);
     for (const int64_t n : sizes) {
       for (int kind = 0; kind < 5; ++kind) {

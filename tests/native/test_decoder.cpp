@@ -13,23 +13,11 @@
 #include "check.hpp"
 #include "cpu/decoder.hpp"
 #include "cpu/pool.hpp"
+#include "simd_variants.hpp"
 
 using namespace pipespec::cpu;
 
 namespace {
-
-std::vector<std::string> variants() {
-  std::vector<std::string> names;
-  for (const char* name : {"portable", "avx2", "avx512"}) {
-    try {
-      set_simd(set_simd(name));
-      names.push_back(name);
-    } catch (const std::invalid_argument&) {
-      // not on this machine
-    }
-  }
-  return names;
-}
 
 constexpr DecoderShape kShape{40, 24, 6, 2, 20, 33, 12, 1e-6f, 0.25f, Activation::kSilu, 0.0f};
 constexpr int64_t kLayers = 2, kRows = 3, kCapacity = 24;
@@ -115,7 +103,7 @@ std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, 
 TEST(products_are_sums) {
   std::mt19937 rng(1);
   std::normal_distribution<float> normal;
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     const std::string before = set_simd(name);
     for (int64_t inputs : {1, 2, 7, 64}) {
       for (int64_t panels : {1, 2, 3, 7}) {
@@ -167,7 +155,7 @@ TEST(products_are_sums) {
 }
 
 TEST(forwards_of_all_shapes_give_the_same_bits) {
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     const std::string before = set_simd(name);
     for (int bits : {16, 32}) {
       const Model model(bits);

@@ -19,6 +19,7 @@
 #include "cpu/rejection_span.hpp"
 #include "protocol/gumbel.hpp"
 #include "protocol/philox.hpp"
+#include "simd_variants.hpp"
 
 using namespace pipespec;
 using namespace pipespec::cpu;
@@ -29,21 +30,6 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 using Values = std::vector<float>;
-
-// Runs `test` with each of the instructions that this machine has.
-template <class Test>
-void with_each_variant(Test test) {
-  const std::string before = simd();
-  for (const char* name : {"portable", "avx2", "avx512"}) {
-    try {
-      set_simd(name);
-    } catch (const std::invalid_argument&) {
-      continue;
-    }
-    test(name);
-  }
-  set_simd(before);
-}
 
 // --- the definition ---
 

@@ -16,26 +16,13 @@
 #include "check.hpp"
 #include "cpu/pool.hpp"
 #include "cpu/select.hpp"
+#include "simd_variants.hpp"
 
 using namespace pipespec::cpu;
 
 namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-
-std::vector<std::string> variants() {
-  std::vector<std::string> names;
-  for (const char* name : {"portable", "avx2", "avx512"}) {
-    try {
-      const std::string before = set_simd(name);
-      set_simd(before);
-      names.push_back(name);
-    } catch (const std::invalid_argument&) {
-      // not on this machine
-    }
-  }
-  return names;
-}
 
 // --- a second opinion on what a logit is worth
 // ---------------------------------------------------------------------
@@ -192,7 +179,7 @@ TEST(argmax_agrees_with_the_oracle_and_reads_nothing_else) {
   for (int64_t n : {511, 512, 513, 1000, 1024, 2047, 4096, 4097, 8191, 8193, 32000})
     sizes.push_back(n);
   const Guarded memory(4 * 32000 + 64);
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     set_simd(name);
     for (DType dtype : kDTypes) {
       for (int64_t n : sizes) {
@@ -217,7 +204,7 @@ TEST(argmax_agrees_with_the_oracle_and_reads_nothing_else) {
 
 TEST(every_position_can_win) {
   const std::string before = simd();
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     set_simd(name);
     for (DType dtype : kDTypes) {
       const int64_t n = 9001, size = item_bytes(dtype);
@@ -248,7 +235,7 @@ TEST(the_first_nan_wins_whatever_its_sign_and_payload) {
   const uint16_t half[] = {0x7C01, 0x7E00, 0x7FFF, 0xFC01, 0xFE00, 0xFFFF};
   const uint32_t single[] = {0x7F800001, 0x7FC00000, 0x7FFFFFFF,
                              0xFF800001, 0xFFC00000, 0xFFFFFFFF};
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     set_simd(name);
     for (int first = 0; first < 6; ++first) {
       for (int second = 0; second < 6; ++second) {
@@ -293,7 +280,7 @@ TEST(long_rows_are_split_and_short_rows_grouped) {
 
 TEST(verify_reads_nothing_behind_the_first_mismatch) {
   const std::string before = simd();
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     set_simd(name);
     for (DType dtype : kDTypes) {
       for (int threads : {1, 2}) {
@@ -405,7 +392,7 @@ TEST(errors_come_before_anything_is_written) {
 TEST(the_probe_depends_on_all_bytes) {
   std::vector<unsigned char> data(3 << 20, 0);
   const std::string before = simd();
-  for (const std::string& name : variants()) {
+  for (const std::string& name : simd_variants()) {
     set_simd(name);
     for (int threads : {1, 2}) {
       const uint64_t base = read_bandwidth_probe(data.data(), int64_t(data.size()), threads);

@@ -42,17 +42,18 @@ def difference(target, prompt: torch.Tensor, wanted: torch.Tensor, got: torch.Te
     return found + f"with relative margin {margin:.2e}", margin
 
 
-def check(target, prompts, wanted, got, width, what) -> int:
-    """Fails where a row differs by more than a near-tie. Returns the number of near-ties."""
+def check(target, prompts, wanted, got, width, what) -> list[str]:
+    """Fails where a row differs by more than a near-tie. Returns a description of each near-tie."""
     if torch.equal(wanted, got):
-        return 0
-    ties = 0
+        return []
+    ties = []
     assert torch.equal(wanted[:, :width], got[:, :width]), f"{what}: the prompt was changed"
     for row, prompt in enumerate(prompts):
         if not torch.equal(wanted[row], got[row]):
             text, margin = difference(target, prompt, wanted[row, width:], got[row, width:])
-            assert margin < NEAR_TIE, f"{what}, row {row} (prompt of {len(prompt)} tokens): {text}"
-            ties += 1
+            text = f"{what}, row {row} (prompt of {len(prompt)} tokens): {text}"
+            assert margin < NEAR_TIE, text
+            ties.append(text)
     assert ties, f"{what}: shapes {list(wanted.shape)} and {list(got.shape)}"
     return ties
 
@@ -105,7 +106,8 @@ def test_random_models(family, k, schedule):
     drafts = [always_right(family.target) for _ in range(k - 1)]
     chains = list(itertools.product(KINDS, repeat=k - 1))
     step = next(s for s in range(len(chains) // 3 + 1, len(chains)) if len(chains) % s and s % 2)  # visits all, mixed
-    ties = texts = 0
+    ties: list[str] = []
+    texts = 0
     accepted: dict[str, int] = dict.fromkeys(KINDS, 0)
     rejected: dict[str, int] = dict.fromkeys(KINDS, 0)
     with Pipeline(
@@ -131,16 +133,17 @@ def test_random_models(family, k, schedule):
                     rejected[chain[-1]] += last.drafted - last.accepted
     assert texts == PROMPTS * len(BATCHES)
     if ties:
-        warnings.warn(f"{ties} of {texts} texts differ at a near-tie", stacklevel=1)
-    # Each one was checked to be a near-tie; their number varies with few texts.
-    assert ties <= max(3, texts // 100)
+        warnings.warn(f"{len(ties)} of {texts} texts differ at a near-tie", stacklevel=1)
+    # Each one was checked to be a near-tie.
+    assert len(ties) <= texts // 100, "\n".join(ties)
     # The chains were what they were meant to be; without drafts all of the above would be empty.
     # (Through a middle stage that is wrong nothing right arrives, and a stage may be asked at a row's last place.)
     assert accepted["right"] > 50 * rejected["right"]
-    assert accepted["good"] > rejected["good"] > 0
-    assert rejected["bad"] > accepted["bad"]
-    assert accepted["wrong"] == 0
-    assert rejected["wrong"] > trials(ci=20, nightly=100)
+    assert accepted["wrong"] == 0 < rejected["wrong"]
+    if schedule == "lockstep":  # the calls in turn of "workers" are too few for it
+        assert accepted["good"] > rejected["good"] > 0
+        assert rejected["bad"] > accepted["bad"]
+        assert rejected["wrong"] > trials(ci=20, nightly=100)
 
 
 def test_every_token_of_the_vocabulary_is_compared(family):
@@ -189,7 +192,8 @@ def bundled():
 def test_bundled_family(bundled, k, schedule):
     target, medium, small, reference = bundled
     drafts = {2: [medium], 3: [small, medium], 4: [small, medium, always_right(target) if k == 4 else None]}[k]
-    ties = texts = accepted = 0
+    ties: list[str] = []
+    texts = accepted = 0
     eos = target.generation_config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
     with Pipeline(target, drafts, schedule=schedule) as pipeline:
@@ -203,7 +207,7 @@ def test_bundled_family(bundled, k, schedule):
                 texts += len(rows)
                 accepted += pipeline.report.stages[-1].accepted
     if ties:
-        warnings.warn(f"{ties} of {texts} texts differ at a near-tie", stacklevel=1)
-    # Each one was checked to be a near-tie; their number varies with few texts.
-    assert ties <= max(3, texts // 100)
+        warnings.warn(f"{len(ties)} of {texts} texts differ at a near-tie", stacklevel=1)
+    # Each one was checked to be a near-tie. With few texts, one prompt is more than 1 %.
+    assert len(ties) <= max(3, texts // 100), "\n".join(ties)
     assert accepted > (texts if schedule == "lockstep" else 0)

@@ -70,7 +70,7 @@ def forward(
 
 
 def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
-    """Let the next :func:`forward` choose the form anew if the model has changed. It does so itself where the cache is empty.
+    """Let the next :func:`forward` choose the form again if the model has changed. Where the cache is empty, it does so by itself.
 
     This takes a fraction of a millisecond for 12 layers: once per sequence.
     """
@@ -81,7 +81,7 @@ def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
 
 
 def release(model: PreTrainedModel) -> None:
-    """Free what the forms of a model have copied. The next forward chooses anew."""
+    """Free what the forms of a model have copied. The next forward chooses again."""
     _callers.pop(model, None)
 
 
