@@ -22,6 +22,7 @@ _ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/drivers", "pyth
 
 SOURCES: dict[str, tuple[str, ...]] = {
     "auto.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
+    "exact.json": (*_ENGINE, "bench/bench_exact.py"),
     "generate_cpu.json": (
         *_ENGINE,
         "python/pipespec/demo",

@@ -39,6 +39,7 @@ class SpeculationConfig:
         trace: Steps per stage that the trace of a call keeps. 0: no trace.
         threads: CPU threads of the target beside worker processes. None: those that the workers leave, or all while the drafts rest.
         native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`.
+        exact: The target runs in a form whose bits depend on neither batch nor width, or a call is refused.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -53,6 +54,7 @@ class SpeculationConfig:
     trace: int = 0
     threads: int | None = None
     native: bool = True
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -74,6 +76,12 @@ class SpeculationConfig:
                 raise ValueError(f"trace must be 0 to {MOST_ENTRIES} steps per stage, not {self.trace}")
         if self.graphs and self.schedule not in ("plain", "lockstep", "streams"):
             raise ValueError(f"graphs=True is for schedule='plain', 'lockstep' or 'streams', not for {self.schedule!r}")
+        if self.exact and (self.graphs or self.schedule == "streams"):
+            raise ValueError(
+                "exact=True needs steps that are not captured, as yet: leave graphs out, and use schedule='plain', 'lockstep', 'workers' or 'auto'"
+            )
+        if self.exact and not self.native:
+            raise ValueError("exact=True runs the target in the native form: leave native=False out")
 
     @classmethod
     def of(
@@ -87,6 +95,7 @@ class SpeculationConfig:
         graphs: bool | None = None,
         trace: int = 0,
         native: bool = True,
+        exact: bool = False,
     ) -> SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
@@ -99,6 +108,7 @@ class SpeculationConfig:
             graphs: See the class. Default: only in ``"streams"``.
             trace: See the class.
             native: See the class.
+            exact: See the class.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -111,10 +121,11 @@ class SpeculationConfig:
             graphs=bool(graphs),
             trace=trace,
             native=native,
+            exact=exact,
         )
         if schedule == "plain" or num_drafts == 0:
             captured = bool(graphs) or schedule == "streams"
-            return cls(schedule="plain", graphs=captured, trace=trace, native=native)
+            return cls(schedule="plain", graphs=captured, trace=trace, native=native, exact=exact)
         if schedule == "auto":
             if lookahead is not None or min_draft_tokens is not None or decode_meanwhile:
                 raise ValueError(

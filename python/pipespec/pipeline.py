@@ -35,7 +35,7 @@ from pipespec.observe import Report
 from pipespec.observe.text import told_of_failure
 from pipespec.planning.auto import AutoDriver
 from pipespec.planning.planner import Plan
-from pipespec.preflight.checks import check_chain, check_rope
+from pipespec.preflight.checks import check_chain, check_exact, check_rope
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.memory import check_memory
 from pipespec.preflight.placement import arrange
@@ -92,6 +92,9 @@ class BasePipeline:
     def _check_rope(self, generation: Generation) -> None:
         """Warn where RoPE that depends on the length cannot be that of ``generate()``."""
         check_rope(self.target, max(generation.limits))
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        """Refuse a call that the options of the pipeline exclude."""
 
     def _report(self, generation: Generation) -> Report:
         """The report of the call that has just run."""
@@ -260,6 +263,7 @@ class BasePipeline:
                     "attention_mask: a row ends with padding, which a target in stages does not continue; pad on the left",
                 )
             self._check_rope(generation)
+            self._check_request(request)
             self._check_memory(request)
             self.partial = None
             if not prompt_streamed:
@@ -381,6 +385,8 @@ class Pipeline(BasePipeline):
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
             False: forwards with the bits of transformers' own.
+        exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
+            same in every batch, with every draft, in every schedule on this machine. For models on the CPU that run in the native form.
 
     Models given as objects are put into eval mode. With ``"workers"`` the drafts' weights move into shared memory (same values, one copy). A
     draft may have a shorter position limit than the target; past it, the draft is only less accurate.
@@ -413,6 +419,7 @@ class Pipeline(BasePipeline):
         device: Devices = None,
         trust_remote_code: bool = False,
         native: bool = True,
+        exact: bool = False,
     ) -> None:
         if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel)):
             drafts = [] if drafts is None else [drafts]
@@ -425,6 +432,7 @@ class Pipeline(BasePipeline):
             "graphs": graphs,
             "trace": trace,
             "native": native,
+            "exact": exact,
         }
         configure = functools.partial(SpeculationConfig.of, len(drafts), **options)
         config = configure(schedule=schedule or "lockstep")  # checks the options before any model is read
@@ -433,6 +441,8 @@ class Pipeline(BasePipeline):
         devices = arrange(given, device=device, schedule=config.schedule, **loading)
         models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
         check_chain(models, given)
+        if exact:
+            check_exact(models[-1])
         super().__init__(models)
         self._notes: tuple[str, ...] = ()  # for every report
         self._warned_of_rope = False
@@ -470,6 +480,13 @@ class Pipeline(BasePipeline):
                 UserWarning,
                 stacklevel=user_stacklevel(),
             )
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        if not self.config.exact:
+            return
+        if request.inputs.right_padding is not None:
+            raise ValueError("exact=True: a row of attention_mask ends with padding; pad on the left")
+        check_exact(self.target)
 
     def _report(self, generation: Generation) -> Report:
         report = super()._report(generation)

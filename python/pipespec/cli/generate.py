@@ -52,6 +52,9 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="draft tokens that the target waits for, with a deadline (default: 0)",
     )
+    parser.add_argument(
+        "--exact", action="store_true", help="refuse a target whose bits depend on batch or drafts, in bfloat16 too"
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="default: standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="final line breaks are dropped")
@@ -110,6 +113,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report:
                 schedule=args.schedule,
                 lookahead=one_or_all(args.lookahead),
                 min_draft_tokens=args.min_draft_tokens,
+                exact=args.exact,
                 trace=trace,
                 dtype=dtype,
                 device=one_or_all(args.device),

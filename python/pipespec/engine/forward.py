@@ -18,7 +18,7 @@ from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.native import NATIVE, Form, native_form, native_signature
 from pipespec.models.families import NotReadable
-from pipespec.models.properties import has_hooks, has_own_forward
+from pipespec.models.properties import compute_dtype, has_hooks, has_own_forward
 
 OnLayer = Callable[[int, torch.Tensor], None]
 """Called after each layer with its index in transformers' ``hidden_states`` (k + 1 after layer k) and the residual stream ``[rows, q, H]``."""
@@ -96,6 +96,16 @@ def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -
             return ""
         reason = form.reason
     return NATIVE if reason is None else f"transformers: {reason}"
+
+
+def not_native(model: PreTrainedModel) -> str | None:
+    """Why the next sequence of a model will not run in the native form; None if it will. The form is chosen now, which packs the weights."""
+    like = RowCache(model.config, 1, 16, dtype=compute_dtype(model), device=model.device)
+    reason = _unusual(like)
+    if reason is not None:
+        return reason
+    recheck(model)
+    return (_callers.get(model, {}).get(True) or _choose(model, like, True)).reason
 
 
 def _unusual(cache: RowCache) -> str | None:

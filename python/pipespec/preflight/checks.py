@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from pipespec.engine.forward import not_native
 from pipespec.engine.stage import stage_names
 from pipespec.models.properties import embedding_size, head_size
 from pipespec.models.rope import rope_changes_at, rope_type
@@ -86,6 +87,20 @@ def check_rope(target: PreTrainedModel, most: int) -> None:
             "have other lengths here than in generate(): beyond about that length the text may differ from generate()'s",
             RuntimeWarning,
             stacklevel=user_stacklevel(),
+        )
+
+
+def check_exact(target: PreTrainedModel) -> None:
+    """Check that the target's bits depend on neither the batch nor the width of its forwards: that it runs in the native form.
+
+    Raises:
+        ValueError: it does not; with the reason.
+    """
+    reason = not_native(target)
+    if reason is not None:
+        raise ValueError(
+            f"exact=True: the target cannot run in a form whose sums are independent of batch and width: {reason}. Without exact=True it "
+            "runs, and texts may differ where two tokens are nearly equally likely"
         )
 
 
