@@ -442,7 +442,12 @@ def _shape(tensor: Any) -> str:
 
 
 def _check(
-    tensor: Any, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
+    tensor: Any,
+    name: str,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    device: torch.device,
+    like: str = "the storage",
 ) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -452,7 +457,7 @@ def _check(
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like the storage, is on {tensor.device}")
+        raise ValueError(f"{name} must be on {device} like {like}, is on {tensor.device}")
 
 
 def _dense(tensor: Tensor, name: str) -> None:

@@ -2,10 +2,11 @@
 
 Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either; :func:`rejection_sample` for drafts
 with a distribution; :func:`cutoff` for top-k, top-p and min-p. Keys and values in storage ``[B, Hkv, S, D]`` with a length per row:
-:func:`kv_append`, :func:`kv_truncate`, :func:`kv_gather`, :func:`kv_compact`, and :func:`verify_attention` over them.
+:func:`kv_append`, :func:`kv_truncate`, :func:`kv_gather`, :func:`kv_compact`, and :func:`verify_attention` over them. The rest of a
+decoder layer but its matrix products: :func:`add_rms_norm`, :func:`silu_mul`, and :func:`rope_append` in place of RoPE and :func:`kv_append`.
 
 Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, whose noise equals the host's to the last bit. Tensors on the
-CPU go to the native code (one pass over the logits, vectorised, several threads for large work; attention: torch's own).
+CPU go to the native code (one pass over the logits, vectorised, several threads for large work; attention and layers: torch's own).
 Float64 and other devices go to :mod:`pipespec_kernels.reference`, plain torch. As in ``torch.argmax``, the lowest id of equal logits
 wins, and a NaN counts as larger than everything. ``PIPESPEC_OPS=reference`` (or ``triton``) in the environment sends every call to
 that implementation; ``triton`` on the CPU needs Triton's interpreter.
@@ -27,12 +28,14 @@ from torch import Tensor
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, INT32, FlatNoise
 from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
+from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.library import register, traced
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams
 
 __all__ = [
     "Noise",
     "Streams",
+    "add_rms_norm",
     "argmax",
     "cutoff",
     "kv_append",
@@ -40,7 +43,9 @@ __all__ = [
     "kv_gather",
     "kv_truncate",
     "rejection_sample",
+    "rope_append",
     "sample",
+    "silu_mul",
     "verify",
     "verify_attention",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
@@ -304,3 +305,80 @@ def verify_attention(
         visible = at <= length + column[:, None]
         out[row, :, :fed] = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1) @ values
     return out
+
+
+# --- between the matrix products of a layer ---------------------------------------------------------------------------
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    one_plus_weight: bool = False,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``x + residual``, normalised, and as it is; see :func:`pipespec_kernels.ops.add_rms_norm`.
+
+    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019), equation (4); rounded as in transformers' ``LlamaRMSNorm``, or with
+    ``one_plus_weight`` as in its ``Gemma2RMSNorm``.
+    """
+    total = x if residual is None else x + residual
+    y = total if x.dtype is torch.float64 else total.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    if one_plus_weight:
+        y = (y * (1.0 + weight.to(y.dtype))).to(x.dtype)
+    else:
+        y = weight * y.to(x.dtype)
+    return y if bias is None else y + bias, total
+
+
+def silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """``activation(gate) * up``; see :func:`pipespec_kernels.ops.silu_mul`.
+
+    Shazeer, "GLU Variants Improve Transformer" (2020), equation (5).
+    """
+    gate, up = gate_up.chunk(2, -1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def rope_append(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_new: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    one_plus_weight: bool = False,
+) -> Tensor:
+    """See :func:`pipespec_kernels.ops.rope_append`.
+
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), equation (34), with the halves of a head in place of its
+    even and odd elements, as in transformers' ``apply_rotary_pos_emb``.
+    """
+    column = torch.arange(q.shape[2], device=q.device)
+    counts = torch.full_like(lengths, q.shape[2]) if n_new is None else n_new
+    fed = column < counts[:, None]
+    at = lengths[:, None] + column if positions is None else positions
+    at = torch.where(fed, at, 0)  # padding may have any position
+    cos, sin = cos[at][:, None], sin[at][:, None]
+    found = []
+    for x, norm in ((q, q_norm), (keys, k_norm)):
+        if norm is not None:
+            x = add_rms_norm(x, None, norm, eps, one_plus_weight)[0]
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        low, high = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat((-high, low), -1) * sin
+        found.append(torch.cat((turned.to(x.dtype), rest), -1))
+    kv_append(found[1], values, k_cache, v_cache, lengths, n_new)
+    return found[0].masked_fill(~fed[:, None, :, None], 0)

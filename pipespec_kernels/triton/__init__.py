@@ -1,8 +1,8 @@
 """Verification kernels in Triton, one file per family: for tensors on a GPU.
 
 ``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``rejection_sample`` (Leviathan's and Chen's test), ``cutoff``
-(top-k, top-p and min-p as one logit per row), and over keys and values with lengths on the device ``kv_append`` and its like, and
-``verify_attention``. Nothing here waits for the device, allocates what a graph could not replay, or depends on what a caller
+(top-k, top-p and min-p as one logit per row), over keys and values with lengths on the device ``kv_append`` and its like, and
+``verify_attention``, and of a layer ``add_rms_norm``, ``silu_mul`` and ``rope_append``. Nothing here waits for the device, allocates what a graph could not replay, or depends on what a caller
 did before: all can be captured in a CUDA graph.
 
 With ``TRITON_INTERPRET=1`` in the environment before the first import of triton, the same kernels run in triton's
@@ -10,11 +10,14 @@ interpreter on CPU tensors, one program after the other in numpy: for tests, tho
 """
 
 from pipespec_kernels.noise import Streams
+from pipespec_kernels.triton.activation import silu_mul
 from pipespec_kernels.triton.attention import verify_attention
 from pipespec_kernels.triton.cutoff import cutoff
 from pipespec_kernels.triton.kv import kv_append, kv_compact, kv_gather, kv_truncate
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
+from pipespec_kernels.triton.norm import add_rms_norm
 from pipespec_kernels.triton.rejection_sample import rejection_sample
+from pipespec_kernels.triton.rope import rope_append
 from pipespec_kernels.triton.verify import select, verify
 
 __all__ = [
@@ -22,13 +25,16 @@ __all__ = [
     "RowState",
     "Streams",
     "Workspace",
+    "add_rms_norm",
     "cutoff",
     "kv_append",
     "kv_compact",
     "kv_gather",
     "kv_truncate",
     "rejection_sample",
+    "rope_append",
     "select",
+    "silu_mul",
     "verify",
     "verify_attention",
 ]
