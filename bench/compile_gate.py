@@ -9,8 +9,9 @@ code with its cuobjdump. For each it prints
 * ``all``: the same with all instructions outside the loop added once, divided by the logits of a thread in a launch for
   B=16, Q=5, V=128256 on 132 multiprocessors. This is an upper bound: few threads walk along draft tokens.
 
-Attention and the KV kernels have no logits, so their last three columns are empty. Attention must load asynchronously, 16 bytes at a time,
-and multiply 16-bit numbers on tensor cores.
+Attention, the KV kernels and those of layers have no logits, so their last three columns are empty. Attention must load asynchronously, 16 bytes
+at a time, and multiply 16-bit numbers on tensor cores. Kernels of layers must load 16 bytes at a time where the size of a row allows it; they have
+budgets for registers and for all their instructions.
 
 A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
 the loop. So does a fused multiply-add where noise must have the host's bits. Pointers and strides are compiled as aligned, as they are for
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.harness import save
+from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
+from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import COMBINED, attention_kernel, combine_kernel, tiling
 from pipespec_kernels.triton.cutoff import BLOCK, WARPS, cutoff_kernel
 from pipespec_kernels.triton.kv import append_kernel, compact_kernel, gather_kernel, truncate_kernel
 from pipespec_kernels.triton.launch import Config, choose_config, cut
+from pipespec_kernels.triton.norm import add_rms_norm_kernel
+from pipespec_kernels.triton.norm import tile_of as norm_tile
 from pipespec_kernels.triton.rejection_sample import rejection_choose_kernel, rejection_test_kernel
+from pipespec_kernels.triton.rope import rope_append_kernel
+from pipespec_kernels.triton.rope import tile_of as rope_tile
 from pipespec_kernels.triton.verify import verify_kernel
 
 ARCHS = (80, 90, 100)
@@ -53,7 +60,12 @@ IN_QUICK += (
     "attention, D=128, M=16, invariant",
     "attention, combine, D=128",
     "kv_append",
+    "add_rms_norm, H=4096",
+    "silu_mul, silu",
+    "rope_append, D=128",
 )
+LAYER_KERNELS = (add_rms_norm_kernel, silu_mul_kernel, rope_append_kernel)
+LAYER_REGISTERS = 128  # with 16 warps a block of threads: as many as a multiprocessor has for them
 VOCAB, ROWS, MULTIPROCESSORS = 128256, 16 * 5, 132
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -62,19 +74,23 @@ _BY_TYPE = {
     "*i64": "tokens best ticket next_token length epoch seeds positions",
     "*i32": "query_lens num_draft_tokens selected accepted top_k lengths n_new to rows begin n_keep",
     "*fp32": "inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff top_p min_p out maxima weights",
-    "fp32": "scale_log2",
+    "fp32": "scale_log2 eps",
 }
 POINTERS = {name: kind for kind, names in _BY_TYPE.items() for name in names.split()}
 # Of the case's type.
 VALUES = ("logits", "draft_logits", "queries", "keys", "values", "new_keys", "new_values", "output")
+VALUES += ("x", "residual", "residual_out", "weight", "bias", "gate_up", "cos", "sin", "q_norm", "k_norm")
 # Multiples of 16 in a launch for a model's vocabulary; so are all strides of keys and values but those of the last dimension.
 ALIGNED = ("vocab", "span", "logits_stride_b", "logits_stride_q", "draft_stride_b", "draft_stride_q")
 ALIGNED_STRIDES = tuple(f"{name}_stride" for name in ("queries", "keys", "values", "new_keys", "new_values", "output"))
+ALIGNED_STRIDES += tuple(f"{name}_stride" for name in ("x", "residual", "residual_out", "gate_up", "cos", "sin"))
 
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One compilation. ``per_logit``: budget of the loop (None: no budget). ``config`` None: the kernel has no rows of logits."""
+    """One compilation. ``per_logit``: budget of the loop (None: no budget). ``config`` None: the kernel has no rows of logits.
+    ``instructions``: budget of the whole kernel (None: no budget). ``fused``: products and sums are, as in the launch. ``types``: of
+    arguments that are not as usual."""
 
     name: str
     kernel: Any
@@ -84,6 +100,9 @@ class CompileCase:
     per_logit: float | None
     warps: int = 4
     stages: int = 3
+    instructions: int | None = None
+    fused: bool = True
+    types: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,6 +152,7 @@ def cases() -> Iterator[CompileCase]:
     for dtype, shift in (("bf16", 16), ("fp32", 0)):
         yield CompileCase("cutoff", cutoff_kernel, dtype, Config(BLOCK, WARPS, 1), filters | {"SHIFT": shift}, 22)
     yield from kv_cases()
+    yield from layer_cases()
 
 
 def kv_cases() -> Iterator[CompileCase]:
@@ -146,7 +166,9 @@ def kv_cases() -> Iterator[CompileCase]:
         name = f"attention, D={dim}, M={cut.block_m}{', invariant' if invariant else ''}{', whole' if direct else ''}"
         block_d = triton.next_power_of_2(dim)
         constants |= heads | {"BLOCK_D": block_d}
-        return CompileCase(name, attention_kernel, dtype, None, constants, None, cut.warps, cut.stages)
+        return CompileCase(
+            name, attention_kernel, dtype, None, constants, None, cut.warps, cut.stages, fused=not cut.span
+        )
 
     for dim in (128, 256):
         yield attention("bf16", dim, True, 5)
@@ -166,6 +188,53 @@ def kv_cases() -> Iterator[CompileCase]:
     yield CompileCase("kv_truncate", truncate_kernel, "bf16", None, {"BLOCK": 64}, None)
 
 
+def layer_cases() -> Iterator[CompileCase]:
+    """Layers of Llama-3-8B; a head of every size, with the norms of Qwen3; a row that is longer than a tile."""
+
+    def norm(
+        dtype: str, hidden: int, most: int, one_plus: bool = False, residual: bool = True, bias: bool = False
+    ) -> CompileCase:
+        block, warps = norm_tile(hidden)
+        constants = {"HAS_RESIDUAL": residual, "HAS_BIAS": bias, "ONE_PLUS": one_plus, "HIDDEN": hidden, "BLOCK": block}
+        return CompileCase(
+            f"add_rms_norm, H={hidden}", add_rms_norm_kernel, dtype, None, constants, None, warps, 3, most, False
+        )
+
+    for dtype in BYTES:
+        yield norm(dtype, 4096, 390)
+    yield norm("bf16", 5120, 460, one_plus=True)
+    yield norm("bf16", 16384, 530)
+    yield norm("bf16", 53248, 820, bias=True)
+    yield norm("fp16", 1001, 490, residual=False)
+
+    for kind, (name, most) in enumerate({"silu": 365, "gelu_tanh": 405, "gelu": 340}.items()):
+        constants = {"KIND": kind, "INTERMEDIATE": 14336, "BLOCK": ACTIVATION_BLOCK}
+        yield CompileCase(f"silu_mul, {name}", silu_mul_kernel, "bf16", None, constants, None, 4, 3, most, False)
+
+    def rope(dtype: str, dim: int, rotary: int, most: int, norm: bool = False, positions: bool = False) -> CompileCase:
+        constants = {
+            "HAS_NEW": True,
+            "HAS_POSITIONS": positions,
+            "HAS_NORM": norm,
+            "ONE_PLUS": False,
+            "HEADS_Q": 32,
+            "HEADS": 8,
+        }
+        constants |= {"DIM": dim, "ROTARY": rotary} | rope_tile(dim, rotary)
+        name = f"rope_append, D={dim}{'' if rotary == dim else f', R={rotary}'}{', norms' if norm else ''}"
+        return CompileCase(name, rope_append_kernel, dtype, None, constants, None, 4, 3, most, False)
+
+    for dim in (64, 80, 96, 128):
+        yield rope("bf16", dim, dim, 330)
+    yield rope("bf16", 256, 256, 390)
+    yield rope("bf16", 128, 128, 640, norm=True)
+    yield rope("bf16", 256, 64, 1090, norm=True)
+    yield rope("fp16", 96, 48, 440, positions=True)
+    yield rope("fp32", 256, 256, 740, norm=True)
+    with_float32 = rope("bf16", 128, 128, 330)
+    yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
+
+
 def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileReport:
     constants = case.constants if case.config is None else case.constants | {"BLOCK": case.config.block}
     warps = case.warps if case.config is None else case.config.warps
@@ -175,13 +244,14 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
         if name in constants:
             signature[name] = "constexpr"
         else:
-            signature[name] = f"*{case.dtype}" if name in VALUES else POINTERS.get(name, "i32")
+            usual = f"*{case.dtype}" if name in VALUES else POINTERS.get(name, "i32")
+            signature[name] = case.types.get(name, usual)
         if signature[name].startswith("*") or name in ALIGNED or name.startswith(ALIGNED_STRIDES):
             attributes[(i,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
         ASTSource(case.kernel, signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": warps, "num_stages": case.stages, "enable_fp_fusion": not constants.get("SPAN")},
+        options={"num_warps": warps, "num_stages": case.stages, "enable_fp_fusion": case.fused},
     )
     sass, usage = disassemble(compiled.asm["cubin"])
     loop_per_logit = all_per_logit = None
@@ -214,6 +284,13 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
             failures.append("keys and values do not come 16 bytes at a time while others are multiplied")
         if case.dtype != "fp32" and not any(re.search(r"MMA\b", text) for _, text in sass):
             failures.append("no tensor cores")
+    if case.kernel in LAYER_KERNELS:
+        if report["registers"] > LAYER_REGISTERS:
+            failures.append(f"{report['registers']} registers, budget {LAYER_REGISTERS}")
+        if constants.get("HIDDEN", 0) % 8 == 0 and not any(re.search(r"\bLDG\S*\.128\b", text) for _, text in sass):
+            failures.append("rows do not come 16 bytes at a time")
+    if case.instructions is not None and len(sass) > case.instructions * tighten:
+        failures.append(f"{len(sass)} instructions, budget {case.instructions * tighten:g}")
     if report["shared"] > SHARED_BYTES[arch]:
         failures.append(f"{report['shared']} bytes of shared memory, there are {SHARED_BYTES[arch]}")
     if not constants.get("FAST", True) and any(re.search(r"\bFFMA", text) for _, text in sass):

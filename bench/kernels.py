@@ -1,7 +1,7 @@
 """The kernels' benchmarks, one or all: ``python -m bench.kernels [--device cuda] [--quick] [--json FILE]`` runs all of them.
 
 Each benchmark is a file ``bench_<operation>.py`` with ``BENCHMARKS``, which also runs alone: ``python -m bench.bench_<operation>``.
-Sampling kernels take logits ``[B, Q, V]``; attention and the KV kernels take ``S`` tokens of storage instead of ``V``. The rivals are
+Sampling kernels take logits ``[B, Q, V]``; attention and the KV kernels take ``S`` tokens of storage instead of ``V``, the rest of a layer its sizes. The rivals are
 eager torch, on a GPU also ``torch.compile`` (not with ``--quick``), FlashInfer for rejection sampling where it is installed, and
 FlexAttention for attention. ``bench/cpu.py`` and ``bench/gpu.py`` describe the timing. GB/s counts the bytes that must be moved once; the
 bandwidth of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. Exit status 1: a shape failed.
@@ -26,7 +26,15 @@ from bench.provenance import provenance
 
 BATCHES, WIDTHS, VOCABS = (1, 4, 16, 64), (1, 5, 9, 17), (32000, 128256, 151936)
 QUICK = [(1, 1, 128256), (1, 5, 128256), (4, 5, 128256), (8, 5, 128256), (16, 5, 128256), (64, 5, 32000)]
-MODULES = ("bench_select", "bench_verify", "bench_rejection_sample", "bench_cutoff", "bench_attention", "bench_kv")
+MODULES = (
+    "bench_select",
+    "bench_verify",
+    "bench_rejection_sample",
+    "bench_cutoff",
+    "bench_attention",
+    "bench_kv",
+    "bench_layers",
+)
 
 
 def logits_shapes(device: str, quick: bool) -> list[Shape]:

@@ -145,7 +145,7 @@ def add_rms_norm(
         return
     before = x if residual is None else residual
     total = x if residual_out is None else residual_out
-    block = min(triton.next_power_of_2(hidden), MOST_AT_ONCE)
+    block, warps = tile_of(hidden)
     with on(x.device):
         add_rms_norm_kernel[(rows,)](
             x,
@@ -164,11 +164,12 @@ def add_rms_norm(
             ONE_PLUS=one_plus_weight,
             HIDDEN=hidden,
             BLOCK=block,
-            num_warps=warps(block),
+            num_warps=warps,
             enable_fp_fusion=False,
         )
 
 
-def warps(block: int) -> int:
-    """Of a block of threads that owns so many elements: 16 of them per thread, in two loads of 16 bytes."""
-    return max(1, min(block // 512, 16))
+def tile_of(hidden: int) -> tuple[int, int]:
+    """Elements that a block of threads holds at once, and its warps: 16 elements a thread, in 16 bits two loads."""
+    block = min(triton.next_power_of_2(hidden), MOST_AT_ONCE)
+    return block, max(1, min(block // 512, 16))

@@ -200,9 +200,8 @@ def rope_append(
         out = torch.empty((batch, width, heads_q, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     if batch * width * (heads_q + heads) == 0:
         return out
-    half, rest = tile_of(dim, rotary)
-    block_h = max(1, _TILE // half)
-    tiles = triton.cdiv(heads_q, block_h) + 2 * triton.cdiv(heads, block_h)
+    tile = tile_of(dim, rotary)
+    tiles = triton.cdiv(heads_q, tile["BLOCK_H"]) + 2 * triton.cdiv(heads, tile["BLOCK_H"])
     if batch > MOST_ROWS or tiles > MOST_ROWS:
         raise ValueError(f"at most {MOST_ROWS} rows and tiles of heads in a launch: q is {tuple(q.shape)}")
     with on(q.device):
@@ -241,15 +240,14 @@ def rope_append(
             HEADS=heads,
             DIM=dim,
             ROTARY=rotary,
-            BLOCK_H=block_h,
-            BLOCK_D=half,
-            BLOCK_REST=rest,
+            **tile,
             num_warps=4,
             enable_fp_fusion=False,
         )
     return out
 
 
-def tile_of(dim: int, rotary: int) -> tuple[int, int]:
-    """Lanes for half of what is rotated, and for what is not."""
-    return triton.next_power_of_2(rotary // 2), triton.next_power_of_2(max(dim - rotary, 1))
+def tile_of(dim: int, rotary: int) -> dict[str, int]:
+    """A tile of heads: lanes for half of what is rotated, lanes for what is not, heads."""
+    half, rest = triton.next_power_of_2(rotary // 2), triton.next_power_of_2(max(dim - rotary, 1))
+    return {"BLOCK_D": half, "BLOCK_REST": rest, "BLOCK_H": max(1, _TILE // max(half, rest // 2))}

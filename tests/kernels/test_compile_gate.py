@@ -41,14 +41,15 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
         "cutoff",
     )
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
-    for kernel in selection + storage:
+    layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
+    for kernel in selection + storage + layers:
         assert {r["arch"] for r in reports if r["name"] == kernel} == {80, 90, 100}
     for r in reports:
         assert r["spilled"] == 0
         assert 0 < r["registers"] <= 255
         assert r["shared"] <= (163 << 10 if r["arch"] == 80 else 227 << 10)
         if r["loop_per_logit"] is None:
-            assert r["name"].startswith(("attention", "kv_"))
+            assert r["name"].startswith(("attention", "kv_", "add_rms_norm", "silu_mul", "rope_append"))
             continue
         # The counting sees whole loops: one load of 16 bytes or several, and not more instructions than there are.
         assert 4 < r["loop_per_logit"] < r["all_per_logit"] < r["instructions"]
@@ -57,6 +58,9 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     ran = gate("--arch", "90", "--kernel", "verify, coupled, small", "--tighten", "0.5")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "instructions per logit, budget 17" in ran.stdout
+    ran = gate("--arch", "90", "--kernel", "silu_mul, silu", "--tighten", "0.5")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "instructions, budget 182.5" in ran.stdout
 
 
 def accesses(ptx: str) -> dict[str, Counter[str]]:
