@@ -463,6 +463,8 @@ def _check_rows(x: Any, name: str) -> None:
 
 def _row_stride(x: Tensor, name: str) -> None:
     """ValueError unless a view ``[N, H]`` of these rows exists."""
+    if x.numel() == 0:
+        return
     following = None
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size == 1:

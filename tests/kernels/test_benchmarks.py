@@ -15,6 +15,7 @@ from bench import (
     bench_cutoff,
     bench_decoder,
     bench_kv,
+    bench_layers,
     bench_rejection_sample,
     bench_select,
     bench_verify,
@@ -89,6 +90,30 @@ def test_moves_of_keys_are_checked_before_they_are_timed(
         make(shape, torch.float32, 2)
 
 
+@pytest.mark.parametrize("benchmark", bench_layers.BENCHMARKS, ids=lambda b: b.name)
+def test_layers_are_checked_before_they_are_timed(
+    benchmark: kernels.Benchmark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = benchmark.make("cpu", True)
+    numbers = {"add_rms_norm": 4 * 4096, "silu_mul": 3 * 14336, "rope_append": (2 * 32 + 4 * 8) * 128}
+    for shape in benchmark.shapes("cpu", True):
+        case = make(shape, torch.bfloat16, 2)  # compares the results of both
+        expected = shape[0] * shape[1] * numbers[benchmark.name] * 2
+        assert case.bytes_moved == benchmark.input_bytes(shape, torch.bfloat16) == expected
+        case.ours(1)
+        case.rivals["eager"](1)
+    right = getattr(ops, benchmark.name)
+
+    def wrong(*given: object, **options: object) -> object:
+        result = right(*given, **options)
+        (result[0] if isinstance(result, tuple) else result).mul_(2)
+        return result
+
+    monkeypatch.setattr(ops, benchmark.name, wrong)
+    with pytest.raises(AssertionError):
+        make(shape, torch.float32, 2)
+
+
 def test_a_table_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +131,7 @@ def test_a_table_on_the_cpu(
     names = ["argmax", "sample", "verify greedy", "verify coupled", "rejection_sample", "cutoff"]
     measured = [name for name in names for _ in range(2)] + ["attention"]
     measured += ["kv_append", "kv_append", "kv_gather", "kv_compact", "kv_compact"]
+    measured += [b.name for b in bench_layers.BENCHMARKS for _ in range(2)]
     assert [r["benchmark"] for r in written["results"]] == measured
     for r in written["results"]:
         assert r["us"] > 0

@@ -20,6 +20,7 @@ from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 from tests.trials import trials
 
+from .layers import rope_case
 from .selection import (
     DTYPES,
     LAYOUTS,
@@ -302,6 +303,152 @@ def test_storage_without_data_and_under_modes(monkeypatch: pytest.MonkeyPatch) -
     assert sum(name.startswith("pipespec.") for name in seen) == 6
     monkeypatch.setattr(torch.ops, "pipespec", None)  # plain calls do not go through the dispatcher
     check_same(storage_step(storage_case()), expected)
+
+
+# --- a layer ---------------------------------------------------------------------------------------------------------
+
+
+def layer_case(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    case = rope_case(seed, 4, (4, 2), 2, 9, 16, 8, dtype, norms=True, positions=True)
+    del case["eps"]
+    case |= {"lengths": torch.tensor([3, 0, 7, 2]), "n_new": int32(2, 0, 1, 2), "positions": torch.full((4, 2), 5)}
+    case |= {"x": normal(4, 2, 24), "residual": normal(4, 2, 24), "weight": normal(24), "bias": normal(24)}
+    return case | {"gate_up": normal(4, 2, 20)}
+
+
+ROPE = ("q", "keys", "values", "cos", "sin", "k_cache", "v_cache", "lengths", "n_new")
+
+
+def layer_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
+    c = layer_case(dtype)
+    rope = [c[name] for name in ROPE]
+    namespace = torch.ops.pipespec
+    return [
+        (namespace.add_rms_norm.default, (c["x"], c["residual"], c["weight"], 1e-5)),
+        (namespace.add_rms_norm.default, (c["x"][0], None, c["weight"], 0.5, True, c["bias"])),
+        (namespace.silu_mul.default, (c["gate_up"],)),
+        (namespace.silu_mul.default, (c["gate_up"][:, 1], "gelu_tanh")),
+        (namespace.rope_append.default, tuple(rope)),
+        (
+            namespace.rope_append.default,
+            (
+                *rope[:7],
+                c["lengths"].int().clamp(max=6),
+                None,
+                c["positions"],
+                c["q_norm"],
+                c["k_norm"],
+                1e-5,
+                True,
+                True,
+            ),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_opcheck_of_a_layer(which: int, dtype: torch.dtype) -> None:
+    operation, arguments = layer_calls(dtype)[which]
+    schema = operation._schema.arguments
+    written = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    assert written == (["k_cache", "v_cache"] if operation._opname == "rope_append" else [])
+    assert set(torch.library.opcheck(operation, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("which", range(6))
+def test_opcheck_of_a_layer_on_a_gpu(which: int) -> None:
+    operation, arguments = layer_calls(torch.bfloat16)[which]
+    there = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments)
+    assert set(torch.library.opcheck(operation, there).values()) == {"SUCCESS"}
+    got, expected = torch.utils._pytree.tree_leaves([operation(*there), *there]), [operation(*arguments), *arguments]
+    for ours, theirs in zip(got, torch.utils._pytree.tree_leaves(expected), strict=True):
+        if isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=2e-2)
+
+
+def layer_step(c: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    out, total, half = torch.zeros_like(c["x"]), torch.zeros_like(c["x"]), torch.zeros_like(c["gate_up"][..., :10])
+    rope = {name: c[name] for name in ROPE}
+    q_out = torch.zeros_like(c["q"])
+    # What is new and what came in: a program must not return one of its inputs twice.
+    normed, same = ops.add_rms_norm(c["x"], None, c["weight"], 1e-5, one_plus_weight=True)
+    return [
+        normed,
+        same + 1,
+        *ops.add_rms_norm(c["x"], c["residual"], c["weight"], 1e-5, bias=c["bias"], out=out, residual_out=total),
+        ops.silu_mul(c["gate_up"]),
+        ops.silu_mul(c["gate_up"], activation="gelu", out=half),
+        ops.rope_append(**rope, out=q_out),
+        ops.rope_append(**rope, positions=c["positions"], q_norm=c["q_norm"], k_norm=c["k_norm"], check_counts=True),
+    ]
+
+
+def check_layer_step(step: Callable[[dict[str, torch.Tensor]], list[torch.Tensor]], rows: int, seed: int = 0) -> None:
+    whole = layer_case(seed=seed)
+    parts = {n: x[:rows].contiguous() if x.shape[0] == 4 else x for n, x in whole.items()}
+    ours, theirs = ({name: value.clone() for name, value in parts.items()} for _ in range(2))
+    check_same(step(ours), layer_step(theirs))
+    check_same(list(ours.values()), list(theirs.values()))
+    assert {name for name in ours if not torch.equal(ours[name], parts[name])} == {"k_cache", "v_cache"}
+
+
+def test_a_layer_compiles_for_any_batch_without_a_graph_break() -> None:
+    torch.compiler.reset()
+    seen = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        seen.append(sum("pipespec" in str(node.target) for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(layer_step, fullgraph=True, backend=count, dynamic=True)
+    for rows in (4, 3, 2):
+        check_layer_step(compiled, rows, seed=rows)
+    assert set(seen) == {6}
+    with pytest.raises(Exception, match="no backward pass"):
+        compiled(layer_case() | {"x": layer_case()["x"].requires_grad_()})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_layer_exports(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, c: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+            return layer_step(c)
+
+    program = torch.export.export(Model(), (layer_case(),), strict=strict)
+    assert sum("pipespec" in str(node.target) for node in program.graph.nodes) == 6
+    check_layer_step(program.module(), 4, seed=2)
+
+
+def test_a_layer_without_data_and_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, case = layer_step(layer_case()), layer_case()
+    with FakeTensorMode() as mode:
+        c = {name: mode.from_tensor(value) for name, value in case.items()}
+        for got, real in zip(layer_step(c), expected, strict=True):
+            assert (got.shape, got.stride(), got.dtype) == (real.shape, real.stride(), real.dtype)
+        for error, message, change in (
+            (ValueError, "weight must have shape", {"weight": c["weight"][:3]}),
+            (ValueError, "gate_up must have an even number", {"gate_up": c["gate_up"][..., :3]}),
+            (ValueError, "sin must have shape", {"sin": c["sin"][:3]}),
+            (ValueError, "lengths must have shape", {"lengths": c["lengths"][:1]}),
+        ):
+            with pytest.raises(error, match=message):
+                layer_step(c | change)
+    # Parameters are a class of their own; plain calls do not go through the dispatcher.
+    with torch.no_grad():
+        weights = {
+            name: torch.nn.Parameter(layer_case()[name]) for name in ("x", "weight", "gate_up", "q_norm", "k_norm")
+        }
+        check_same(layer_step(layer_case() | weights), expected)
+    monkeypatch.setattr(torch.ops, "pipespec", None)
+    check_same(layer_step(layer_case()), expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -1,0 +1,84 @@
+"""What the tests of a layer's operations share: random arguments, and how far results may lie apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .storage import make_storage, on_device
+
+EPS = 1e-5
+# Elements from one number to the next, as a share of the number: float32 sums are in another order, 16-bit numbers may be rounded to a neighbour.
+STEP = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def close(got: Tensor, expected: Tensor, near_zero: float = 0.0) -> None:
+    """Equal, or neighbours, up to what a sum of numbers of about 1 loses."""
+    assert got.dtype == expected.dtype
+    step = STEP[expected.dtype]
+    torch.testing.assert_close(got.cpu().double(), expected.double(), rtol=step, atol=max(step / 64, near_zero))
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def exact_rows(seed: int, count: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``x`` and ``residual`` of small integers: their sums of squares are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randint(-8, 9, (count, hidden), generator=generator).to(dtype) for _ in range(2))
+    return x, residual
+
+
+def rope_case(
+    seed: int,
+    batch: int,
+    heads: tuple[int, int],
+    width: int,
+    capacity: int,
+    dim: int,
+    rotary: int,
+    dtype: torch.dtype,
+    *,
+    layout: str = "plain",
+    tables: torch.dtype | None = None,
+    norms: bool = False,
+    positions: bool = False,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """Arguments of ``rope_append``: queries, keys and values of one product, ragged rows."""
+    generator = torch.Generator().manual_seed(seed)
+    where = torch.device(device)
+    heads_q, heads_kv = heads
+    product = normal(seed, batch, width, heads_q + 2 * heads_kv, dim, dtype=dtype, device=device).transpose(1, 2)
+    q, keys, values = product.split([heads_q, heads_kv, heads_kv], 1)
+    angles = torch.rand((capacity + 3, rotary // 2), generator=generator) * 6
+    tables = tables or dtype
+    lengths = [int(torch.randint(0, capacity + 1, (), generator=generator)) for _ in range(batch)]
+    counts = [int(torch.randint(0, min(width, capacity - n) + 1, (), generator=generator)) for n in lengths]
+    k_cache, v_cache = make_storage(batch, heads_kv, capacity, dim, dtype, layout, where)
+    case: dict[str, Any] = {
+        "q": q,
+        "keys": keys,
+        "values": values,
+        # Halves of their own: the rotation takes each from its place.
+        "cos": torch.cat((angles.cos(), angles.cos() * 0.5), 1).to(tables).to(device),
+        "sin": torch.cat((angles.sin(), angles.sin() * 0.5), 1).to(tables).to(device),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "lengths": on_device(lengths, where, torch.int64),
+        "n_new": on_device(counts, where),
+    }
+    if norms:
+        case |= {f"{name}_norm": normal(i, dim, dtype=dtype, device=device) for i, name in enumerate("qk")} | {
+            "eps": EPS
+        }
+    if positions:
+        there = torch.randint(0, capacity + 3, (width, batch), generator=generator).t().to(device)
+        there[on_device(counts, where)[:, None] <= torch.arange(width, device=device)] = -(
+            10**9
+        )  # of padding: not looked at
+        case["positions"] = there
+    return case
