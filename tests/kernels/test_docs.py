@@ -17,7 +17,7 @@ def test_examples() -> None:
     names: dict[str, object] = {}
     for block in BLOCKS:
         exec(block, names)
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     # They assert something: with a draft that is trusted, the first one fails.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -6,9 +6,9 @@ import doctest
 
 import pytest
 
-from pipespec_kernels import ops
+from pipespec_kernels import kv, layers, ops
 
-EXAMPLES = {ops: 5}
+EXAMPLES = {ops: 5, kv: 1, layers: 3}
 
 
 @pytest.mark.parametrize("module", EXAMPLES, ids=lambda module: module.__name__)
