@@ -2,10 +2,11 @@
 
 The numbers are rounded where HuggingFace's modules round them, so that a layer made of these operations gives what the modules give, apart
 from the order of sums and, on a GPU, from the last bit of an exponential. Arithmetic is float32 (float64 for float64). A row's result
-depends on the row alone: neither on the batch nor on what else is fed.
+depends on the row alone: neither on the batch nor on what else is fed (on a GPU also on whether the tensors are aligned to 16 bytes).
 
-Tensors on a GPU go to the Triton kernels. Tensors elsewhere, float64 and, in :func:`rope_append`, heads of more than 256 dimensions go to torch;
-``PIPESPEC_OPS`` is as for :mod:`pipespec_kernels.ops`, where these functions are found, too. None has a backward pass.
+Tensors on a GPU go to the Triton kernels. On the CPU :func:`add_rms_norm` of float32 and bfloat16 goes to the native code, whose order of sums depends on the
+instructions in use. The rest goes to torch: other tensors on the CPU, float64 and, in :func:`rope_append`, heads of more than 256 dimensions. Torch's sum
+of a row of more than 32767 elements may depend on the batch and the threads. ``PIPESPEC_OPS`` is as for :mod:`pipespec_kernels.ops`, where these functions are found, too. None has a backward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipespec_kernels import dispatch, reference
+from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.kv import (
     _FLOATS,
     _INTEGERS,
@@ -32,6 +33,8 @@ from pipespec_kernels.kv import (
 from pipespec_kernels.library import register, traced
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+# Dtypes of the native code's add_rms_norm, with its names.
+_NATIVE = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 
 # --- add_rms_norm ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +145,8 @@ def _run_add_rms_norm(
     _check_norm(x, residual, weight, eps, one_plus_weight, bias)
     _check_outs(x, residual, out, residual_out)
     kernels = dispatch.kernels(x)
-    if kernels is None:
+    native = None if dispatch.forced or not x.is_cpu else arguments.native
+    if kernels is None and (native is None or x.dtype not in _NATIVE):
         normed, total = reference.add_rms_norm(x, residual, weight, eps, one_plus_weight, bias)
         if residual is not None and residual_out is not None:
             total = residual_out.copy_(total)
@@ -151,15 +155,23 @@ def _run_add_rms_norm(
     total = x
     if residual is not None:
         total = x.new_empty(x.shape) if residual_out is None else residual_out
-    kernels.add_rms_norm(
-        _as_rows(x),
-        None if residual is None else _as_rows(residual),
-        weight,
-        float(eps),
+    rows = [_as_rows(t) for t in (x, x if residual is None else residual, normed, total)]
+    if kernels is not None:
+        before, after = (None, None) if residual is None else (rows[1], rows[3])
+        kernels.add_rms_norm(rows[0], before, weight, float(eps), one_plus_weight, bias, rows[2], after)
+        return normed, total
+    places = [(t.data_ptr(), t.stride(0)) for t in rows]
+    native.add_rms_norm(
+        getattr(native, _NATIVE[x.dtype]),
+        *rows[0].shape,
+        *places[0],
+        *(places[1] if residual is not None else (0, 0)),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        eps,
         one_plus_weight,
-        bias,
-        _as_rows(normed),
-        None if residual is None else _as_rows(total),
+        *places[2],
+        *places[3],
     )
     return normed, total
 
@@ -457,14 +469,14 @@ def _check_rows(x: Any, name: str) -> None:
     _check(x, name, _FLOATS, tuple(x.shape), x.device)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name} must have rows of at least one element, got shape {tuple(x.shape)}")
-    _dense(x, name)
-    _row_stride(x, name)
+    _check_row_stride(x, name)
 
 
-def _row_stride(x: Tensor, name: str) -> None:
+def _check_row_stride(x: Tensor, name: str) -> None:
     """ValueError unless a view ``[N, H]`` of these rows exists."""
-    if x.numel() == 0:
+    if x.is_contiguous() or x.numel() == 0:
         return
+    _dense(x, name)
     following = None
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size == 1:
@@ -475,13 +487,12 @@ def _row_stride(x: Tensor, name: str) -> None:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    return x.view(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check_like(tensor: Any, name: str, x: Tensor, shape: tuple[int, ...] | None = None, like: str = "x") -> None:
     _check(tensor, name, (x.dtype,), tuple(x.shape) if shape is None else shape, x.device, like)
-    _dense(tensor, name)
-    _row_stride(tensor, name)
+    _check_row_stride(tensor, name)
 
 
 def _check_vector(tensor: Any, name: str, x: Tensor, size: int, like: str = "x") -> None:

@@ -147,8 +147,9 @@ inline const unsigned char* bytes_of(const float* p) {
   return reinterpret_cast<const unsigned char*>(p);
 }
 
+// 1 / sqrt(mean(x^2) + eps)
 template <class V>
-void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+float inverse_rms(const float* x, int64_t n, float eps) {
   constexpr int64_t kLanes = V::kLanes;
   using F = typename V::F;
   F sums[4] = {V::broadcast(0.0f), V::broadcast(0.0f), V::broadcast(0.0f), V::broadcast(0.0f)};
@@ -166,8 +167,77 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* 
     sums[0] = V::multiply_add(y, y, sums[0]);
   }
   const float sum = sum_of_lanes<V>(V::add(V::add(sums[0], sums[1]), V::add(sums[2], sums[3])));
-  const float factor = 1.0f / __builtin_sqrtf(sum / float(n) + eps);
-  for (i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
+  return 1.0f / __builtin_sqrtf(sum / float(n) + eps);
+}
+
+template <class V>
+void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+  const float factor = inverse_rms<V>(x, n, eps);
+  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// Items of rows, one at a time and without branches: loops over them become vectors.
+struct FloatItems {
+  using Item = float;
+  static float load(float x) { return x; }
+  static float store(float x) { return x; }
+};
+
+struct BFloat16Items {
+  using Item = uint16_t;
+  static float load(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float y;
+    __builtin_memcpy(&y, &bits, sizeof(y));
+    return y;
+  }
+  // To the nearest, ties to even; a NaN stays one.
+  static uint16_t store(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof(bits));
+    const uint32_t nearest = bits + 0x7FFF + (bits >> 16 & 1);
+    const bool is_nan = int32_t(bits & 0x7FFFFFFF) > 0x7F800000;
+    return uint16_t((is_nan ? bits | 0x400000 : nearest) >> 16);
+  }
+};
+
+template <class Items>
+inline float rounded(float x) {
+  return Items::load(Items::store(x));
+}
+
+// Each loop writes to one place that nothing else in it is read from.
+template <class V, class Items>
+void norm_row(const NormRow& row) {
+  using Item = typename Items::Item;
+  const int64_t n = row.n;
+  const Item* const x = static_cast<const Item*>(row.x);
+  const Item* const residual = static_cast<const Item*>(row.residual);
+  const Item* const weight = static_cast<const Item*>(row.weight);
+  const Item* const bias = static_cast<const Item*>(row.bias);
+  float* const __restrict__ y = row.scratch;
+  float* const __restrict__ product = row.scratch + n;
+  if (residual == nullptr) {
+    for (int64_t i = 0; i < n; ++i) y[i] = Items::load(x[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i)
+      y[i] = rounded<Items>(Items::load(x[i]) + Items::load(residual[i]));
+    // All of both has been read: their rows may be those of the results.
+    Item* const total = static_cast<Item*>(row.total);
+    for (int64_t i = 0; i < n; ++i) total[i] = Items::store(y[i]);
+  }
+  const float factor = inverse_rms<V>(y, n, row.eps);
+  if (row.one_plus_weight) {
+    for (int64_t i = 0; i < n; ++i) product[i] = y[i] * factor * (1.0f + Items::load(weight[i]));
+  } else {
+    for (int64_t i = 0; i < n; ++i)
+      product[i] = rounded<Items>(y[i] * factor) * Items::load(weight[i]);
+  }
+  if (bias != nullptr) {
+    for (int64_t i = 0; i < n; ++i) product[i] = rounded<Items>(product[i]) + Items::load(bias[i]);
+  }
+  Item* const out = static_cast<Item*>(row.out);
+  for (int64_t i = 0; i < n; ++i) out[i] = Items::store(product[i]);
 }
 
 // e^x within 2 ulp, for x in -83 .. 44; beyond, of the nearer end. NaN stays NaN.
@@ -386,6 +456,8 @@ constexpr DecoderKernels decoder_table() {
   return {product<V, typename V::Weights16>,
           product<V, typename V::Weights32>,
           rms_norm<V>,
+          norm_row<V, FloatItems>,
+          norm_row<V, BFloat16Items>,
           activate<V>,
           attend<V, Float32>,
           attend<V, BFloat16>};

@@ -35,6 +35,20 @@ struct AttendTask {
   float* scratch;  // kAttendQueries * (positions + columns + kMaxLanes) floats
 };
 
+// One row of add_rms_norm (norm.hpp); all numbers are float32 or all bfloat16.
+struct NormRow {
+  const void* x;
+  const void* residual;  // null: none, and no total
+  const void* weight;
+  const void* bias;  // null: none
+  void* out;
+  void* total;
+  float* scratch;  // 2 * n floats
+  int64_t n;
+  float eps;
+  bool one_plus_weight;
+};
+
 struct DecoderKernels {
   // out[r, 16 p + i] = sum over k of x[r, k] * (weight k of output i in panel p), summed in the
   // order of k from zero. `prefetch`: the panels come from memory, not from a cache.
@@ -46,6 +60,8 @@ struct DecoderKernels {
                     bool prefetch);
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
+  void (*norm_row32)(const NormRow& row);
+  void (*norm_row16)(const NormRow& row);
   // out[i] = activation(gate i) * up i, where `products` alternate between 16 gates and 16 ups.
   void (*activate)(Activation kind, const float* products, int64_t panel_pairs, float* out);
   // Attention over float32 and bfloat16 keys and values, computed in float32.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec_kernels import ops, reference
+from pipespec_kernels import arguments, dispatch, ops, reference
 from tests.trials import trials
 
-from .layers import EPS, close, normal, rope_case
+from .layers import EPS, close, exact_rows, normal, rope_case
+from .selection import simd, simd_variants
 from .storage import CACHE_LAYOUTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -137,6 +139,40 @@ def test_rope_append(dims, dtype, layout, heads, norms, positions, float32, seed
         assert not got[row, :, count:].any()
     assert torch.equal(case["k_cache"], before[0])
     assert torch.equal(case["v_cache"], before[1])
+
+
+@pytest.mark.parametrize("variant", simd_variants())
+def test_the_native_norm_with_all_instructions(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sums are exact, the reference's bits, roundings, NaN and infinity included; long rows alone and in a batch."""
+    monkeypatch.setattr(dispatch, "forced", "")
+    for dtype, hidden, one_plus, with_bias in itertools.product(
+        DTYPES[:2], (1, 15, 64, 100), (False, True), (False, True)
+    ):
+        x, residual = exact_rows(hidden, 4, hidden, dtype)
+        x[1, 0], x[2, -1], residual[3] = math.nan, math.inf, -x[3]
+        weight, bias = normal(1, hidden, dtype=dtype), normal(2, hidden, dtype=dtype) if with_bias else None
+        expected = reference.add_rms_norm(x, residual, weight, EPS, one_plus, bias)
+        with simd(variant):
+            got = ops.add_rms_norm(x, residual, weight, EPS, one_plus_weight=one_plus, bias=bias)
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    for dtype in DTYPES[:2]:
+        x, weight = normal(3, 3, 70_001, dtype=dtype), normal(4, 70_001, dtype=dtype)
+        with simd(variant):
+            normed = ops.add_rms_norm(x, None, weight, EPS)[0]
+            assert all(torch.equal(ops.add_rms_norm(x[i], None, weight, EPS)[0], normed[i]) for i in range(3))
+        close(normed, reference.add_rms_norm(x, None, weight, EPS)[0])
+
+
+def test_without_the_native_code_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual = exact_rows(0, 3, 32, torch.float32)
+    weight, out = normal(1, 32), [torch.empty(3, 32) for _ in range(2)]
+    expected = ops.add_rms_norm(x, residual, weight, EPS)
+    monkeypatch.setattr(arguments, "native", None)
+    got = ops.add_rms_norm(x, residual, weight, EPS, out=out[0], residual_out=out[1])
+    for mine, theirs, place in zip(got, expected, out, strict=True):
+        assert mine is place
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
