@@ -4,9 +4,10 @@ The numbers are rounded where HuggingFace's modules round them, so that a layer 
 from the order of sums and, on a GPU, from the last bit of an exponential. Arithmetic is float32 (float64 for float64). A row's result
 depends on the row alone: neither on the batch nor on what else is fed (on a GPU also on whether the tensors are aligned to 16 bytes).
 
-Tensors on a GPU go to the Triton kernels. On the CPU :func:`add_rms_norm` of float32 and bfloat16 goes to the native code, whose order of sums depends on the
-instructions in use. The rest goes to torch: other tensors on the CPU, float64 and, in :func:`rope_append`, heads of more than 256 dimensions. Torch's sum
-of a row of more than 32767 elements may depend on the batch and the threads. ``PIPESPEC_OPS`` is as for :mod:`pipespec_kernels.ops`, where these functions are found, too. None has a backward pass.
+Tensors on a GPU go to the Triton kernels. On the CPU :func:`add_rms_norm` of float32 and bfloat16 goes to the native code, whose order of sums
+depends on the instructions in use. The rest goes to torch: other operations and dtypes on the CPU, float64, and heads of more than 256
+dimensions in :func:`rope_append`. (Torch's sum of a row of 32768 elements or more may depend on the batch and the threads.) ``PIPESPEC_OPS`` is
+as for :mod:`pipespec_kernels.ops`, where these functions are found, too. None has a backward pass.
 """
 
 from __future__ import annotations
@@ -58,13 +59,12 @@ def add_rms_norm(
     float32 and rounded once.
 
     Args:
-        x: ``[..., H]``, float32, bfloat16, float16 or float64; a view of rows ``[N, H]`` with one distance between rows, contiguous in the
-            last dimension.
+        x: ``[..., H]``, float32, bfloat16, float16 or float64; a view of rows ``[N, H]`` with one distance between rows, each of them contiguous.
         residual: like ``x``. None: nothing is added.
         weight: ``[H]``, contiguous, the dtype of ``x``.
         eps: finite, not negative.
         one_plus_weight: multiply by ``1 + weight``.
-        bias: like ``weight``; added to the product. None: nothing is added.
+        bias: like ``weight``; added to the rounded product. None: nothing is added.
         out: like ``x``, to write the normalised rows to.
         residual_out: like ``x``, to write the sum to; only with ``residual``. ``out`` and ``residual_out`` may be ``x`` and ``residual``
             themselves in either order. Otherwise they must overlap no other argument.
@@ -501,5 +501,5 @@ def _check_vector(tensor: Any, name: str, x: Tensor, size: int, like: str = "x")
 
 
 def _check_eps(eps: float) -> None:
-    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
+    if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, is {eps!r}")
