@@ -1,4 +1,4 @@
-"""Compile the Triton kernels and check their machine code. ``python -m bench.compile_gate [--json FILE] [--arch 90] [--quick] [--kernel NAME] [--tighten 0.5]``
+"""Compile the Triton kernels and check their machine code. ``python -m bench.compile_gate [--json FILE] [--arch 90] [--quick] [--kernel NAME ...] [--tighten 0.5]``
 
 Compiles every kernel ahead of time for sm_80, sm_90 and sm_100, with triton's own ptxas and no GPU, and reads the machine
 code with its cuobjdump. For each it prints
@@ -361,7 +361,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compiles the Triton kernels ahead of time and holds them to budgets.")
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="default: all")
     parser.add_argument("--quick", action="store_true", help="all variants for sm_90, some for the others")
-    parser.add_argument("--kernel", default="", help="only those whose names begin so")
+    parser.add_argument("--kernel", nargs="+", default=[""], help="only those whose names begin so")
     parser.add_argument("--json", type=Path, help="write the reports here")
     parser.add_argument("--tighten", type=float, default=1.0, help="multiply the budgets by this")
     options = parser.parse_args()
@@ -375,7 +375,7 @@ def main() -> int:
     )
     reports = []
     for case in cases():
-        if not case.name.startswith(options.kernel):
+        if not case.name.startswith(tuple(options.kernel)):
             continue
         for arch in options.arch or ARCHS:
             if options.quick and arch != 90 and (case.name not in IN_QUICK or case.dtype != "bf16"):

@@ -145,7 +145,7 @@ def _run_add_rms_norm(
     _check_norm(x, residual, weight, eps, one_plus_weight, bias)
     _check_outs(x, residual, out, residual_out)
     kernels = dispatch.kernels(x)
-    native = None if dispatch.forced or not x.is_cpu else arguments.native
+    native: Any = None if dispatch.forced or not x.is_cpu else arguments.native
     if kernels is None and (native is None or x.dtype not in _NATIVE):
         normed, total = reference.add_rms_norm(x, residual, weight, eps, one_plus_weight, bias)
         if residual is not None and residual_out is not None:

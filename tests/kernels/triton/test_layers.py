@@ -183,9 +183,9 @@ def test_rope_append(device, dims, dtype, layout, heads, norms, positions, float
 @pytest.mark.parametrize("dim", some([64, 80, 96, 128, 256], 1, 2))
 def test_columns_and_rows_by_themselves_have_the_same_bits(dim: int, device: torch.device) -> None:
     """As a verification and a decoding step, in any order of the rows, with norms."""
-    case = moved(rope_case(dim, 3, (4, 2), 3, 8, dim, dim, torch.bfloat16, norms=True), device)
+    case = moved(rope_case(dim, 3, (4, 2), 2, 8, dim, dim, torch.bfloat16, norms=True), device)
     case["lengths"] = torch.tensor([4, 0, 5], device=device)
-    case["n_new"] = torch.tensor([3, 2, 3], device=device)
+    case["n_new"] = torch.tensor([2, 1, 2], device=device)
     stored = case["k_cache"].clone(), case["v_cache"].clone()
     whole = ops.rope_append(**case)
     order = torch.tensor([2, 0, 1], device=device)
@@ -194,7 +194,7 @@ def test_columns_and_rows_by_themselves_have_the_same_bits(dim: int, device: tor
     other |= {"k_cache": stored[0][order], "v_cache": stored[1][order]}
     assert torch.equal(ops.rope_append(**other), whole[order])
     assert torch.equal(other["k_cache"], case["k_cache"][order])
-    for j in range(3):
+    for j in range(2):
         columns = case | {name: case[name][:, :, j : j + 1] for name in ("q", "keys", "values")}
         columns |= {"k_cache": stored[0], "v_cache": stored[1], "lengths": case["lengths"] + j}
         columns["n_new"] = (case["n_new"] > j).int()
