@@ -119,9 +119,9 @@ def add_rms_norm_kernel(
             squares += y * y
             start += BLOCK
         factor = inverse_rms(tl.sum(squares, 0), eps, HIDDEN)
+        tl.debug_barrier()  # what is read back may have been stored by another thread
         start = 0
         while start < HIDDEN:
-            # Each thread reads what it has stored itself.
             y = add_part(residual_out_row, residual_row, residual_out_row, start, False, HIDDEN, BLOCK)
             normalise_part(y, factor, start, weight, bias, output_row, HAS_BIAS, ONE_PLUS, HIDDEN, BLOCK)
             start += BLOCK
