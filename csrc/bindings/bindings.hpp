@@ -1,4 +1,4 @@
-// What each file of bindings adds to the module; module.cpp calls them in turn.
+// What each file of bindings adds to the module. module.cpp calls them in this order.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,5 @@
-// pipespec_kernels._native: the host core. Knows pointers and integers only; never torch, never
-// CUDA.
+// pipespec_kernels._native: the host core. It takes pointers and integers, and depends on neither
+// torch nor CUDA.
 #include "bindings/bindings.hpp"
 
 PYBIND11_MODULE(_native, m) {

@@ -1,5 +1,5 @@
-// Bindings of the scheduler and of the launcher for the host. pipespec_kernels/scheduler.py gives
-// them names, defaults and Ctrl-C.
+// Bindings of the scheduler and of the launcher for the host. pipespec_kernels/scheduler.py adds
+// names, defaults and the handling of Ctrl-C.
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -17,7 +17,7 @@ namespace {
 
 using Rectangle = HostLauncher::Rectangle;
 
-// Views, not copies; they are good while the model runs.
+// Views, not copies. They are valid while the model runs.
 py::array rows_of(py::object self, const std::int32_t* Rectangle::* field) {
   const auto& r = self.cast<const Rectangle&>();
   return py::array_t<std::int32_t>({py::ssize_t{r.rows}}, r.*field, self);

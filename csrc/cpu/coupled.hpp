@@ -1,6 +1,6 @@
 // The inner kernels of coupled selection: one contiguous span of a row in, the winner of
-// `logit * inv_temperature + noise` out. What span.hpp says about translation units holds here,
-// too: of the headers below only the constants are used in files compiled for one instruction set.
+// `logit * inv_temperature + noise` out. The rule of span.hpp about translation units applies here,
+// too: files that are compiled for one instruction set use only the constants of the headers below.
 #pragma once
 
 #include <stdint.h>

@@ -1,18 +1,19 @@
 // The algorithm behind coupled.hpp, written once over a small vector type. Included by each
 // coupled_*.cpp and by nothing else; everything is in an unnamed namespace (see span_impl.hpp).
 //
-// Noise costs ten times what a logit costs, and nearly all of it can be known to lose. Three exact
-// filters, each cheaper than the next, for a group of two vectors:
+// The noise of a logit costs ten times as much as the logit itself, and nearly every id can be
+// excluded without its noise. Three exact filters, each cheaper than the next, for a group of two
+// vectors:
 //   1. logits below the cutoff, or that could not win with the largest noise there is: no random
 //      numbers at all;
 //   2. random numbers whose upper bound (gumbel.hpp) does not reach the best so far: no logarithms;
-//   3. what is left, a few tens of vectors per row, is computed and compared.
+//   3. the remaining vectors, a few tens per row, are computed and compared.
 // "Exact": the bounds hold for the rounded numbers, as rounding is monotone, so the result is bit
 // for bit that of computing everything.
 //
 // A vector type V has 32-bit lanes (V::F float, V::I integer) and 64-bit lanes (V::W) in registers
-// of one size. Philox runs one counter per 64-bit lane, the word in its low half; what is left in
-// the high half does no harm, as the multiplication looks at low halves only.
+// of one size. Philox runs one counter per 64-bit lane, the word in its low half. The high half may
+// hold anything, because the multiplication reads low halves only.
 #pragma once
 
 #include <stdint.h>
@@ -150,8 +151,8 @@ void noise_span(uint64_t seed, uint64_t position, uint32_t stream, int64_t begin
   }
 }
 
-// The two vectors at p of which `left >= 1` elements are there: in place, or in `tail` with -inf
-// behind them.
+// The two vectors at p, of which `left >= 1` elements exist: in place, or copied to `tail` and
+// filled up with -inf.
 template <class V, class Format>
 inline const unsigned char* whole_group(const unsigned char* p, int64_t left, unsigned char* tail) {
   constexpr int64_t kSize = Format::kBytes;
@@ -171,8 +172,8 @@ struct Best {
   int64_t index;
   typename V::F bar;
 
-  // Those of the lanes `wanted` of the vector that begins at id `first`; true if a NaN ended it
-  // all.
+  // Tries the lanes `wanted` of the vector that begins at id `first`; true if a NaN ended the
+  // search.
   bool take(unsigned wanted, typename V::F scaled, typename V::I r, int64_t first) {
     float lanes[V::kLanes];
     V::store(lanes, V::add(scaled, gumbel<V>(r)));
@@ -212,7 +213,7 @@ Packed coupled_select(const CoupledRow& row, int64_t begin, int64_t n) {
     const auto x1 = Format::load(p + V::kLanes * kSize);
     const auto s0 = V::multiply(x0, scale);
     const auto s1 = V::multiply(x1, scale);
-    // A NaN is neither below nor at most anything: it passes every filter.
+    // Comparisons with a NaN are false, so a NaN passes every filter.
     auto m0 = V::both(V::not_less(x0, cutoff), V::not_at_most(V::add(s0, ceiling), best.bar));
     auto m1 = V::both(V::not_less(x1, cutoff), V::not_at_most(V::add(s1, ceiling), best.bar));
     if (!V::any(m0, m1)) continue;

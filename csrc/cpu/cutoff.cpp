@@ -18,7 +18,7 @@ namespace pipespec::cpu {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr int64_t kParallelBytes = 32 << 10;  // a logit costs about as much as with noise
+constexpr int64_t kParallelBytes = 32 << 10;  // a logit takes about as long as one with noise
 constexpr int64_t kBlock = 64;
 constexpr int kBins = 1 << 16;
 
@@ -137,8 +137,8 @@ class Row {
     }
   }
 
-  // A small k: as many blocks have a maximum of at least the k-th largest one, so the k-th largest
-  // logit is no smaller, and few logits are larger.
+  // A small k: k blocks have a maximum that is at least the k-th largest block maximum. So the k-th
+  // largest logit is at least that maximum, and few logits are larger.
   Lane by_list(bool p_on) {
     std::vector<int32_t> best = scratch_.block_max;
     const auto kth = [&](std::vector<int32_t>& from) {
@@ -161,11 +161,11 @@ class Row {
     return bar;
   }
 
-  // The lower of the two zeros, if it is one: their values are equal.
+  // +0.0 becomes -0.0, the lower key: both zeros are one value.
   static Lane same_value(Lane k) { return k == 0 ? Lane(-1) : k; }
 
   // The general case: a histogram over the upper 16 bits. For 16-bit logits a bin is a value;
-  // otherwise the one bin in which a limit lies is looked at element by element.
+  // otherwise the bin that contains a limit is searched element by element.
   Lane by_bins(bool k_on, bool p_on) {
     constexpr bool kExact = Format::kBits == 16;
     std::vector<uint32_t>& count = scratch_.count;
@@ -209,8 +209,8 @@ class Row {
     double sum = 0;
     int b = top;
     for (; b > last && sum + mass[size_t(b)] < wanted; --b) sum += mass[size_t(b)];
-    // An empty bin cannot be where the sum reaches anything, unless nothing is wanted or rounding
-    // hides the rest: the next value down is then as good.
+    // The sum reaches `wanted` in a bin with elements, except where `wanted` is 0 or rounding hides
+    // the rest. Then the next value down is as good.
     while (b > last && count[size_t(b)] == 0) --b;
     if constexpr (kExact) return std::max(bar, same_value(key_of_bin(b)));
     collect(b);

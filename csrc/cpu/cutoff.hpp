@@ -21,11 +21,11 @@ struct Filters {
 //   top-k keeps what is at least the k-th largest;
 //   top-p keeps the smallest set of largest probabilities whose sum reaches top_p;
 //   min-p keeps probabilities of at least min_p times the largest.
-// Equals of a kept logit are always kept, so that a threshold can say it. A row with a NaN, or with
-// nothing but -inf, gets -inf. Probabilities are summed in double.
+// Logits equal to a kept one are kept, too, so that one threshold describes the result. A row with
+// a NaN, or with nothing but -inf, gets -inf. Probabilities are summed in double.
 //
 // With query_lens and num_draft_tokens (or null for both) only the columns query_lens - 1 -
-// num_draft_tokens .. query_lens - 1 of each row are read, those that verification may ask for; the
+// num_draft_tokens .. query_lens - 1 of each row are read, since verification needs no others; the
 // others get -inf.
 void cutoff(const Logits& logits, const Filters& filters, const int32_t* query_lens,
             const int32_t* num_draft_tokens, float* cutoff, int threads);

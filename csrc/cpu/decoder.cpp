@@ -21,13 +21,14 @@ constexpr int64_t kPanel = kPanelOutputs;
 constexpr int64_t kMaxUnitPanels = 16;
 // Columns of one unit of attention at most.
 constexpr int64_t kAttendColumns = 16;
-// Up to here a forward is narrow: reading the weights takes most of its time, and rounds count.
+// Most rows of a narrow forward. It spends most of its time reading the weights, so the cost of a
+// round shows.
 constexpr int64_t kNarrow = 16;
 // Inputs of a tile of rows: they are read once per panel, from the second-level cache.
 constexpr int64_t kTileBytes = 192 << 10;
 constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows, of 6 or 8
-// Weights of more bytes are prefetched. Of models on one core: 20 MB are read a fifth faster with
-// it, 4 MB a fifth slower.
+// Weights of more bytes are prefetched. Measured on one core: prefetching reads 20 MB a fifth
+// faster, and 4 MB a fifth slower.
 constexpr int64_t kCachedBytes = 8 << 20;
 constexpr int64_t kUnitsPerThread = 4;
 
@@ -60,8 +61,8 @@ class Buffer {
   int64_t count_ = 0;
 };
 
-// What a thread needs for its units. `rows` are normalised hidden states, those from `begin` on of
-// the round of that number: units of one round share them.
+// What a thread needs for its units. `rows` are the normalised hidden states of round number
+// `round`, from row `begin` on. The units of one round share them.
 struct Scratch {
   Buffer rows, products, scores;
   uint64_t round = 0;
@@ -176,8 +177,8 @@ struct Decoder::Packed {
     if (all == MAP_FAILED) throw std::bad_alloc();
     memory = static_cast<unsigned char*>(all);
 #ifdef MADV_HUGEPAGE
-    // Fewer entries of the page table for one pass over all weights. Where there are none, small
-    // pages are right, too.
+    // Huge pages need fewer entries of the page table for a pass over all weights. If the system
+    // has none, it uses small pages.
     madvise(all, mapped, MADV_HUGEPAGE);
 #endif
   }
@@ -320,8 +321,8 @@ struct Decoder::Job {
       for (int64_t i = 0; i < panels * kPanel; ++i) to[r * stride + i] += bias[i];
   }
 
-  // The hidden states of rows begin .. end - 1 of a part, normalised. Each thread computes them for
-  // itself, which is cheaper than a round for them.
+  // The normalised hidden states of rows begin .. end - 1 of a part. Each thread computes its own
+  // copy, which is cheaper than a further round.
   const float* normed(const Part& of, int64_t begin, int64_t end,
                       const std::vector<float>& weight) const {
     Scratch& s = scratch();
@@ -488,7 +489,7 @@ Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& lay
   Packed& p = *packed_;
   p.weight_bits = bfloat16 ? 16 : 32;
 
-  // First the places, in the order of a forward, then the contents.
+  // First the offsets, in the order of a forward, then the contents.
   p.layers.resize(layers.size());
   const auto lay_out = [&p](Matrix& m, int64_t outputs, int64_t inputs, int64_t groups, bool bias) {
     m.outputs = outputs, m.inputs = inputs, m.groups = groups;

@@ -348,7 +348,7 @@ void score_span(const AttendTask& task, const float* query, int64_t begin, int64
   const int64_t key_bytes = task.key_stride * Format::kBytes;
   const auto scale = V::broadcast(task.scale);
   for (int64_t t = begin; t < end; t += V::kLanes) {
-    // Behind the last key stand copies of it.
+    // Copies of the last key follow it.
     const unsigned char* of_lane[V::kLanes];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < V::kLanes; ++i)
@@ -411,8 +411,8 @@ void weigh_span(const AttendTask& task, const float* weights, int64_t begin, int
   for (int64_t i = 0; i < rest; ++i) out[d + i] = lanes[i];
 }
 
-// Some queries at a time. Keys and values come in spans, which these queries then find in the
-// first-level cache. Where a span begins changes no sum.
+// Some queries at a time. Keys and values come in spans that fit the first-level cache, where all
+// these queries read them. The limits of the spans change no sum.
 template <class V, class Format>
 void attend(const AttendTask& task) {
   constexpr int64_t kSpan = 32;

@@ -1,5 +1,5 @@
-// Vectors and formats of logits for AVX2 (with F16C); what they are for:
-// coupled_impl.hpp, rejection_impl.hpp. In an unnamed namespace, see span_impl.hpp.
+// Vectors and formats of logits for AVX2 (with F16C), for coupled_impl.hpp and rejection_impl.hpp.
+// In an unnamed namespace, see span_impl.hpp.
 #pragma once
 
 #include <immintrin.h>
@@ -32,8 +32,8 @@ struct Avx2 {
   static F add_unless_less(F sum, F x, F bar, F y) {
     return _mm256_add_ps(sum, _mm256_and_ps(y, _mm256_cmp_ps(x, bar, _CMP_NLT_UQ)));
   }
-  // For 2^d: d within the reach of the next two (a NaN stays one); d less the nearest integer; y
-  // times two to the power of that integer.
+  // The steps of 2^d: d clamped to the range of the next two functions (a NaN stays a NaN); d minus
+  // the nearest integer; y times two to the power of that integer.
   static F within_reach(F d) {
     return _mm256_min_ps(broadcast(64.0f), _mm256_max_ps(broadcast(-120.0f), d));
   }

@@ -1,6 +1,6 @@
 // Vectors and formats of logits for any CPU: 16 bytes that the compiler turns into SSE2, NEON or
-// plain code; what they are for:
-// coupled_impl.hpp, rejection_impl.hpp. In an unnamed namespace, see span_impl.hpp.
+// plain code. For coupled_impl.hpp and rejection_impl.hpp. In an unnamed namespace, see
+// span_impl.hpp.
 #pragma once
 
 #include <stdint.h>
@@ -29,8 +29,8 @@ struct Portable {
   // May round once or twice: for filters only.
   static F multiply_add(F a, F b, F c) { return a * b + c; }
   static F add_unless_less(F sum, F x, F bar, F y) { return sum + F(I(y) & ~(x < bar)); }
-  // For 2^d: d within the reach of the next two (a NaN stays one); d less the nearest integer; y
-  // times two to the power of that integer.
+  // The steps of 2^d: d clamped to the range of the next two functions (a NaN stays a NaN); d minus
+  // the nearest integer; y times two to the power of that integer.
   static F within_reach(F d) {
     const F high = d < -120 ? broadcast(-120.0f) : d;
     return high > 64 ? broadcast(64.0f) : high;

@@ -15,8 +15,8 @@ namespace pipespec::cpu {
 namespace {
 
 constexpr int kMaxHelpers = 63;
-// How often to look before sleeping: for a caller, at units in progress; for a helper, at the next
-// round. Some tens of microseconds, the order of one unit and of one futex wake-up.
+// Polls before a thread sleeps: a caller polls for units in progress, a helper for the next round.
+// They take some tens of microseconds, about as long as one unit or one futex wake-up.
 constexpr int kLooks = 1000;
 
 inline void relax() {
@@ -53,9 +53,7 @@ class Pool {
     {
       std::lock_guard lock(mutex_);
       open_ = true;
-      wanted =
-          helpers -
-          inside_;  // a helper may still be on its way out of the last job: it will join this one
+      wanted = helpers - inside_;  // a helper that has not left the last job yet joins this one
       wanted_ = wanted;
     }
     for (int i = 0; i < wanted; ++i) wake_.notify_one();
@@ -162,7 +160,7 @@ class Pool {
       if (done_.load(std::memory_order_acquire) == units) return;
       relax();
     }
-    // The core may be needed by the very helper we wait for.
+    // The helper that the caller waits for may need this core.
     std::unique_lock lock(mutex_);
     sleeping_.store(true, std::memory_order_seq_cst);
     finished_.wait(lock, [&] { return done_.load(std::memory_order_seq_cst) == units; });
@@ -189,12 +187,12 @@ class Pool {
 
 namespace {
 
-// Never destroyed: threads may look at it until the very end of the process.
+// Never destroyed: threads may read it until the process ends.
 std::atomic<Pool*> g_pool{nullptr};
 std::atomic<bool> g_closed{false};
 
-// The child of a fork has none of the threads, and its copy of the pool may be in any state: leave
-// it alone.
+// The child of a fork has none of the threads, and its copy of the pool may be in any state. So the
+// child does not use it.
 void forget_pool() { g_pool.store(nullptr, std::memory_order_relaxed); }
 
 Pool* pool() {

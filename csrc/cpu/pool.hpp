@@ -1,5 +1,5 @@
 // A few parked threads that help one caller at a time. Host only, no OpenMP: a second OpenMP
-// runtime beside torch's would fight it for the cores.
+// runtime would compete with torch's for the cores.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@ namespace pipespec::cpu {
 class Pool;
 
 // The caller's hold on the pool for one job, a job being a few rounds of equal units of work. The
-// caller works too, so nothing ever waits for a helper that has not woken up yet; it only waits for
-// units in progress. Without helpers (none asked for, pool in use by another thread, process
-// exiting) every unit runs in the caller.
+// caller works, too. It waits for units in progress and never for a helper that has not woken up.
+// Without helpers (none asked for, pool in use by another thread, process exiting) every unit runs
+// in the caller.
 //
 // Threads start when first asked for, block all signals, sleep on a condition variable between
 // jobs, and are joined at process exit. A forked child starts its own.
@@ -38,7 +38,7 @@ class Team {
 // Helper threads alive in this process.
 int pool_threads();
 
-// Joins the helpers; later jobs run in their callers. Done by itself at process exit.
+// Joins the helpers; later jobs run in their callers. Runs by itself at process exit.
 void shutdown_pool();
 
 }  // namespace pipespec::cpu

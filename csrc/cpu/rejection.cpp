@@ -12,11 +12,11 @@
 #include "pool.hpp"
 #include "rejection_span.hpp"
 
-// How a row is decided with one look at its logits, and as if all had been computed in double: sums
-// of powers in fp32 with a bound of their error (rejection_span.hpp) say how far the two sides of
-// the test can be off, and hardly ever do they then overlap. The draw from the residual likewise:
-// few ids can win, those are computed in double, with an interval for what the sums leave open.
-// What is still open after that is computed once more with exact sums.
+// How one pass over a row gives the decision of a computation in double. The pass adds up powers in
+// fp32 with a bound of their error (rejection_span.hpp). The test is decided unless the error
+// intervals of its two sides overlap, which is rare. The draw from the residual works in the same
+// way: few ids can win, and their scores are computed in double, as intervals that include the
+// error of the sums. Only a case that is still undecided is computed again with exact sums.
 
 namespace pipespec::cpu {
 namespace {
@@ -25,9 +25,10 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
-// Logarithms from here down come near the end of double, where the definition has its own mind.
+// Below this logarithm a probability is near the smallest double, where the definition rounds
+// differently.
 constexpr double kTiny = -600;
-// Larger errors than this are no use, and their bound would need higher orders.
+// A larger error decides nothing, and its bound would need terms of higher order.
 constexpr double kLargestError = 0.25;
 
 // A round of less than this stays in the caller: it ends before a helper has woken up (select.cpp).
@@ -64,7 +65,7 @@ struct Distribution {
   double log_p(double score) const { return score - shift - std::log(sum); }
 };
 
-// The definition. Not known: no distribution.
+// By definition, in double. A result that is not known() means that there is no distribution.
 Distribution softmax(const Row& row, int64_t vocab) {
   double top = -kInf;
   for (int64_t i = 0; i < vocab; ++i) {
@@ -109,18 +110,18 @@ struct Draw {
   bool exact() const { return p.error + q.error == 0; }
 };
 
-// The best id of a part of a row, as far as it is certain.
-struct Contest : Judge {
+// The best id of a part of a row, with bounds of its score and of the others'.
+struct Contest : Visitor {
   const Draw* draw;
   int64_t winner = -1;
-  double best;            // at least what the winner has
-  double most = -kInf;    // at most what the winner has
-  double others = -kInf;  // at most what any other has
+  double best;            // lower bound of the winner's score
+  double most = -kInf;    // upper bound of the winner's score
+  double others = -kInf;  // upper bound of all other scores
   double offset = 0;      // of scores above the logarithm of p
   double least_gap = 0, low = 1, high = 1;
 
   explicit Contest(const Draw& of) : draw(&of), best(of.residual ? of.start : -kInf) {
-    look = of.residual ? &Contest::look_at_residual : &Contest::look_at_score;
+    visit = of.residual ? &Contest::visit_residual : &Contest::visit_score;
     if (of.residual) {
       const double error = of.p.error + of.q.error;
       offset = of.p.shift + std::log(of.p.sum);
@@ -134,7 +135,7 @@ struct Contest : Judge {
     raise();
   }
 
-  static bool look_at_score(Judge* self, int64_t id, float noise) {
+  static bool visit_score(Visitor* self, int64_t id, float noise) {
     Contest& c = *static_cast<Contest*>(self);
     if (id == c.draw->excluded) return false;
     const double y = c.draw->target.score(id) + double(noise);
@@ -145,7 +146,7 @@ struct Contest : Judge {
     return y != y;
   }
 
-  static bool look_at_residual(Judge* self, int64_t id, float noise) {
+  static bool visit_residual(Visitor* self, int64_t id, float noise) {
     Contest& c = *static_cast<Contest*>(self);
     const Draw& d = *c.draw;
     const double target = d.target.score(id), draft = d.draft.score(id);
@@ -167,7 +168,7 @@ struct Contest : Judge {
     return false;
   }
 
-  // What a later part of the row found.
+  // Adds the result of a later part of the row.
   void merge(const Contest& later) {
     others = std::max(others, later.others);
     if (later.winner >= 0 && best == best && !(later.best <= best)) {
@@ -180,7 +181,7 @@ struct Contest : Judge {
     }
   }
 
-  // Of the residual, by estimates.
+  // Whether the estimates of the residual decide the draw.
   bool decided() const { return winner >= 0 && best > others && best > kTiny; }
 
  private:
@@ -214,8 +215,8 @@ class Job {
       if (query_lens[r] > 0)
         walks.push_back({r, query_lens[r] - 1 - num_draft_tokens[r], num_draft_tokens[r]});
     }
-    // One position a round, and all that is to be drawn at the end: rows that are left share the
-    // threads evenly.
+    // Each round tests one position of every remaining row, and all draws come at the end, so that
+    // the rows share the threads evenly.
     const bool alone = threads_ == 1 || int64_t(walks.size()) * row_bytes() < kParallelBytes;
     Team team(alone ? 0 : threads_ - 1, &Job::unit, this);
     team_ = &team;
@@ -247,8 +248,8 @@ class Job {
     int64_t first;  // column whose logits decide about the first draft token
     int64_t draft_tokens;
     int64_t at = 0;            // draft tokens accepted so far
-    int64_t draft_token = -1;  // that is tested; -1: it is no id
-    int64_t item = -1;         // of its rows of logits in items_; -1: nothing needs weighing
+    int64_t draft_token = -1;  // under test; -1: not an id of the vocabulary
+    int64_t item = -1;         // index of its rows of logits in items_; -1: it needs no sums
 
     int64_t column() const { return first + at; }
     bool ended() const { return at == draft_tokens; }
@@ -271,7 +272,7 @@ class Job {
     return row_of(draft_->logits, draft_->inv_temperature, draft_->cutoff, walk);
   }
 
-  // Notes which rows a walk's next step depends on.
+  // Notes the rows of logits that a walk's next step needs.
   void look(Walk& walk) {
     walk.item = -1;
     if (walk.ended()) return;
@@ -324,8 +325,8 @@ class Job {
       const double error = draw.p.error + draw.q.error + std::fabs(log_p) * 0x1p-40;
       if (excess < -error && log_p > kTiny) return Verdict::kAccepted;
       if (of_target == -kInf || excess > error) {
-        // At least q(h) - p(h) is left of p in all, and the best of that is above this in all but
-        // exp(-12) of all cases.
+        // The residual has a total of at least q(h) - p(h). Its best score is above `start`, except
+        // with probability exp(-12).
         const double left = std::exp(log_q) - std::exp(log_p);
         if (left > 0) draw.start = std::log(left / 12);
         return Verdict::kRejected;

@@ -1,4 +1,4 @@
-// Speculative sampling by the ratio of probabilities, over logits[B, Q, V] of target and draft.
+// Rejection sampling over logits[B, Q, V] of target and draft.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,12 @@ struct Draft {
 // h in column c + 1 is accepted if u q(h) < p(h): p is the softmax of logits[r, c] *
 // inv_temperature[r] over what reaches the cutoff, q the draft's in the same column, or 1 at the
 // draft token without a draft; u is the uniform number of (seed, position, accept_stream). The
-// first draft token that is not gives way to the id with the largest ln(max(p - q, 0)) + G, G being
-// the noise of noise.stream; behind the last one comes the id with the largest logit *
-// inv_temperature + G. So it does where p or q are no distributions (a NaN, an infinity, nothing
-// but -inf), which rejects the draft token, and where nothing is left of p - q. A draft token that
-// is no id is rejected. Of equals the lowest id wins, the first NaN before everything.
+// first rejected draft token is replaced by the id with the largest ln(max(p - q, 0)) + G, where G
+// is the noise of noise.stream. After the last accepted draft token comes the id with the largest
+// logit * inv_temperature + G. The same id replaces the draft token where p or q is no distribution
+// (a NaN, an infinity, nothing but -inf), which rejects the draft token, and where nothing is left
+// of p - q. A draft token that is not an id is rejected. Of equals the lowest id wins, the first
+// NaN before everything.
 //
 // All in double, so a result depends on the values only: not on threads, instructions, strides or
 // other rows. Columns behind a rejected draft token are not read.

@@ -1,4 +1,4 @@
-// The ratio test's kernels for AVX2 (with F16C).
+// Kernels of rejection sampling for AVX2 (with F16C).
 #include "rejection_span.hpp"
 
 #ifdef __AVX2__

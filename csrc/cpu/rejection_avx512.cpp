@@ -1,4 +1,4 @@
-// The ratio test's kernels for AVX-512 (F, BW, VL, DQ).
+// Kernels of rejection sampling for AVX-512 (F, BW, VL, DQ).
 #include "rejection_span.hpp"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)

@@ -1,9 +1,10 @@
 // The algorithm behind rejection_span.hpp, over the vectors of coupled_impl.hpp. Included by each
-// ratio_*.cpp and by nothing else; everything is in an unnamed namespace (see span_impl.hpp).
+// rejection_*.cpp and by nothing else; everything is in an unnamed namespace (see span_impl.hpp).
 //
-// weigh() looks at a row once, in blocks, and adds up powers of two relative to the largest of the
-// first block, or to the cutoff if that is higher. A block whose sum says that this is far too low
-// is done again, relative to its own maximum. Nothing here has to round in a certain way.
+// weigh() reads a row once, in blocks, and adds up powers of two relative to the largest logit of
+// the first block, or to the cutoff if that is higher. If a block's sum shows that this reference
+// is far too low, the block is summed again relative to its own maximum. No result depends on how
+// the operations here round.
 //
 // Its error: factor, product and difference round by 2^-24 each, so the exponent t of an id is off
 // by |t| 2^-23 + |reference - t| 2^-24, and its power by ln2 times as much. On average over the
@@ -110,7 +111,7 @@ Weight weigh(const void* row, int64_t begin, int64_t n, float factor, float cuto
     if (top < cutoff) top = cutoff;
     if (top == minus_infinity) continue;
     const float reference = top * factor;
-    // Neither for a NaN.
+    // Also true of a NaN.
     if (!(reference >= -kLargestFloat && reference <= kLargestFloat)) return unknown;
     if (all.sum > 0) all.sum *= __builtin_exp2(double(all.reference) - double(reference));
     all.reference = reference;
@@ -119,24 +120,25 @@ Weight weigh(const void* row, int64_t begin, int64_t n, float factor, float cuto
   return all;
 }
 
-// Asks about the ids `wanted` of the vector that begins at id `first`; true at the end of the scan.
+// Passes the lanes `wanted` of the vector that begins at id `first` to the visitor; true if the
+// scan is over.
 template <class V>
-inline bool show(Judge& judge, unsigned wanted, typename V::F scaled, typename V::I r,
+inline bool show(Visitor& visitor, unsigned wanted, typename V::F scaled, typename V::I r,
                  int64_t first) {
   float noise[V::kLanes], scores[V::kLanes];
   V::store(noise, gumbel<V>(r));
   V::store(scores, scaled);
   for (; wanted != 0; wanted &= wanted - 1) {
     const int lane = __builtin_ctz(wanted);
-    if (scores[lane] + noise[lane] <= judge.bar) continue;
-    if (judge.look(&judge, first + lane, noise[lane])) return true;
+    if (scores[lane] + noise[lane] <= visitor.bar) continue;
+    if (visitor.visit(&visitor, first + lane, noise[lane])) return true;
   }
   return false;
 }
 
-// The filters of coupled_select, with the bar the judge's.
+// The filters of coupled_select, against the visitor's bar.
 template <class V, class Format>
-void scan(const CoupledRow& row, int64_t begin, int64_t n, Judge& judge) {
+void scan(const CoupledRow& row, int64_t begin, int64_t n, Visitor& visitor) {
   constexpr int64_t kSize = Format::kBytes;
   constexpr int64_t kGroup = 2 * V::kLanes;
   const unsigned char* const data = static_cast<const unsigned char*>(row.data);
@@ -145,7 +147,7 @@ void scan(const CoupledRow& row, int64_t begin, int64_t n, Judge& judge) {
   const auto scale = V::broadcast(row.inv_temperature);
   const auto cutoff = V::broadcast(row.cutoff);
   const auto ceiling = V::broadcast(noise::kCeiling);
-  auto bar = V::broadcast(judge.bar);
+  auto bar = V::broadcast(visitor.bar);
 
   alignas(64) unsigned char tail[kGroup * kSize];
   for (int64_t i = begin; i < end; i += kGroup) {
@@ -162,10 +164,10 @@ void scan(const CoupledRow& row, int64_t begin, int64_t n, Judge& judge) {
     m0 = V::both(m0, V::not_at_most(V::add(s0, gumbel_bound<V>(r0)), bar));
     m1 = V::both(m1, V::not_at_most(V::add(s1, gumbel_bound<V>(r1)), bar));
     if (!V::any(m0, m1)) continue;
-    if (show<V>(judge, V::bits(m0), s0, r0, i) ||
-        show<V>(judge, V::bits(m1), s1, r1, i + V::kLanes))
+    if (show<V>(visitor, V::bits(m0), s0, r0, i) ||
+        show<V>(visitor, V::bits(m1), s1, r1, i + V::kLanes))
       return;
-    bar = V::broadcast(judge.bar);
+    bar = V::broadcast(visitor.bar);
   }
 }
 

@@ -1,4 +1,4 @@
-// The ratio test's kernels for any CPU.
+// Kernels of rejection sampling for any CPU.
 #include "lanes_portable.hpp"
 #include "rejection_impl.hpp"
 

@@ -1,7 +1,8 @@
-// The inner kernels of the ratio test. What span.hpp says about translation units holds here, too.
+// The inner kernels of rejection sampling. The rule of span.hpp about translation units applies
+// here, too.
 //
-// They decide nothing. Both are filters in fp32 with known bounds, in front of rejection.cpp's
-// arithmetic in double: so no decision depends on instructions, threads, or how rows are cut.
+// They decide nothing. Both are filters in fp32 with known bounds before the arithmetic of
+// rejection.cpp in double. So no decision depends on instructions, threads, or how rows are cut.
 #pragma once
 
 #include <stdint.h>
@@ -11,14 +12,14 @@
 namespace pipespec::cpu {
 
 // The sum of 2^(logit * factor) over the logits of a span that reach the cutoff, as 2^reference *
-// sum, where `reference` is at most 20 below the largest exponent. A sum of 0: none does (or all
-// are -inf); NaN: the span has a NaN, an infinity, or a product that fp32 cannot hold.
+// sum, where `reference` is at most 20 below the largest exponent. A sum of 0: no logit reaches it
+// (or all are -inf); NaN: the span has a NaN, an infinity, or a product that fp32 cannot hold.
 struct Weight {
   float reference;
   double sum;
 };
 
-// Sums of any number of spans of a row, put together in double, are off by a factor of at most
+// The sums of a row's spans, added in double, have an error of at most a factor of
 // exp(kWeightError + kWeightErrorPerUnit * |reference * ln2|).
 inline constexpr double kWeightError = 1e-4;
 inline constexpr double kWeightErrorPerUnit = 0x1p-22;
@@ -26,18 +27,18 @@ inline constexpr double kWeightErrorPerUnit = 0x1p-22;
 // Of the ids begin .. begin+n-1 (n >= 1); factor > 0.
 using Weigh = Weight (*)(const void* row, int64_t begin, int64_t n, float factor, float cutoff);
 
-// Receives the ids that may win from a scan.
-struct Judge {
-  // True: the scan is over. May raise the bar.
-  bool (*look)(Judge* self, int64_t id, float noise);
-  // Ids whose logit * inv_temperature + noise, in fp32, is at most this need not be looked at; NaN:
-  // all must.
+// Receives from a scan the ids that may win.
+struct Visitor {
+  // Returns true to end the scan. May raise the bar.
+  bool (*visit)(Visitor* self, int64_t id, float noise);
+  // The scan may skip ids whose logit * inv_temperature + noise, in fp32, is at most this. NaN: it
+  // visits all.
   float bar;
 };
 
-// Shows `judge` the ids begin .. begin+n-1 (begin a multiple of 4, n >= 1) that reach the cutoff
-// (not below -FLT_MAX: -inf is never shown) and exceed the bar, in ascending order.
-using Scan = void (*)(const CoupledRow& row, int64_t begin, int64_t n, Judge& judge);
+// Passes to `visitor`, in ascending order, the ids begin .. begin+n-1 (begin a multiple of 4, n >=
+// 1) that reach the cutoff (not below -FLT_MAX: -inf is never passed) and exceed the bar.
+using Scan = void (*)(const CoupledRow& row, int64_t begin, int64_t n, Visitor& visitor);
 
 struct RejectionKernels {
   struct OfFormat {

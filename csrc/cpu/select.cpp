@@ -22,10 +22,10 @@ namespace {
 // just written takes one thread some 4 us per 256 KiB: two threads pay from about here on, with
 // cold data somewhat earlier.
 constexpr int64_t kParallelBytes = 384 << 10;
-// Noise makes a logit an order of magnitude dearer: one thread takes some 40 us for this much.
+// With noise a logit costs ten times as much: one thread takes some 40 us for this many bytes.
 constexpr int64_t kCoupledParallelBytes = 96 << 10;
-// Units per thread and round: enough to even out a helper that wakes late, and units long enough to
-// stream.
+// Units per thread and round: enough to make up for a helper that wakes late, and long enough for
+// streaming reads.
 constexpr int64_t kUnitsPerThread = 4;
 constexpr int64_t kMinUnitBytes = 32 << 10;
 constexpr int64_t kCoupledMinUnitBytes = 8 << 10;
@@ -313,8 +313,8 @@ void walk_all(const Selector& selector, const Tokens& tokens, const int32_t* que
     }
     return;
   }
-  // All rows advance together, one position a round: the stop at the first mismatch stays exact,
-  // and the work of a round is spread evenly however many rows are left.
+  // All rows advance together, one position per round. So each row stops exactly at its first
+  // mismatch, and the remaining rows share the threads evenly.
   std::vector<Walk> walks;
   for (int64_t r = 0; r < logits.batch; ++r) {
     if (query_lens[r] > 0) walks.push_back(walk_of(r));
@@ -383,7 +383,7 @@ void check_scale(float inv_temperature, int64_t row, const char* name) {
 
 void check_noise(const Logits& logits, const Noise& noise, int64_t row) {
   check_scale(noise.inv_temperature[row], row, "inv_temperature");
-  // The last column's must be a position, too.
+  // The last column must have a valid position, too.
   if (noise.positions[row] < 0 || noise.positions[row] > INT64_MAX - logits.width)
     throw std::invalid_argument("row " + std::to_string(row) +
                                 ": positions must not be negative, is " +

@@ -1,9 +1,9 @@
 // Row selection on the host, greedy and coupled (sampled), and verification, over logits[B, Q, V].
 //
 // Plain pointers and strides in, int32 out; no torch, no Python. Strides count elements, not bytes,
-// and may be any number (0 and negative too); the vocabulary itself is contiguous. Nothing but the
-// described elements is read. Of equal values the lowest id wins, -0.0 equals +0.0, and a NaN
-// counts as larger than everything, the first of them winning: what torch.argmax does.
+// and may be any number (0 and negative too); the vocabulary itself is contiguous. Only the
+// described elements are read. As in torch.argmax, the lowest id of equal values wins, -0.0 equals
+// +0.0, and a NaN counts as larger than everything, the first NaN before the others.
 //
 // Instructions are chosen at run time, best first: AVX-512, AVX2, portable;
 // PIPESPEC_SIMD=portable|avx2|avx512 overrides. `threads` is an upper bound (the caller included);
@@ -61,8 +61,8 @@ void argmax(const Logits& logits, int32_t* selected, int threads);
 // The same, coupled: each row of logits by itself.
 void sample(const Logits& logits, const Noise& noise, int32_t* selected, int threads);
 
-// Verification, greedy or, with `noise`, coupled: in the latter read "choice of" for "argmax of".
-// Row r of the batch was fed tokens[r, 0 .. query_lens[r]-1], of which the last
+// Verification, greedy or, with `noise`, coupled. In coupled verification "the argmax of" means
+// "the choice from". Row r of the batch was fed tokens[r, 0 .. query_lens[r]-1], of which the last
 // num_draft_tokens[r] are draft tokens. With s = query_lens[r] - 1 - num_draft_tokens[r],
 // selected[r, j] is the argmax of logits[r, s + j] for j = 0 .. accepted[r]; the walk goes on while
 // selected[r, j] == tokens[r, s + 1 + j] and draft tokens are left. Logits behind the first
@@ -86,12 +86,12 @@ void check_scale(float inv_temperature, int64_t row, const char* name);
 int64_t item_bytes(DType dtype);  // refuses unknown codes
 
 // The instructions in use: "portable", "avx2" or "avx512". set_simd is for tests and benchmarks; it
-// returns the previous name and refuses what this CPU, its operating system or the compiler lacked.
+// returns the previous name and refuses what this CPU, its operating system or the compiler lacks.
 std::string simd();
 std::string set_simd(const std::string& name);
 
-// Reads `bytes` bytes with the same vectors and threads and returns something that depends on them
-// all: how fast the functions above could be at best.
+// Reads `bytes` bytes with the same vectors and threads, for the best possible speed of the
+// functions above. The result depends on every byte.
 uint64_t read_bandwidth_probe(const void* data, int64_t bytes, int threads);
 
 }  // namespace pipespec::cpu

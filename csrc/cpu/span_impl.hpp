@@ -4,11 +4,11 @@
 //
 // Why integers: IEEE numbers of one sign order like their bit patterns, so no conversion is needed
 // for any of the three dtypes. One pass keeps, per lane, the signed maximum of the raw bits (the
-// largest value as soon as one sign bit is clear; above +inf it is a NaN) and whether a NaN with
-// its sign bit set came by (such a one is above -inf as an unsigned number). Only where every sign
+// largest value as soon as one sign bit is clear; above +inf it is a NaN) and whether it has seen a
+// NaN with its sign bit set (as an unsigned number such a NaN is above -inf). Only where every sign
 // bit is set, and nothing better was seen before, a second pass takes the signed minimum, which is
-// the value nearest to zero. Two cheap operations per vector: more of them, and rows that lie in
-// the L2 cache are no longer read as fast as they could be.
+// the value nearest to zero. That makes two cheap operations per vector. With more, arithmetic
+// would limit the speed on rows in the L2 cache.
 //
 // The span is cut in blocks. A block's maxima are first compared lane by lane with the best so far;
 // only a block that may improve on it is reduced to a number, and only the last block that improved
@@ -22,7 +22,7 @@
 namespace pipespec::cpu {
 namespace {
 
-// The second look at a block hits L1 or L2, and the work at the end of a block is small beside it
+// The second read of a block hits L1 or L2, and the work at the end of a block is small beside it
 // (4 and 16 KiB measured slower).
 constexpr int64_t kBlockBytes = 8192;
 constexpr int64_t kAlign = 64;
@@ -52,9 +52,9 @@ struct Minimum {
   void see(typename V::Reg x, typename V::Reg) { smin = V::min_signed(smin, x); }
 };
 
-// Shows all of the block of `n >= 1` lanes at p to four accumulators. The last vector overlaps the
-// one before: neither a maximum nor a minimum minds seeing an element twice, and nothing outside
-// the block is read.
+// Passes the block of `n >= 1` lanes at p through four accumulators. The last vector overlaps the
+// one before, so nothing outside the block is read. An element that is read twice changes neither
+// maximum nor minimum.
 template <class V, class Accumulator>
 inline void see_block(Accumulator (&acc)[4], const unsigned char* p, int64_t n,
                       typename V::Reg neg_inf) {
@@ -111,8 +111,8 @@ inline typename V::Lane max_of_lanes(typename V::Reg x) {
   return m;
 }
 
-// Index of the first lane in the block that is a NaN (kNan) or has `(x & mask) == wanted`. It is
-// there.
+// Index of the first lane in the block that is a NaN (kNan) or has `(x & mask) == wanted`. The
+// block contains one.
 template <class V, bool kNan>
 inline int64_t find_first(const unsigned char* p, int64_t n, typename V::Lane mask,
                           typename V::Lane wanted) {

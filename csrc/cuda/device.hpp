@@ -1,5 +1,4 @@
-// What the machine has in the way of CUDA devices. Every call works, or says what is missing,
-// without a driver.
+// The CUDA devices of the machine. Without a driver, every call works or says what is missing.
 #pragma once
 
 #include <cstddef>

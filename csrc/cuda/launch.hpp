@@ -1,4 +1,4 @@
-// A kernel launch as a call of a function, which is C++ where `<<<>>>` is not: the native tests
+// A kernel launch as a function call. This is plain C++, unlike `<<<>>>`, so the native tests
 // compile the same file over a runtime of their own.
 #pragma once
 

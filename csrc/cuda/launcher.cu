@@ -27,10 +27,11 @@ namespace {
 // Every device can use it, at the host's address.
 constexpr unsigned kPinned = cudaHostAllocPortable | cudaHostAllocMapped;
 constexpr int kClockReadings = 4;
-constexpr std::int64_t kNap = 1'000'000'000;  // bounds nothing: a bell is not lost
+constexpr std::int64_t kNap = 1'000'000'000;  // only a safety limit: no bell is lost
 
-// In a thread of its own: the caller's keeps its device. To set that back would not do, since
-// cudaSetDevice() makes a context on a device that the caller may never have touched.
+// Runs `work` in a thread of its own, so that the caller's thread keeps its current device. Setting
+// the device back would not do: cudaSetDevice() makes a context on a device that the caller may
+// never have used.
 template <class Work>
 void on_device(int device, const Work& work) {
   std::async(std::launch::async, [&] {
@@ -66,13 +67,14 @@ struct CudaLauncher::Lane {
   cudaStream_t stream = nullptr;
   cudaEvent_t ends[StepLog::kRecords] = {};  // of the steps in flight
   std::uint64_t* clock = nullptr;            // pinned
-  std::int64_t clock_offset_ns = 0;          // what to add to %globaltimer to get the host's clock
+  std::int64_t clock_offset_ns = 0;          // the host's clock minus %globaltimer
   std::uint64_t launched = 0;                // since begin()
   std::uint64_t base = 0;                    // steps that had ended before
-  std::string broken;                        // why begin() failed; empty: it did not
-  std::mutex mutex;                          // of `notice`; held while it is given
+  std::string broken;                        // why begin() failed; empty: no failure
+  std::mutex mutex;                          // guards `notice`; held during its call
   Notice notice;
-  std::atomic<std::uint64_t> recorded{0};  // steps whose end the waiter shall tell, since ever
+  std::atomic<std::uint64_t> recorded{0};  // steps that the waiter reports, counted from the
+                                           // beginning
   std::atomic<std::uint64_t> told{0};
   std::atomic<bool> closed{false};
   Doorbell queued, idle;
@@ -98,8 +100,8 @@ struct CudaLauncher::Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  // Not in a fork of the process that made it: there the thread is the parent's, and CUDA is
-  // closed.
+  // False in a fork of the process that made this object: the thread is the parent's, and CUDA does
+  // not work there.
   bool owned() const { return process == getpid(); }
 
   // On its device.
@@ -118,8 +120,7 @@ struct CudaLauncher::Lane {
     waiter = std::thread([this] { tell(); });
   }
 
-  // The waiter: gives a notice for every step, when it has ended or failed, until the lane is
-  // closed.
+  // The waiter: calls `notice` after the end or failure of every step, until the lane is closed.
   void tell() {
     cudaSetDevice(graphs.device);
     // Another thread's capture in global mode would forbid this thread's calls.
@@ -132,7 +133,7 @@ struct CudaLauncher::Lane {
         queued.sleep(heard, kNap);
         continue;
       }
-      // If it fails, ended() will say so.
+      // ended() reports a failure.
       cudaEventSynchronize(ends[told % StepLog::kRecords]);
       const std::lock_guard lock(mutex);
       if (notice) notice(stage);
@@ -141,7 +142,7 @@ struct CudaLauncher::Lane {
     }
   }
 
-  // Every notice has been given, and no more come before the next launch.
+  // Waits until every notice has been given. No more come before the next launch.
   void settle() {
     while (true) {
       const std::uint32_t heard = idle.note();
@@ -242,13 +243,13 @@ void CudaLauncher::begin(Notice notice) {
         set_clock(*lane);
       });
     } catch (const std::exception& error) {
-      lane->broken = error.what();  // a draft's is no reason that the others should not begin
+      lane->broken = error.what();  // the other stages begin all the same
     }
   }
 }
 
-// From the shortest of several readings, so to half of a launch's time, some microseconds. Repeated
-// for each generation: the two clocks drift apart.
+// From the shortest of several readings, so its error is half of a launch's time, some
+// microseconds. Repeated for each generation, because the two clocks drift apart.
 void CudaLauncher::set_clock(Lane& lane) {
   std::int64_t best = std::numeric_limits<std::int64_t>::max();
   for (int i = 0; i < kClockReadings; ++i) {
@@ -287,7 +288,7 @@ void CudaLauncher::launch(std::uint32_t stage, const StepPolicy& policy) {
   check(cudaGraphLaunch(graph, lane.stream), "launching a step");
   ++lane.launched;
   ++launches_;
-  // The step is under way, so this is no failure of its launch: without an event, wait here.
+  // The step runs already, so its launch has not failed. Without an event, wait for it here.
   if (cudaEventRecord(lane.ends[lane.recorded % StepLog::kRecords], lane.stream) != cudaSuccess)
     await(lane.stream);
   ++lane.recorded;
@@ -317,7 +318,7 @@ Outcome CudaLauncher::outcome(std::uint32_t stage, std::uint64_t n) const {
           record.rollbacks};
 }
 
-// Only waits look at it, and those are the host's: steps are launched with min_draft_tokens 0.
+// Only the host's waits read it: steps are launched with min_draft_tokens 0.
 void CudaLauncher::set_alive(std::uint32_t stage, bool alive) {
   store_release(&shadow_.control(stage).alive, alive ? 1u : 0u);
 }
@@ -329,8 +330,8 @@ void CudaLauncher::set_limit(std::uint32_t row, std::uint32_t limit) {
   const char* shadow = reinterpret_cast<const char*>(&shadow_.header());
   char* block = reinterpret_cast<char*>(block_);
   if (block == shadow) return;
-  // From the host shadow itself, which is pinned: nothing waits, and what is written there
-  // meanwhile is no worse. On the target's stream, so behind its steps in flight.
+  // The copy reads the pinned host shadow, so nothing waits. A value that the host writes meanwhile
+  // is as good as the old one. The target's stream runs the copy after its steps in flight.
   check(cudaMemcpyAsync(block + (reinterpret_cast<const char*>(word) - shadow), word, sizeof limit,
                         cudaMemcpyHostToDevice, lanes_.back()->stream),
         "ending a row");

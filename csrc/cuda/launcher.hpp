@@ -1,6 +1,6 @@
 // The launcher of GPUs: a step is a captured graph on the stage's own stream. The scheduler's
-// thread queues it and goes to sleep. A thread per stage sleeps until the step's event, and rings
-// the scheduler's bell.
+// thread queues it and goes to sleep. One thread per stage sleeps until the step's event, then
+// rings the scheduler's bell.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,8 +16,9 @@
 namespace pipespec::cuda {
 
 // A stage's graphs, one per width: open_step, plan, the forward, the selection, commit, close_step.
-// Handles and pointers as integers, as they come from Python; all of it outlives the launcher. A
-// stage without widths rides in another's graphs: it needs none of this.
+// Handles and pointers as integers, as they come from Python; all of it outlives the launcher. The
+// steps of a stage without widths are part of another stage's graphs, so the stage needs none of
+// this.
 struct StageGraphs {
   int device = 0;
   int priority = 0;  // of its stream: lower numbers go first
@@ -31,11 +32,10 @@ struct StageGraphs {
 
 // A stage has one stream and no other: a device has few queues for streams, 8 unless
 // CUDA_DEVICE_MAX_CONNECTIONS says more, and a stream that waits for an event holds up the stages
-// that share its queue. So the end of a step is waited for on the host, in
-// cudaEventSynchronize() with cudaEventBlockingSync, by one thread per stage: none hears of its
-// step behind a slower one. A callback on the stage's own stream would delay its next step, and
-// polling would need a period, which is either a delay or a busy wait. If a notice does not come,
-// the scheduler calls ended() after patrol_ns().
+// that share its queue. So one thread per stage waits on the host for the end of a step, in
+// cudaEventSynchronize() with cudaEventBlockingSync. No stage waits for the notice of a slower one.
+// A callback on the stage's own stream would delay its next step, and polling means either a delay
+// or a busy wait. If a notice does not come, the scheduler calls ended() after patrol_ns().
 //
 // Stages may lie on several devices. Their kernels then work on the host shadow itself, in pinned
 // memory that all devices map: system-scope loads and stores, no peer access, no event between
@@ -64,15 +64,15 @@ class CudaLauncher final : public Launcher {
   void set_alive(std::uint32_t stage, bool alive) override;
   void set_limit(std::uint32_t row, std::uint32_t limit) override;
 
-  // Since it was made: steps launched, and how often the host has waited for a device. begin() and
-  // end() do that, so many times whatever the number of steps; nothing between them does.
+  // Since construction: steps launched, and the number of times that the host has waited for a
+  // device. Only begin() and end() wait, the same number of times whatever the number of steps.
   std::uint64_t launches() const { return launches_; }
   std::uint64_t host_syncs() const { return host_syncs_; }
 
  private:
   struct Lane;
 
-  // Those that have steps of their own.
+  // The stages that have steps of their own.
   std::vector<Lane*> launched() const;
   // The only place where the host waits for a device.
   cudaError_t await(cudaStream_t stream);

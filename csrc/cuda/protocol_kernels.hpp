@@ -1,8 +1,7 @@
-// plan() and commit() on the device, so that a step need not come back to the host for its numbers:
-// launches of csrc/protocol/ over every row of a batch. All pointers are to memory that the device
-// can read and write (its own, or pinned and mapped). Nothing here synchronises or allocates, so a
-// launch can be captured into a CUDA graph; the arguments are then fixed, what they point to is
-// not.
+// plan() and commit() as kernels over every row of a batch, so that a step needs no numbers from
+// the host. All pointers are to memory that the device can read and write (its own, or pinned and
+// mapped). Nothing here synchronises or allocates, so a CUDA graph can capture a launch. The graph
+// fixes the arguments, and not the memory that they point to.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,7 +30,7 @@ cudaError_t commit(void* block, Scope scope, std::uint32_t stage, std::uint32_t 
                    std::uint32_t width, const StepArrays& step, const std::int32_t* selected,
                    std::int64_t stride, std::uintptr_t stream);
 
-// What the steps of a stage leave for the host, in pinned and mapped memory. Zero at first.
+// The results of a stage's steps for the host, in pinned and mapped memory. Zero at first.
 struct StepLog {
   static constexpr std::uint32_t kRecords = 8;
   struct Record {
@@ -47,8 +46,8 @@ struct StepLog {
   Record records[kRecords];  // of step n: records[n % kRecords]
 };
 
-// What a stage's steps keep for themselves, in memory of the device. Zero before each generation,
-// but for `ended`.
+// The state of a stage between its steps, in memory of the device. Zero before each generation,
+// except `ended`.
 struct StepScratch {
   std::uint64_t ended;
   std::uint64_t start_ns;
@@ -66,7 +65,7 @@ cudaError_t close_step(void* block, void* shadow, std::uint32_t stage, std::uint
                        const StepArrays& step, StepScratch* scratch, StepLog* log,
                        std::uintptr_t stream);
 
-// Stores %globaltimer, to set it against the host's clock.
+// Stores %globaltimer, for comparison with the host's clock.
 cudaError_t read_clock(std::uint64_t* out, std::uintptr_t stream);
 
 }  // namespace pipespec::cuda

@@ -8,7 +8,7 @@
 //   G = -ln(E) = -ln2 lg2(E)
 //
 // Large noise, which decides the maximum, comes from small u, where fp32 is dense: the noise
-// reaches 22.87 (r = 0). Taken the other way round, -ln(-ln u) of a 24-bit u, it would end at 16.6,
+// reaches 22.87 (r = 0). The usual form, -ln(-ln u) of a 24-bit u, would end at 16.6,
 // and tokens more than that below the head could never be drawn.
 //
 // Against float64, |error of G| <= 1.4e-5 for -1 < G < 6, 3.2e-5 for 6 < G < 7 (there 1 - u rounds
@@ -36,10 +36,10 @@ constexpr std::int32_t kSqrtHalfBits = 0x3F3504F3;
 // No noise is larger than this.
 constexpr float kCeiling = 22.875f;
 
-// An upper bound of the noise from few instructions: G <= -ln u, and lg2 of a float is at least
-// what its bits, read as an integer, say. With f = float(r >> 1):
-// G + 0.001 < kBoundOffset - kBoundSlope * float(bits of f), for each of the 2^32 values of r (all
-// were tried), and it is at most 0.11 too much where G > 2 and r > 64.
+// An upper bound of the noise from few instructions: G <= -ln u, and the bits of a float, read as
+// an integer, give a lower bound of its lg2. With f = float(r >> 1): G + 0.001 < kBoundOffset -
+// kBoundSlope * float(bits of f), for each of the 2^32 values of r (all were tried). The bound is
+// at most 0.11 too high where G > 2 and r > 64.
 constexpr float kBoundSlope = 0x1.62e43p-1f / 0x1p23f;
 constexpr float kBoundOffset = 109.519f;  // ln2 * (31 + 127), and 0.001 for roundings
 

@@ -1,7 +1,7 @@
-// What lets one source compile for the host and for the device: the function marker and the few
-// atomic accesses the protocol uses. Loads and stores only: read-modify-write on mapped host memory
-// or across peers needs hardware support that is not always there, plain aligned accesses of up to
-// 8 bytes do not.
+// One source for host and device: the function marker and the few atomic accesses that the protocol
+// uses. Loads and stores only: read-modify-write on mapped host memory or across peers needs
+// hardware support that some machines lack. Plain aligned accesses of up to 8 bytes work
+// everywhere.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ enum class Order : int {
 }  // namespace pipespec
 
 #if defined(PIPESPEC_MEMORY)
-#include PIPESPEC_MEMORY  // of a test: it gives every answer that the orders allow
+#include PIPESPEC_MEMORY  // a test's memory: it gives every answer that the orders allow
 #else
 namespace pipespec::memory {
 
@@ -115,9 +115,9 @@ PIPESPEC_HD inline void store_release(T* p, T value, Scope scope = Scope::kSyste
   memory::store<Order::kRelease>(p, value, scope);
 }
 
-// What was loaded before it is not older than what is loaded after it.
+// A load before the fence gets no older value than a load after it.
 PIPESPEC_HD inline void fence_acquire(Scope scope) { memory::fence<Order::kAcquire>(scope); }
-// Who sees what is stored after it sees, behind an acquire, what was stored before it.
+// A thread that sees a store after the fence also sees, after an acquire, the stores before it.
 PIPESPEC_HD inline void fence_release(Scope scope) { memory::fence<Order::kRelease>(scope); }
 
 }  // namespace pipespec

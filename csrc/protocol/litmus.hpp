@@ -8,7 +8,7 @@
 namespace pipespec {
 
 struct LitmusCount {
-  std::uint64_t looks;   // that fell within one epoch
+  std::uint64_t looks;   // reads that fell within one epoch
   std::uint64_t epochs;  // different ones among these, one after the other
   std::uint64_t tokens;  // checked
   std::uint64_t wrong;
@@ -50,7 +50,7 @@ PIPESPEC_HD inline LitmusCount litmus_read(const Block& block, std::uint32_t sta
   for (std::uint32_t i = 0; i < looks; ++i) {
     const Word before = sequence.word(lanes);
     std::uint32_t wrong = 0;
-    // From the newest on: it is the last to become visible.
+    // Starts at the newest token, which becomes visible last.
     for (std::uint32_t n = lanes.index(); n < before.length - start; n += Lanes::kCount) {
       const std::uint32_t p = before.length - 1 - n;
       wrong += sequence.token(p) != litmus_token(before.epoch, p);

@@ -1,7 +1,7 @@
 // plan(): the tokens that a stage feeds next for one row. The first half of a step; commit.hpp has
 // the second.
 //
-//   1. Obey downstream. Every stage compares its tokens with the target's, so that a correction
+//   1. Follow downstream. Every stage compares its tokens with the target's, so that a correction
 //      reaches the whole chain at once, and past the target's length with its downstream
 //      neighbour's. At the first difference it rolls back everything from there on. Then it adopts
 //      the other's tokens, the bonus token included.
@@ -9,8 +9,8 @@
 //      upstream agrees with it over the positions that both have.
 //   3. Emit the tokens whose keys and values are missing, then the draft tokens.
 //
-// Nothing that is read from upstream can make a wrong token: commit() compares every draft token
-// with the stage's own choice.
+// Nothing that a stage reads from upstream can cause a wrong token: commit() compares every draft
+// token with the stage's own choice.
 #pragma once
 
 #include "ring.hpp"
@@ -108,8 +108,8 @@ PIPESPEC_HD inline void adopt(Own& own, Progress& at, const Sequence& other, std
 // The target's tokens never change: one comparison of each position is enough, and no epoch is
 // needed.
 template <typename Own, typename Lanes>
-PIPESPEC_HD inline std::uint32_t obey_target(Own& own, Progress& at, const Sequence& target,
-                                             const Lanes& lanes) {
+PIPESPEC_HD inline std::uint32_t follow_target(Own& own, Progress& at, const Sequence& target,
+                                               const Lanes& lanes) {
   const std::uint32_t truth = target.word(lanes).length;
   const std::uint32_t common = min(truth, own.length());
   const std::uint32_t differs = first_difference(own, target, own.committed(), common, lanes);
@@ -121,11 +121,11 @@ PIPESPEC_HD inline std::uint32_t obey_target(Own& own, Progress& at, const Seque
 
 // The neighbour may rewrite the tokens past its committed length. The trap is stale agreement: it
 // may have rewritten positions after this stage compared them, so a new epoch of the neighbour
-// restarts the comparison at the committed length. The neighbour may also not have obeyed the
-// target yet. Then its tokens past that point continue another text.
+// restarts the comparison at the committed length. The neighbour may also not have seen the
+// target's correction yet. Then its tokens past that point continue another text.
 template <typename Own, typename Lanes>
-PIPESPEC_HD inline std::uint32_t obey_neighbour(Own& own, Progress& at, const Sequence& neighbour,
-                                                const Lanes& lanes) {
+PIPESPEC_HD inline std::uint32_t follow_neighbour(Own& own, Progress& at, const Sequence& neighbour,
+                                                  const Lanes& lanes) {
   const Word seen = neighbour.word(lanes);
   const std::uint32_t committed = own.committed();
   const std::uint32_t common = min(seen.length, own.length());
@@ -152,15 +152,15 @@ PIPESPEC_HD inline Step plan_for(const Block& block, std::uint32_t stage, std::u
                                  const StepPolicy& policy, std::int32_t* tokens, Own& own,
                                  Progress& at, const Lanes& lanes) {
   const std::uint32_t start = load_relaxed(&block.span(row).start);
-  // The caller may change it at any time. Nothing else comes with it.
+  // The caller may change it at any time, and it orders no other word.
   const std::uint32_t limit = lanes.once([&] { return load_relaxed(&block.span(row).limit); });
   const bool is_target = stage == block.target();
 
   std::uint32_t bound = limit;
   if (!is_target) {
-    std::uint32_t reached = obey_target(own, at, Sequence(block, block.target(), row), lanes);
+    std::uint32_t reached = follow_target(own, at, Sequence(block, block.target(), row), lanes);
     if (stage + 1 != block.target())
-      reached = max(reached, obey_neighbour(own, at, Sequence(block, stage + 1, row), lanes));
+      reached = max(reached, follow_neighbour(own, at, Sequence(block, stage + 1, row), lanes));
     // min(limit, reached + lookahead) could overflow, and `reached` may lie past a lowered limit.
     if (reached < limit && policy.lookahead < limit - reached) bound = reached + policy.lookahead;
   }

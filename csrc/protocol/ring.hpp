@@ -5,19 +5,19 @@
 // and the target never waits for a reader.
 //
 // The orders (numbers: litmus tests in tests/native/test_memory_orders.cpp)
-//   Tokens are relaxed. Who publishes stores the word with release, once for all tokens before it.
-//   Who reads loads the word with acquire, then tokens below its length (L1).
-//   A reader may read while the owner rolls back and writes other tokens. Within one epoch the
-//   tokens below the length do not change. The owner stores a new epoch *before* it overwrites,
-//   with a fence between. The reader loads tokens *before* it looks at the epoch again (still()),
-//   with a fence between. So who saw a token of a new epoch sees that the epoch is new (L2).
+//   Tokens are relaxed. The owner publishes by storing the word with release, once for all tokens
+//   before it. A reader loads the word with acquire, then tokens below its length (L1). A reader
+//   may read while the owner rolls back and writes other tokens. Within one epoch the tokens below
+//   the length do not change. The owner stores a new epoch *before* it overwrites, with a fence
+//   between. The reader loads tokens *before* it looks at the epoch again (still()), with a fence
+//   between. So a reader that saw a token of a new epoch also sees the new epoch (L2).
 //   `committed` is relaxed: behind still(), the tokens below it are the target's (L4).
 //
-// What if a reader takes tokens without still(), or takes some of two epochs? A draft token is
-// copied once, fed, and compared with the stage's own choice: garbage there is rejected as any
-// wrong draft token is. An adopted token lies past the committed length, and the neighbour's epoch
-// has changed by then, so the next plan() compares it again. The target adopts nothing, and its
-// sequence has one epoch. So a torn or old read costs time and never a token (L5).
+// A reader may take tokens without still(), or tokens of two epochs. A draft token is copied once,
+// fed, and compared with the stage's own choice, so a torn one is rejected like any wrong draft
+// token. An adopted token lies past the committed length, and the neighbour's epoch has changed by
+// then, so the next plan() compares it again. The target adopts nothing, and its sequence has one
+// epoch. So a torn or stale read costs time and never a token (L5).
 #pragma once
 
 #include "lanes.hpp"
@@ -37,7 +37,7 @@ class Sequence {
   [[nodiscard]] PIPESPEC_HD Word word() const {
     return unpack(load_acquire(&published_->word, scope_));
   }
-  // For all lanes the same.
+  // The same value in all lanes.
   template <typename Lanes>
   [[nodiscard]] PIPESPEC_HD Word word(const Lanes& lanes) const {
     return unpack(lanes.once([&] { return load_acquire(&published_->word, scope_); }));

@@ -19,7 +19,7 @@ namespace pipespec {
 
 // Two 64-byte lines: x86 prefetches lines in pairs, and some arm64 parts have lines of 128 bytes.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint64_t kMagic = 0x34636570'73657069;  // bumped with the layout
+inline constexpr std::uint64_t kMagic = 0x34636570'73657069;  // changes with the layout
 inline constexpr std::uint32_t kMaxEos = 64;
 inline constexpr std::uint32_t kMaxStages = 16;
 inline constexpr std::uint32_t kHistogram = 64;
@@ -30,7 +30,7 @@ struct alignas(kLine) Header {
   std::uint64_t magic;
   std::uint64_t bytes;
   std::uint32_t stages;
-  std::uint32_t rows;         // rows there is room for
+  std::uint32_t rows;         // rows that the block has room for
   std::uint32_t active_rows;  // rows of the present generation
   std::uint32_t capacity;     // tokens per ring, a power of two
   std::uint32_t generation;   // 0: stop; else the number of the generation that runs

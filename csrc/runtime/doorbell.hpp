@@ -11,7 +11,7 @@ namespace pipespec {
 
 class Doorbell {
  public:
-  // Everything rung after this call ends the next sleep().
+  // Any ring after this call ends the next sleep().
   std::uint32_t note() const { return load_acquire(&rings_); }
 
   void ring() {
@@ -23,7 +23,7 @@ class Doorbell {
   void sleep(std::uint32_t noted, std::int64_t timeout_ns) {
     if (timeout_ns <= 0) return;
     __atomic_store_n(&sleeps_, 1u, __ATOMIC_SEQ_CST);
-    futex_wait(&rings_, noted, timeout_ns);  // not at all, if it has been rung
+    futex_wait(&rings_, noted, timeout_ns);  // returns at once if the bell has rung
     __atomic_store_n(&sleeps_, 0u, __ATOMIC_SEQ_CST);
   }
 

@@ -59,7 +59,7 @@ inline void set_lookahead(const Block& block, std::uint32_t stage, std::uint32_t
   if (before == lookahead) return;
   store_release(word, lookahead);
   if (before == 0) futex_wake(word);
-  Bells(block, Bells::kCaller).ring();  // it may sleep at its old bound
+  Bells(block, Bells::kCaller).ring();  // the draft may sleep at its old lookahead
 }
 
 // Generation 0 stops every stage before its next step. Any other number starts the stages that wait
@@ -68,7 +68,7 @@ inline void start(const Block& block, std::uint32_t generation) {
   store_release(&block.header().generation, generation);
   Bells(block, Bells::kCaller).ring();
   if (generation != 0) return;
-  // After the generation: a draft that sees its lookahead open again sees the stop, too.
+  // Stored after the generation: a draft that sees an open lookahead again also sees the stop.
   for (std::uint32_t s = 0; s < block.target(); ++s)
     if (load_relaxed(&block.control(s).lookahead) == 0) set_lookahead(block, s, 1);
 }

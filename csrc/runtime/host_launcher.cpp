@@ -54,7 +54,8 @@ HostLauncher::~HostLauncher() { close(); }
 
 void HostLauncher::close() {
   if (process_ != getpid()) {
-    // In a fork of the process that made it: the threads are the parent's, and may hold the locks.
+    // In a fork of the process that made this object, the threads are the parent's, and may hold
+    // the locks.
     for (auto& lane : lanes_) static_cast<void>(lane.release());
     lanes_.clear();
     return;
@@ -82,7 +83,7 @@ void HostLauncher::begin(Notice notice) {
 
 void HostLauncher::end() {
   for (const auto& lane : lanes_) {
-    const std::lock_guard lock(lane->mutex);  // a notice is given while it is held
+    const std::lock_guard lock(lane->mutex);  // held during the call of `notice`
     lane->notice = nullptr;
   }
 }

@@ -1,5 +1,5 @@
-// A launcher without a GPU: one thread per stage takes the place of a stream, a function that of
-// the model. For tests, and for forwards that need no more than the host.
+// A launcher without a GPU: a thread replaces the stream of each stage, and a function replaces the
+// model. For tests, and for forwards on the host.
 #pragma once
 
 #include <sys/types.h>
@@ -34,14 +34,14 @@ class HostLauncher final : public Launcher {
     const std::int32_t* n_select;
     std::int32_t* selected;
   };
-  // Called by the stage's thread. What it throws is the failure of the step.
+  // Called by the stage's thread. An exception is the failure of the step.
   using Model = std::function<void(const Rectangle&)>;
 
   using Widths = std::vector<std::uint32_t>;
 
-  // `block` outlives the launcher, and is what the caller resets; one model and one list of widths
-  // per stage (empty: it rides in another's steps). `mirrored`: the scheduler sees a copy of the
-  // block that is as late as that of a GPU. Throws std::invalid_argument.
+  // `block` outlives the launcher, and the caller resets it. There is one model and one list of
+  // widths per stage (an empty list: the stage's steps are part of another's). `mirrored`: the
+  // scheduler sees a copy of the block that is as late as a GPU's. Throws std::invalid_argument.
   HostLauncher(void* block, std::vector<Model> models, std::vector<Widths> widths, bool shadowed);
   ~HostLauncher() override;
   HostLauncher(const HostLauncher&) = delete;

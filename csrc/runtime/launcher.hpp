@@ -19,7 +19,7 @@ struct Outcome {
   std::uint32_t fed;           // tokens; 0: the step found nothing to do
   std::uint32_t draft_tokens;  // how many of them were draft tokens
   std::uint32_t accepted;      // draft tokens that survived
-  std::uint32_t rolled_back;   // tokens rolled back by obeying downstream
+  std::uint32_t rolled_back;   // tokens rolled back by corrections from downstream
   std::uint32_t rollbacks;     // number of rollbacks
 };
 
@@ -38,9 +38,10 @@ class Launcher {
   // own because another stage's step contains them; it is never launched. The target has at least
   // one.
   virtual const std::vector<std::uint32_t>& widths(std::uint32_t stage) const = 0;
-  // Most steps of one stage that may be launched and not ended.
+  // The largest number of steps of one stage in flight.
   virtual std::uint32_t depth() const = 0;
-  // Notices can be lost or late: after this many nanoseconds without one, call ended().
+  // Notices can be lost or late: after so many nanoseconds without one, the scheduler calls
+  // ended().
   virtual std::int64_t patrol_ns() const = 0;
 
   // Before the first launch of a generation, when the block has been reset. `notice` is called
@@ -51,13 +52,13 @@ class Launcher {
 
   // Queues a step; policy.width is one of widths(). Throws if the launch fails.
   virtual void launch(std::uint32_t stage, const StepPolicy& policy) = 0;
-  // Steps of the stage that have ended since begin(). Throws the cause when one has failed; those
-  // queued behind it are dropped, and none is under way any more.
+  // Steps of the stage that have ended since begin(). If one has failed, throws its cause; the
+  // steps queued after it are dropped, and none runs any more.
   virtual std::uint64_t ended(std::uint32_t stage) = 0;
   // Of step number n since begin(), one of the last depth() that ended.
   virtual Outcome outcome(std::uint32_t stage, std::uint64_t n) const = 0;
 
-  // The caller's words, in the block as in its host shadow. set_alive() does not throw.
+  // The caller's words, in the block and in its host shadow. set_alive() does not throw.
   virtual void set_alive(std::uint32_t stage, bool alive) = 0;
   virtual void set_limit(std::uint32_t row, std::uint32_t limit) = 0;
 };

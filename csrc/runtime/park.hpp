@@ -42,7 +42,7 @@ class Bells {
 
   Bells(const Block& block, std::uint32_t stage) : block_(block), stage_(stage) {}
 
-  // Everything published after this call ends the next park().
+  // Any publication after this call ends the next park().
   void note() {
     for (std::uint32_t s = 0; s < block_.stages(); ++s) heard_[s] = listen(s);
     heard_[kCaller] = listen(kCaller);
@@ -60,7 +60,7 @@ class Bells {
     }
   }
 
-  // Sleeps until another stage or the caller rings, or the time is over. With `awaited` > 0: until
+  // Sleeps until another stage or the caller rings, or until the timeout. With `awaited` > 0: until
   // each row has that many draft tokens from upstream, or upstream's text has ended. Returns
   // whether a bell rang since note().
   bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {

@@ -19,7 +19,7 @@ using u32 = std::uint32_t;
 constexpr std::int64_t kNap = 1'000'000'000;
 constexpr std::int64_t kLongest = 1'000 * kNap;  // for deadlines: sums must not overflow
 
-// Has the row's text ended in this stage's sequence, as far as it goes?
+// Whether the row's text has ended in this stage's sequence.
 bool has_ended(const Block& block, const Sequence& sequence, u32 row, u32 length) {
   const RowSpan& span = block.span(row);
   return length >= load_acquire(&span.limit) ||
@@ -156,7 +156,7 @@ std::vector<TraceEntry> Scheduler::trace(u32 stage) const {
   return buffer == nullptr ? std::vector<TraceEntry>{} : buffer->read();
 }
 
-// --- what a step should be -----------------------------------------------------------------------
+// --- the next step -------------------------------------------------------------------------------
 
 u32 Scheduler::bucket(u32 stage, u32 columns) const {
   const std::vector<u32>& widths = launcher_->widths(stage);
@@ -201,8 +201,8 @@ Scheduler::Decision Scheduler::decide(u32 stage) {
   return {Decision::kLaunch, now};
 }
 
-// What is worth feeding next is known when the target has verified. With fewer draft tokens than
-// asked for it waits, with a deadline, since they may never come.
+// The target's next step is known when it has verified. With fewer draft tokens than
+// min_draft_tokens it waits, with a deadline, because they may never come.
 Scheduler::Decision Scheduler::decide_target(const StepPolicy& all) {
   Lane& lane = *lanes_[target_];
   StepPolicy now = all;
@@ -229,13 +229,13 @@ Scheduler::Decision Scheduler::decide_target(const StepPolicy& all) {
   }
   lane.deadline_ns = 0;
   if (!outlook.works) return {outlook.finished ? Decision::kFinished : Decision::kSleep};
-  now.min_draft_tokens = 0;  // on a GPU the forward would run all the same
+  now.min_draft_tokens = 0;  // on a GPU the forward would run in any case
   now.width = bucket(target_, outlook.columns);
   return {Decision::kLaunch, now};
 }
 
-// One more step behind those in flight, unless their tokens alone, one each, will end every row. An
-// end-of-sequence token may do so all the same: then the step finds nothing to do.
+// One more step after those in flight, unless these complete every row with one token each. If an
+// end-of-sequence token completes the rows earlier, the step finds nothing to do.
 Scheduler::Decision Scheduler::decide_target_ahead(const StepPolicy& now) const {
   const Block block = launcher_->shadow();
   for (u32 row = 0; row < block.header().active_rows; ++row) {
@@ -248,9 +248,9 @@ Scheduler::Decision Scheduler::decide_target_ahead(const StepPolicy& now) const 
   return {Decision::kSleep};
 }
 
-// One more step behind those in flight, from published words only, if there is room for it even
-// when they append all they can. It is as wide as the draft tokens that will be left for it; should
-// it have to obey a correction, it catches up in steps.
+// One more step after those in flight, from published words only, if there is room for it even when
+// they append as much as they can. It is as wide as the draft tokens that they leave. After a
+// correction the stage catches up in several steps.
 Scheduler::Decision Scheduler::decide_ahead(u32 stage, StepPolicy now) const {
   const Block block = launcher_->shadow();
   u32 growth = 0;
@@ -301,7 +301,7 @@ void Scheduler::run_stage(u32 stage) {
   }
 }
 
-// --- all in turn ---------------------------------------------------------------------------------
+// --- one thread for all stages -------------------------------------------------------------------
 
 void Scheduler::run_lockstep() {
   while (!over_ && advance(target_) == Action::kStep) {
@@ -351,7 +351,7 @@ void Scheduler::launch(u32 stage, const StepPolicy& policy) {
   }
 }
 
-// Takes note of the steps that have ended.
+// Records the steps that have ended.
 void Scheduler::harvest(u32 stage) {
   Lane& lane = *lanes_[stage];
   if (lane.in_flight.empty()) return;
@@ -399,12 +399,12 @@ void Scheduler::drain(u32 stage) {
       lane.bell.sleep(heard, launcher_->patrol_ns());
     }
   } catch (const std::exception&) {
-    lane.in_flight.clear();  // as ended() promises; failures() reports the first cause
+    lane.in_flight.clear();  // ended() guarantees it; failures() reports the first cause
   }
 }
 
 // A step of `stage` has ended: its neighbours may have new draft tokens or a correction, and every
-// stage obeys the target.
+// stage follows the target.
 void Scheduler::noticed(u32 stage) {
   const u32 first = stage == 0 || stage == target_ ? 0 : stage - 1;
   for (u32 s = first; s <= std::min(stage + 1, target_); ++s) lanes_[s]->bell.ring();

@@ -36,14 +36,15 @@ enum class Schedule : std::int32_t { kStreams = 0, kLockstep = 1 };
 // The numbers of Policy in drivers/base.py; they may change between any two steps.
 struct ChainPolicy {
   std::vector<std::uint32_t> lookahead;  // per draft; 0: it rests
-  std::uint32_t min_draft_tokens = 0;    // draft tokens that the target awaits when it has fewer
-  bool decode_meanwhile = false;         // ... with steps of one token instead of asleep
+  std::uint32_t min_draft_tokens = 0;    // draft tokens that the target waits for
+  bool decode_meanwhile = false;         // decode single tokens during that wait
 };
 
 struct Options {
   Schedule schedule = Schedule::kStreams;
-  // Steps of a draft that may be launched and not ended; likewise of the target, where it has one
-  // width and no draft is launched: then its next step is known before the last one has ended.
+  // The largest number of steps of a draft in flight. It also holds for the target if the target
+  // has one width and no draft is launched: then its next step is known before the last one has
+  // ended.
   std::uint32_t ahead = 1;
   double patience = 1.5;    // deadline of a wait: this * wait * mean step of upstream
   std::uint32_t trace = 0;  // entries per stage that are kept; 0: none are written
@@ -78,17 +79,17 @@ class Scheduler {
 
   // Starts the generation that the block was reset for. Throws std::logic_error while one runs.
   void start();
-  // Sleeps until the target has ended more than `steps` steps, or nothing runs, or the time is
-  // over. By one thread at a time.
+  // Sleeps until the target has ended more than `steps` steps, until nothing runs, or until the
+  // timeout. By one thread at a time.
   Progress wait(std::uint64_t steps, std::int64_t timeout_ns);
-  // No step is launched any more. Returns at once; from any thread, also a launcher's.
+  // Launches no further step. Returns at once. Any thread may call it, also one of the launcher.
   void request_stop();
   // request_stop(), then waits until the steps under way have ended and no thread is left.
   void stop();
   // Waits for the end of the text, then as stop(). Throws TargetFailed.
   void finish();
 
-  // Used from the next decision on. Any thread.
+  // Holds from the next decision on. Any thread.
   void steer(const ChainPolicy& steering);
   // The row ends where the target stands. Any thread, while a generation runs.
   void end_row(std::uint32_t row);
@@ -118,10 +119,10 @@ class Scheduler {
     std::unique_ptr<TraceBuffer> trace;
     std::thread thread;
   };
-  // What the rows of a stage would do together.
+  // The combined action of a stage's rows.
   struct Outlook {
     bool works = false;    // some row feeds something
-    bool waits = false;    // some row would rather wait for draft tokens
+    bool waits = false;    // some row waits for draft tokens
     bool finished = true;  // every row is complete
     std::uint32_t columns = 0;
   };
@@ -156,7 +157,7 @@ class Scheduler {
   std::shared_ptr<Launcher> launcher_;
   Options options_;
   std::uint32_t target_;
-  bool target_alone_ = true;  // its steps leave nothing to decide
+  bool target_alone_ = true;  // its next step never depends on the last one
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::atomic<std::uint32_t> min_draft_tokens_{0};
   std::atomic<bool> decode_meanwhile_{false};

@@ -36,9 +36,9 @@ void require_time(double seconds, bool positive, const std::string& what) {
               " number of seconds, not " + std::to_string(seconds));
 }
 
-// Texts as trees: a token's id says which way through the tree led to it. kTrue is the target's
-// token after the target's own text; any other id is a hash of the position, the token before and
-// the class of the answer, so equal ids mean equal texts up to there.
+// Texts as trees: a token's id stands for the path through the tree that led to it. kTrue is the
+// target's token after the target's own text; any other id is a hash of the position, the token
+// before and the class of the answer, so equal ids mean equal texts up to there.
 constexpr std::int32_t kTrue = 0;
 
 class Oracle {
@@ -58,15 +58,14 @@ class Oracle {
     for (const double a : answers.acceptance) {
       require(a >= 0.0 && a <= 1.0,
               "an acceptance rate is a probability, not " + std::to_string(a));
-      // 2^64 does not fit: certainty is one step below it and never missed in practice; exact
-      // certainty is kept by the flag.
+      // 2^64 does not fit, so certainty is one step below it. The flag keeps exact certainty.
       threshold_.push_back(a >= 1.0 ? ~u64{0} : static_cast<u64>(std::ldexp(a, 64)));
       certain_.push_back(a >= 1.0);
     }
     positions_ = table_.empty() ? 0 : table_.size() / target_;
   }
 
-  // What `stage` says at the `index`-th generated position of `row`, the token before being `prev`.
+  // The choice of `stage` at the `index`-th generated position of `row`, after the token `prev`.
   std::int32_t next(u32 stage, u32 row, u32 index, std::int32_t prev) const {
     if (prev == kTrue && stage == target_) return kTrue;
     u64 node = mix(seed_ ^ (u64{row} << 32 | index));
@@ -76,7 +75,7 @@ class Oracle {
     return static_cast<std::int32_t>(mix(node + answer * kOdd) >> 33) + 1;  // 1 .. 2^31
   }
 
-  // Of one draft only: is it right after the target's own text?
+  // Whether the only draft is right after the target's own text.
   bool right(u32 row, u32 index) const {
     return answer_of(0, row, index, true, mix(seed_ ^ (u64{row} << 32 | index))) == 0;
   }
@@ -141,7 +140,7 @@ u32 power_of_two(u32 n) {
   return p;
 }
 
-// The product's block and ports, with stages that say what the oracle says.
+// The product's block and ports, with stages that choose the oracle's tokens.
 class Chain {
  public:
   explicit Chain(const Setting& setting)
@@ -200,7 +199,7 @@ class Chain {
     port.commit(selected_.data(), width);
   }
 
-  // Is what the stage computes now of no use, by what others have published? One row.
+  // Whether the published tokens of others make the stage's running step useless. One row.
   bool contradicted(u32 stage) const {
     const Sequence own(block_, stage, 0);
     for (const u32 other : {stage + 1, target_}) {
@@ -288,7 +287,7 @@ class Workers {
     double deadline;
   };
 
-  // Who runs on a device.
+  // The stages that run on a device.
   struct Load {
     u32 running = 0;
     bool target = false;
@@ -313,7 +312,7 @@ class Workers {
       turns = s == chain_.target() ? 1.0 : static_cast<double>(load.running - 1) / (cores - 1);
     return (1.0 + contention * (at_once - 1)) * turns;
   }
-  // Those that run on `device` had the load `before` and have `after` now.
+  // The load of `device` changes from `before` to `after`: adjusts the stages that run on it.
   void stretch(u32 device, Load before, Load after) {
     for (u32 s = 0; s < runners_.size(); ++s) {
       Runner& r = runners_[s];
@@ -374,7 +373,8 @@ class Workers {
         runners_[t].state = State::kReady;
       }
   }
-  // Whether others have all cores of its device, the one included that has just published.
+  // Whether other stages occupy all cores of its device, including the stage that has just
+  // published.
   bool cores_busy(u32 t) const {
     u32 awake = 0;
     for (u32 s = 0; s < runners_.size(); ++s)
@@ -444,7 +444,7 @@ class Reference {
 
   Result asynchronous() {
     for (now_ = 0.0; !complete();) {
-      // Blocked stages poll: whatever one of them does may free another.
+      // Blocked stages poll, because a step of one may free another.
       for (bool changed = true; changed;) {
         changed = false;
         for (u32 s = 0; s <= target_; ++s)
@@ -667,7 +667,7 @@ SpdResult spd(const SpdSetting& setting) {
     cycle[f] = setting.cycle_s +
                (setting.shared ? setting.draft_s + sum : std::max(setting.draft_s, slowest));
   }
-  // All rows go in step: the cycle lasts as long as that of the fullest row.
+  // All rows share their cycles: a cycle lasts as long as that of the fullest row.
   struct Row {
     u32 verified = 0;  // tokens
     u32 filled = 1;    // stages that hold a token
@@ -685,7 +685,8 @@ SpdResult spd(const SpdSetting& setting) {
         ++row.filled;
         continue;
       }
-      // The oldest token leaves and decides on the draft behind it: kept, or all younger ones go.
+      // The oldest token leaves the pipe. If the draft after it is wrong, all younger ones are
+      // discarded.
       if (!oracle.right(r, row.verified)) {
         row.filled = 1;
         ++out.flushes;

@@ -1,11 +1,11 @@
 // Discrete-event simulation of a chain in virtual time, to predict what a schedule gives before it
 // is run.
 //
-// asynchronous() and lockstep() drive the very StagePort, plan() and commit() that the product
-// runs: what a stage may do next is not modelled but executed, so the simulation cannot drift from
-// the protocol. Modelled are only the forwards: how long one takes, and which token a stage says.
-// reference_async() and reference_sync() are the published system (arXiv 2505.01572), for
-// comparison; spd() is speculative pipeline decoding (arXiv 2605.30852).
+// asynchronous() and lockstep() call the product's own StagePort, plan() and commit(). The protocol
+// is executed and not modelled, so the simulation cannot differ from it. Only the forwards are
+// modelled: their duration, and the tokens that the stages choose. reference_async() and
+// reference_sync() are the published system (arXiv 2505.01572), for comparison; spd() is
+// speculative pipeline decoding (arXiv 2605.30852).
 //
 // Every function throws std::invalid_argument on a setting that makes no sense, and gives the same
 // result for the same seed on every machine with IEEE doubles.
@@ -16,17 +16,17 @@
 
 namespace pipespec::sim {
 
-// Which token each stage says. Exactly one of the two is set.
+// The token that each stage chooses. Exactly one of the two is set.
 //
-// `acceptance[s]`: probability that stages s and s+1 say the same after the same text, independent
-// between positions, contexts and pairs. Two drafts that differ from their neighbours never meet
+// `acceptance[s]`: probability that stages s and s+1 choose the same token after the same text,
+// independent between positions, contexts and pairs. Two texts that have parted never become equal
 // again by chance.
 //
 // `table`: [positions][stages - 1] bytes, one row per position of the target's text: 0 where the
-// draft says what the target says; equal numbers are equal tokens. Replays a text, correlations
-// between stages and along the text included. After a text that is not the target's, the row of a
-// pseudo-random position is taken. Positions past the end begin again; row r of a batch begins at
-// r * tokens.
+// draft chooses the target's token; equal numbers are equal tokens. The table replays a text, with
+// its correlations between stages and along the text. After a text that is not the target's, the
+// row of a pseudo-random position applies. Positions past the end begin again; row r of a batch
+// begins at r * tokens.
 struct Answers {
   std::vector<double> acceptance;
   std::vector<std::uint8_t> table;
@@ -55,8 +55,8 @@ struct Setting {
   std::uint64_t seed = 0;
   // asynchronous() only:
   double contention = 1.0;  // a step lasts 1 + contention * n as long beside n others on its device
-  // That many at once; of more, the target keeps one and the drafts share the others in turn (one
-  // core: all share it). 0: enough for all.
+  // The number of stages of a device that run at once. Of more, the target keeps one core and the
+  // drafts share the others in turn (one core: all share it). 0: enough for all.
   std::uint32_t cores = 0;
   double patience = 1.5;  // deadline of a wait: this * min_draft_tokens * mean step of upstream
   double wake_s = 0.0;    // from a publication to the next plan of a stage that slept
@@ -66,7 +66,7 @@ struct Setting {
   bool decode_meanwhile = false;
   // Idealisations, to check closed forms; no driver has them:
   bool preempt = false;      // a draft drops its running forward when a correction makes it useless
-  double handshake_s = 0.0;  // after each step of a verifier, it and its upstream stand still
+  double handshake_s = 0.0;  // pause of a verifier and its upstream after each step of the verifier
   // reference_*() only; its handshake_s is the fixed cost of one acknowledgement:
   std::uint32_t lookahead = 0;
 };

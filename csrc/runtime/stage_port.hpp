@@ -15,7 +15,7 @@ namespace pipespec {
 
 class StagePort {
  public:
-  // Moved, not copied: arrays_ points into the vectors, whose data moves along.
+  // Movable, not copyable: arrays_ points to the vectors' data, which keeps its address in a move.
   StagePort(StagePort&&) = default;
   // `width`: columns of the rectangle, i.e. the most tokens one row feeds in one step.
   StagePort(void* block, std::uint32_t stage, std::uint32_t width)
@@ -57,7 +57,7 @@ class StagePort {
       works |= step.query_len > 0;
       all_finished &= step.action == Action::kFinished;
     }
-    // The neighbours must see what plan() rolled back or adopted.
+    // The neighbours must see the rollback or adoption of plan().
     if (published_) bells_.ring();
     published_ = false;
     const Action action = waits          ? Action::kWait
@@ -106,7 +106,8 @@ class StagePort {
   }
   // Sleeps while the lookahead is 0 and the generation is the one that generation() last returned.
   void pause(std::int64_t timeout_ns) const {
-    // The order of start(0): a generation that is over before this look leaves an open lookahead.
+    // start(0) stores the generation first: if the generation ended before this load, the lookahead
+    // is open.
     if (timeout_ns <= 0 || load_acquire(&block_.header().generation) != generation_) return;
     futex_wait(&block_.control(stage_).lookahead, 0, timeout_ns);
   }

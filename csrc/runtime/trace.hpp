@@ -28,7 +28,7 @@ struct TraceEntry {
   std::uint32_t rolled_back;  // tokens
   std::uint32_t in_flight;    // steps launched before it that had not ended
   std::uint32_t rollbacks;    // times tokens were rolled back
-  std::uint32_t prefill;      // tokens of the prompts: this is no step, it fills the cache
+  std::uint32_t prefill;      // tokens of the prompts that this entry cached; 0 for a step
 };
 
 // Of all rows, since the block was reset.
@@ -69,10 +69,10 @@ class TraceBuffer {
     store_release(&head_->written, number + 1);
   }
 
-  // Entries that there were, also those that are lost.
+  // The number of entries written so far, lost ones included.
   std::uint64_t written() const { return load_acquire(&head_->written); }
 
-  // The entries that are left, oldest first; those that are overwritten while we read are left out.
+  // The entries in the buffer, oldest first, without those that are overwritten during the read.
   std::vector<TraceEntry> read() const {
     const std::uint64_t end = written();
     std::vector<TraceEntry> out;

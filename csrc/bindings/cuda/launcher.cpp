@@ -1,5 +1,5 @@
-// Bindings of the launcher of captured graphs. Its base class lives in _native, with the scheduler
-// that it is for.
+// Bindings of the launcher of captured graphs. Its base class is in _native, like the scheduler
+// that uses it.
 #include "cuda/launcher.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// pipespec_kernels._cuda: the kernels for CUDA devices. Importing it touches no driver.
+// pipespec_kernels._cuda: the kernels for CUDA devices. The import makes no call to the driver.
 #include "bindings/cuda/bindings.hpp"
 
 PYBIND11_MODULE(_cuda, m) {
