@@ -4,7 +4,7 @@
 //
 // Two stages run in turns: a draft that is always right and is num_draft_tokens tokens ahead, and
 // the target, whose step is timed. "hot": the next step follows at once. "cold": between plan and
-// commit, and between two steps, the caches are filled with other things, as a forward does.
+// commit, and between two steps, the caches are filled with other data, as a forward does.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -47,7 +47,7 @@ Costs measure(u32 rows, u32 num_draft_tokens, bool cold) {
   const StepPolicy policy{num_draft_tokens, num_draft_tokens, 0, kWidth};
   fake::Tokens tokens(rows * kWidth), selected(rows * kWidth);
   std::vector<Step> steps(rows);
-  // Whatever the position, the next token is its number: every draft token holds.
+  // The next token is the number of its position, so every draft token is accepted.
   const auto step = [&](u32 stage, double& plan_ns, double& commit_ns) {
     const double begin = now_ns();
     for (u32 r = 0; r < rows; ++r) {

@@ -1,5 +1,4 @@
-// Random tasks for chains of fake models, and what must hold whatever the launcher of their steps
-// is.
+// Random tasks for chains of fake models, and invariants that hold under every launcher.
 #pragma once
 
 #include <unistd.h>
@@ -33,7 +32,7 @@ using u64 = std::uint64_t;
 inline constexpr std::int64_t kSecond = 1'000'000'000;
 
 inline u64 threads_of_this_process() {
-  // ThreadSanitizer has one of its own, from the first that we start.
+  // ThreadSanitizer adds a thread of its own when we start the first one.
   static const bool first = (std::thread([] {}).join(), true);
   (void)first;
   const auto tasks = std::filesystem::directory_iterator("/proc/self/task");
@@ -42,7 +41,7 @@ inline u64 threads_of_this_process() {
 
 // A thread that has been joined may still be listed for a moment.
 inline bool threads_are(u64 expected) {
-  check::comes([&] { return threads_of_this_process() == expected; });
+  check::eventually([&] { return threads_of_this_process() == expected; });
   return CHECK_EQ(threads_of_this_process(), expected);
 }
 
@@ -52,7 +51,7 @@ struct Task {
   std::vector<Model> models;
   std::vector<Tokens> prompts;
   std::vector<u32> limits;
-  std::vector<u32> pauses_us;  // per stage: a step lasts up to so long; 0: no time at all
+  std::vector<u32> pauses_us;  // per stage: the longest duration of a step; 0: none
   u64 seed;
 
   Task(u32 stages, u32 rows, u32 length, u64 of)
@@ -80,16 +79,16 @@ struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Called ahead of every forward that feeds something, with the stage and the number of the step; it
+// Called before every forward that feeds something, with the stage and the number of the step. It
 // may throw.
 using Hook = std::function<void(u32 stage, u32 step)>;
 
-// A chain of fake models, without the launcher of their steps.
+// A chain of fake models. It has no launcher.
 class Models {
  public:
   using Rectangle = HostLauncher::Rectangle;
 
-  // `block`: that the stages use; `home`: the host's, which is reset before a generation.
+  // `block`: the block that the stages use; `home`: the host's, which is reset before a generation.
   Models(const Task& task, const Block& block, const Block& home, Hook before)
       : task_(task),
         stages_(static_cast<u32>(task.models.size())),
@@ -117,7 +116,7 @@ class Models {
   const Block& block() const { return block_; }
   u32 steps(u32 stage) const { return steps_[stage]; }
 
-  // The target's rows: the whole plain text, or with `part` a beginning of it.
+  // Checks the target's rows: the whole plain text, or with `part` a beginning of it.
   bool check_text(bool part = false) const {
     for (u32 r = 0; r < task_.prompts.size(); ++r) {
       const Tokens text = fake::plain(task_.models.back(), task_.prompts[r], task_.limits[r]);
@@ -131,7 +130,7 @@ class Models {
     return true;
   }
 
-  // Every cache holds its stage's sequence, however it was truncated and refilled.
+  // Checks that every cache holds its stage's sequence after all truncations and refills.
   bool check_caches() const {
     for (u32 s = 0; s < stages_; ++s)
       for (u32 r = 0; r < task_.prompts.size(); ++r) {
@@ -145,7 +144,7 @@ class Models {
     return true;
   }
 
-  // The host shadow is the block, in all that foresee() looks at.
+  // Checks that the host shadow equals the block in everything that foresee() reads.
   bool check_shadow(const Block& shadow) const {
     for (u32 s = 0; s < stages_; ++s)
       for (u32 r = 0; r < task_.prompts.size(); ++r) {

@@ -1,6 +1,6 @@
 // A unit test in a few lines: TEST(name) { CHECK(...); CHECK_EQ(a, b); } and TEST_MAIN() at the end
-// of the file. A failed check prints file:line and the values and the test goes on; the program
-// then exits with 1. NDEBUG changes nothing here. Arguments on the command line choose tests by a
+// of the file. A failed check prints file:line and the values, and the test continues; the program
+// then exits with 1. NDEBUG has no effect here. Arguments on the command line choose tests by a
 // part of their name.
 #pragma once
 
@@ -34,8 +34,8 @@ inline std::vector<Test>& tests() {
 inline std::atomic<int> failures{0};  // checks may run in several threads
 
 // How often a test repeats something: `ci` times, or `nightly` times where the environment variable
-// PIPESPEC_TESTS is "nightly" (as in tests/trials.py). A sanitizer makes every trial slower, and
-// the number of trials is at most that much smaller.
+// PIPESPEC_TESTS is "nightly" (as in tests/trials.py). Under a sanitizer every trial is slower, and
+// the number of trials is smaller by at most the same factor.
 inline std::uint32_t trials(std::uint32_t ci, std::uint32_t nightly) {
 #if defined(__SANITIZE_THREAD__)
   constexpr std::uint32_t kCost = 8;
@@ -102,10 +102,10 @@ bool check_equal(const A& a, const B& b, const char* text, const char* file, int
   return false;
 }
 
-// Waits for something that is certain to come, however busy the machine is: who runs out of time
-// here would have waited for ever. Use: CHECK(check::comes([&] { return done.load(); })).
+// Waits for a condition that becomes true on a machine of any speed. A wait that runs out of time
+// would never have ended. Use: CHECK(check::eventually([&] { return done.load(); })).
 template <class Condition>
-bool comes(Condition condition) {
+bool eventually(Condition condition) {
   for (int tenths_ms = 0; tenths_ms < 1'200'000; ++tenths_ms) {
     if (condition()) return true;
     usleep(100);

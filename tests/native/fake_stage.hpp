@@ -1,6 +1,6 @@
-// A model that costs nothing and forgives nothing. Its next token is a hash of the tokens that its
-// cache really holds, position by position: a hole, a stale entry or a shifted one changes the
-// text. And plain decoding with the same model, which is what every pipeline must reproduce.
+// A model that needs no computation and shows every error. Its next token is a hash of the tokens
+// that its cache holds, position by position: a hole, a stale entry or a shifted one changes the
+// text. Plain decoding with the same model gives the text that every pipeline must reproduce.
 #pragma once
 
 #include <sys/mman.h>
@@ -37,12 +37,12 @@ struct Random {
   }
 };
 
-// What the target says. With a script: that text, as long as the cache holds exactly its beginning.
+// The target's choices. With a script: that text, as long as the cache holds exactly its beginning.
 struct Truth {
   std::uint64_t seed = 1;
   std::int32_t vocabulary = 40;
-  Tokens eos = {-5};      // ids that end a text; at least one, if only for drafts to say it
-  double eos_rate = 0.0;  // how often the hash says one of them
+  Tokens eos = {-5};      // ids that end a text; at least one, so that drafts can propose it
+  double eos_rate = 0.0;  // how often the hash gives one of them
   Tokens script = {};     // from position 0, i.e. with the prompt
 
   std::int32_t next(std::uint64_t hash, std::uint32_t n) const {
@@ -60,14 +60,14 @@ struct Truth {
   }
 };
 
-// A stage's model: says the truth with some probability.
+// A stage's model: chooses the target's token with some probability.
 struct Model {
   const Truth* truth;
   double accuracy = 1.0;
   std::uint64_t seed = 0;
   std::uint32_t right_until = ~0u;  // from this position on always wrong
   std::uint32_t wrong_at = ~0u;     // wrong at this one position
-  bool says_eos = false;            // nothing but EOS
+  bool says_eos = false;            // always chooses EOS
 
   std::int32_t next(std::uint64_t hash, std::uint32_t n) const {
     if (says_eos) return truth->eos.front();
@@ -103,7 +103,8 @@ class Cache {
       entries_[kv + i] = i < query_len ? tokens[i] : kGarbage;
   }
 
-  // What the op `verify` gives: choices while the draft tokens hold, then one more, then -1.
+  // The result of the operation `verify`: choices while the draft tokens agree, then one more, then
+  // -1.
   void select(const std::int32_t* tokens, std::uint32_t kv, std::uint32_t query_len,
               std::uint32_t num_draft_tokens, std::int32_t* selected, std::uint32_t columns) const {
     std::fill(selected, selected + columns, -1);

@@ -13,7 +13,7 @@
 
 namespace {
 
-// Trials of the ci profile, of which a dear chain makes few.
+// Trials of the ci profile, fewer for an expensive chain.
 u32 few(u32 ci) { return std::max(ci / Chain::kCost, std::min(ci, 5u)); }
 
 }  // namespace
@@ -30,7 +30,7 @@ TEST(any_timing_gives_the_plain_text) {
     Chain chain(task, any_widths(random), random.chance(0.5));
     Options options = any_options(random);
     ChainPolicy policy = any_policy(stages, random);
-    if (seed % 5 == 0) {  // what rounds draft and verify does not depend on the machine's timing
+    if (seed % 5 == 0) {  // in rounds, the tokens drafted and verified do not depend on timing
       options.schedule = Schedule::kLockstep;
       options.trace = 1000;
       policy.lookahead.assign(stages - 1, 4);
@@ -85,8 +85,8 @@ TEST(any_timing_gives_the_plain_text) {
   threads_are(before);
 }
 
-// A stage without widths: the target's forward takes the draft's steps along, as one captured round
-// does. The draft has no thread, is never launched, and its draft tokens count all the same.
+// A stage without widths: the target's forward includes the draft's steps, as a captured round
+// does. The draft has no thread and is never launched, and its draft tokens are verified as usual.
 TEST(a_stage_without_widths_rides_in_anothers_steps) {
   const u64 before = threads_of_this_process();
   u64 accepted = 0;
@@ -102,7 +102,7 @@ TEST(a_stage_without_widths_rides_in_anothers_steps) {
           [&](u32 stage, u32) {
             CHECK_EQ(stage, 1u);
             // The launcher's, the target's.
-            CHECK(check::comes([&] { return threads_of_this_process() <= threads + 2 + 1; }));
+            CHECK(check::eventually([&] { return threads_of_this_process() <= threads + 2 + 1; }));
             for (u32 i = 0; i < 3; ++i)
               for (u32 row = 0; row < 2; ++row) {
                 Tokens fed(2), selected(2);
@@ -163,13 +163,13 @@ TEST(draft_tokens_are_used) {
       task.limits = {static_cast<u32>(task.prompts[0].size()) + 200};
       for (Model& model : task.models) model.accuracy = 1.0;
       task.pauses_us = {0, 0, 0};
-      // The target's first step finds nothing yet; then it waits for what will surely come: long
-      // steps make the deadline longer than any machine needs.
+      // The target's first step finds no draft tokens. Then it waits for tokens that are certain to
+      // come: long steps make the deadline longer than any machine needs.
       const StageControl* draft = nullptr;
       const Hook hook = [&](u32 stage, u32 step) {
         if (stage == 1) usleep(100);
         if (stage == 2 && step == 0)
-          CHECK(check::comes([&] { return load_relaxed(&draft->step_ns) > 0; }));
+          CHECK(check::eventually([&] { return load_relaxed(&draft->step_ns) > 0; }));
       };
       Chain chain(task, {1, 2, 4, 8, 16}, shadowed, hook);
       draft = &chain.launcher()->shadow().control(1);
@@ -180,15 +180,15 @@ TEST(draft_tokens_are_used) {
       chain.check_text();
       const Counters& counters = chain.block().priv(2, 0).counters;
       CHECK_EQ(counters.accepted, counters.drafted);
-      // 9 tokens per step, but for those before the first draft's time is known.
+      // 9 tokens per step, except the steps before the first draft's step time is known.
       if (schedule == Schedule::kLockstep) CHECK_EQ(counters.steps, u64{(200 + 8) / 9});
       CHECK(counters.accepted > 0);
     }
   }
 }
 
-// Acceptance comes back after a correction; a middle stage that obeys one must not lose its
-// upstream for ever.
+// Acceptance recovers after a correction: a middle stage that adopts one must find its upstream's
+// draft tokens again.
 TEST(acceptance_recovers) {
   Task task(3, 1, 60, 11);
   task.truth.eos_rate = 0;
@@ -206,7 +206,8 @@ TEST(acceptance_recovers) {
   CHECK(counters.steps <= 200 / 9 + 4);
 }
 
-// `wait` for what cannot come: a bet with a deadline, awake or asleep, and none on a dead stage.
+// A wait for draft tokens that cannot come ends at its deadline, with and without decode_meanwhile.
+// There is no wait for a dead stage.
 TEST(waiting_ends) {
   for (const bool decode_meanwhile : {false, true}) {
     for (const u32 lookahead : {1u, 4u}) {
@@ -228,7 +229,7 @@ TEST(waiting_ends) {
   }
 }
 
-// Meanwhile it goes on by itself: here the draft does not go on before the target has.
+// With decode_meanwhile the target continues by itself: here the draft waits for the target.
 TEST(the_target_decodes_while_it_waits) {
   Task task(2, 1, 60, 3);
   task.truth.eos_rate = 0;
@@ -237,7 +238,7 @@ TEST(the_target_decodes_while_it_waits) {
   std::atomic<u32> verified{0};
   const Hook hook = [&](u32 stage, u32 step) {
     if (stage == 1) ++verified;
-    if (stage == 0 && step == 3) CHECK(check::comes([&] { return verified >= 20; }));
+    if (stage == 0 && step == 3) CHECK(check::eventually([&] { return verified >= 20; }));
   };
   Chain chain(task, {1, 2, 8}, true, hook);
   Scheduler scheduler(chain.launcher(), {.patience = 1e6, .trace = 1000},
@@ -248,8 +249,8 @@ TEST(the_target_decodes_while_it_waits) {
   for (const TraceEntry& entry : scheduler.trace(1)) CHECK(entry.fed > 1 || entry.width == 1);
 }
 
-// Asleep, it has them in the end: each step is as wide as it asked for, but for the first, when it
-// cannot know how long to wait, and the last, when there is no room.
+// Without decode_meanwhile the target gets its draft tokens: each step is as wide as requested,
+// except the first, before a step time is known, and the last, which has no room.
 TEST(the_target_gets_the_draft_tokens_it_waits_for) {
   Task task(2, 1, 60, 3);
   task.truth.eos_rate = 0;
@@ -260,7 +261,7 @@ TEST(the_target_gets_the_draft_tokens_it_waits_for) {
   const Hook hook = [&](u32 stage, u32 step) {
     if (stage == 0) usleep(100);  // the deadline is long, on any machine
     if (stage == 1 && step == 0)
-      CHECK(check::comes([&] { return load_relaxed(&draft->step_ns) > 0; }));
+      CHECK(check::eventually([&] { return load_relaxed(&draft->step_ns) > 0; }));
   };
   Chain chain(task, {1, 2, 8}, true, hook);
   draft = &chain.launcher()->shadow().control(0);
@@ -323,7 +324,7 @@ TEST(drafts_fail_at_every_step) {
 
 namespace {
 
-// Another launcher, but for what is overridden.
+// Another launcher, except the overridden methods.
 class Wrapped : public Launcher {
  public:
   explicit Wrapped(std::shared_ptr<Launcher> inner) : inner_(std::move(inner)) {}
@@ -344,7 +345,7 @@ class Wrapped : public Launcher {
   std::shared_ptr<Launcher> inner_;
 };
 
-// Refuses a launch, and its notices get lost.
+// Refuses a launch and loses its notices.
 class Unreliable final : public Wrapped {
  public:
   Unreliable(std::shared_ptr<Launcher> inner, u32 stage, u32 refuses, u32 loses_one_in)
@@ -386,7 +387,7 @@ class Counting final : public Wrapped {
 
 }  // namespace
 
-// Steps may be under way when a launch is refused, and no thread may wait for a notice alone.
+// Steps may be in flight when a launch is refused, and no thread may depend on a notice alone.
 TEST(launches_are_refused_and_notices_lost) {
   for (u32 seed = 0; seed < trials(few(15), 60); ++seed) {
     Random random{seed + 4000};
@@ -447,7 +448,7 @@ TEST(a_failing_target_ends_the_text_with_its_cause) {
 
 // --- stops ---------------------------------------------------------------------------------------
 
-// After any number of forwards, from within one, or from outside at any moment.
+// A stop after any number of forwards, from within a forward, or from outside at any moment.
 TEST(stops_at_every_step) {
   const u64 before = threads_of_this_process();
   for (u32 at = 0; at < trials(few(100), 400); ++at) {
@@ -479,7 +480,7 @@ TEST(stops_at_every_step) {
       return;
     }
     CHECK_EQ(forwards.load(), ended);
-    // The same scheduler goes on with the next text.
+    // The same scheduler continues with the next text.
     forwards = 1'000'000;
     chain.reset();
     scheduler.start();
@@ -490,7 +491,7 @@ TEST(stops_at_every_step) {
   threads_are(before);
 }
 
-// A scheduler that is thrown away in the middle of a text.
+// A scheduler that is destroyed in the middle of a text.
 TEST(destruction_is_a_stop) {
   const u64 before = threads_of_this_process();
   for (u32 i = 0; i < trials(10, 40); ++i) {
@@ -550,7 +551,7 @@ TEST(rows_are_ended_from_outside) {
       const Tokens text = fake::plain(task.models.back(), task.prompts[r], 250);
       const u32 length = Sequence(chain.block(), 2, r).word().length;
       const auto begin = static_cast<u32>(task.prompts[r].size()) - 1;
-      // The step that was under way may still land, with three draft tokens and a token of its own.
+      // The step in flight may still append three draft tokens and a token of its own.
       CHECK(length >= chain.block().span(r).limit && length <= stood[r] + 4);
       if (!CHECK_EQ(tokens(chain.block(), 2, r, begin, length),
                     Tokens(text.begin() + begin, text.begin() + length)))
@@ -559,7 +560,7 @@ TEST(rows_are_ended_from_outside) {
   }
 }
 
-// One step runs, the next one is launched behind it.
+// One step runs while the next one is launched.
 TEST(a_draft_launches_ahead) {
   Task task(2, 1, 60, 9);
   task.truth.eos_rate = 0;
@@ -567,7 +568,7 @@ TEST(a_draft_launches_ahead) {
   task.models[0].accuracy = 1.0;
   const Counting* draft = nullptr;
   const Hook hook = [&](u32, u32 step) {  // the target's, too: its text must not be complete
-    if (step == 0) CHECK(check::comes([&] { return draft->launches() >= 2; }));
+    if (step == 0) CHECK(check::eventually([&] { return draft->launches() >= 2; }));
   };
   Chain chain(task, {1, 8}, false, hook);
   const auto launcher = std::make_shared<Counting>(chain.launcher(), 0);
@@ -579,8 +580,9 @@ TEST(a_draft_launches_ahead) {
   CHECK_EQ(scheduler.trace(0)[1].in_flight, 1u);
 }
 
-// Where nothing is left to decide, the target's next step is launched while one runs. With a known
-// end no step is launched in vain; behind an end-of-sequence token one may be, and changes nothing.
+// If the target's next step does not depend on the running one, it is launched early. With a known
+// end no step is launched in vain. After an end-of-sequence token one step may be, and changes
+// nothing.
 TEST(a_target_alone_launches_ahead) {
   u64 together = 0, in_vain = 0;
   for (u32 seed = 0; seed < trials(std::min(60u, few(900)), 400); ++seed) {
@@ -590,7 +592,7 @@ TEST(a_target_alone_launches_ahead) {
     const Chain* whole = nullptr;
     std::vector<fake::Cache> caches(task.prompts.size(), fake::Cache(task.models[0]));
     for (u32 r = 0; r < task.prompts.size(); ++r) caches[r].prefill(task.prompts[r]);
-    // The riding draft's steps, ahead of the target's forward as in a captured round.
+    // The steps of a draft without widths, before the target's forward as in a captured round.
     const Hook hook = [&](u32, u32) {
       for (u32 i = 0; i < 3 * riding; ++i)
         for (u32 row = 0; row < task.prompts.size(); ++row) {
@@ -642,8 +644,7 @@ TEST(a_target_alone_launches_ahead) {
   CHECK(together > 0 && in_vain > 0);
 }
 
-// The caller sees every step of the target's, and no step is ever said to have ended before its
-// tokens can be read.
+// The caller sees every step of the target. Its tokens can be read as soon as a step is reported.
 TEST(the_caller_follows_the_target) {
   Task task(2, 1, 60, 5);
   task.truth.eos_rate = 0;
@@ -665,18 +666,19 @@ TEST(the_caller_follows_the_target) {
   chain.check_text();
 }
 
-// A draft at its bound sleeps: no steps that find nothing, however long the target takes.
-TEST(nobody_launches_for_nothing) {
+// A draft at its lookahead sleeps, however long the target takes: it launches no step that would
+// find nothing to do.
+TEST(no_step_is_launched_in_vain) {
   Task task(2, 1, 60, 9);
   task.truth.eos_rate = 0;
   task.limits = {60};
   task.models[0].accuracy = 1.0;
-  // A draft that would launch once more has the time to. And no step of its is launched while there
-  // is room for it, and run when the text is complete.
+  // A draft that would launch once more has time for it. No step may be launched while there is
+  // room and run after the text is complete.
   const Block* block = nullptr;
   const Hook slow_target = [&](u32 stage, u32) {
     if (stage == 0) return;
-    CHECK(check::comes([&] {
+    CHECK(check::eventually([&] {
       const u32 bound = std::min(60u, Sequence(*block, 1, 0).word().length + 4);
       return Sequence(*block, 0, 0).word().length == bound;
     }));

@@ -1,4 +1,4 @@
-// Whether check.hpp sees what it must see: a harness that cannot fail would pass everything.
+// Whether check.hpp finds failures: a harness that cannot fail would pass everything.
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -6,7 +6,7 @@
 
 #include "check.hpp"
 
-// How many failures were counted since the last call; those are wanted here and so rolled back.
+// The number of failures since the last call. They are intended here, so the count is reset.
 static int rolled_back() { return check::failures.exchange(0); }
 
 TEST(what_holds_passes) {

@@ -111,7 +111,7 @@ TEST(noise_stays_near_the_truth_and_below_its_bound) {
 }
 
 TEST(noise_is_the_same_everywhere) {
-  // Contracted to fused operations, or with another polynomial, these change. The oracle in Python
+  // These values change with fused operations or with another polynomial. The oracle in Python
   // gives the same bits.
   CHECK_EQ(bits_of(noise::gumbel(0)), 0x41B6FDA9u);
   CHECK_EQ(bits_of(noise::gumbel(12345)), 0x414C2793u);

@@ -53,10 +53,10 @@ class Allocations {
   std::vector<void*> device_, pinned_;
 };
 
-// What a runtime of its own, a block and its copy need, before the models are there.
+// A runtime, a block and its copy. Constructed before the models.
 class Runtime {
  protected:
-  // Pauses of up to so many microseconds in calls and before operations.
+  // The longest pause, in microseconds, in calls and before operations.
   static constexpr u32 kPauses[] = {0, 5, 30};
 
   Runtime(const Task& task, bool on_one_device) {
@@ -117,7 +117,7 @@ class Chain : Runtime, public Models {
   }
   ~Chain() {
     launcher_.reset();
-    // As a pipeline does: what the graphs use is freed behind its launcher.
+    // As in a pipeline, the memory of the graphs is freed after their launcher.
     for (const cuda::StageGraphs& entry : entries_)
       for (const std::uintptr_t graph : entry.graphs) {
         cudaSetDevice(entry.device);
@@ -130,7 +130,7 @@ class Chain : Runtime, public Models {
   Chain& operator=(const Chain&) = delete;
 
   const std::shared_ptr<CudaLauncher>& launcher() const { return launcher_; }
-  // What a device says of code that fails there, whatever the reason.
+  // The error of a device after code has failed there, whatever the reason.
   static bool says(const std::string& cause, const std::string&) {
     return cause.ends_with(": unspecified launch failure (CUDA error 719)");
   }
@@ -197,9 +197,9 @@ struct LongTask : Task {
 
 // --- the runtime ---------------------------------------------------------------------------------
 
-// What is queued runs in order and later, a copy reads its source then, and a stream that waits for
-// an event sees what came before it.
-TEST(the_runtime_is_as_late_as_it_may_be) {
+// Queued work runs late and in order, a copy reads its source when it runs, and a stream that waits
+// for an event sees everything before that event.
+TEST(queued_work_runs_late_and_in_order) {
   fake_cudart::reset(1);
   struct Words {
     u32 from = 1, to = 0, seen = 0;
@@ -224,7 +224,7 @@ TEST(the_runtime_is_as_late_as_it_may_be) {
   go = true;
   must(cudaStreamSynchronize(second));
   CHECK_EQ(words.seen, 7u);
-  // What fails breaks the device for all that comes.
+  // A failure breaks the device for all later calls.
   must(fake_cudart::enqueue(first, [] { throw Failure("a bad address"); }));
   CHECK_EQ(cudaStreamSynchronize(first), cudaErrorLaunchFailure);
   CHECK_EQ(cudaStreamQuery(second), cudaErrorLaunchFailure);
@@ -237,8 +237,8 @@ TEST(the_runtime_is_as_late_as_it_may_be) {
   CHECK_EQ(fake_cudart::living(), 0u);
 }
 
-// The threads of a warp meet in its operations, with values of their own; those that take different
-// ones are found.
+// The threads of a warp meet in its operations, each with a value of its own. Threads that call
+// different operations are reported.
 TEST(threads_of_a_warp_meet) {
   for (const bool diverge : {false, true}) {
     fake_cudart::reset(1);
@@ -280,7 +280,7 @@ TEST(each_step_has_its_own_policy) {
       launcher.begin([](u32) {});
       for (u32 i = 0; i < 60; ++i) {
         launcher.launch(0, {60, 0, 0, 8});
-        CHECK(check::comes([&] { return launcher.ended(0) > i; }));
+        CHECK(check::eventually([&] { return launcher.ended(0) > i; }));
       }
       u64 launched = 0;
       while (launched < 12) {
@@ -289,7 +289,7 @@ TEST(each_step_has_its_own_policy) {
           asked.push_back(random.below(3));
           launcher.launch(1, {0, asked.back(), 0, 8});
         }
-        CHECK(check::comes([&] { return launcher.ended(1) == launched + asked.size(); }));
+        CHECK(check::eventually([&] { return launcher.ended(1) == launched + asked.size(); }));
         for (const u32 n : asked) {
           const Outcome outcome = launcher.outcome(1, launched++);
           if (outcome.fed > 0 && !CHECK_EQ(outcome.draft_tokens, n)) return;
@@ -300,7 +300,7 @@ TEST(each_step_has_its_own_policy) {
   }
 }
 
-// However late it is: when the generation has ended, none is missing.
+// Notices may be late. At the end of the generation none is missing.
 TEST(each_step_has_its_notice) {
   for (u32 seed = 0; seed < trials(few(8), 100); ++seed) {
     const LongTask task(3, 1, seed);
@@ -313,7 +313,7 @@ TEST(each_step_has_its_notice) {
       for (u32 i = 0; i < 12; ++i)
         for (u32 stage = 0; stage < 3; ++stage) {
           if (i >= StepLog::kRecords)
-            CHECK(check::comes([&] { return launcher.ended(stage) + StepLog::kRecords > i; }));
+            CHECK(check::eventually([&] { return launcher.ended(stage) + StepLog::kRecords > i; }));
           launcher.launch(stage, {8, 0, 0, 1});
         }
       launcher.end();
@@ -325,7 +325,7 @@ TEST(each_step_has_its_notice) {
   }
 }
 
-// Thrown away in the middle of steps, with notices to come. What its graphs use is freed then.
+// Destroyed in the middle of steps, with notices to come. The memory of its graphs is freed then.
 TEST(a_launcher_ends_with_its_steps) {
   for (u32 seed = 0; seed < trials(few(600), 200); ++seed) {
     const LongTask task(2, 1, seed);
@@ -337,7 +337,7 @@ TEST(a_launcher_ends_with_its_steps) {
   }
 }
 
-// A fork has none of its threads, and drops it all the same.
+// A fork has none of its threads and can still destroy it.
 TEST(a_fork_drops_a_launcher) {
   const LongTask task(2, 1, 3);
   Chain chain(task, {1}, true);
@@ -348,7 +348,7 @@ TEST(a_fork_drops_a_launcher) {
     _exit(7);
   }
   int status = 0;
-  CHECK(check::comes([&] { return waitpid(child, &status, WNOHANG) == child; }));
+  CHECK(check::eventually([&] { return waitpid(child, &status, WNOHANG) == child; }));
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
   chain.launcher()->end();
 }
@@ -389,7 +389,7 @@ TEST(the_log_sums_over_all_rows) {
 
 namespace {
 
-// Runs a generation to its end. `which` then says which one stage may have failed.
+// Runs a generation to its end. At most the stage that `which` names may have failed.
 void run_with_a_failure(Chain& chain, Scheduler& scheduler, const std::function<u32()>& which) {
   const u32 target = chain.block().target();
   chain.reset();
@@ -412,8 +412,8 @@ void run_with_a_failure(Chain& chain, Scheduler& scheduler, const std::function<
 
 }  // namespace
 
-// Every call of a generation fails once. The failure is that of the stage that the call was for, or
-// none where the launcher can do without; nothing waits for what does not come.
+// Each call of a generation fails once. Only the stage that the call was for fails, or none if the
+// launcher can do without the call. No wait is endless.
 TEST(every_call_may_fail) {
   u32 failures = 0;
   const u32 cases = trials(few(900), 1000);
@@ -427,14 +427,14 @@ TEST(every_call_may_fail) {
     const u64 before = fake_cudart::calls();
     Scheduler scheduler(chain.launcher(), {.ahead = 1 + random.below(4)},
                         {.lookahead = std::vector<u32>(stages - 1, 4)});
-    // The calls of begin(), most of them; then any.
+    // First most of the calls of begin(), then any call.
     const u32 at = seed % 3 == 0 ? random.below(60) : random.below(400);
     fake_cudart::fail_call("", before + at, cudaErrorMemoryAllocation);
     chain.reset();
     run_with_a_failure(chain, scheduler,
                        [] { return static_cast<u32>(fake_cudart::failed_device()); });
     failures += !scheduler.failures().empty();
-    // An error that has not broken the device is over.
+    // An error that has not broken the device has no further effect.
     if (fake_cudart::is_broken()) continue;
     fake_cudart::heal();
     chain.reset();
@@ -446,8 +446,8 @@ TEST(every_call_may_fail) {
   CHECK(failures > 0 && failures < cases);
 }
 
-// So do those of a construction, which says so and leaves nothing behind.
-TEST(a_construction_fails_whole) {
+// Each call of a construction fails once. The constructor throws and leaves nothing behind.
+TEST(a_failed_construction_leaves_nothing) {
   const u64 threads = threads_of_this_process();
   const LongTask task(3, 1, 0);
   Chain chain(task, {1, 4}, true);
@@ -474,7 +474,7 @@ TEST(a_construction_fails_whole) {
   CHECK(refused > calls / 2);
 }
 
-// A device breaks at any moment, whatever runs there.
+// A device breaks at a random moment, whatever runs there.
 TEST(a_device_breaks_at_any_moment) {
   for (u32 seed = 0; seed < trials(few(300), 600); ++seed) {
     Random random{seed + 70};

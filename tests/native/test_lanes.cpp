@@ -1,5 +1,5 @@
-// A row that several lanes walk along together gets what one lane makes of it. The lanes are
-// threads, so ThreadSanitizer sees where one takes what another has not handed over.
+// Several lanes that walk along a row together give the result of one lane. The lanes are threads,
+// so ThreadSanitizer reports a lane that reads a value before another lane has handed it over.
 #include <array>
 #include <barrier>
 #include <cstring>
@@ -23,7 +23,7 @@ namespace {
 
 constexpr u32 kLanes = 4;
 
-// What the lanes of one row exchange.
+// The values that the lanes of one row exchange.
 struct Team {
   std::barrier<> meet{kLanes};
   std::array<std::uint64_t, kLanes> said{};
@@ -152,7 +152,7 @@ TEST(lanes_do_what_one_lane_does) {
       accepted += static_cast<u32>(one.block().priv(s, 0).counters.accepted);
     }
   }
-  CHECK(rollbacks > 5 && accepted > 50);  // else it has shown less than it says
+  CHECK(rollbacks > 5 && accepted > 50);  // otherwise the walks were too simple
 }
 
 // More rows than lanes, and rows that have nothing new.

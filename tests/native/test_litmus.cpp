@@ -1,5 +1,5 @@
-// The litmus test that GPUs take (csrc/protocol/litmus.hpp), between threads of the host; and that
-// it sees what it is made for. To be run under ThreadSanitizer as well.
+// The GPUs' litmus test (csrc/protocol/litmus.hpp) between threads of the host, and a check that it
+// finds faults. To be run under ThreadSanitizer as well.
 #include <atomic>
 #include <thread>
 
@@ -27,7 +27,7 @@ TEST(threads_pass) {
   reset(memory.block());
   std::atomic<bool> done{false}, seen{false};
   std::thread writer([&] {
-    // On a busy machine the reader's turn may come long after ours.
+    // On a busy machine the reader may run long after this thread.
     for (u32 i = 0; i < 20 || !seen; ++i)
       litmus_write(memory.block(), 1, 0, trials(250, 1000), kLength);
     done = true;
@@ -48,8 +48,8 @@ TEST(threads_pass) {
   CHECK_EQ(last.wrong, 0u);
 }
 
-// A token that is not there yet when its length is, and one of a new epoch that is not announced.
-TEST(what_it_is_made_for_is_seen) {
+// A length that is visible before its token, and a token of a new epoch that is not published.
+TEST(planted_faults_are_found) {
   fake::BlockMemory memory(2, 1, 64);
   const Block& block = memory.block();
   reset(block);

@@ -1,7 +1,7 @@
 // Litmus tests: each memory order that the protocol rests on, with every outcome that C++ and PTX
 // allow (weak_memory.hpp). They run the protocol's own headers. Each test also takes orders away
 // and says which ones it needs. test_threads.cpp has the same numbers with threads.
-#define pipespec pipespec_weak  // no inline function of ours stands in for one of the core
+#define pipespec pipespec_weak  // keeps these inline functions apart from the core's
 #define PIPESPEC_MEMORY "../tests/native/weak_memory.hpp"
 #include "check.hpp"
 #include "fake_stage.hpp"
@@ -65,7 +65,7 @@ struct Where {
   Scope scope = Scope::kDevice;
 };
 
-// `body(litmus)` says whether an execution went as it must.
+// `body(litmus)` returns whether the outcome of an execution is allowed.
 template <class Body>
 Counts explore(u32 stages, Without without, Where where, const Body& body) {
   weak::Memory memory(without);
@@ -81,8 +81,8 @@ Counts explore(u32 stages, Without without, Where where, const Body& body) {
 constexpr Without kEach[] = {Without::kRelease, Without::kAcquire, Without::kReleaseFence,
                              Without::kAcquireFence};
 
-// Nothing goes wrong as the protocol is; something does without each of `needed`, and nothing does
-// without another order.
+// The protocol as it is has no wrong outcome. It has one without any of the orders in `needed`, and
+// none without any other order.
 template <class Body>
 void needs(u32 stages, std::initializer_list<Without> needed, const Body& body, Where where = {}) {
   const Counts intact = explore(stages, Without::kNothing, where, body);
@@ -161,7 +161,7 @@ TEST(L2_within_one_epoch_a_reader_sees_one_text) {
   CHECK_EQ(explore(2, Without::kNothing, {0, 1, Scope::kSystem}, body).wrong, 0u);
 }
 
-// L4. Settled.   T (the target): tokens, word   ||   D (a draft with another text): plan()
+// L4. Committed.   T (the target): tokens, word   ||   D (a draft with another text): plan()
 //                R: word = (e, n) of D, committed = c of D, tokens below min(c, n), still(e)
 // Allowed: not still; or the tokens are the target's. `committed` itself is relaxed.
 TEST(L4_committed_tokens_are_the_targets) {
@@ -200,7 +200,7 @@ TEST(L5_torn_adoption_heals) {
     Tokens buffer(kCapacity);
     litmus.write(0, [&] {
       OwnSequence own(litmus.block(), 0, 0);
-      write_epoch(own, 3);  // what N wrote first
+      write_epoch(own, 3);  // N's first text
       plan(litmus.block(), 0, 0, kPolicy, buffer.data());
     });
     litmus.settle(0);

@@ -1,5 +1,5 @@
-// plan() and commit(), one thread: every rule by itself, then thousands of random schedules. Stages
-// take turns in any order, also between the plan and the commit of another one. Whatever the order:
+// plan() and commit() in one thread: every rule by itself, then thousands of random schedules.
+// Stages run in any order, also between the plan and the commit of another stage. In every order
 // the target's text is that of plain decoding, and every cache holds its stage's sequence.
 #include <cstdio>
 #include <optional>
@@ -143,7 +143,7 @@ class Chain {
     return step.action;
   }
 
-  // To the end, with the target alone.
+  // Runs to the end with the target alone.
   void finish(StepPolicy policy = {8, 8, 0, 8}) {
     for (u32 i = 0; i <= limit_ && !finished() && good_; ++i) step(target(), policy);
     expect(CHECK(finished()));
@@ -178,7 +178,7 @@ class Chain {
     expect(
         CHECK(committed >= start() && committed <= word.length && committed <= length(target())));
     if (stage == target()) expect(CHECK(word.epoch == 0 && committed == word.length));
-    // Below `committed` it is the target's text, for ever.
+    // Below `committed` the tokens are the target's and never change.
     for (u32 p = start(); p < committed; ++p) {
       if (!CHECK_EQ(now[p - start() + 1], text_[p])) return expect(false);
     }
@@ -228,7 +228,7 @@ StepPolicy policy(u32 lookahead = 8, u32 max_draft_tokens = 16, u32 min_draft_to
   return {lookahead, max_draft_tokens, min_draft_tokens, width};
 }
 
-// Any order of plans and commits, any policy at any time, stages that stop for good.
+// Plans and commits in any order, any policy at any time, stages that stop for good.
 void run_any_order(Chain& chain, Random& random, bool deaths) {
   const u32 stages = chain.stages();
   std::vector<u32> weight(stages), waited(stages, 0);
@@ -246,7 +246,8 @@ void run_any_order(Chain& chain, Random& random, bool deaths) {
     u32 at = random.below(total), stage = 0;
     while (at >= weight[stage]) at -= weight[stage++];
     if (deaths && stage != chain.target() && random.chance(0.02)) {
-      dead[stage] = true;  // maybe with a plan that it never commits; maybe no stage notices
+      dead[stage] = true;  // it may have a plan that it never commits, and the others may never
+                           // notice
       if (random.chance(0.7)) chain.block().control(stage).alive = 0;
     }
     if (dead[stage]) continue;
@@ -393,7 +394,7 @@ TEST(a_correction_in_the_middle_of_a_catch_up) {
   const Step step = chain.plan(0, policy(20, 8, 0, 3));
   CHECK_EQ(step.action, Action::kCatchUp);
   for (int i = 0; i < 5; ++i) chain.step(2, policy(8, 0));
-  chain.commit(0);  // the piece that was under way still lands
+  chain.commit(0);  // the step in flight still commits
   CHECK_EQ(chain.kv(0), kStart + 5);
   chain.plan(0, policy(20, 8, 0, 8));
   CHECK_EQ(chain.kv(0), kStart + 1);  // back to the difference
@@ -403,7 +404,7 @@ TEST(a_correction_in_the_middle_of_a_catch_up) {
   chain.check_text();
 }
 
-// --- obeying -----------------------------------------------------------------------------------
+// --- corrections -------------------------------------------------------------------------------
 
 TEST(rollback_with_the_difference_at_every_index) {
   constexpr u32 kAhead = 8;
@@ -461,7 +462,7 @@ TEST(a_draft_keeps_what_it_has_beyond_an_agreeing_target) {
   CHECK_EQ(chain.sequence(0).committed(), kStart + 3);
 }
 
-TEST(every_stage_obeys_the_target_directly) {
+TEST(every_stage_follows_the_target_directly) {
   // All drafts wrong in the same place; the middle ones take no step between.
   const u32 differs = kStart + 2;
   Chain chain(kTruth, {wrong_at(differs), wrong_at(differs), wrong_at(differs), right()}, kPrompt,
@@ -471,7 +472,7 @@ TEST(every_stage_obeys_the_target_directly) {
   chain.step(3, policy());
   CHECK_EQ(chain.length(3), differs + 1);
   chain.plan(0, policy(20));
-  CHECK_EQ(chain.length(0), differs + 1);  // although stages 1 and 2 still say otherwise
+  CHECK_EQ(chain.length(0), differs + 1);  // although stages 1 and 2 still have other tokens
   CHECK_EQ(chain.tokens(0), chain.tokens(3));
 }
 
@@ -484,15 +485,15 @@ TEST(a_neighbour_on_a_refuted_text_is_ignored) {
   CHECK_EQ(chain.length(0), kStart + 3);
   CHECK_EQ(chain.tokens(0), chain.tokens(2));
   chain.commit(0);
-  chain.plan(1, policy(20));  // stage 1 obeys
+  chain.plan(1, policy(20));  // stage 1 adopts the correction
   chain.commit(1);
   CHECK_EQ(chain.sequence(1).word().epoch, 1u);
   chain.plan(0, policy(20));
-  CHECK_EQ(chain.tokens(0), chain.tokens(1));    // which is believed again
+  CHECK_EQ(chain.tokens(0), chain.tokens(1));    // stage 0 follows stage 1 again
   CHECK_EQ(chain.sequence(0).word().epoch, 0u);  // and stage 0 never left the right text
 }
 
-TEST(past_the_target_the_neighbour_knows_best) {
+TEST(past_the_target_a_stage_follows_its_neighbour) {
   const u32 differs = kStart + 3;
   Chain chain(kTruth, {wrong_at(differs), right(), right()}, kPrompt, 60);
   for (int i = 0; i < 6; ++i) chain.step(0, policy(20));
@@ -506,7 +507,7 @@ TEST(past_the_target_the_neighbour_knows_best) {
 }
 
 // The trap: stage 0 compared itself with stage 1 up to some position; stage 2 then corrects stage 1
-// before that position. Who compares only beyond what it has compared never sees it.
+// before that position. A stage that compares only new positions never finds the difference.
 TEST(stale_agreement_a_rewritten_neighbour_is_compared_again) {
   for (u32 stages : {4u, 5u}) {
     std::vector<Model> models(stages, right());
@@ -516,12 +517,14 @@ TEST(stale_agreement_a_rewritten_neighbour_is_compared_again) {
     for (int i = 0; i < 6; ++i) chain.step(0, policy(20));
     CHECK_EQ(chain.step(2, policy(20)), Action::kStep);  // refuses the third token
     CHECK_EQ(chain.length(2), kStart + 3);
-    for (int i = 0; i < 9; ++i) chain.step(1, policy(20, 0));  // obeys and is as far as before
+    for (int i = 0; i < 9; ++i)
+      chain.step(1, policy(20, 0));  // adopts the correction and is as
+                                     // far as before
     CHECK(chain.length(1) >= kStart + 8);
     chain.plan(0, policy(20));
     CHECK_EQ(chain.tokens(0), chain.tokens(1));
     chain.commit(0);
-    // And so stage 1 finds draft tokens again.
+    // So stage 1 finds draft tokens again.
     CHECK(chain.plan(1, policy(20)).num_draft_tokens > 0);
   }
 }
@@ -530,7 +533,8 @@ TEST(stale_agreement_a_rewritten_neighbour_is_compared_again) {
 
 namespace {
 
-// Runs one given target text under many schedules; drafts say the same text, or not.
+// Runs a given target text under many schedules, with drafts that propose the same text or another
+// one.
 void check_script(const Tokens& prompt, const Tokens& continuation, const Tokens& eos, u32 limit,
                   std::size_t expected_length) {
   Truth truth{.seed = 11, .eos = eos};
@@ -556,14 +560,14 @@ void check_script(const Tokens& prompt, const Tokens& continuation, const Tokens
 
 }  // namespace
 
-TEST(eos_wherever_it_can_be) {
+TEST(eos_at_every_place) {
   check_script(kPrompt, {2, 20, 21}, {2}, 30, kStart + 1);                   // the first token
   check_script(kPrompt, {20, 2, 21, 2, 22}, {2}, 30, kStart + 2);            // twice in a lookahead
   check_script(kPrompt, {20, 21, 22, 3, 2, 22}, {9, 2, 3}, 30, kStart + 4);  // a list of ids
   check_script(kPrompt, {20, 21, 22, 23, 2}, {2}, kStart + 5, kStart + 5);   // on the last place
   check_script(kPrompt, {20, 21, 22, 23, 2}, {2}, kStart + 4, kStart + 4);   // just past it
   check_script({5, 2}, {20, 21, 2}, {2}, 20, 5);   // a prompt that ends in EOS goes on
-  check_script({2}, {20, 21, 22, 2}, {2}, 20, 5);  // and consists of it
+  check_script({2}, {20, 21, 22, 2}, {2}, 20, 5);  // a prompt that is only EOS
   check_script({2, 2}, {2, 20}, {2}, 20, 3);
   check_script(kPrompt, {20, 21}, {-5}, 20, 20);  // none at all
   for (u32 at = 0; at < 12; ++at) {               // as a bonus, at the edge of a lookahead, past it
@@ -579,7 +583,7 @@ TEST(eos_among_draft_tokens_ends_the_commit) {
     Truth truth{.seed = 3, .eos = {2}};
     truth.script = kPrompt;
     for (u32 i = 0; i < 5; ++i) truth.script.push_back(i == at ? 2 : 20 + static_cast<int>(i));
-    // A draft that does not know what EOS is: its own text goes on.
+    // A draft that does not stop at EOS: its own text continues.
     Chain chain(truth, {right(), right()}, kPrompt, 30);
     chain.block().header().n_eos = 0;
     for (int i = 0; i < 5; ++i) chain.step(0, policy());
@@ -681,7 +685,7 @@ TEST(a_slow_target_stalls_the_drafts) {
   CHECK_EQ(chain.counters(0).produced + chain.counters(0).adopted, 10u);
 }
 
-TEST(a_lookahead_without_bound) {
+TEST(a_lookahead_beyond_the_limit) {
   Chain chain(kTruth, {right(), right()}, kPrompt, 40);
   for (int i = 0; i < 60; ++i) chain.step(0, policy(kEverything, kEverything, 0, 64));
   CHECK_EQ(chain.length(0), 40u);  // up to the limit, not past it
@@ -689,7 +693,7 @@ TEST(a_lookahead_without_bound) {
   CHECK_EQ(chain.length(1), 40u);
 }
 
-TEST(a_lookahead_of_nothing_only_rests) {
+TEST(a_draft_with_lookahead_0_rests) {
   Chain chain(kTruth, {right(), right()}, kPrompt, 40);
   for (int i = 0; i < 5; ++i) {
     CHECK_EQ(chain.step(0, policy(0)), Action::kIdle);
@@ -709,11 +713,11 @@ TEST(waiting_for_draft_tokens) {
   chain.step(0, policy());
   CHECK_EQ(chain.step(1, policy(8, 8, 3)), Action::kStep);
   CHECK_EQ(chain.length(1), kStart + 4);
-  // Never for more than can be used.
+  // Never waits for more than it can use.
   for (int i = 0; i < 3; ++i) chain.step(0, policy());
   CHECK_EQ(chain.plan(1, policy(8, 2, 3)).num_draft_tokens, 2u);
   CHECK_EQ(chain.plan(1, policy(8, 8, 3, 3)).num_draft_tokens, 2u);
-  // The deadline: without min_draft_tokens it takes what there is.
+  // After the deadline: without min_draft_tokens it takes the available ones.
   CHECK_EQ(chain.plan(1, policy(8, 8, 7)).action, Action::kWait);
   CHECK_EQ(chain.plan(1, policy(8, 8, 0)).action, Action::kStep);
 }
@@ -725,19 +729,20 @@ TEST(a_prompt_that_ends_in_eos_does_not_end_the_waiting) {
   CHECK_EQ(chain.plan(1, policy(8, 8, 1)).num_draft_tokens, 1u);
 }
 
-TEST(nobody_waits_for_the_dead) {
+TEST(no_stage_waits_for_a_dead_one) {
   Chain chain(kTruth, {right(), right()}, kPrompt, 40);
   chain.step(0, policy());
   CHECK_EQ(chain.plan(1, policy(8, 8, 4)).action, Action::kWait);
   chain.block().control(0).alive = 0;
-  CHECK_EQ(chain.plan(1, policy(8, 8, 4)).num_draft_tokens, 1u);  // what it left is still good
+  CHECK_EQ(chain.plan(1, policy(8, 8, 4)).num_draft_tokens, 1u);  // the draft tokens that it
+                                                                  // published are still usable
   chain.commit(1);
   CHECK_EQ(chain.step(1, policy(8, 8, 4)), Action::kStep);
   chain.finish(policy(8, 8, 4));
   chain.check_text();
 }
 
-// Without any deadline: with lookahead of at least min_draft_tokens, waiting always ends by itself.
+// With a lookahead of at least min_draft_tokens, every wait ends without a deadline.
 TEST(waiting_ends_by_itself_when_the_lookahead_allows) {
   for (u32 seed = 0; seed < trials(100, 400); ++seed) {
     Random random{seed};
@@ -765,7 +770,7 @@ TEST(waiting_ends_by_itself_when_the_lookahead_allows) {
   }
 }
 
-// --- the whole ---------------------------------------------------------------------------------
+// --- whole chains ------------------------------------------------------------------------------
 
 TEST(any_order_any_policy_gives_the_plain_text) {
   for (u32 seed = 0; seed < trials(1500, 6000); ++seed) {
@@ -844,7 +849,7 @@ TEST(acceptance_recovers_after_corrections) {
       Chain chain(truth, models, kPrompt, 800);
       const Yield yield = run_timed(chain, cost, policy(64, 31, 0, 64));
       chain.check_text();
-      // Draft tokens are drafted on top of each other: one that is wrong costs those after it, too.
+      // Each draft token builds on the one before: a wrong one also costs those after it.
       const double floor = accuracy == 1.0 ? 1.0 : accuracy == 0.95 ? 0.75 : 0.5;
       CHECK(yield.acceptance >= floor);
       if (accuracy == 1.0) CHECK(yield.tokens_per_step > (stages == 2 ? 3.9 : 15.0));

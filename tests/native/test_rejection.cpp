@@ -1,5 +1,5 @@
-// The ratio test on the host: every SIMD variant against a loop over the definition in double,
-// between pages that must not be touched, and where sums in fp32 cannot decide.
+// Rejection sampling on the host: every SIMD variant against a loop over the definition in double,
+// between pages that must not be touched, and in cases that sums in fp32 cannot decide.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -145,7 +145,7 @@ class Place {
   ~Place() { munmap(base_, all_); }
   Place(const Place&) = delete;
 
-  // Puts the values there, and what became of them into `values`.
+  // Stores the values there, and their rounded forms in `values`.
   const unsigned char* fill(DType dtype, Values& values, int where) {
     const size_t size = size_t(item_bytes(dtype)), bytes = values.size() * size;
     unsigned char* const p = where == 0 ? begin_ : begin_ + usable_ - bytes - size_t(where - 1);
@@ -185,7 +185,7 @@ Result run(const Side& t, const Side* d, int64_t draft_token, uint64_t seed, int
 
 }  // namespace
 
-TEST(sums_are_as_near_as_is_said) {
+TEST(sums_keep_their_error_bound) {
   std::mt19937_64 rng(1);
   std::normal_distribution<float> normal;
   double worst = 0;
@@ -232,7 +232,7 @@ TEST(sums_are_as_near_as_is_said) {
         }
       }
     }
-    // What is no distribution, or no number in fp32, is said to be unknown.
+    // A row that is no distribution, or whose sum fp32 cannot hold, gives "unknown".
     for (float bad : {kNan, kInf, 3e38f, -3e38f}) {
       Values row(5000, bad == -3e38f ? bad : 0.0f);
       row[4500] = bad;
@@ -382,7 +382,7 @@ TEST(all_rows_walk_at_their_own_pace) {
   CHECK_EQ(out, std::vector<int32_t>(size_t(batch * width), -7));
 }
 
-// From here on fp32 cannot decide: neighbouring floats on both sides of a threshold.
+// The cases below are undecidable in fp32: neighbouring floats on both sides of a threshold.
 
 TEST(a_test_that_is_nearly_even) {
   with_each_variant([](const std::string&) {
@@ -441,8 +441,8 @@ TEST(a_residual_of_nearly_nothing) {
     for (uint64_t seed = 0; seed < 30; ++seed) {
       Side t;
       for (int i = 0; i < 300; ++i) t.row.push_back(normal(rng));
-      // The same: nothing is left, the draw is from p. One logit is a little higher: only that is
-      // left.
+      // Equal distributions: nothing is left, and the draw is from p. With one logit a little
+      // higher, only that id is left.
       Side d = t;
       const int64_t none = 300;
       CHECK(run(t, &d, none, seed, 5) == by_hand(t, &d, true, none, seed, 5, 8, 9));

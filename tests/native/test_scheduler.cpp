@@ -68,9 +68,9 @@ class Chain : public Models {
 
 // --- foresee, replicate --------------------------------------------------------------------------
 
-// foresee() says what plan() then does, and changes nothing: over random walks of chains in which
-// every stage takes steps in any order.
-TEST(foresee_says_what_plan_does) {
+// foresee() returns what plan() then returns, and changes nothing. Random walks of chains whose
+// stages take steps in any order.
+TEST(foresee_predicts_plan) {
   u32 corrections = 0;
   for (u32 seed = 0; seed < trials(75, 300); ++seed) {
     Random random{seed};
@@ -112,12 +112,13 @@ TEST(foresee_says_what_plan_does) {
       replicate(block, copy.block(), stage, 0, 1);
     }
   }
-  CHECK(corrections > trials(250, 1000));  // else it has shown less than it says
+  CHECK(corrections > trials(250, 1000));  // otherwise the walks were too simple
 }
 
 // --- bad input -----------------------------------------------------------------------------------
 
-// A trace of many entries is megabytes per stage, and only the present generation's are told.
+// A trace of many entries takes megabytes per stage. trace() returns those of the present
+// generation only.
 TEST(trace_buffers_are_made_once) {
   Task task(2, 1, 60, 5);
   task.truth.eos_rate = 0;

@@ -24,7 +24,7 @@ namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
-// --- a second opinion on what a logit is worth
+// --- the oracle: the value of a logit
 // ---------------------------------------------------------------------
 
 double value(DType dtype, const void* p) {
@@ -185,7 +185,8 @@ TEST(argmax_agrees_with_the_oracle_and_reads_nothing_else) {
       for (int64_t n : sizes) {
         for (int kind = 0; kind < int(Kind::kCount); ++kind) {
           const int64_t bytes = n * item_bytes(dtype);
-          // Against the page behind, against the page before, and at an odd address.
+          // Up against the page after the row, up against the page before it, and at an odd
+          // address.
           unsigned char* const places[] = {memory.end() - bytes, memory.begin(),
                                            memory.end() - bytes - 1};
           unsigned char* row = places[rng() % 3];
@@ -284,8 +285,8 @@ TEST(verify_reads_nothing_behind_the_first_mismatch) {
     set_simd(name);
     for (DType dtype : kDTypes) {
       for (int threads : {1, 2}) {
-        // Each logits row has pages of its own, so that each can be forbidden; 3 rows of 256 KiB
-        // are worth threads.
+        // Each row of logits has pages of its own, so that the test can forbid any of them; 3 rows
+        // of 256 KiB are enough for threads.
         const int64_t size = item_bytes(dtype), width = 5, batch = 4, row_bytes = 256 << 10;
         const int64_t vocab = row_bytes / size - 3, stride = row_bytes / size;
         const Guarded memory(size_t(batch * width * row_bytes));

@@ -1,5 +1,5 @@
-// The simulator: what can be said exactly of a chain must come out exactly; what is random, within
-// its sampling error; what makes no sense is refused.
+// The simulator: exact results for chains with a known answer, random ones within their sampling
+// error, and errors for settings that make no sense.
 #include <cmath>
 #include <limits>
 
@@ -113,7 +113,7 @@ TEST(a_replayed_text_is_the_text) {
 
 TEST(answers_that_agree_with_each_other_are_seen_to_agree) {
   // Both drafts wrong everywhere: with one wrong token the middle stage accepts everything it gets,
-  // with different ones nothing. The target accepts nothing either way.
+  // with different ones it accepts nothing. The target accepts nothing in both cases.
   for (const std::uint8_t small : {1, 2}) {
     Setting setting = chain({1, 4, 20}, {}, 2000);
     setting.answers.table = {small, 1};
@@ -128,7 +128,7 @@ TEST(answers_that_agree_with_each_other_are_seen_to_agree) {
   }
 }
 
-TEST(rows_go_together) {
+TEST(rows_share_their_steps) {
   Setting setting = chain({1, 10}, {0.8}, 5000);
   const double alone = asynchronous(setting).seconds;
   setting.rows = 8;
@@ -154,13 +154,13 @@ TEST(stages_on_one_device_slow_each_other_down) {
 }
 
 TEST(a_wait_ends_at_its_deadline) {
-  // The draft falls silent: it has not even started when the target is done.
+  // The draft proposes nothing: it starts after the target has ended.
   Setting setting = chain({1, 10}, {0.8}, 10);
   setting.stages[0].start_s = 1e9;
   setting.stages[1].min_draft_tokens = 4;
   setting.patience = 1.5;
   // 1.5 * 4 steps of the draft before each step but the last, which has no place for a draft token;
-  // then fewer than four drafts are possible, but the bet is on four all the same.
+  // then fewer than four drafts are possible, and the deadline is still that of four.
   CHECK_EQ(asynchronous(setting).seconds, 10 * 10 + 9 * 1.5 * 4);
 }
 

@@ -28,7 +28,7 @@ using u64 = std::uint64_t;
 namespace {
 
 constexpr std::int64_t kSecond = 1'000'000'000;
-// Far longer than anything here takes: who sleeps this long was not woken.
+// Far longer than any step here: a thread that sleeps this long was not woken.
 constexpr std::int64_t kForever = 60 * kSecond;
 
 void spin(u32 n) {
@@ -50,11 +50,11 @@ void dawdle(Random& random) {
 }  // namespace
 
 // --- litmus tests --------------------------------------------------------------------------------
-// Each: what the writer does || what the reader does; which outcomes are allowed, and why. The
-// numbers are those of test_memory_orders.cpp, which tries every outcome that the orders allow.
-// Here the machine decides. Tokens are atomic, so ThreadSanitizer has nothing to say about them;
-// the plain words of `beside`, which are written before a token and read after it, show it a
-// release or an acquire that is missing.
+// Each entry has the writer's steps || the reader's steps, the allowed outcomes, and the reason.
+// The numbers are those of test_memory_orders.cpp, which tries every outcome that the orders allow.
+// Here the machine chooses. Tokens are atomic, so ThreadSanitizer has nothing to say about them;
+// the plain words of `beside`, which are written before a token and read after it, show a missing
+// release or acquire.
 
 // L1. Publication.   W: tokens 0..n-1, word = (0, n)   ||   R: word = (0, n), tokens 0..n-1
 // Allowed: R reads exactly the tokens that W wrote. Not: older contents of the ring.
@@ -121,8 +121,8 @@ TEST(L2_within_one_epoch_a_reader_sees_one_text) {
   const Sequence seen(memory.block(), 1, 0);
   u64 consistent = 0, dropped = 0, wrong = 0;
   Tokens read(kLength);
-  // With one core for both, or less, there are few that are dropped: so many as that takes no time,
-  // and one in any case.
+  // If both threads share a core, few reads are dropped. So the test stops after some seconds, with
+  // at least one.
   const std::int64_t begin = now_ns();
   while (consistent < trials(5000, 20'000) || dropped < trials(250, 1000)) {
     const std::int64_t took = now_ns() - begin;
@@ -139,7 +139,7 @@ TEST(L2_within_one_epoch_a_reader_sees_one_text) {
   done = true;
   writer.join();
   CHECK_EQ(wrong, 0u);
-  CHECK(consistent > 0 && dropped > 0);  // else it showed nothing
+  CHECK(consistent > 0 && dropped > 0);  // otherwise the test showed nothing
 }
 
 // L3. Bell and parked word (Dekker).   W: bell = new, r = parked   ||   S: parked = 1, q = bell
@@ -176,8 +176,8 @@ TEST(L3_bell_or_parked_word_is_seen) {
   CHECK_EQ(lost, 0u);
 }
 
-// L4. Settled.   W (a draft): obeys the target   ||   R: word = (e, n), committed = c, tokens below
-// min(c, n), word = (e', n')
+// L4. Committed. W (a draft): follows the target   ||   R: word = (e, n), committed = c, tokens
+// below min(c, n), word = (e', n')
 // Allowed: e' != e; or the tokens are the target's. Why: L2, since a draft with other tokens there
 // has stored a new epoch first. `committed` itself is relaxed.
 TEST(L4_committed_tokens_are_the_targets) {
@@ -218,14 +218,14 @@ TEST(L4_committed_tokens_are_the_targets) {
     };
     while (!done) look();
     writer.join();
-    look();  // with one core the writer may have been through before the first look
+    look();  // with one core the writer may have finished before the first look
   }
   CHECK_EQ(wrong, 0u);
   CHECK(compared > 0);
 }
 
-// L5. Obeying a neighbour that moves.   W: rewrites its text for ever, then stops   ||   R: plan()
-// Allowed: while W moves, R may hold a mixture of W's texts (it adopts after the epoch was
+// L5. A neighbour that changes.   W: rewrites its text again and again, then stops   ||   R: plan()
+// Allowed: while W rewrites, R may hold a mixture of W's texts (it adopts after the epoch was
 // checked). When W has stopped, one more plan() of R makes the two equal. Not: a mixture that
 // stays. Why: R notes the epoch it saw before it adopted, and any later one sends it back to
 // `committed`.
@@ -369,10 +369,9 @@ TEST(no_wake_up_is_lost_between_processes) {
   CHECK_EQ(status, 0);
 }
 
-// Ring and park at the same instant, from one starting line: where a bell or a parked word that is
-// not sequentially consistent loses a wake-up. (The ping-pong above mostly has one of the two
-// asleep.)
-TEST(ringing_while_the_other_lies_down) {
+// Both threads start together, one rings and one parks: without sequential consistency of bell and
+// parked word this loses a wake-up. (In the ping-pong above, one of the two is mostly asleep.)
+TEST(ring_and_park_at_the_same_instant) {
   fake::BlockMemory memory(2, 1, 2);
   std::atomic<u32> arrived{0};
   const auto line_up = [&](u32 times) {
@@ -387,7 +386,8 @@ TEST(ringing_while_the_other_lies_down) {
     Random random{1};
     for (u32 i = 0; !over; ++i) {
       line_up(2 * i + 1);
-      // Looking at the sleeper's word keeps it in our cache, too: its store then takes its time.
+      // Reading the sleeper's word keeps it in this core's cache, too, so that the sleeper's store
+      // takes longer.
       for (u32 n = random.below(60); n > 0; --n) load_relaxed(&memory.block().control(0).parked);
       bells.ring();
       line_up(2 * i + 2);
@@ -395,7 +395,7 @@ TEST(ringing_while_the_other_lies_down) {
   });
   Bells bells(memory.block(), 0);
   Random random{2};
-  // Where the machine is busy with other things, the line-ups take their time.
+  // On a busy machine each line-up takes long.
   const std::int64_t end = now_ns() + 3 * kSecond;
   for (u32 i = 0; !over; ++i) {
     bells.note();
@@ -409,7 +409,7 @@ TEST(ringing_while_the_other_lies_down) {
   publisher.join();
 }
 
-// Many ring at once; one sleeper must see all of it.
+// Many threads ring at once; one sleeper must see every ring.
 TEST(several_publishers_wake_one_sleeper) {
   constexpr u32 kPublishers = 3;
   const u32 each = trials(5000, 20'000);
@@ -464,7 +464,7 @@ TEST(parking_ends_with_the_time_and_with_what_rang_before) {
 }
 
 // The stop may come between a stage's look at the generation and its plan(), which notes the bells.
-TEST(a_stop_is_not_slept_through) {
+TEST(a_stop_ends_the_sleep) {
   fake::BlockMemory memory(2, 1, 16);
   reset(memory.block(), {1}, {1}, {9}, {});
   for (u32 stage : {0u, 1u}) {  // the target's thread may be another one than the caller's
@@ -482,8 +482,7 @@ TEST(a_stop_is_not_slept_through) {
   }
 }
 
-// Whatever a port publishes ends the sleep of the others: what it commits and what its plan takes
-// back or adopts.
+// Every publication of a port wakes the others: a commit, and a rollback or adoption of its plan.
 TEST(ports_wake_each_other) {
   fake::BlockMemory memory(3, 1, 64);
   reset(memory.block(), {1}, {50}, {9}, {});
@@ -501,20 +500,20 @@ TEST(ports_wake_each_other) {
   CHECK(first.park(kForever));
   CHECK(now_ns() - begin < kForever / 2);
   first.plan(0, 8, 0);
-  middle.plan(0, 8, 0);  // no news
+  middle.plan(0, 8, 0);  // nothing new
   CHECK(!first.park(1000));
 }
 
-// A target that waits for draft tokens sleeps on until there are enough of them, and not for its
-// draft's draft.
-TEST(who_waits_for_draft_tokens_is_woken_by_the_last_of_them) {
+// A target that waits for draft tokens sleeps until there are enough, whatever the draft of its
+// draft publishes.
+TEST(the_last_awaited_draft_token_wakes_the_target) {
   fake::BlockMemory memory(3, 1, 64);
   reset(memory.block(), {1}, {50}, {9}, {});
   StagePort first(memory.base(), 0, 8), middle(memory.base(), 1, 8), target(memory.base(), 2, 8);
   for (const u32 s : {0u, 1u, 2u}) memory.block().control(s).alive = 1;
   std::uint32_t* parked = &memory.block().control(2).parked;
   const Tokens selected(8, 100);
-  const auto wakes = [&](StagePort& port) {  // does a step of `port` wake the target?
+  const auto wakes = [&](StagePort& port) {  // whether a step of `port` wakes the target
     __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
     CHECK_EQ(port.plan(8, 0, 0), Action::kStep);
     port.commit(selected.data(), 8);
@@ -527,7 +526,7 @@ TEST(who_waits_for_draft_tokens_is_woken_by_the_last_of_them) {
   CHECK(wakes(middle));
   CHECK_EQ(target.plan(0, 8, 2), Action::kStep);
   target.plan(0, 8, 2);
-  CHECK(!target.park(1000));  // now for anything
+  CHECK(!target.park(1000));  // now any publication would wake it
   CHECK(wakes(first));
 
   const auto sleep = [&](u32 draft_tokens) {
@@ -552,8 +551,8 @@ TEST(who_waits_for_draft_tokens_is_woken_by_the_last_of_them) {
   CHECK_EQ(*parked, 0u);
 }
 
-// A draft that may be one token ahead and a target that insists on it: they take turns, and neither
-// has anything but the other's bell to wake it.
+// A draft with lookahead 1 and a target that waits for one draft token take turns. Only the other's
+// bell wakes each of them.
 TEST(ports_take_turns) {
   const u32 limit = trials(2000, 8000);
   fake::BlockMemory memory(2, 1, fake::power_of_two(limit));
@@ -592,7 +591,7 @@ TEST(ports_take_turns) {
 
 // The caller opens and closes a draft's lookahead at any moment; 0 is a sleep that only the caller
 // ends, by opening it again or by the stop.
-TEST(a_lookahead_of_nothing_is_a_pause) {
+TEST(lookahead_0_is_a_pause) {
   for (u32 round = 0; round < trials(10, 40); ++round) {
     const u32 limit = 400;
     fake::BlockMemory memory(2, 1, fake::power_of_two(limit));
@@ -661,8 +660,8 @@ class Worker {
     }
   }
 
-  // Works until the generation is over; the target: until the text is complete. A stage with
-  // `dies_after` steps stops for good after them, in the middle of the last.
+  // Runs until the generation is over, the target until the text is complete. A stage with
+  // `dies_after` stops for good in the middle of that step.
   void run(u32 generation, u64 seed, u32 dies_after = ~0u) {
     StagePort port(&block_.header(), stage_, width_);
     Random random{seed * 31 + stage_};
@@ -777,7 +776,7 @@ struct Task {
   }
 };
 
-// One text per row by threads; the drafts in `deaths` stop after so many steps.
+// One text per row by threads. `deaths`: the number of steps after which each draft stops.
 bool run_threads(const fake::BlockMemory& memory, const Task& task, u32 generation, u64 seed,
                  const std::vector<u32>& deaths) {
   const Block& block = memory.block();
@@ -792,7 +791,7 @@ bool run_threads(const fake::BlockMemory& memory, const Task& task, u32 generati
   for (u32 s = 0; s < block.stages(); ++s) {
     threads.emplace_back([&, s] {
       workers[s]->run(generation, seed, deaths[s]);
-      if (deaths[s] != ~0u && seed % 3 != 0) {  // else no stage notices that it is gone
+      if (deaths[s] != ~0u && seed % 3 != 0) {  // in the other cases no stage notices the death
         store_release(&block.control(s).alive, 0u);
       }
     });
@@ -838,13 +837,13 @@ TEST(drafts_die_at_any_moment_and_the_next_text_starts_clean) {
   }
 }
 
-// The threads stay; the caller starts and stops one text after the other on the same block.
+// The threads stay while the caller starts and stops one text after the other on the same block.
 TEST(threads_that_stay_from_text_to_text) {
   constexpr u32 kStages = 3, kRows = 2;
   const u32 texts = trials(15, 60);
   fake::BlockMemory memory(kStages, kRows, 128);
   const Block& block = memory.block();
-  std::atomic<u32> posted{0}, idle{0};  // what a driver's messages are
+  std::atomic<u32> posted{0}, idle{0};  // in place of a driver's messages
   const Task* work = nullptr;
   std::vector<std::thread> threads;
   for (u32 s = 0; s + 1 < kStages; ++s) {
@@ -904,8 +903,8 @@ TEST(rows_are_ended_from_outside) {
       const Tokens text = fake::plain(task.models.back(), task.prompts[r], 2000);
       const u32 length = Sequence(block, 2, r).word().length;
       const auto begin = static_cast<u32>(task.prompts[r].size()) - 1;
-      // A step that was under way may still land, or its first tokens: nine draft tokens and one
-      // more.
+      // A step in flight may still append its tokens, or the first of them: nine draft tokens and
+      // one more.
       CHECK(length >= block.span(r).limit && length <= stood[r] + 10);
       if (!CHECK_EQ(tokens(block, 2, r, begin, length),
                     Tokens(text.begin() + begin, text.begin() + length))) {

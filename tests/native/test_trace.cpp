@@ -1,5 +1,5 @@
-// The trace buffer: whole entries for readers in other threads and processes, and what a stage's
-// port writes there. To be run under ThreadSanitizer as well.
+// The trace buffer: readers in other threads and processes see whole entries, and a stage's port
+// writes the right ones. To be run under ThreadSanitizer as well.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -28,7 +28,7 @@ namespace {
 constexpr std::int64_t kSecond = 1'000'000'000;
 constexpr u32 kCapacity = 16;
 
-// Every word of entry i is known from i.
+// Every word of entry i is a function of i.
 TraceEntry entry_of(u64 i) {
   const auto t = static_cast<std::int64_t>(i) * 3;
   const auto n = static_cast<u32>(i);
@@ -47,10 +47,10 @@ u64 check_whole(const std::vector<TraceEntry>& entries) {
   return entries.size();
 }
 
-// Reads a buffer that is full and goes on being written, until so many entries have been seen, or
-// for some seconds.
+// Reads a full buffer while it is being written, until enough entries have been seen, or for some
+// seconds.
 void read_much(const TraceBuffer& buffer) {
-  if (!CHECK(check::comes([&] { return buffer.written() >= kCapacity; }))) return;
+  if (!CHECK(check::eventually([&] { return buffer.written() >= kCapacity; }))) return;
   u64 read = check_whole(buffer.read());
   const std::int64_t end = now_ns() + 3 * kSecond;
   while (read < trials(25'000, 100'000) && now_ns() < end) read += check_whole(buffer.read());
@@ -133,7 +133,7 @@ TEST(ports_trace_what_the_counters_count) {
         caches[s][r].prefill({static_cast<int>(11 + r)});
       }
     }
-    u32 obeyed = 0;
+    u32 rollbacks_without_a_step = 0;
     std::vector<u32> steps(kStages);
     const std::int64_t began = now_ns();
     for (bool finished = false; !finished;) {
@@ -169,7 +169,7 @@ TEST(ports_trace_what_the_counters_count) {
         fed += e.fed, draft_tokens += e.draft_tokens, accepted += e.accepted;
         rolled_back += e.rolled_back, rollbacks += e.rollbacks;
         with_columns += e.width > 0;
-        obeyed += e.width == 0;
+        rollbacks_without_a_step += e.width == 0;
         CHECK_EQ(e.step, number++);
         CHECK(before <= e.launched_ns && e.launched_ns <= e.start_ns && e.start_ns <= e.end_ns);
         CHECK((e.fed > 0) == (e.width > 0) && (e.fed > 0 || e.rollbacks > 0));
@@ -184,7 +184,7 @@ TEST(ports_trace_what_the_counters_count) {
       CHECK_EQ(rolled_back, all.truncated);
       if (!CHECK_EQ(rollbacks, all.rollbacks)) return;
     }
-    if (seed == 0) CHECK(obeyed > 0);
+    if (seed == 0) CHECK(rollbacks_without_a_step > 0);
   }
 }
 

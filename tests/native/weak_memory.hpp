@@ -6,12 +6,12 @@
 // without read-modify-write), with the scopes of PTX. Each word keeps all its values. A thread has
 // a view: per word the oldest value that it may still load. A release puts the view behind a value,
 // and an acquire of that value takes it over, if the scopes of both include both threads. Without
-// promises a load never sees a store that its own thread's later stores lead to. The stores of the
-// protocol that others wait for are releases, so those executions do not exist here.
+// promises a load never sees a store that depends on a later store of its own thread. The protocol
+// has no such executions, because the stores that others wait for are releases.
 //
 // The threads of a test run one after the other, in an order in which none reads what a later one
-// writes. That loses nothing: the reader may still load any old value. A test that needs two
-// threads to read each other cannot be written with this.
+// writes. No outcome is lost: the reader may still load any old value. This memory cannot express a
+// test in which two threads read each other.
 #pragma once
 
 #include <algorithm>
@@ -74,7 +74,7 @@ class Memory {
     body();
     current = nullptr;
   }
-  // The thread waits until everything else has come to rest.
+  // The thread waits until all other threads have ended.
   void settle(Thread& thread) const {
     for (const auto& [address, word] : words_) thread.now[address] = word.values.size() - 1;
   }

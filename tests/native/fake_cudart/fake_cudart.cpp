@@ -93,7 +93,7 @@ cudaError_t report(cudaError_t error) {
   return error;
 }
 
-// Nothing of a broken device runs any more when a call says that it is broken.
+// When a call reports a broken device, nothing runs on the device any more.
 cudaError_t broken(int device) {
   Device& of = world().devices[device];
   const cudaError_t error = of.error;
@@ -125,8 +125,8 @@ cudaError_t enter(const char* function, int device, Fails fails = Fails::kAlone)
 // --- warps ---------------------------------------------------------------------------------------
 
 // The threads of a warp as fibers of one thread of the host. At an operation of the whole warp a
-// fiber leaves its value and lets the next one run; when it is its turn again, all have left
-// theirs.
+// fiber stores its value and lets the next one run. When the fiber runs again, all fibers have
+// stored theirs.
 class Warp {
  public:
   static constexpr u32 kLanes = 32;
@@ -201,7 +201,7 @@ class Warp {
     const char* name = "";
   };
 
-  // By itself, since getcontext() might return twice, for all that the compiler knows.
+  // A function of its own, because the compiler assumes that getcontext() may return twice.
   [[gnu::noinline]] static void prepare(Fiber& lane) {
     lane.stack = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (lane.stack == MAP_FAILED) throw std::bad_alloc();
@@ -313,8 +313,8 @@ class WarpOfThePool {
 std::mutex WarpOfThePool::mutex_;
 std::vector<std::unique_ptr<Warp>> WarpOfThePool::free_;
 
-// Blocks run one after the other. A block is a warp or less: nothing here lets warps wait for each
-// other.
+// Blocks run one after the other. A block is at most one warp: the runtime has no way for warps to
+// wait for each other.
 void run_kernel(dim3 blocks, dim3 threads, const Operation& thread) {
   const WarpOfThePool warp;
   gridDim = blocks;
@@ -366,7 +366,7 @@ struct CUstream_st {
       queue.pop_front();
       lock.unlock();
       linger();
-      // First the count, then the look at the error: broken() has them in the other order.
+      // Reads the count before the error; broken() uses the opposite order.
       ++of.busy;
       try {
         if (of.error == cudaSuccess) operation();
@@ -380,7 +380,7 @@ struct CUstream_st {
     }
   }
 
-  // Without a lock: that something has not ended yet tells the caller nothing about memory.
+  // Without a lock: the answer "not ended yet" makes no promise about memory.
   bool idle() const {
     if (done.load(std::memory_order_relaxed) != queued.load(std::memory_order_relaxed))
       return false;
@@ -420,7 +420,7 @@ struct CUgraphExec_st {
 
 namespace {
 
-// Until the event's record number n is done, or its device is broken.
+// Waits until the event's record number n is done, or its device is broken.
 cudaError_t await_record(EventState& state, u64 n, int device) {
   std::unique_lock lock(state.mutex);
   while (state.done < n) {
@@ -586,7 +586,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const cudaError_t error = enter(__func__, stream->device, Fails::kWithDevice);
-  // A real one would go on with it.
+  // A real runtime would continue with it.
   if (!stream->idle() && world().devices[stream->device].error == cudaSuccess)
     misuse("a stream is destroyed before its work has ended");
   stream->close();
@@ -701,7 +701,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-  // Those that a broken device has dropped stay pending.
+  // Records that a broken device has dropped stay pending.
   if (executable->pending != 0 && world().devices[executable->device].error == cudaSuccess)
     misuse("a graph is destroyed before its last launch has ended");
   executable->destroyed = true;
