@@ -19,7 +19,7 @@ VOCABULARY = 320
 # The models here are tiny: a second thread gains nothing, and on a busy machine each product waits for it.
 torch.set_num_threads(1)
 
-# A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests of Ctrl-C need it heard.
+# A shell starts background jobs with SIGINT ignored, and children inherit that. The tests of Ctrl-C need its default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -27,9 +27,9 @@ LONGEST = ("test_ranks.py", "test_interpreted.py", "test_compile_gate.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: of two processes the one that is through takes over tests from the other's end, which are short then.
+    """Run the longest files first: a process that has finished takes over tests from the end of the other's list, which are short then.
 
-    And the tests of one file stay in one process, so that a long fixture is made once.
+    The tests of one file stay in one process, so that a long fixture is made once.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
@@ -47,7 +47,7 @@ def random_llama(
     vocabulary: int = VOCABULARY,
     dtype=torch.float32,
 ) -> LlamaForCausalLM:
-    """An untrained LLaMA whose greedy text is lively: weights large enough that attention and MLP matter."""
+    """An untrained LLaMA whose greedy text varies: the weights are large enough for attention and MLP to matter."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -74,7 +74,7 @@ def always_right(target: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def always_wrong(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A draft whose logits are the target's, negated: it proposes what the target likes least."""
+    """A draft with the target's negated logits: it proposes the target's least likely token."""
     draft = copy.deepcopy(target)
     with torch.no_grad():
         draft.lm_head.weight.neg_()
@@ -117,7 +117,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``schedule="auto"`` measures a chain in one round, and not for ten seconds."""
+    """``schedule="auto"`` measures a chain in one round instead of ten seconds."""
     from pipespec.planning.measure import measure_stages
 
     monkeypatch.setitem(measure_stages.__kwdefaults__, "budget_s", 0.0)

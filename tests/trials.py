@@ -1,7 +1,7 @@
 """How many trials a test makes: few for each change, all of them at night.
 
-The environment variable ``PIPESPEC_TESTS`` is ``ci`` (the default) or ``nightly``. Every test runs under both; only the number of trials, prompts and
-Hypothesis examples differs. ``tests/native/check.hpp`` reads the same variable.
+The environment variable ``PIPESPEC_TESTS`` is ``ci`` (the default) or ``nightly``. Every test runs under both. Only the numbers of trials, prompts
+and Hypothesis examples differ. ``tests/native/check.hpp`` reads the same variable.
 """
 
 from __future__ import annotations

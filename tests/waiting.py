@@ -1,6 +1,6 @@
-"""Tests that hold however slow or busy the machine is: waiting for what is certain to come, and an order where the stages' own is any.
+"""Helpers for tests that pass on a machine of any speed and load: waits for certain events, and a fixed order of asynchronous stages.
 
-A deadline here is no claim about speed: what passes it would wait for ever.
+The deadline makes no claim about speed: a wait that exceeds it would never have ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SECONDS = 120.0
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    """Sleep until ``condition()`` holds. ``what`` says in words what is awaited."""
+    """Sleep until ``condition()`` holds. ``what`` describes the condition in the error message."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"waited {SECONDS:.0f} s in vain until {what}"
@@ -31,7 +31,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def threads() -> dict[int, str]:
-    """The threads of this process by their number, with the names they have in Python or, without one, in the kernel."""
+    """The threads of this process by their number, with their names in Python, or else in the kernel."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -41,7 +41,7 @@ def threads() -> dict[int, str]:
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """Every thread that is started within has ended soon afterwards. Those that were there before may end, too."""
+    """Every thread that starts within the block ends soon after it. Threads from before may end, too."""
     before = threads()
 
     def left() -> list[str]:
@@ -50,7 +50,7 @@ def no_more_threads() -> Iterator[None]:
 
     yield
     deadline = time.monotonic() + SECONDS
-    while left() and time.monotonic() < deadline:  # one that has been joined may still be listed for a moment
+    while left() and time.monotonic() < deadline:  # a joined thread may still be listed for a moment
         time.sleep(0.01)
     assert not left(), f"threads that are left: {', '.join(left())}"
 
@@ -59,11 +59,11 @@ def no_more_threads() -> Iterator[None]:
 
 
 @contextmanager
-def abreast(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = ()) -> Iterator[None]:
-    """Under ``workers`` and ``streams``: no step of the target's begins before each draft that lives has gone as far as it may.
+def drafts_keep_up(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = ()) -> Iterator[None]:
+    """Under ``workers`` and ``streams``: each step of the target waits until every live draft has filled its lookahead.
 
-    So every draft takes at least one step for each of the target's, and the target has all the draft tokens that its lookahead allow, as in lockstep. Around one
-    call without stopping criteria; ``limits``: per row the position at which it ends at the latest, ``eos``: what ends it before.
+    So every draft takes at least one step per step of the target, and the target has all the draft tokens that the lookahead allows, as in lockstep.
+    For one call without stopping criteria. ``limits``: per row the position at which it ends at the latest; ``eos``: the ids that end a row earlier.
     """
     driver = pipe._driver
     assert driver.schedule in ("workers", "streams"), f"{driver.schedule} has an order of its own"
@@ -85,7 +85,7 @@ def abreast(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = ()) -> I
     def is_far(stage: int, row: int) -> bool:
         length = driver.block.length
         reached = max(length(stage + 1, row), length(target, row)) + driver.config.lookahead[stage]
-        # Behind one that has come to the end there is nothing to do.
+        # A draft of a stage whose text has ended has nothing to do.
         return length(stage, row) >= min(reached, limits[row]) or ended(stage, row) or ended(stage + 1, row)
 
     def wait(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The published schedules, re-created: the target's text whatever the drafts and the timing, and drafts that go on from the right cache."""
+"""The published schedules as baselines: the target's text with any drafts and timing, and drafts that continue from the right cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PROMPTS = [p.tolist() for p in random_prompts(2, seed=4)]
 
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that take now no time, now some."""
+    """A model whose steps take a random time, often none."""
     generator, step = random.Random(0), BaselineStage.step
 
     def slow(self: BaselineStage, drafts: Sequence[int] = ()) -> None:
@@ -111,7 +111,7 @@ def test_asynchronous_in_processes(target: LlamaForCausalLM, expected: list[list
 
 
 def test_the_end(target: LlamaForCausalLM, expected: list[list[int]]) -> None:
-    """At the first of the end tokens, wherever it lies; and at every length."""
+    """The text ends at the first end token, at any place, and at every length limit."""
     assert end_of([5, 7, 5], 9, ()) is None
     assert end_of([5, 7, 5], 9, (7, 5)) == 1
     assert end_of([5, 7, 5], 3, (9,)) == 3
@@ -128,7 +128,7 @@ def test_the_end(target: LlamaForCausalLM, expected: list[list[int]]) -> None:
 
 
 def wrong_feed(self: BaselineStage, drafts: Sequence[int] = ()) -> None:
-    """The published fault: behind a rollback only the last token."""
+    """The published fault: after a rollback only the last token is fed."""
     self._held = max(self._held, len(self.prompt) + len(self.out) - 1)
     right_step(self, drafts)
 
@@ -140,7 +140,7 @@ right_step = BaselineStage.step
 def test_a_rolled_back_stage_drafts_from_the_right_text(
     target: LlamaForCausalLM, step: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a difference at every place: what it drafts next is what it says to the corrected text; the fault is seen."""
+    """For a rollback to every place, the next draft token is the model's choice after the corrected text. The published fault is detected."""
     monkeypatch.setattr(BaselineStage, "step", step)
     draft, prompt = random_llama(5), PROMPTS[1]
     right = plain(target, prompt, 12)

@@ -156,7 +156,7 @@ def test_slower_rows_are_named(make: Callable[..., ScriptedBench]) -> None:
 
 
 def test_failures_are_rows(make: Callable[..., ScriptedBench]) -> None:
-    late = Scripted("late", "ours", 5.0, fails_at=4)  # the warm-up, a round, and then
+    late = Scripted("late", "ours", 5.0, fails_at=4)  # warm-up, one round, then the failure
     refusing = [Scripted(key, "ours", 5.0, refuses="no such schedule") for key in ("x", "y")]
     bench = make(
         Scripted("plain", "hf", 10.0), late, *refusing, Scripted("tuned", "hf", 9.0, settings=(1, 2), fails_at=3)
@@ -181,8 +181,8 @@ def test_failures_are_rows(make: Callable[..., ScriptedBench]) -> None:
 
 
 def test_a_gpu_that_is_lost(make: Callable[..., ScriptedBench], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the contender that broke it has failed. The others' measurements remain, and nothing more is run."""
-    breaks = Scripted("breaks", "ours", 5.0, fails_at=3)  # the warm-up, a round, and then, before the others
+    """Only the contender that broke the GPU has failed. The others keep their measurements, and nothing more runs."""
+    breaks = Scripted("breaks", "ours", 5.0, fails_at=3)  # warm-up, one round, then the failure, before the others
     bench = make(Scripted("plain", "hf", 10.0), breaks, Scripted("after", "ours", 9.0))
     bench.device = types.SimpleNamespace(type="cuda")  # type: ignore[assignment]
 
@@ -228,11 +228,11 @@ def test_every_contender_rests_after_each_turn(make: Callable[..., ScriptedBench
 
 
 def test_contenders_leave_shared_state_as_it_was(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a turn of each: attention, the draft's memory and the threads of this process are what they were."""
+    """After a turn of each contender, attention, the draft's memory and the threads of this process are as before."""
     given: list[Sequence[LlamaForCausalLM]] = []
 
     def asynchronous(models: Sequence[LlamaForCausalLM], *_: object) -> rivals.Lockstep:
-        given.append(models)  # whose weights it would move, to send them to its processes
+        given.append(models)  # would move the weights to send them to its processes
         return rivals.Lockstep(models, 3)
 
     class Workers(contenders.Pipeline):
@@ -287,8 +287,8 @@ def test_tuning_takes_the_best(make: Callable[..., ScriptedBench]) -> None:
     assert contender.setting == 2
 
 
-def test_time_is_kept(make: Callable[..., ScriptedBench]) -> None:
-    """0.4 s each: begun is what fits, a round at the least; a repeat that is not whole does not count beside one that is."""
+def test_the_time_limit(make: Callable[..., ScriptedBench]) -> None:
+    """Each run takes 0.4 s. A round begins only if it fits, but one always runs. Beside a complete repeat, an incomplete one does not count."""
     slow = Scripted("slow", "ours", 10.0)
     slow.slow = True
     bench = make(Scripted("plain", "hf", 10.0), Scripted("b", "ours", 10.0), slow, limit=1.0)
@@ -302,8 +302,8 @@ def test_time_is_kept(make: Callable[..., ScriptedBench]) -> None:
     assert list(bench.runs["plain"]) == [(0, 0)]
 
 
-def test_a_slow_start_that_is_alone_gets_the_time(make: Callable[..., ScriptedBench]) -> None:
-    """It begins first, and the limit of a turn leaves it nearly everything."""
+def test_a_slow_start_without_rivals_gets_the_time(make: Callable[..., ScriptedBench]) -> None:
+    """It begins first, and the limit of its turn is nearly all of the time."""
     slow = Scripted("slow", "hf", 10.0)
     slow.slow = True
     limits: list[float] = []
@@ -328,8 +328,8 @@ def test_a_slow_start_that_is_alone_gets_the_time(make: Callable[..., ScriptedBe
         assert {round(limit) for limit in limits} == {30}
 
 
-def test_the_first_token_apart(make: Callable[..., ScriptedBench]) -> None:
-    """A call takes a second and 0.1 s per token: in all tokens/s the second counts, in those of decoding it does not."""
+def test_first_token_and_decoding_are_separate(make: Callable[..., ScriptedBench]) -> None:
+    """A call takes a second and 0.1 s per token. The second counts in tokens/s and not in the decoding rate."""
 
     class Prefilling(Scripted):
         def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
@@ -367,7 +367,7 @@ def test_tuning_may_generate_less(make: Callable[..., ScriptedBench]) -> None:
 
 
 class Counting(ScriptedBench):
-    """Says that it is on a GPU; a call makes 7 launches and 2 waits, and 3 and a half a one per token."""
+    """Claims to be on a GPU. A call makes 7 launches and 2 waits, plus 3 launches and half a wait per token."""
 
     def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
         tokens = new_tokens or 4
@@ -599,7 +599,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == out
     record["rows"][-1] = record["rows"][0] | {"identical": 0, "group": "ours"}
     file.write_text(json.dumps(record))
-    assert main(["--from", str(file)]) == 1  # float32: a text that differs is an error
+    assert main(["--from", str(file)]) == 1  # in float32 a different text is an error
 
 
 def test_a_run_of_one_row_with_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -614,7 +614,7 @@ def test_a_run_of_one_row_with_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert set(rows) == {"plain", "lockstep-graphs-tiny-small"}
     for row in rows.values():
         assert row.seconds_to_first_token > 0
-        # Whether it is the larger one depends on the machine: the arithmetic is tested with scripted seconds.
+        # The order of the two depends on the machine. Tests with scripted seconds check the arithmetic.
         assert row.decode_tokens_per_second is not None
         assert row.decode_tokens_per_second > 0
     assert rows["lockstep-graphs-tiny-small"].acceptance_rate["target"] == 1.0  # all agree

@@ -1,4 +1,4 @@
-"""bench.check_results in a repository made for the test; and its table of sources against the tree."""
+"""bench.check_results in a repository made for the test, and its table of sources against the tree."""
 
 from __future__ import annotations
 

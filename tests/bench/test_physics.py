@@ -1,4 +1,4 @@
-"""What the GPU parts of a check rest on, as far as a machine without a GPU can tell."""
+"""The assumptions of the check's GPU parts, as far as a machine without a GPU can test them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_small_kernel_waits_for_the_one_before() -> None:
-    """With programmatic dependent launch the kernel reads what its predecessor stores, so it must wait; without, it has no such instruction."""
+    """With programmatic dependent launch the kernel waits for its predecessor's stores. Without it, the kernel has no wait instruction."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -77,7 +77,7 @@ def test_a_corrupted_replay_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("measure", ["alone", "beside", "turnaround"])
 def test_steps_that_were_not_captured_are_no_result(monkeypatch: pytest.MonkeyPatch, measure: str) -> None:
-    """A call that falls back has the right text, so each figure would be as predicted."""
+    """A call that falls back gives the right text, so only the check of the schedule can find it."""
     ready = GraphedDriver._make_ready
 
     def fails(driver: GraphedDriver, request: GenerationRequest) -> str:
@@ -123,7 +123,7 @@ def test_memory_that_a_graph_overwrites_is_found() -> None:
 
 
 def test_what_is_compiled_ahead_is_what_is_measured() -> None:
-    """The benchmarks of the check, and pipelines with the schedules of its rows."""
+    """The jobs are the benchmarks of the check, and pipelines with the schedules of its rows."""
     jobs = list(warm_kernels.jobs(dry=False))
     compiled = {job[2] for job in jobs if job[0] == "kernel"}
     assert set(gpu_check.KERNELS) - {"kv_append"} <= compiled
@@ -144,7 +144,7 @@ AVAILABLE.add("huggingface_hub")  # comes with transformers
 
 
 def test_the_check_imports_nothing_else() -> None:
-    """Where modules are imported, not in functions: those ask first, or belong to other programs."""
+    """Checks imports at module level. Imports in functions are optional, or belong to other programs."""
     own = {"bench", "tests", "pipespec", "pipespec_kernels"}
     paths = next(part for part in gpu_check.PARTS if part.name == "tests").command
     folders = [path for path in paths if path.startswith("tests/")]
@@ -156,7 +156,7 @@ def test_the_check_imports_nothing_else() -> None:
     assert len(files) > 100
     for file in files:
         if file.name in ("run.py", "run_spd.py") and file.parent.name == "demo":
-            continue  # the demonstration, which no part runs
+            continue  # the demo, which no part runs
         if file.name == "openvino_server.py":
             continue  # runs in an environment of its own
         for node in ast.parse(file.read_text()).body:

@@ -1,4 +1,4 @@
-"""Planted models: they agree as often as requested, over texts that do not repeat."""
+"""Planted models agree as often as requested, over texts that do not repeat."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chain() -> PlantedChain:
 
 
 def sampling_error(rate: float, positions: int) -> float:
-    """Four deviations of a rate calibrated on so many positions and measured on as many others."""
+    """Four standard deviations of a rate that is calibrated on this number of positions and measured on as many others."""
     return 4 * math.sqrt(2 * rate * (1 - rate) / positions)
 
 
@@ -34,7 +34,7 @@ def test_agreement_is_what_was_asked_for(chain: PlantedChain) -> None:
     assert 0 < chain.measured.wander < 0.03
     assert chain.measured.flips == 0  # float32
     assert chain.measured.margin > 2
-    # The drafts' agreement is with the text as it is written: speculative decoding's own acceptance rate.
+    # Agreement along the target's text, which is the acceptance rate of speculative decoding.
     prompts = random_prompts(512, TEXTS, 32, 77)
     text = planted.write(chain.models[-1], prompts, TOKENS)
     choice = chain.models[0](text[:, :-1], logits_to_keep=TOKENS).logits.argmax(-1)
@@ -48,7 +48,7 @@ def test_texts_do_not_repeat(chain: PlantedChain) -> None:
 
 
 def test_disagreement_depends_on_the_context(chain: PlantedChain) -> None:
-    """The same last token behind other texts: for many tokens the draft chooses now one follower, now the other."""
+    """After the same last token of different texts, the draft chooses either follower, for many tokens."""
     last = torch.arange(64)
     contexts = [random_prompts(512, len(last), 32, seed) for seed in range(8)]
     for ids in contexts:

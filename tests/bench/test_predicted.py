@@ -1,4 +1,4 @@
-"""Predictions follow from what they name, and stand beside the figures of the rows that a check measures."""
+"""Predictions follow from their parameters, and each predicted row is one that the check measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every results file says about its origin."""
+"""The record of origin in every results file."""
 
 from __future__ import annotations
 

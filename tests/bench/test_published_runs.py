@@ -1,4 +1,4 @@
-"""Reading published runs, on synthetic ones whose truth is known; and the command that shows them."""
+"""Reading published runs, tested on synthetic runs with known parameters, and the command that prints them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def lockstep_log(bits: np.ndarray) -> tuple[list[int], list[float], int]:
     """The published lock step of two models: tokens and seconds of each step of the target, number of the draft's steps."""
     appended, seconds, position, bonus_open, drafted = [], [], 1, True, 0
     while position < len(bits):
-        drafted += LOOKAHEAD - 1 + (bonus_open and position > 1)  # after a full lookahead it makes the bonus token, too
+        drafted += (
+            LOOKAHEAD - 1 + (bonus_open and position > 1)
+        )  # after a full lookahead the draft also makes the bonus token
         if bonus_open and not bits[position - 1]:
-            count, took, bonus_open = 1, ONE, False  # the draft took another bonus token: nothing to verify
+            count, took, bonus_open = 1, ONE, False  # the draft missed the bonus token: nothing to verify
         else:
             lookahead = bits[position : position + LOOKAHEAD - 1]
             right = int(np.argmin(np.append(lookahead, False)))
@@ -137,7 +139,7 @@ def test_the_protocol_is_bounded_by_the_best_policy(folder):
     for row in report["pipelines"]:
         own = row["ours"]
         assert own["best_ms"] <= own["no_minimum_ms"]
-        # Short texts, the bits of which are no exact average: a ceiling up to their scatter.
+        # The bits of short texts scatter around their mean, so the ceiling holds up to that scatter.
         assert min(own["best_ms"], own["decode_meanwhile_ms"]) > 0.93 * own["ceiling_ms"]
 
 
@@ -227,10 +229,10 @@ def test_more_broken_files(folder, tmp_path, capsys):
 
 
 def test_foresight():
-    # All wrong: nothing helps. All right: as fast as the draft, or as wide steps are.
+    # With wrong drafts nothing helps. With right ones the draft's speed, or that of wide steps, is the limit.
     assert bounds.with_foresight(np.zeros(5), 40, 1.0, 30.0, 10.0) == pytest.approx(400.0)
     assert bounds.with_foresight(np.ones(5), 400, 1.0, 30.0, 10.0) == pytest.approx(400.0, rel=0.1)
-    # One draft token at a time can be had: pairs of tokens for the price of a step.
+    # One draft token per step is available: each step gives a pair of tokens.
     assert bounds.with_foresight(np.ones(5), 400, 1e-3, 10.0, 10.0, max_draft_tokens=1) == pytest.approx(
         2000.0, rel=0.01
     )
@@ -264,7 +266,7 @@ def test_charts_show_their_series():
     curves = [Series("line", [0, 1, 2], [1, 2, 4]), Series("dots", [1], [3], 1, marks=True)]
     picture = chart("t < u", [Panel(curves, "panel", "x", "y")])
     assert picture.count("<polyline") == 1
-    assert picture.count("<circle") == 2  # the dot and its key
+    assert picture.count("<circle") == 2  # the dot and its legend entry
     assert "t &lt; u" in picture
     with pytest.raises(ValueError, match="finite"):
         chart("t", [Panel([Series("line", [0.0], [float("nan")])])])

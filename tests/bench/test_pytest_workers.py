@@ -1,4 +1,4 @@
-"""Tests in several processes: each runs once, and a crash, a broken context or a test that hangs costs only itself."""
+"""Tests in several processes: each runs once, and a crash, a broken context or a hang affects only its own test."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "test_some.py").write_text(TESTS)
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "python")]))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they cost seconds in each process
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins that take seconds to load in each process
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     shared = ["-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", str(tmp_path)]
     return [str(tmp_path / "test_some.py"), *shared]
@@ -72,7 +72,7 @@ def outcome(notes: Path) -> dict[str, Any]:
 
 
 def test_every_test_has_an_outcome(arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With one process a process that was lost must be replaced, or the tests behind it would not run."""
+    """Even with a single process, a lost process is replaced, and the remaining tests run."""
     chosen = [*arguments, "-k", "not hangs"]
     workers = Workers(chosen, tmp_path / "notes", 1, limit=3600, seconds=500)
     (tmp_path / "notes").write_text("")
@@ -99,7 +99,7 @@ def test_several_processes_divide_the_tests(arguments: list[str], tmp_path: Path
     assert Workers([*arguments, "-k", "nothing"], tmp_path / "none", 2, limit=60, seconds=500).run() == 5
 
 
-def test_the_end_of_the_time(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = tmp_path / "notes"
     notes.write_text("")
     workers = Workers([*arguments, "-k", "hangs"], notes, 1, limit=3600, seconds=500)
@@ -120,7 +120,7 @@ def test_the_end_of_the_time(arguments: list[str], tmp_path: Path, monkeypatch: 
 def test_a_process_that_cannot_be_ended(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is left behind, and another one runs the other tests."""
+    """The run leaves it behind, and another process runs the other tests."""
     notes = tmp_path / "notes"
     notes.write_text("")
     monkeypatch.setattr(pytest_workers, "REAPED_S", 0.2)
@@ -140,7 +140,7 @@ def test_a_process_that_cannot_be_ended(
 
 
 def test_notes_are_read_once(tmp_path: Path) -> None:
-    """What was read before is not read again, and a line that is half written is read when it is complete."""
+    """Each line is read once, and a half-written line when it is complete."""
     notes = tmp_path / "notes"
     workers = Workers([], notes, 1, limit=60, seconds=500)
     assert workers._current() == {}
@@ -190,7 +190,7 @@ def test_processes_are_described_and_ended(tmp_path: Path) -> None:
     assert hang.with_descendants(process.pid) == []
 
 
-def test_who_takes_long_to_print_is_waited_for() -> None:
+def test_a_process_gets_time_to_print() -> None:
     program = (
         "import os, signal, time\n"
         "def stacks(*_): time.sleep(1.5); print('where it hung', flush=True); os._exit(1)\n"

@@ -1,4 +1,4 @@
-"""What a captured step launches, held to a budget."""
+"""The launches of a captured step keep to a budget."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ BUDGET = {
 @pytest.mark.parametrize("sampling", BUDGET)
 @pytest.mark.parametrize("name", step_ops.MODELS)
 def test_launches_of_a_step(name, sampling, width):
-    """And nothing that a capture refuses: no wait for the device, no copy from the host."""
+    """The launches keep to the budget, and a capture refuses nothing: no wait for the device, no copy from the host."""
     counts = step_ops.count(step_ops.MODELS[name], width, sampling)
     assert counts.refused == []
     per_layer, outside = BUDGET[sampling]
@@ -30,7 +30,7 @@ def test_launches_of_a_step(name, sampling, width):
     assert counts.outside.total() <= outside
     assert counts.layer["mm"] == 7
     assert counts.outside["verify_kernel"] == 1
-    # A clear in each step would be for memory that could stay clear.
+    # No step clears memory: the work space stays zero between steps.
     assert not {"zeros", "zero_", "full", "fill_", "arange", "scalar_tensor"} & {*counts.layer, *counts.outside}
 
 
@@ -42,7 +42,7 @@ def test_every_layer_counts_alike():
 
 @pytest.mark.parametrize("sampling", ["greedy", "all filters"])
 def test_no_tensor_of_a_step_stays(sampling):
-    """It would keep the memory of a graph, and hold what a replay overwrites."""
+    """A tensor that stays would keep the memory of a graph, and a replay would overwrite its values."""
     log = step_ops.launches(step_ops.MODELS["1B"], 2, 4, sampling)
     assert log.kept == []
     assert log.on_host == []

@@ -1,4 +1,4 @@
-"""What was built: does it say so truthfully, does it depend on nothing it must not, does its failure explain itself."""
+"""The built modules: their build information is true, they have no forbidden dependencies, and their import errors say what to do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CUDA_MODULES = list(PACKAGE.glob("_cuda.*so"))
 
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter whose only pipespec_kernels is the one in ``cwd``."""
-    # -S: no site-packages, hence no installed pipespec and no torch.
+    """Run code in a new interpreter that finds only the pipespec_kernels in ``cwd``."""
+    # -S: no site-packages, so no installed pipespec and no torch.
     return subprocess.run([sys.executable, "-S", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
@@ -174,7 +174,7 @@ def groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[str, s
     ("membership", "files", "expected"),
     [
         ("0::/", {"memory.max": f"{8 * GIB}", "memory.current": f"{3 * GIB}"}, (8 * GIB, 5 * GIB)),
-        # What is kept of files counts as free.
+        # The page cache counts as free.
         (
             "0::/",
             {"memory.max": f"{8 * GIB}", "memory.current": f"{3 * GIB}", "memory.stat": f"anon 5\ninactive_file {GIB}"},
@@ -183,7 +183,7 @@ def groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[str, s
         ("0::/", {"memory.max": "max", "memory.current": "5"}, (None, None)),
         ("0::/", {}, (None, None)),
         ("", {}, (None, None)),
-        # The groups around it bind, too: the tightest limit and the least that is left need not be the same group's.
+        # The limits of outer groups hold, too. The tightest limit and the least free memory may belong to different groups.
         (
             "0::/batch/job",
             {

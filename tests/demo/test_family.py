@@ -14,7 +14,7 @@ from pipespec import demo
 from pipespec.demo import corpus
 from tools.demo_family.train import training_files
 
-# Measured agreement is in family/README.md; a floor only has to tell trained drafts from broken files,
+# Measured agreement is in family/README.md. The bound only separates trained drafts from broken files,
 # on few prompts and for the library of whatever interpreter runs the tests.
 FLOOR = {"medium": 0.6, "small": 0.5}
 

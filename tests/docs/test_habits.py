@@ -1,4 +1,4 @@
-"""Files that say something twice say the same: versions, settings of tools, workflows."""
+"""Facts that several files state agree: versions, settings of tools, workflows."""
 
 from __future__ import annotations
 

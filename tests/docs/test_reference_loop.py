@@ -56,7 +56,7 @@ def test_greedy_text_is_that_of_generate(loop, family, texts, drafts: tuple[str,
         expected = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         assert new == expected[0, ids.shape[1] :].tolist()
         if drafts:
-            assert steps < 0.75 * len(new)  # the drafts are of use, so verification has accepted tokens
+            assert steps < 0.75 * len(new)  # fewer forwards than tokens, so verification has accepted draft tokens
         with pipespec.Pipeline(target, [family[name] for name in drafts], schedule="lockstep") as pipe:
             assert new == pipe.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
 

@@ -1,7 +1,6 @@
-"""The protocol of csrc/protocol/ in lists, for tests: what every stage's text is, and what a step feeds.
+"""A model of csrc/protocol/ in Python lists, for tests: the text of every stage, and the tokens that a step feeds.
 
-It remembers nothing that the protocol keeps in order to compare less (committed lengths, agreement, epochs seen): it
-compares whole texts, every time.
+It has none of the state with which the protocol saves comparisons (committed lengths, agreement, epochs). It always compares whole texts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Fed:
 
 @dataclass
 class Text:
-    """One stage's text of one row, its prompt as so many ``None`` and the last token."""
+    """One stage's text of one row. The prompt is a ``None`` per token except for its last token."""
 
     tokens: list[int | None]
     kv: int
@@ -34,7 +33,7 @@ class Text:
     )
 
     def obey(self, other: list[int | None]) -> None:
-        """Roll back from the first difference on, then take over what the other has and we have not."""
+        """Roll back from the first difference on, then adopt the other's further tokens."""
         same = agreement(self.tokens, other)
         if same < min(len(self.tokens), len(other)):
             self.counts["rollbacks"] += 1
@@ -71,7 +70,7 @@ class Row:
             if stage + 2 < len(self.texts):
                 neighbour = self.texts[stage + 1].tokens
                 reached = max(reached, len(neighbour))
-                # One that is behind the target or on another text is not believed.
+                # The stage ignores a neighbour that is behind the target or on another text.
                 if neighbour[: len(truth)] == truth:
                     me.obey(neighbour)
             bound = min(self.limit, reached + lookahead) if reached < self.limit else self.limit

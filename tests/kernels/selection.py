@@ -1,4 +1,4 @@
-"""What the tests of row selection share: awkward data, strided views, and an oracle that looks at every element."""
+"""Helpers for the tests of row selection: edge-case data, strided views, and an oracle that reads every element."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ["normal", "negative", "few values", "minus inf", "zeros", "nans", "any 
 
 
 def simd_variants() -> list[str]:
-    """What this machine can run."""
+    """The SIMD variants of this machine."""
     names = []
     for name in ("portable", "avx2", "avx512"):
         try:
@@ -71,7 +71,7 @@ def strided(x: Tensor, layout: str) -> Tensor:
     if layout == "transposed":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "gaps":
-        wide = torch.full((b, q + 1, v + 3), math.nan, dtype=x.dtype)  # NaNs outside would win
+        wide = torch.full((b, q + 1, v + 3), math.nan, dtype=x.dtype)  # NaNs outside of the view: they would win
         wide[:, 1:, 1 : v + 1] = x
         return wide[:, 1:, 1 : v + 1]
     if layout == "offset":
@@ -114,7 +114,7 @@ def verify_by_hand(
 
 
 def drafted_tokens(logits: Tensor, agreement: float, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Tokens of which each agrees with what the logits of the column before select, at the given rate."""
+    """Tokens that agree, at the given rate, with the choice from the logits of the column before."""
     batch, width, vocab = logits.shape
     tokens = torch.randint(0, vocab, (batch, width), generator=generator)
     if batch * width:
@@ -127,7 +127,7 @@ def drafted_tokens(logits: Tensor, agreement: float, generator: torch.Generator,
 def ragged_counts(batch: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     query_lens = torch.randint(0, width + 1, (batch,), generator=generator)
     num_draft_tokens = (torch.rand(batch, generator=generator) * query_lens).long()
-    num_draft_tokens[query_lens == 0] = -1  # query_lens - 1: a row that idles may say anything
+    num_draft_tokens[query_lens == 0] = -1  # an idle row may have any count
     return query_lens.to(torch.int32), num_draft_tokens.to(torch.int32)
 
 

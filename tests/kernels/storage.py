@@ -1,4 +1,4 @@
-"""What the tests of keys and values share: storage in awkward layouts, and moves spelled out element by element."""
+"""Helpers for the tests of keys and values: storage in unusual layouts, and moves element by element."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CACHE_LAYOUTS = ["plain", "rows inside", "columns first", "gaps"]
 def make_storage(
     batch: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, layout: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Random keys and values ``[B, Hkv, S, D]`` in one of the layouts, each its own."""
+    """Random keys and values ``[B, Hkv, S, D]`` in one of the layouts."""
 
     def one(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The benchmarks' machinery: cases that do what they say, tables that survive what fails. No time is asserted."""
+"""The benchmarks: their cases compute the right results, and their tables survive failures. No time is asserted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_cases_run_and_rivals_do_the_same(module: types.ModuleType) -> None:
         ours, theirs = case.ours(1), case.rivals["eager"](1)
         if benchmark.name in ("argmax", "cutoff"):
             ours, theirs = (ours,), (theirs,)
-        if benchmark.name in ("argmax", "cutoff", "verify greedy"):  # the others draw
+        if benchmark.name in ("argmax", "cutoff", "verify greedy"):  # the other cases draw
             for a, b in zip(ours, theirs, strict=True):  # type: ignore[call-overload]
                 assert torch.equal(a, b.to(a.dtype))
 
@@ -150,7 +150,7 @@ DEVICE = types.SimpleNamespace(L2_cache_size=50 << 20, total_memory=40 << 30)
 def test_a_table_on_a_gpu_survives_what_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a GPU: what touches one is replaced."""
+    """Runs without a GPU: all calls that need one are replaced."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: DEVICE)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -21,7 +21,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def gate(*options: str) -> subprocess.CompletedProcess[str]:
-    # In a process of its own: it needs the compiler, whatever this process has done with TRITON_INTERPRET.
+    # In a process of its own, because it needs the compiler even if TRITON_INTERPRET is set here.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "bench.compile_gate", *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -54,7 +54,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
         # The counting sees whole loops: one load of 16 bytes or several, and not more instructions than there are.
         assert 4 < r["loop_per_logit"] < r["all_per_logit"] < r["instructions"]
 
-    # A budget that nothing meets is reported for what it is.
+    # A budget that no kernel meets is reported.
     ran = gate("--arch", "90", "--kernel", "verify, coupled, small", "silu_mul, silu", "--tighten", "0.5")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "instructions per logit, budget 17" in ran.stdout
@@ -85,7 +85,7 @@ def test_the_protocols_kernels_seldom_wait_for_memory(tmp_path: Path) -> None:
     subprocess.run(["nvcc", *options, "csrc/cuda/protocol_kernels.cu"], cwd=ROOT, check=True, timeout=600)
     found = accesses(ptx.read_text())
     print(found)
-    # Of its code: a step runs some of them, since a rollback and an adoption have their own.
+    # Counts in the code. A step runs only some of them: a rollback and an adoption have their own.
     budgets = {
         "PlanKernel, device": {"ld.acquire.gpu": 3, "st.release.gpu": 4, "fence.acq_rel.gpu": 3},
         "PlanKernel, system": {"ld.acquire.sys": 3, "st.release.sys": 4, "fence.acq_rel.sys": 3},
@@ -99,7 +99,7 @@ def test_the_protocols_kernels_seldom_wait_for_memory(tmp_path: Path) -> None:
         waits = {access: n for access, n in found[kernel].items() if ".relaxed." not in access}
         assert set(waits) <= set(budget), kernel
         assert all(n <= budget[access] for access, n in waits.items()), (kernel, waits)
-    # The counting sees what it counts; the caller's word and its flag are the host's.
+    # The counts are not empty; the caller's word and its flag are the host's.
     assert found["PlanKernel, system"]["ld.acquire.sys"] > 0
     assert found["CommitKernel, system"]["st.release.sys"] > 0
     assert found["PlanKernel, device"]["ld.relaxed.sys"] <= 3

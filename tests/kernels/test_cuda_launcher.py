@@ -140,7 +140,7 @@ def run(chain: Chain, schedule: str, generations: int = 3) -> None:
             assert (steps["start_ns"] <= steps["end_ns"]).all()
             assert (steps["start_ns"][1:] >= steps["end_ns"][:-1]).all()
         assert (traces[-1]["rolled_back"] == 0).all()
-        if chain.stages > 1 and schedule == "lockstep":  # in streams the timing decides how many are accepted
+        if chain.stages > 1 and schedule == "lockstep":  # under streams the number of accepted tokens depends on timing
             assert traces[-1]["accepted"].sum() > 0
             assert traces[0]["rollbacks"].sum() > 0
     assert len(waits) == 1  # the number of waits does not depend on the number of steps
@@ -160,7 +160,7 @@ def test_stages_on_several_devices_meet_in_pinned_memory(devices: list[int]) -> 
 
 
 def test_it_ends_where_nothing_runs_at_once() -> None:
-    """Kernels run one after the other, through one queue: one that waited for another would hang."""
+    """Kernels run one after the other, through one queue. A kernel that waited for another one would hang."""
     environment = os.environ | {"CUDA_LAUNCH_BLOCKING": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "plain_decoding"]
     ran = subprocess.run(
@@ -251,7 +251,7 @@ def test_a_device_sees_the_hosts_tokens_in_order() -> None:
     stream, out = read_on(0, memory)
     while not stream.query():
         cuda.litmus_write_here(memory.data_ptr(), 1, 0, 100, LENGTH)
-        # A look over the bus takes longer than an epoch of the host: without a pause none would fall within one.
+        # A read over the bus takes longer than an epoch of the host. Without a pause no read would fall within one epoch.
         time.sleep(0.001)
     looks, _, tokens, wrong = out.tolist()
     assert wrong == 0

@@ -51,8 +51,7 @@ def test_with_ties_keeps_the_equals_of_the_last(dtype: torch.dtype) -> None:
         cutoff = ops.cutoff(logits, inv_temperature=1 / temperature, top_k=k, top_p=p, min_p=least)[..., None]
         kept = kept_by_huggingface(logits, k, p, least, temperature)
         ours = logits >= cutoff
-        # Where HuggingFace's top-p drops some equals of the last one, the rest weighs a little less for min-p: nothing
-        # else may differ.
+        # HuggingFace's top-p may drop some equals of the last kept logit, which changes the probabilities for min-p. Nothing else may differ.
         assert (ours | ~kept).all(), (k, p, least, temperature)
         assert torch.equal(ours & (logits != cutoff), kept & (logits != cutoff)), (k, p, least, temperature)
 
@@ -123,7 +122,7 @@ def test_by_hand() -> None:
     assert kept(top_p=0.0) == [1]
     assert kept(min_p=0.2) == [0, 1, 3, 4]
     assert kept(top_k=3, top_p=0.7) == [1, 4]  # of .4 .25 .2, that is of .85
-    # With tied ones top-k keeps all of them, and a probability is what is left after it.
+    # Top-k keeps all tied logits, and probabilities are those after top-k.
     tied = torch.tensor([[[1.0, 2.0, 2.0, 0.0]]])
     assert ops.cutoff(tied, top_k=1).item() == 2.0
     assert ops.cutoff(tied, top_k=1, top_p=0.4).item() == 2.0
@@ -131,14 +130,14 @@ def test_by_hand() -> None:
     assert ops.cutoff(torch.tensor([[[math.nan, 0.0]]]), top_k=1).item() == -math.inf
     assert ops.cutoff(torch.full((1, 1, 300), -math.inf), top_k=1, top_p=0.5, min_p=0.5).item() == -math.inf
     assert ops.cutoff(torch.tensor([[[math.inf, 5.0, math.inf]]]), top_p=0.9).item() == math.inf
-    # What float32 cannot say is rounded down, so that the kept one stays.
+    # A value between two float32 numbers is rounded down, so that its logit stays.
     assert 0 <= 0.3 - ops.cutoff(torch.tensor([[[0.3, 0.1]]], dtype=torch.float64), top_k=1).item() < 1e-7
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [5, 600])
 def test_infinite_logits(vocab: int, dtype: torch.dtype) -> None:
-    """All of the probability is theirs, however many they are."""
+    """Infinite logits share all of the probability."""
     logits = torch.randn(4, 1, vocab, generator=torch.Generator().manual_seed(7)).to(dtype)
     logits[1:3, 0, 2] = math.inf
     logits[2, 0, 4] = math.inf

@@ -1,4 +1,4 @@
-"""The native forward of a decoder against the same model in float64, and against itself for every shape of a call."""
+"""The native forward of a decoder against the same model in float64, and with equal bits in every shape of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ODD = DecoderShape(
 
 
 class Model:
-    """A decoder with random weights, and the definition of its forward in float64."""
+    """A decoder with random weights, and its forward in float64 by definition."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ def angles(shape: DecoderShape, positions: int = 64) -> tuple[Tensor, Tensor]:
 def storage(
     model: Model, rows: int, capacity: int = 64, dtype: torch.dtype = torch.float32, layout: str = "plain"
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values full of NaN: what is read must have been written."""
+    """Keys and values full of NaN, so that a read of an unwritten element shows."""
     s, layers = model.shape, len(model.layers)
     if layout == "plain":
         both = torch.full((2, layers, rows, s.kv_heads, capacity, s.head_dim), math.nan, dtype=dtype)
@@ -211,7 +211,7 @@ def test_equals_the_definition(name: str, variant: str) -> None:
         for i, (k, v) in enumerate(layers):
             assert_close(cache[0][i, r, :, :50], k)
             assert_close(cache[1][i, r, :, :50], v)
-    # Nothing lies behind the rows' lengths.
+    # Nothing was written behind the rows' lengths.
     assert cache[0][:, :, :, 50:].isnan().all()
     assert cache[1][:, :, :, 50:].isnan().all()
 
@@ -247,7 +247,7 @@ def test_bits_do_not_depend_on_the_call(name: str, variant: str, cache_dtype: to
 
 def test_16_and_32_bits_give_the_same_bits() -> None:
     model = Model(ODD, bits=16, biases=True)
-    # One more layer whose weights bfloat16 does not represent; it is never run.
+    # A further layer, never run, with weights that bfloat16 does not represent.
     other = Model(ODD, layers=1, seed=9)
     wide = NativeDecoder(ODD, [*model.layers, *other.layers])
     narrow = NativeDecoder(ODD, model.layers)

@@ -1,4 +1,4 @@
-"""The examples of docs/kernels.md run as they stand there, one after the other."""
+"""The examples of docs/kernels.md run in their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_examples() -> None:
     for block in BLOCKS:
         exec(block, names)
     assert len(BLOCKS) == 5
-    # They assert something: with a draft that is trusted, the first one fails.
+    # The examples can fail: if every draft token is accepted, the first one does.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             ops, "verify", lambda logits, tokens, query_lens, num_draft_tokens: (tokens.roll(-1, 1), num_draft_tokens)

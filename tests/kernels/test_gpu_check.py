@@ -1,4 +1,4 @@
-"""bench.gpu_check without a GPU, with parts that are scripts: none takes another's time, and no result is lost. No time is asserted."""
+"""bench.gpu_check without a GPU, with scripts as its parts: no part uses another's time, and no result is lost. No time is asserted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def script(name: str, text: str, kind: str = "", least: int = 1, most: int = 60,
 def check(
     monkeypatch: pytest.MonkeyPatch, out: Path, *parts: Part, seconds: float = 300
 ) -> tuple[bool, dict[str, Any]]:
-    """Whether all is well, and what was written."""
+    """Run the check. Returns whether all parts passed, and the results file."""
     monkeypatch.setattr(gpu_check, "_IS_BUILT", "")
     monkeypatch.setattr(gpu_check, "_FACTS", f"print({json.dumps(json.dumps(MACHINE))})")
     well = Check(out, seconds, parts).run()
@@ -57,12 +57,12 @@ def check(
 
 
 WINDOWS = {"deaf": (60.5, 60.0, 40.0), "waiting": (90.0, 60.0, 40.0)}
-"""By what a part prints before it hangs: the most seconds until it is interrupted, described and aborted. A part that obeys a signal ends sooner. The first
-window of a part that ignores the interrupt is short."""
+"""Longest times until a part is interrupted, described and aborted, by the word that it prints before it hangs. A part that reacts to a signal ends
+sooner. The first time of a part that ignores the interrupt is short."""
 
 
 def at_once(monkeypatch: pytest.MonkeyPatch, windows: dict[str, tuple[float, float, float]]) -> None:
-    """Set the deadline when the part prints that it hangs, so that the test does not wait for the time limit."""
+    """Shorten the deadlines when the part prints that it hangs, so that the test does not wait for the time limit."""
     wait = gpu_check._wait
 
     def sooner(process: subprocess.Popen[bytes], deadline: float, log: Path) -> int | None:
@@ -94,7 +94,7 @@ def dumps(what: object) -> str:
 def test_results_and_failures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Parts that are fine, that crash before and after they have written, that print nothing useful; and what comes last still runs."""
+    """Parts that pass, that crash before or after they have written results, that print nothing useful. The last part still runs."""
     broken = KERNEL | {"shape": [4, 5, 6], "error": "OOM\nmore"}
     well, written = check(
         monkeypatch,
@@ -148,7 +148,7 @@ time.sleep(600)
 
 
 def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is ended with what it has started, says where it hung, and its results stay."""
+    """The check ends the part and its child processes, logs where it hung, and keeps its results."""
     at_once(monkeypatch, WINDOWS)
     waits = "import time\ntry: print('waiting', flush=True); time.sleep(600)\nfinally: print('came down')"
     well, written = check(
@@ -172,7 +172,9 @@ def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     child = int(re.findall(r"^child (\d+)$", log, re.MULTILINE)[0])
     assert re.search(rf"^process {child}, state S", log, re.MULTILINE)
     deadline = time.monotonic() + SECONDS
-    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:  # its adopter may take a moment
+    while (
+        Path(f"/proc/{child}").exists() and time.monotonic() < deadline
+    ):  # the process that adopts it may take a moment
         if "Z" in Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0]:
             break
         time.sleep(0.05)
@@ -207,7 +209,7 @@ def test_nothing_runs_where_nothing_can(
 
 
 def test_modules_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What `pip install .` has built is used where the tree has none or an older one; what is newer in the tree stays."""
+    """Installed modules are used if the tree has none or an older one. Newer modules of the tree stay."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     installed, tree = tmp_path / "site" / "pipespec_kernels", tmp_path / "tree"
     for folder in (installed, tree, out := tmp_path / "out"):
@@ -235,7 +237,7 @@ def test_modules_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_limits_leave_the_others_theirs() -> None:
-    """Whatever the parts take of their limits, all required ones get their least, and the whole ends in time."""
+    """However much of their limits the parts use, all required parts get their least time, and the check ends in time."""
     parts = gpu_check.PARTS
     assert sum(part.least for part in parts if part.required) <= gpu_check.ALL_SECONDS - 30  # to begin with
     assert gpu_check.ALL_SECONDS <= 8 * 60
@@ -256,7 +258,7 @@ def test_limits_leave_the_others_theirs() -> None:
 
 
 def test_a_tree_without_git(tmp_path: Path) -> None:
-    """The sources and modules beside them are all that the check needs; the program's own folder is the tree that it runs."""
+    """The check needs only the sources and the modules beside them. It runs the tree that contains the program."""
     tree, out = tmp_path / "tree", tmp_path / "out"
     for folder in ("bench", "python", "pipespec_kernels"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -293,7 +295,7 @@ def test_one_architecture_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_a_dry_run_survives_a_hang_and_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Real parts on the CPU: one hangs, one crashes, and the log says where; the last one gives all figures that are predicted for it."""
+    """Real parts on the CPU: one hangs, one crashes, and the log says where. The last one gives all of its predicted figures."""
     at_once(monkeypatch, {"hanging, as asked": WINDOWS["deaf"]})
     faults = {"variants": "hang", "corruption": "crash", "physics": ""}
     dry = {part.name: part for part in gpu_check.DRY_PARTS}
@@ -363,7 +365,7 @@ def test_notes_of_tests_that_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_ended_from_outside(tmp_path: Path) -> None:
-    """SIGTERM: the part under way ends, and what was found before is there."""
+    """After SIGTERM the running part ends, and the earlier results are kept."""
     program = (
         "import signal, sys; from pathlib import Path; from bench import gpu_check\n"
         "gpu_check._IS_BUILT = ''; gpu_check._FACTS = \"print('{}')\"\n"

@@ -95,7 +95,7 @@ def test_attention(batch, group, width, dtype, invariant, level, data) -> None:
 
 
 def test_the_oracle_is_attention_with_a_causal_mask() -> None:
-    """Against torch's, which shares nothing with it, where the two mean the same: a whole prompt, and one column."""
+    """Compares with torch's attention, an independent implementation, in two cases of equal meaning: a whole prompt, and one column."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 9, 16, generator=generator, dtype=torch.float64) for h in (6, 2, 2))
     zeros = torch.zeros(2, dtype=torch.int32)
@@ -126,7 +126,7 @@ def test_the_reference_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dispatch, "forced", "reference")
     assert torch.equal(ops.verify_attention(q, k, v, lengths, fed, scale=0.3), expected)
     assert calls == [4]
-    # Invariant: a column at a time, whatever is fed with it.
+    # Invariant: one column at a time, whatever else the call feeds.
     torch.testing.assert_close(ops.verify_attention(q, k, v, lengths, fed, scale=0.3, invariant=True), expected)
     assert calls == [4, 1, 1, 1, 1]
 

@@ -1,4 +1,4 @@
-"""The operations as torch.library knows them: opcheck, torch.compile, export, fakes; and where their calls go."""
+"""The operations in torch.library: opcheck, torch.compile, export, fakes; and which implementation runs a call."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_opcheck_on_a_gpu(which: int) -> None:
 
 
 def test_opcheck_would_fail() -> None:
-    """What the checks above catch: a fake of another shape, and an argument written to in secret."""
+    """The checks above can fail: on a fake of another shape, and on an undeclared write to an argument."""
     with torch.library._scoped_library("pipespec_test", "DEF") as library:
         library.define("wrong_fake(Tensor x) -> Tensor")
         library.define("writes(Tensor x) -> Tensor")
@@ -193,7 +193,7 @@ def test_opcheck_would_fail() -> None:
 
 
 def calls(c: dict[str, Any]) -> list[torch.Tensor]:
-    """Every public function, their results in a row."""
+    """The results of every public function."""
     noise = Noise(*(c[name] for name in NOISE))
     fed = [c[name] for name in FED]
     logits = c["logits"]
@@ -219,7 +219,7 @@ def check_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def storage_step(c: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Every operation on keys and values, in the storage and lengths that came in; what attention says on the way."""
+    """Every operation on keys and values, in place; returns the results of attention."""
     storage = [c[name] for name in STORAGE]
     ops.kv_append(*(c[name] for name in APPEND))
     out = torch.zeros_like(c["q"])
@@ -232,7 +232,7 @@ def storage_step(c: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def check_storage_step(step: Callable[[dict[str, torch.Tensor]], list[torch.Tensor]], rows: int, seed: int = 0) -> None:
-    """Says the same, and does the same to its arguments, as the functions do eagerly."""
+    """The compiled step returns the results of the eager one, and changes its arguments in the same way."""
     ours, theirs = ({name: value[:rows].clone() for name, value in storage_case(seed=seed).items()} for _ in range(2))
     before = {name: value.clone() for name, value in ours.items()}
     check_same(step(ours), storage_step(theirs))
@@ -530,13 +530,13 @@ def test_modes_see_the_operations_and_subclasses_go_through() -> None:
         watched = calls(c)
     assert sum(name.startswith("pipespec.") for name in seen) == 7
     check_same(watched, calls(c))
-    weights = torch.nn.Parameter(c["logits"])  # a class of its own, and wants gradients
+    weights = torch.nn.Parameter(c["logits"])  # a class of its own that requires gradients
     check_same(calls(c | {"logits": weights}), calls(c))
     assert not any(result.requires_grad for result in calls(c | {"logits": weights}))
 
 
 def test_plain_calls_do_not_go_through_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call per draft step cannot afford it."""
+    """The dispatcher is too slow for a call per draft step."""
     monkeypatch.setattr(torch.ops, "pipespec", None)
     calls(case())
 
@@ -616,7 +616,7 @@ def test_rejection_sample_is_the_reference(shape, kinds, dtypes, layouts, certai
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
 @pytest.mark.parametrize("peaked", [False, True], ids=["flat", "peaked"])
 def test_rejection_sample_by_any_threads_is_the_reference(certain: bool, peaked: bool) -> None:
-    """Rows long enough to be cut, and for several threads; draft tokens as the draft draws them."""
+    """Rows long enough to be cut for several threads, with draft tokens that the draft has drawn."""
     generator = torch.Generator().manual_seed(11)
     shape, taken = (3, 4, 40011), 0
     n = torch.tensor([4, 3, 4], dtype=torch.int32)
@@ -635,7 +635,7 @@ def test_rejection_sample_by_any_threads_is_the_reference(certain: bool, peaked:
             with simd(variant):
                 for threads in (1, 2, 3):
                     check_same(list(ops.rejection_sample(*arguments, threads=threads)), list(expected))
-    assert taken > 0 or (certain and not peaked)  # of flat distributions hardly any certain draft token is
+    assert taken > 0 or (certain and not peaked)  # flat distributions accept hardly any certain draft token
 
 
 def test_rejection_sample_checks_its_arguments() -> None:

@@ -75,7 +75,7 @@ def test_streams_positions_and_seeds_are_independent() -> None:
         assert abs(correlation) < 5 / math.sqrt(20000)
 
 
-# --- the way from bits to noise --------------------------------------------------------------------------------------
+# --- from bits to noise ----------------------------------------------------------------------------------------------
 
 
 def true_noise(r: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def true_noise(r: Tensor) -> Tensor:
 
 
 def check_tail(gumbel: Callable[[Tensor], Tensor]) -> None:
-    """The winning tail is as long and as fine as 32 bits allow."""
+    """The upper tail is as long and as fine as 32 bits allow."""
     tail = gumbel(torch.arange(3000))  # the largest noise there is: above 14
     assert tail.max() > 22
     assert len(tail.unique()) > 2900
@@ -92,7 +92,7 @@ def check_tail(gumbel: Callable[[Tensor], Tensor]) -> None:
 
 
 def gumbel_of_24_bits(r: Tensor) -> Tensor:
-    """The usual short cut."""
+    """The usual formula with 24 bits."""
     u = ((r >> 8).float() + 0.5) * 2.0**-24
     return -torch.log(-torch.log(1 - u))
 

@@ -32,7 +32,7 @@ def make_noise(batch: int, generator: torch.Generator, cutoff: Tensor | None = N
 
 
 def make_cutoff(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Of a random logit of each row, now and then of none or of all."""
+    """The cutoff at a random logit of each row; sometimes at none, or above all."""
     batch, width, vocab = logits.shape
     ids = torch.randint(0, vocab, (batch, width, 1), generator=generator)
     cutoff = logits.gather(2, ids)[..., 0].float()
@@ -165,7 +165,7 @@ def test_ties_nans_and_infinities(dtype: torch.dtype, variant: str) -> None:
             assert draw(**{f"v{first}": -nan, f"v{second}": nan}, cutoff=inf) == first
             assert draw(**{f"v{second}": -1e4}) == second  # the only one that can be
             assert draw(**{f"v{first}": 1.0, f"v{second}": 2.0}, cutoff=1.5) == second
-        # Noise is lost in so large a sum, and equal sums are left.
+        # Noise vanishes in such a large sum, which leaves equal sums.
         noise.inv_temperature = torch.tensor([1e30])
         assert draw(v17=3.0, v18=3.0, v9000=3.0) == 17
         noise.inv_temperature = torch.tensor([1.0])
@@ -254,7 +254,7 @@ def check_acceptance(target: Tensor, draft: Tensor, drafted: Tensor, seed: int =
     logits = target.expand(n, 2, -1)
     two, one = torch.full((n,), 2, dtype=torch.int32), torch.ones(n, dtype=torch.int32)
     selected, accepted = ops.verify(logits, tokens, two, one, noise=noise)
-    assert torch.equal(selected[:, 0].long(), draw(target, POSITIONS[:n], seed))  # whatever the draft said
+    assert torch.equal(selected[:, 0].long(), draw(target, POSITIONS[:n], seed))  # whatever the draft proposed
     check_distribution(selected[:, 0].long(), target)
     p = coupled_agreement(torch.softmax(target, -1), torch.softmax(draft, -1))
     assert abs(accepted.double().mean().item() - p) < 5 * math.sqrt(p * (1 - p) / n)
@@ -297,9 +297,9 @@ def test_a_broken_coupling_is_caught() -> None:
     target = target_logits()
     draft = target + 0.3 * torch.randn(BINS, generator=torch.Generator().manual_seed(12))
     for tokens in (draw(draft, POSITIONS + 1), draw(draft, stream=DRAFT), draw(draft, seed=2)):
-        check_distribution(tokens, draft)  # right by themselves ...
+        check_distribution(tokens, draft)  # each draw is right by itself ...
         with pytest.raises(AssertionError):
-            check_acceptance(target, draft, tokens)  # ... and wrong together
+            check_acceptance(target, draft, tokens)  # ... but the coupling is wrong
 
 
 def test_a_wrong_distribution_is_caught() -> None:

@@ -1,4 +1,4 @@
-"""The scheduler from Python: the text is that of plain decoding. After failures and Ctrl-C no step runs and no thread is left."""
+"""The scheduler from Python: the text is that of plain decoding. After a failure or Ctrl-C no step runs and no thread remains."""
 
 from __future__ import annotations
 

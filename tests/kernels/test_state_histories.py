@@ -29,7 +29,7 @@ ACTIONS = {
 
 @dataclass
 class Event:
-    """What happens next: a plan, perhaps with its commit, or something that the caller does."""
+    """An event: a plan, perhaps with its commit, or an action of the caller."""
 
     stage: int
     policy: tuple[int, int, int]
@@ -54,7 +54,7 @@ class History:
         self.block.reset(starts, limits, last, eos)
         self.model = [model.Row(self.stages, *numbers, set(eos)) for numbers in zip(starts, limits, last, strict=True)]
         for row in self.model:
-            # What the stages mostly say, so that they agree for a while.
+            # The stages' usual choices, so that they agree for a while.
             row.liked = [rng.choice([0, 1, 2, 3, 3, 3, 9]) for _ in range(200)]  # type: ignore[attr-defined]
         self.alive = [False] * self.stages
         for stage in range(self.stages):
@@ -71,7 +71,7 @@ class History:
             policy = rng.choice([0, 1, 3, 8, 2**32 - 1]), rng.choice([0, 1, 4, 99]), rng.choice([0, 0, 0, 2])
             selected = np.full((self.rows + self.spare_rows, self.width), -1, np.int32)
             for r, row in enumerate(self.model):
-                # Of the column behind which token the choice is does not matter here: any choice is one.
+                # The choices are random: which token precedes a column does not matter here.
                 begin = len(row.texts[stage].tokens)
                 for j in range(self.width):
                     likes = rng.random() < (0.97 if stage == self.stages - 1 else 0.85)
@@ -117,7 +117,7 @@ def check_query_lens(fed: list[model.Fed], arrays: Any, width: int) -> None:
 
 
 def together(fed: list[model.Fed]) -> Action:
-    """What all rows should do."""
+    """The combined action of all rows."""
     if any(part.action == model.WAIT for part in fed):
         return Action.WAIT
     if any(part.tokens for part in fed):
@@ -126,7 +126,7 @@ def together(fed: list[model.Fed]) -> Action:
 
 
 def play(history: History, steps: int) -> dict[str, int]:
-    """Port and model side by side; what occurred, counted."""
+    """Run port and model side by side, and count the kinds of events."""
     ports = [history.block.port(stage, history.width) for stage in range(history.stages)]
     seen = dict.fromkeys([*(action.name for action in Action.__members__.values()), "rollback", "eos"], 0)
     for event in history.events(steps):
@@ -209,7 +209,7 @@ def test_kernels_without_a_device_say_so() -> None:
 
 
 def without_controls(memory: np.ndarray, block: StateBlock) -> np.ndarray:
-    """The block's bytes without what only the host writes: bells and who is asleep."""
+    """The block's bytes without the words that only the host writes: bells and parked words."""
 
     def size(stages: int, rows: int) -> int:
         return _native.Block.bytes(stages, rows, 1)  # type: ignore[no-any-return]
@@ -221,7 +221,7 @@ def without_controls(memory: np.ndarray, block: StateBlock) -> np.ndarray:
 
 
 def device_history(seed: int, pinned: bool) -> None:
-    """The same on host and device, each in its own block; on the device ordered by one stream."""
+    """The same history on host and device, each in its own block. On the device one stream orders the steps."""
     history = History(seed)
     memory = torch.from_numpy(history.block.memory.array)
     there = memory.clone().pin_memory() if pinned else memory.cuda()

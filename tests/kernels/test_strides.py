@@ -1,4 +1,4 @@
-"""Any strides in the first two dimensions, for every operation on the CPU: what a copy without them gives."""
+"""Every operation on the CPU gives the same result for any strides in the first two dimensions as for a contiguous copy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_any_strides(shape, dtype, kind, of_logits, of_draft, of_tokens, of_cuto
 
 
 def test_rows_further_apart_than_32_bits_count() -> None:
-    """The stride itself is a number of 32 bits: what it is multiplied by makes the offset larger."""
+    """The stride fits 32 bits, and its product with the row index does not."""
     for strides in ((2**30 + 64, 64), (64, 2**30 + 64)):
         logits = far_apart((3, 3, 50), strides, torch.Generator().manual_seed(7))
         tokens, n = torch.full((3, 3), 3), torch.full((3,), 3, dtype=torch.int32)

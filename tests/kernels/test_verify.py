@@ -1,4 +1,4 @@
-"""ops.verify against the definition in docs/architecture.md, read aloud."""
+"""ops.verify against a literal implementation of the definition in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_one_by_hand() -> None:
     selected, accepted = ops.verify(logits, fed, int32(4), int32(3))
     assert selected.tolist() == [[3, 1, 4, -1]]
     assert accepted.tolist() == [2]
-    # The same with the known part trimmed away, and with more of it known.
+    # The same with fewer and with more own tokens before the draft tokens.
     selected, accepted = ops.verify(logits[:, 1:], fed[:, 1:], int32(3), int32(2))
     assert (selected.tolist(), accepted.tolist()) == ([[1, 4, -1]], [1])
     selected, accepted = ops.verify(logits, fed, int32(4), int32(2))

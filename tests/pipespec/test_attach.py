@@ -86,7 +86,7 @@ def test_attach_and_detach(model):
     assert pipe.report is None
 
 
-def test_twice_or_not_at_all(model, pipe):
+def test_attach_twice_and_detach_twice(model, pipe):
     with pytest.raises(ValueError, match="attached already; detach"):
         pipespec.attach(model, noisy(model, 0.1), schedule="lockstep")
     assert attached(model) is pipe
@@ -150,7 +150,7 @@ NAMES = ["num_beams", "assistant_model", "output_attentions", "position_ids", "p
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_pipeline_cannot_is_decoded_by_transformers(model, name):
+def test_unsupported_calls_are_decoded_by_transformers(model, name):
     def call(generate):
         kwargs = {
             "inputs": torch.tensor([[5, 6, 7]]),
@@ -181,7 +181,7 @@ def test_what_a_pipeline_cannot_is_decoded_by_transformers(model, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_or_refused(model, name):
+def test_unsupported_calls_are_refused_on_request(model, name):
     pipespec.attach(model, noisy(model, 0.1), schedule="lockstep", unsupported="raise")
     with pytest.raises(NotImplementedError, match=name):
         model.generate(**{"inputs": torch.tensor([[5, 6, 7]]), "max_new_tokens": 6, **unsupported(model)[name]})
@@ -215,7 +215,7 @@ def test_errors_are_raised_all_the_same(model, pipe):
             model.generate(torch.tensor([[5, 6, 7]]), **kwargs)
 
 
-def test_somebody_elses_loop(model, pipe):
+def test_another_decoding_loop(model, pipe):
     """custom_generate on an attached model: theirs, or the pipeline by its other name."""
     ids = torch.tensor([[5, 6, 7]])
 

@@ -411,7 +411,7 @@ def test_lengths_that_leave_nothing_to_do(pipeline):
             pipeline.generate(PROMPT, max_new_tokens=new)
 
 
-def test_ids_that_are_none(pipeline):
+def test_invalid_token_ids(pipeline):
     with pytest.raises(TypeError, match="eos_token_id"):
         pipeline.generate(PROMPT, eos_token_id="</s>")
     with pytest.raises(TypeError, match="pad_token_id"):
@@ -459,7 +459,7 @@ def test_options_without_an_effect_are_let_through(pipeline, model):
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "token_type_ids", "generator"])
-def test_arguments_that_nobody_knows(pipeline, model, name):
+def test_unknown_arguments(pipeline, model, name):
     for generate in (model.generate, pipeline.generate):
         with pytest.raises(ValueError, match=rf"not used by the model: \['{name}'\]"):
             generate(PROMPT, max_new_tokens=2, **{name: 5})
@@ -484,7 +484,7 @@ def test_greedy_texts_of_one_prompt_are_all_the_same(pipeline, model):
 
 
 @pytest.mark.parametrize("drafts", [0, 1])
-def test_temperatures_and_counts_beyond_all_bounds(model, drafts):
+def test_extreme_temperatures_and_counts(model, drafts):
     """What transformers takes. Beyond all bounds a temperature makes all tokens equally likely, and top_k keeps all of them."""
     pipeline = Pipeline(model, [always_right(model)] * drafts, schedule="lockstep")
     sampled = {"max_new_tokens": 8, "do_sample": True, "seed": 3}

@@ -385,7 +385,7 @@ def test_every_argument_is_classified_and_has_a_case(capsys):
         print(f"\n{len(ARGUMENTS)} arguments of generate(), {len(set(INSTALLED))} of them installed:", dict(counts))
 
 
-def test_an_argument_that_nobody_knows_is_refused(situations, monkeypatch):
+def test_an_unknown_argument_is_refused(situations, monkeypatch):
     """In a call, and where it is a field that a later transformers may bring. Entries of the user's own are carried along."""
     s = situations["one"]
     with pytest.raises(ValueError, match="'quantum_leap'"):

@@ -24,7 +24,7 @@ from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.trials import trials
-from tests.waiting import SECONDS, abreast, until
+from tests.waiting import SECONDS, drafts_keep_up, until
 
 PROMPTS = random_prompts(3, seed=21, shortest=4)
 NEW = 24
@@ -98,8 +98,8 @@ def test_parent_and_children_at_once(models, schedule, options, measured_briefly
         for child in children:
             child.check()
         # The target waits for the worker, which may be slower than it.
-        in_turn = abreast(pipe, [len(PROMPTS[0]) + NEW]) if schedule == "workers" else nullcontext()
-        with in_turn:
+        keep_up = drafts_keep_up(pipe, [len(PROMPTS[0]) + NEW]) if schedule == "workers" else nullcontext()
+        with keep_up:
             generates(pipe, texts, 1)
         if schedule == "workers":
             assert pipe.report.stages[0].steps > 0, "the parent's worker is not what it was"

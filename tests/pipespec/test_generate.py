@@ -154,7 +154,7 @@ def test_the_default_length(chain):
     assert both(chain, long).shape[1] <= LIMIT
 
 
-def test_the_callers_words_go_before_the_configurations(model):
+def test_keywords_override_the_configuration(model):
     target = copy.deepcopy(model)
     prompt = random_prompts(1, seed=14, shortest=5, longest=5)[0][None]
     text = new_tokens(target, prompt, 12)

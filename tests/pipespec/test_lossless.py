@@ -18,7 +18,7 @@ import torch
 from pipespec import Pipeline
 from tests.conftest import VOCABULARY, always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.trials import trials
-from tests.waiting import abreast
+from tests.waiting import drafts_keep_up
 
 PROMPTS = trials(ci=24, nightly=200)
 BATCHES = (1, 3, 8)
@@ -119,15 +119,15 @@ def test_random_models(family, k, schedule):
                 for draft, kind in zip(drafts, chain, strict=True):
                     family.become(draft, kind)
                 # How many draft tokens come in time is the machine's affair: in every fifth call the target waits for them.
-                in_turn = schedule == "workers" and number % 5 == 0
-                with abreast(pipeline, limits(rows, NEW), EOS) if in_turn else nullcontext():
+                keep_up = schedule == "workers" and number % 5 == 0
+                with drafts_keep_up(pipeline, limits(rows, NEW), EOS) if keep_up else nullcontext():
                     got = pipeline.generate(
                         ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=EOS, pad_token_id=0
                     )
                 what = f"K={k} {schedule} batch {batch} number {number} drafts {'+'.join(chain)}"
                 ties += check(family.target, rows, wanted, got, ids.shape[1], what)
                 texts += len(rows)
-                if in_turn or schedule == "lockstep":
+                if keep_up or schedule == "lockstep":
                     last = pipeline.report.stages[-1]
                     accepted[chain[-1]] += last.accepted
                     rejected[chain[-1]] += last.drafted - last.accepted
@@ -199,8 +199,8 @@ def test_bundled_family(bundled, k, schedule):
     with Pipeline(target, drafts, schedule=schedule) as pipeline:
         for batch in BATCHES:
             for number, (rows, ids, mask, wanted) in enumerate(reference(batch)):
-                in_turn = schedule == "workers" and number == 0  # that there are draft tokens in time
-                with abreast(pipeline, limits(rows, 32), eos) if in_turn else nullcontext():
+                keep_up = schedule == "workers" and number == 0  # that there are draft tokens in time
+                with drafts_keep_up(pipeline, limits(rows, 32), eos) if keep_up else nullcontext():
                     got = pipeline.generate(ids, attention_mask=mask, max_new_tokens=32, do_sample=False)
                 what = f"bundled K={k} {schedule} batch {batch} number {number}"
                 ties += check(target, rows, wanted, got, ids.shape[1], what)

@@ -34,7 +34,7 @@ from pipespec.engine.forward import described, forward, recheck, release
 from pipespec.models import families
 from tests.conftest import left_pad, noisy
 from tests.trials import trials
-from tests.waiting import abreast
+from tests.waiting import drafts_keep_up
 
 VOCABULARY = 103
 
@@ -236,7 +236,7 @@ def test_workers_take_the_native_form_and_say_so():
     for use in (True, False):
         with pipespec.Pipeline(model, [draft], schedule="workers", native=use) as pipe:
             # The target waits, by a hook of its own, for the worker, which reports its form before its first step.
-            with abreast(pipe, [32]):
+            with drafts_keep_up(pipe, [32]):
                 assert torch.equal(pipe.generate(prompt, max_new_tokens=24, do_sample=False), wanted)
             assert pipe.report.stages[0].forward == ("native" if use else "transformers: native=False")
             assert pipe.report.stages[1].forward.startswith("transformers: ")

@@ -198,19 +198,19 @@ def test_another_default_device(chain, kwargs):
     assert torch.equal(got, wanted)
 
 
-def test_entries_of_a_configuration_that_nobody_reads(model, chain):
+def test_unused_entries_of_a_configuration(model, chain):
     model.generation_config.chat_format = "chatml"
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=9), greedy(model, new=9))
 
 
 @pytest.mark.parametrize(("seed", "error"), [("abc", TypeError), (2**64, ValueError), (-(2**63) - 1, ValueError)])
 @pytest.mark.parametrize("sample", [True, False])
-def test_seeds_that_are_none(chain, seed, error, sample):
+def test_invalid_seeds(chain, seed, error, sample):
     with pytest.raises(error, match="seed"):
         chain.generate(PROMPT, max_new_tokens=2, do_sample=sample, seed=seed)
 
 
-def test_the_partial_text_comes_with_the_error(model):
+def test_an_error_leaves_the_partial_text(model):
     pipeline = Pipeline(model, always_right(model), lookahead=3, schedule="lockstep")
 
     def fails(ids, scores):

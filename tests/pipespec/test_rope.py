@@ -104,7 +104,7 @@ def test_from_both_sides_of_the_change(kind, quality):
         check(pipe, kind, length)
 
 
-def test_the_models_here_notice(monkeypatch):
+def test_the_rope_of_these_models_matters(monkeypatch):
     """Without the correction the texts differ, so the tests of this file can fail."""
     for kind in KINDS:
         target = model_of(kind)
@@ -278,7 +278,7 @@ def test_the_drafts_rest_behind_the_change():
     assert pipe.report.stages[-1].accepted >= 4
 
 
-def test_what_is_said():
+def test_warnings():
     """One warning that drafts rest; a warning that the text may differ only where it can."""
     target = model_of("longrope")
     pipe = Pipeline(target, always_right(target), schedule="lockstep")

@@ -18,7 +18,7 @@ from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.oracle import Oracle, Sampling
 from tests.trials import trials
-from tests.waiting import abreast
+from tests.waiting import drafts_keep_up
 
 NEW = 16
 EOS = [17, 101, 230]
@@ -98,8 +98,8 @@ def test_the_text_is_the_target_s(grid, k, schedule):
                     ids, mask = left_pad(prompts)
                     seeds = grid.seeds[begin : begin + batch]
                     # How many draft tokens come in time is the machine's affair: in the first call the target waits for them.
-                    in_turn = schedule == "workers" and begin == 0
-                    with abreast(pipeline, [len(p) + NEW for p in prompts], EOS) if in_turn else nullcontext():
+                    keep_up = schedule == "workers" and begin == 0
+                    with drafts_keep_up(pipeline, [len(p) + NEW for p in prompts], EOS) if keep_up else nullcontext():
                         got = new_tokens(
                             pipeline,
                             ids,
@@ -309,7 +309,7 @@ def test_any_integer_of_64_bits_is_a_seed(chain):
         ([5], ValueError, "1 seeds for 2 rows"),
     ],
 )
-def test_what_is_no_seed(chain, seed, error, words):
+def test_invalid_seeds(chain, seed, error, words):
     ids = PROMPTS[0][None].expand(2, -1)
     with pytest.raises(error, match=words):
         sample(chain, ids, seed=seed)

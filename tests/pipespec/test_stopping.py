@@ -176,7 +176,7 @@ class AllRows(StoppingCriteria):
         return False not in self.said
 
 
-def test_a_batch_judged_as_a_whole(chain, model):
+def test_a_criterion_for_the_whole_batch(chain, model):
     ids, mask = left_pad(random_prompts(3, seed=9, shortest=4))
     texts = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, ids.shape[1] :]
     words = [int(texts[row, at]) for row, at in enumerate((3, 11, 7))]

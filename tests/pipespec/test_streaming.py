@@ -305,7 +305,7 @@ def test_an_interruption_inside_of_the_target(model, chain):
 
 
 @pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache", "custom_generate"])
-def test_a_consumer_does_not_wait_for_ever(model, chain, how):
+def test_a_waiting_consumer_gets_the_error(model, chain, how):
     """generate() fails in its thread: the loop over the streamer in the other one ends, with the same error."""
 
     def fail(ids, scores):
@@ -376,7 +376,7 @@ FAILURES = {"refused": {"num_beams": 2}, "at once": {"max_new_tokens": 0}, "late
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_who_iterates_asynchronously_gets_the_error(chain, how):
+def test_an_asynchronous_reader_gets_the_error(chain, how):
     async def consume():
         streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
         kwargs = {"max_new_tokens": NEW, **FAILURES[how]}
@@ -393,7 +393,7 @@ def test_who_iterates_asynchronously_gets_the_error(chain, how):
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_other_streamers_are_not_told_that_the_text_is_complete(chain, how):
+def test_other_streamers_get_no_end(chain, how):
     """Servers take ``end()`` for the end of a text, and tell of an error themselves."""
     recorder = Recorder()
     with pytest.raises((NotImplementedError, ValueError, Enough)):

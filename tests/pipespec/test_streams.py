@@ -45,7 +45,7 @@ from pipespec.errors import NotCapturable
 from pipespec_kernels.scheduler import widths
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
-from tests.waiting import abreast, until
+from tests.waiting import drafts_keep_up, until
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -115,7 +115,7 @@ def make(model, drafts, how: str, device: str = "cpu", **options):
 def paced(pipe, how: str, ids, mask=None):
     """Around a call with ``GREEDY``: in an asynchronous schedule, the target waits for the drafts before each step."""
     starts = torch.full((len(ids),), ids.shape[1]) if mask is None else mask.sum(1)
-    return abreast(pipe, (starts + NEW).tolist()) if how == "streams" else contextlib.nullcontext()
+    return drafts_keep_up(pipe, (starts + NEW).tolist()) if how == "streams" else contextlib.nullcontext()
 
 
 CHAINS = [

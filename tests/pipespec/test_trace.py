@@ -19,7 +19,7 @@ from pipespec.observe.trace import chrome_trace, not_kept, save_trace, summary
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
-from tests.waiting import abreast
+from tests.waiting import drafts_keep_up
 
 FULL = np.dtype(
     [
@@ -202,8 +202,8 @@ def test_the_oldest_steps_are_overwritten(target, schedule) -> None:
     ids = random_prompts(1, seed=10, shortest=3)[0][None]
     with Pipeline(target, [noisy(target, 0.1)], schedule=schedule, lookahead=4, trace=4) as pipe:
         # The draft is to have more than four steps, too.
-        in_turn = abreast(pipe, [ids.shape[1] + 40]) if schedule == "streams" else contextlib.nullcontext()
-        with in_turn:
+        keep_up = drafts_keep_up(pipe, [ids.shape[1] + 40]) if schedule == "streams" else contextlib.nullcontext()
+        with keep_up:
             pipe.generate(ids, max_new_tokens=40)
     report = pipe.report
     for name, steps in report.trace.items():

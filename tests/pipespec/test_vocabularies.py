@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from pipespec import Pipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.waiting import abreast
+from tests.waiting import drafts_keep_up
 
 REAL = 200  # tokens of the tokenizer; the target's text uses its padding as well, being random
 NEW = 20
@@ -95,7 +95,7 @@ def test_in_processes_of_their_own(model, paths, prompts):
             check(pipe, model, prompts, **kwargs)
         ids, mask = (of_all[:1] for of_all in prompts)
         wanted = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-        with abreast(pipe, [int(mask.sum()) + NEW]):  # so small a target can be through before a draft has begun
+        with drafts_keep_up(pipe, [int(mask.sum()) + NEW]):  # so small a target can be through before a draft has begun
             assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW), wanted)
         assert pipe.report.stages[-1].drafted > 0
         assert pipe.report.stages[0].produced > 0

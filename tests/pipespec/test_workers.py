@@ -30,7 +30,7 @@ from pipespec.process.threads import restored_threads, target_threads
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import CALLS, Faulty, Telling
 from tests.trials import trials
-from tests.waiting import SECONDS, abreast, until
+from tests.waiting import SECONDS, drafts_keep_up, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,9 +116,9 @@ class Rig:
         for model in (self.target, *self.drafts):
             model.set()
 
-    def abreast(self, which: int = 0):
+    def drafts_keep_up(self, which: int = 0):
         """Around ``generate(which)``: the target waits for the drafts before each step."""
-        return abreast(self.pipeline, [len(self.prompts[which]) + 60])
+        return drafts_keep_up(self.pipeline, [len(self.prompts[which]) + 60])
 
     def await_ends_of_call(self) -> None:
         """Wait until all workers are idle. They end a call later than the target does."""
@@ -148,7 +148,7 @@ class Rig:
         assert self.generate(1) == []
         assert len(self.pids) == 2
         assert all(map(alive, self.pids))
-        with self.abreast(1):
+        with self.drafts_keep_up(1):
             assert self.generate(1) == []
         _, middle, target = self.pipeline.report.stages
         assert target.accepted > 0
@@ -494,7 +494,7 @@ def test_a_worker_whose_model_fails(rig, stage, call):
     for worker in rig.pipeline._driver._workers.values():
         assert worker.await_idle()  # else the step that it ends now is the one that fails
     rig.drafts[stage].set(fail_at=call)
-    with rig.abreast():  # it is dead before the text is complete
+    with rig.drafts_keep_up():  # it is dead before the text is complete
         messages = rig.generate()
     assert len(messages) == 1
     assert f"draft stage {stage} " in messages[0]

@@ -275,7 +275,7 @@ def test_sampled_and_greedy_are_told_apart(monkeypatch, target, one_core):
         assert (pipe._driver.tables["sampled"] == 0).mean() > 0.95  # coupled noise
 
 
-def test_what_loses_in_fact_is_left(monkeypatch, target, one_core):
+def test_a_candidate_that_measures_slow_is_dropped(monkeypatch, target, one_core):
     """Predicted to win, measured to lose."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0)) as pipe:
         for candidate in pipe.plan.candidates:
@@ -295,7 +295,7 @@ def test_what_was_measured_for_one_shape_says_nothing_of_others(monkeypatch, tar
         assert auto.record(3, "greedy") is auto.record(4, "greedy")
 
 
-def test_the_tokens_of_a_text_are_not_the_drivers_merit(monkeypatch, target, one_core):
+def test_measured_rates_come_from_step_times(monkeypatch, target, one_core):
     """The measured rate of a chain is that of its steps. What is measured fades while calls are decoded plainly."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         auto, chosen = pipe._driver, pipe.plan.chosen
@@ -390,7 +390,7 @@ def test_a_batch_is_measured_when_it_comes(monkeypatch, target, one_core):
         assert pipe.plan.call.rows == 4
 
 
-def test_no_speculation_where_rope_depend_on_the_length(monkeypatch, one_core):
+def test_no_speculation_where_rope_depends_on_the_length(monkeypatch, one_core):
     target = model_of("longrope")
     looks = []
     monkeypatch.setattr(CallSteering, "after_step", lambda steering: looks.append(1))

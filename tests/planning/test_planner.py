@@ -144,7 +144,7 @@ def test_threads_are_the_users_where_it_matters_little():
     assert planner.decide(found, {("plain", (), 1): 1.2, ("plain", (), 2): 1.0}).chosen.threads == 1
 
 
-def test_fewer_threads_are_no_merit_of_the_drafts():
+def test_a_gain_of_fewer_threads_is_not_a_gain_of_the_drafts():
     draft = stage("draft 0", 1e-3, slope=0.0)
     target = _target_with(1e-2, 1.08e-2).target
     found = plan(Profile((draft, target), 2), Answers(acceptance=(0.01,)), cores=2)
@@ -295,7 +295,7 @@ def test_zero_times():
         plan(Chain(), Answers((0.5,)))
 
 
-def test_calls_that_cannot_be():
+def test_impossible_calls():
     with pytest.raises(ValueError, match="at least 1"):
         CallShape(rows=0)
 
@@ -384,7 +384,7 @@ def test_wide_captured_steps_cost_what_they_are_padded_to(monkeypatch):
     assert rate["streams"] < max(c.rate for c in cheap.candidates if c.way == "streams")
 
 
-def test_what_a_drivers_rests_are():
+def test_plain_decoding_of_a_candidate_has_its_kind_of_steps():
     found = plan(captured(chain(1e-3, 1e-2), 2e-4, 5e-3), Answers((0.85,)), captured=EVERY)
     for c in found.candidates:
         assert planner.plain_of(found, c).captured == c.captured

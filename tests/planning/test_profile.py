@@ -86,7 +86,7 @@ def test_context_threads_and_rows():
         lambda: Profile((stage(),), 1, float("inf")),
     ],
 )
-def test_what_cannot_be_is_refused(make):
+def test_invalid_profiles_are_refused(make):
     with pytest.raises(ValueError, match=r"."):
         make()
 
@@ -186,7 +186,7 @@ class Scripted:
         return self._pace[max(self.round, 0)]
 
 
-def test_a_bad_moment_is_the_machines_and_not_the_steps(monkeypatch):
+def test_a_slow_moment_does_not_change_step_times(monkeypatch):
     """A quarter of the rounds is twice as slow: the step times are those of the others, and slowness tells of it."""
     script = Scripted(monkeypatch, lambda width: 1e-3 * (1 + 0.1 * width), [1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0])
     profiler = measure.Profiler([random_llama(1, layers=1), random_llama(0)], ["a", "b"])
@@ -284,7 +284,7 @@ def test_agreement_on_a_text_that_is_not_the_targets(target):
 # --- on disk ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_comes_back_as_it_was(tmp_path):
+def test_a_profile_round_trip(tmp_path):
     stored = StoredProfile(a_profile(), {"greedy": np.array([[0], [1]], dtype=np.uint8)})
     assert profile_store.store(stored, tmp_path / "new")
     back = profile_store.load("some", 2, tmp_path / "new")
@@ -342,7 +342,7 @@ def test_where_nothing_can_be_written(tmp_path):
         assert not profile_store.store(StoredProfile(a_profile(), {}), tmp_path / "file")
 
 
-def test_where_it_lies(monkeypatch, tmp_path):
+def test_the_folder_of_profiles(monkeypatch, tmp_path):
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     assert profile_store.cache_folder() == tmp_path
     monkeypatch.delenv("PIPESPEC_CACHE")

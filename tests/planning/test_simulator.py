@@ -121,7 +121,7 @@ def test_the_target_keeps_its_core():
         assert stage.steps * step == pytest.approx(result.seconds / 2, rel=0.01)
 
 
-def test_late_is_who_wakes_while_others_have_all_cores():
+def test_a_wake_up_is_late_while_other_stages_occupy_all_cores():
     """The target waits for one draft, which follows from a draft of its own: two awake on two cores, or none but its publisher."""
     policy = SimulatedPolicy(lookahead=4, min_draft_tokens=2, wake_s=0.25, late_s=4.0)
     prompt = SimulatedPolicy(lookahead=4, min_draft_tokens=2, wake_s=0.25)
@@ -137,7 +137,7 @@ def test_late_is_who_wakes_while_others_have_all_cores():
     assert seconds(policy, (1.0, 4.0, 10.0), None) == seconds(prompt, (1.0, 4.0, 10.0), None)
 
 
-def test_who_is_sensitive_to_others():
+def test_sensitivity_to_other_stages():
     """Steps of 1 and 10, never accepted: the target's last 1.5 times as long beside a draft that never rests, or as ever."""
 
     def run(*sensitivity):
@@ -195,7 +195,7 @@ def test_correlated_stages_differ_from_independent_ones():
     assert apart.stages[1].accepted < apart.stages[1].drafted
 
 
-def test_a_wait_is_a_bet_with_a_deadline():
+def test_a_wait_ends_at_its_deadline():
     late = [StageModel(1.0, start_s=1e9), StageModel(10.0)]
     # 1.5 times what four drafts should take, before every step but the last, which has no place for a draft.
     assert (
@@ -208,7 +208,7 @@ def test_a_wait_is_a_bet_with_a_deadline():
     )
 
 
-def test_decoding_meanwhile_pays_where_verification_is_dear():
+def test_decoding_meanwhile_pays_where_verification_is_expensive():
     stages = [StageModel(22.0), StageModel([120.0, 427.0])]
 
     def rate(**policy) -> float:

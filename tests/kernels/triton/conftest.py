@@ -1,8 +1,7 @@
-"""Tests of the Triton kernels that run on either: in triton's interpreter on the CPU, or compiled on a GPU.
+"""Tests of the Triton kernels, which run in triton's interpreter on the CPU or compiled on a GPU.
 
-Which of the two is committed when triton is first imported. In a run of the whole suite nothing is interpreted, so
-that here as elsewhere kernels are compiled: these tests then need a GPU, and ``tests/kernels/test_interpreted.py`` runs
-them a second time, interpreted, in a process of its own. By hand::
+The first import of triton decides between the two. A run of the whole suite compiles the kernels, so these tests then need a GPU, and
+``tests/kernels/test_interpreted.py`` runs them a second time, interpreted, in a process of its own. By hand::
 
     TRITON_INTERPRET=1 python -m pytest tests/kernels/triton
 """
@@ -28,7 +27,7 @@ if importlib.util.find_spec("triton") is None:
 
 
 def some(cases: Sequence[T], begin: int, step: int) -> Sequence[T]:
-    """All of them at night and on a GPU, which takes no time for them; every ``step``-th from ``begin`` on in the interpreter."""
+    """All cases at night and on a GPU, which is fast enough; in the interpreter every ``step``-th from ``begin`` on."""
     return cases if PROFILE == "nightly" or not INTERPRETED else cases[begin::step]
 
 
@@ -38,13 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
-        # numpy, which interprets, mentions every NaN and overflow; the kernels mean them.
+        # The interpreter uses numpy, which warns of every NaN and overflow. The kernels produce them on purpose.
         item.add_marker(pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"))
 
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the tensors of these tests live."""
+    """The device of the tensors of these tests."""
     gpu_only = request.node.get_closest_marker("gpu") is not None
     if INTERPRETED:
         if gpu_only:

@@ -1,4 +1,4 @@
-"""Attention without a mask against the oracle, which has one; and the bits of the invariant form."""
+"""Attention without a mask against an oracle with a mask, and the bits of the invariant form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..storage import CACHE_LAYOUTS, make_storage, on_device
 from .conftest import some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Of outputs of the size of one. The weights are rounded to 16 bits before they meet the values, and so is the result.
+# For outputs of about 1. The weights are rounded to 16 bits before their product with the values, and so is the result.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -52,7 +52,7 @@ def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layou
     query_lens = [data.draw(st.integers(0, width)) for _ in range(batch)]
     lengths = [data.draw(st.integers(0, capacity - fed)) for fed in query_lens]
     k_cache, v_cache = make_storage(batch, heads, capacity, dim, dtype, layout, device)
-    for row, (n, fed) in enumerate(zip(lengths, query_lens, strict=True)):  # what does not count must not be read
+    for row, (n, fed) in enumerate(zip(lengths, query_lens, strict=True)):  # padding must not be read
         k_cache[row, :, n + fed :] = math.nan
         v_cache[row, :, n + fed :] = math.inf
     q = make_queries(batch, heads * group, width, dim, dtype, device)
@@ -70,7 +70,7 @@ def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layou
 
 
 def test_a_mask_that_is_off_by_one_is_caught(device: torch.device) -> None:
-    """The tolerance is tight enough to see one key more or less among many."""
+    """The tolerance is tight enough to detect one key more or less among many."""
     k_cache, v_cache = make_storage(1, 1, 140, 64, torch.bfloat16, "plain", device)
     q = make_queries(1, 2, 3, 64, torch.bfloat16, device)
     got = kernels.verify_attention(q, k_cache, v_cache, on_device([130], device))
@@ -115,7 +115,7 @@ def matmul_in_order(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarr
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of columns in a batch: the bits of each column alone. Over ends of blocks, spans and tiles."""
+    """A block of columns in a batch has the bits of each column alone, also across the ends of blocks, spans and tiles."""
     monkeypatch.setattr(np, "matmul", matmul_in_order)  # the interpreter's products
     q = make_queries(2, 4, 5, 80, dtype, device)
     k_cache, v_cache = make_storage(2, 1, 290, 80, dtype, "plain", device)
@@ -123,13 +123,13 @@ def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device, mon
     block = kernels.verify_attention(q, k_cache, v_cache, n, invariant=True)
     assert torch.equal(block, steps(q, k_cache, v_cache, n, invariant=True))
     assert torch.equal(block[:, :, :3], kernels.verify_attention(q[:, :, :3], k_cache, v_cache, n, invariant=True))
-    # Nor does the storage's size matter, which decides how many spans there may be.
+    # The size of the storage, which sets the number of spans, does not matter either.
     roomy = [torch.cat([c, c], 2).flip(0) for c in (k_cache, v_cache)]
     assert torch.equal(block, kernels.verify_attention(q.flip(0), *roomy, n.flip(0), invariant=True).flip(0))
 
 
 def test_the_other_form_is_not_invariant(device: torch.device) -> None:
-    """So the test above can fail: dealt out evenly, the same keys are summed in another order."""
+    """The test above can fail: without ``invariant`` the same keys are summed in another order."""
     q = make_queries(1, 2, 3, 64, torch.float32, device)
     k_cache, v_cache = make_storage(1, 1, 300, 64, torch.float32, "plain", device)
     n = on_device([250], device)

@@ -81,7 +81,7 @@ def test_columns_layouts_and_numbers(device: torch.device) -> None:
 def test_a_real_vocabulary(device: torch.device) -> None:
     logits = make_logits("normal", (1, 1, 128256), torch.bfloat16, torch.Generator().manual_seed(3)) * 3
     bar = check_equal(logits, device, k=50, p=0.9)
-    # The last one kept carries the sum over the goal, with the others that equal it.
+    # The last kept logit, with its equals, takes the sum over the goal.
     top = logits[0, 0].float().topk(50).values.double()
     weights = torch.softmax(top, -1)
     assert weights[top >= bar.item()].sum() >= 0.9 > weights[top > bar.item()].sum()
@@ -97,7 +97,7 @@ def test_what_is_cut_is_never_chosen(device: torch.device) -> None:
     selected, _ = verify(logits, zeros[:, None], one, one - 1, noise=noise)
     best = logits[:, 0].topk(2).indices
     assert (selected == best).any(-1).all()
-    assert (selected[:, 0] != best[:, 0]).any()  # hot enough to take the second
+    assert (selected[:, 0] != best[:, 0]).any()  # a temperature high enough to draw the second token
 
 
 def test_bad_arguments_touch_nothing(device: torch.device) -> None:

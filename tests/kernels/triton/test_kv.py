@@ -1,4 +1,4 @@
-"""Moves of keys and values, element by element against loops that know nothing of the kernels."""
+"""Moves of keys and values, element by element against independent loops."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_compact_in_place(device, shape, layout, data) -> None:
     ]
     k_cache, v_cache = make_storage(batch, heads, capacity, dim, dtype, layout, device)
     expected = [compacted(c, positions, begin) for c in (k_cache, v_cache)]
-    table = torch.full((width, batch), -1, device=device).t()  # what is not kept is not looked at
+    table = torch.full((width, batch), -1, device=device).t()  # dropped positions are not read
     for row, kept in enumerate(positions):
         table[row, : len(kept)] = torch.tensor(kept, dtype=table.dtype)
     kernels.kv_compact(k_cache, v_cache, table, on_device(begin, device), on_device(keep, device))
@@ -107,7 +107,7 @@ def test_truncate(dtypes: tuple[torch.dtype, torch.dtype], device: torch.device)
 
 
 def test_numbers_that_lead_out_move_nothing(device: torch.device) -> None:
-    """Only the device sees them; the row stays as it is, its neighbours are served."""
+    """The host does not read such numbers. The row stays as it is, and the other rows are processed."""
 
     def storage() -> tuple[Tensor, Tensor]:
         return make_storage(6, 2, 8, 16, torch.float32, "plain", device)

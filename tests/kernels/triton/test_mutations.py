@@ -1,5 +1,5 @@
-"""Wrong kernels are caught: what each mutation breaks, the comparison with the oracle sees. In the interpreter, where the
-functions of a kernel can be exchanged."""
+"""Wrong kernels are caught: the comparison with the oracle detects each mutation. In the interpreter, where the functions of a kernel can be
+replaced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def last_of_equals(score, best):
 
 
 @triton.jit
-def deaf_to_nan(score, best):
+def ignores_nan(score, best):
     return score > best
 
 
@@ -62,18 +62,18 @@ def rough_uniform(r, FAST: tl.constexpr):
 
 @triton.jit
 def natural(x, scale, r, FAST: tl.constexpr):
-    """The noise forgets the temperature."""
+    """Ignores the temperature."""
     return x + (-tl.log(-tl.log(1.0 - uniform(r, FAST))))
 
 
 @triton.jit
-def trusting(fed, draft_tokens, width):
+def accepts_most_counts(fed, draft_tokens, width):
     return fed > width + 1000
 
 
 @triton.jit
 def unordered(x, SHIFT: tl.constexpr):
-    """Bits of negative numbers grow as the numbers fall."""
+    """Compares raw bits, whose order is reversed for negative numbers."""
     return x.to(tl.int32, bitcast=True) >> SHIFT
 
 
@@ -145,7 +145,7 @@ def check_cutoff() -> None:
 CHECKS = [check_greedy, check_coupled, check_rejection, check_counts, check_noise, check_cutoff]
 MUTATIONS = {
     "better: the last of equals": (check_greedy, "verify", "better", last_of_equals),
-    "better: no NaN": (check_greedy, "verify", "better", deaf_to_nan),
+    "better: no NaN": (check_greedy, "verify", "better", ignores_nan),
     "draw: one position": (check_coupled, "verify", "draw", same_position),
     "draw: one seed": (check_coupled, "verify", "draw", same_seed),
     "draw: another stream": (check_coupled, "verify", "draw", other_stream),
@@ -154,7 +154,7 @@ MUTATIONS = {
     "noise: 24 bits": (check_noise, "philox", "uniform", rough_uniform),
     "ratio: another stream": (check_rejection, "rejection_sample", "draw", other_stream),
     "ratio: no residual": (check_rejection, "rejection_sample", "lg2", ignored_ratio),
-    "counts: trusted": (check_counts, "verify", "invalid", trusting),
+    "counts: trusted": (check_counts, "verify", "invalid", accepts_most_counts),
     "cutoff: order of bits": (check_cutoff, "cutoff", "_key", unordered),
 }
 

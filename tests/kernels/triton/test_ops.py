@@ -72,14 +72,14 @@ LOGITS = {
     "seed": st.integers(0, 2**31),
 }
 EXAMPLES = settings(max_examples=trials(ci=8, nightly=25))
-# The same examples each time: the kernels add up in float32, the oracle in float64, and one day a sum would lie between.
+# Fixed examples: the kernels add up in float32 and the oracle in float64, so random ones could fall between the two.
 FIXED = settings(EXAMPLES, derandomize=True)
 
 
 def placed(
     logits: torch.Tensor, layout: str | tuple[int, int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits as the oracle gets them and the same values, in this layout, on the device."""
+    """The logits for the oracle, and the same values in this layout on the device."""
     assert dispatch.kernels(logits.to(device)) is not None
     if isinstance(layout, tuple):
         view = any_strides(logits, layout)
@@ -201,7 +201,7 @@ def test_rows_further_apart_than_32_bits_count(device: torch.device) -> None:
 
 
 def test_counts_on_the_device_are_not_read_by_the_host(device: torch.device) -> None:
-    """Bad ones stay in their row; on the host the same are an error."""
+    """Bad counts affect only their own row. On the host they are an error."""
     logits = torch.zeros(3, 2, 5, device=device)
     tokens = torch.zeros(3, 2, dtype=torch.int64, device=device)
     query_lens, num_draft_tokens = (
@@ -285,7 +285,7 @@ def test_storage_and_attention(device: torch.device, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_the_engines_sampler(greedy: bool, device: torch.device) -> None:
-    """It counts on the host, whatever device the logits are on."""
+    """The sampler's counts are on the host, on whatever device the logits are."""
     from pipespec.engine.sampling import Sampler, SamplingParams
 
     generator = torch.Generator().manual_seed(2)
@@ -347,7 +347,7 @@ def test_compiles_on_a_gpu(device: torch.device) -> None:
 
 
 def test_a_work_space_of_the_callers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is cleared then: it is zero after each verification."""
+    """No launch clears it: it is zero after each verification."""
     generator = torch.Generator().manual_seed(3)
     logits = make_logits("few values", (3, 4, 33), torch.float32, generator)
     query_lens, num_draft_tokens = ragged_counts(3, 4, generator)

@@ -12,7 +12,7 @@ import triton.language as tl
 from pipespec_kernels import reference
 from pipespec_kernels.triton.philox import draw, draw4, gumbel, philox, uniform
 
-# Of the Random123 distribution, kat_vectors, "philox4x32 10": counter, key, result.
+# From the Random123 distribution, kat_vectors, "philox4x32 10": counter, key, result.
 PUBLISHED = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -65,7 +65,7 @@ def noise_kernel(words, uniforms, noise, BLOCK: tl.constexpr, FAST: tl.constexpr
 
 
 def edge_words(n: int) -> torch.Tensor:
-    """Random words, and those around which the definition changes its formula or its rounding."""
+    """Random words, and the words near which the definition changes its formula or its rounding."""
     generator = torch.Generator().manual_seed(0)
     edges = [0, 1, 2, 3, 1 << 16, (1 << 16) - 1, (1 << 22) - 1, 1 << 22, (1 << 22) + 1, 1 << 31, (1 << 32) - 1]
     edges += [(1 << 32) - 2, (1 << 32) - 64, (1 << 32) - 128, (1 << 32) - 129, (1 << 32) - 256]

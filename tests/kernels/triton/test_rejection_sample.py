@@ -132,7 +132,7 @@ def test_rows_without_a_distribution(device: torch.device) -> None:
         assert selected[2].tolist() == [7, -1]  # all that p allows
         assert accepted[[0, 2, 3]].tolist() == [0, 0, 0]
         assert 0 <= selected[3, 0] < 8
-    # A draft without a distribution: rejected, and drawn from the target's row as if there had been no draft token.
+    # A draft without a distribution: the draft token is rejected, and the draw is from the target's row as if there were no draft token.
     selected, accepted = run(device, logits, tokens, n, n - 1, draft, noise)
     alone, _ = run(device, logits[:, :1], tokens[:, :1], n - 1, n * 0, None, noise)
     assert accepted[1] == 0
@@ -214,7 +214,7 @@ def test_bad_arguments_touch_nothing(device: torch.device) -> None:
 
 # --- the distribution ------------------------------------------------------------------------------------------------
 
-# Sixteen tokens, so that every bin has many draws, and a draft that likes what the target does not.
+# Sixteen tokens, so that every bin has many draws, and a draft that prefers the target's unlikely tokens.
 TARGET_LOGITS = torch.linspace(-1.5, 1.5, 16)
 BIGGEST_CHI_SQUARE = 15 + 10 * math.sqrt(2 * 15)
 
@@ -226,7 +226,7 @@ def chi_square(ids: torch.Tensor, logits: torch.Tensor) -> float:
 
 
 def rows_drawn(device: torch.device | None) -> int:
-    """A GPU draws in a moment what takes the oracle half a minute."""
+    """More rows on a GPU; the oracle would take half a minute for them."""
     return trials(ci=1 << 14, nightly=1 << 16) if device is None else 1 << 16
 
 
@@ -269,7 +269,7 @@ def check_distribution(device: torch.device | None) -> None:
 
 
 def check_shared_streams_are_caught(device: torch.device | None) -> None:
-    # The residual draws with the draft's noise, and the test with it: the wrapper would refuse both, had it been told.
+    # The draft draws with the stream of the residual, then with that of the test. The operation refuses such streams if it gets them.
     assert sampled(INDEPENDENT, RESIDUAL, device)[0] > 1.5 * BIGGEST_CHI_SQUARE
     assert sampled(INDEPENDENT, ACCEPT, device)[0] > 1.5 * BIGGEST_CHI_SQUARE
 
@@ -283,7 +283,7 @@ def test_shared_streams_are_caught() -> None:
 
 
 def test_the_kernels_are_the_oracle_on_these_trials(device: torch.device) -> None:
-    """What ties the two tests above to the kernels where there is no GPU to run so many trials."""
+    """The kernels equal the oracle of the two tests above. Only a GPU could run that many trials on the kernels themselves."""
     logits = TARGET_LOGITS.expand(8, 3, 16)
     noise = noise_for(8, torch.Generator().manual_seed(5))
     n = torch.full((8,), 3, dtype=torch.int32)

@@ -96,7 +96,7 @@ def check_equal(
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_equals_the_oracle(vocab: int, mode: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    # Coupled, every kind comes with some vocabulary; all with all would take the interpreter a minute.
+    # Coupled, each kind is tested with one vocabulary: all combinations would take the interpreter a minute.
     for i, kind in enumerate(KINDS if mode == "greedy" else KINDS[VOCABS.index(vocab) % 3 :: 3]):
         logits = make_logits(kind, (2, 4, vocab), DTYPES[i % 3], generator)
         noise = make_noise(mode, logits, generator)
@@ -190,7 +190,7 @@ def test_a_batch_is_its_rows(mode: str, device: torch.device) -> None:
 
 
 def test_position_not_column_decides(device: torch.device) -> None:
-    """Fed one by one or all at once, at the same positions the same tokens are drawn."""
+    """The draw at a position is the same whether tokens are fed one by one or all at once."""
     generator = torch.Generator().manual_seed(3)
     logits = make_logits("normal", (1, 4, 500), torch.float32, generator)
     noise = make_noise("coupled", logits, generator)
@@ -222,7 +222,7 @@ def test_streams_are_different_noise(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_state_and_replay(dtype: torch.dtype, device: torch.device) -> None:
-    """Launch after launch with one work space, on new inputs in the same memory: what replaying a graph does."""
+    """Many launches with one work space, on new inputs in the same memory, like the replay of a graph."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.empty(4, 4, 50, device=device)
     tokens = torch.empty(4, 4, dtype=torch.int64, device=device)
@@ -288,7 +288,7 @@ def test_bad_counts_on_the_device_stay_in_their_row(device: torch.device) -> Non
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_bad_temperatures_on_the_device_stay_in_their_row(scale: float, device: torch.device) -> None:
-    """Five ids in a block of eight: the padding times such a number would be chosen."""
+    """Five ids in a block of eight: with such a temperature the padding would be chosen."""
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(3, 2, 5, generator=generator)
     noise = make_noise("coupled", logits, generator)
