@@ -138,7 +138,7 @@ def test_what_is_compiled_ahead_is_what_is_measured() -> None:
 
 
 AVAILABLE = {"torch", "triton", "transformers", "numpy", "pytest", "hypothesis", "psutil", "safetensors", "tokenizers"}
-"""What a machine needs that runs the check; the documentation names them."""
+"""Packages that a machine needs for the check. The documentation names them."""
 
 AVAILABLE.add("huggingface_hub")  # comes with transformers
 

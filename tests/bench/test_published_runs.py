@@ -23,9 +23,8 @@ def lockstep_log(bits: np.ndarray) -> tuple[list[int], list[float], int]:
     """The published lock step of two models: tokens and seconds of each step of the target, number of the draft's steps."""
     appended, seconds, position, bonus_open, drafted = [], [], 1, True, 0
     while position < len(bits):
-        drafted += (
-            LOOKAHEAD - 1 + (bonus_open and position > 1)
-        )  # after a full lookahead the draft also makes the bonus token
+        # After a full lookahead the draft also makes the bonus token.
+        drafted += LOOKAHEAD - 1 + (bonus_open and position > 1)
         if bonus_open and not bits[position - 1]:
             count, took, bonus_open = 1, ONE, False  # the draft missed the bonus token: nothing to verify
         else:

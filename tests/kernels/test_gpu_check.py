@@ -172,9 +172,7 @@ def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     child = int(re.findall(r"^child (\d+)$", log, re.MULTILINE)[0])
     assert re.search(rf"^process {child}, state S", log, re.MULTILINE)
     deadline = time.monotonic() + SECONDS
-    while (
-        Path(f"/proc/{child}").exists() and time.monotonic() < deadline
-    ):  # the process that adopts it may take a moment
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:  # init may take a moment to reap it
         if "Z" in Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0]:
             break
         time.sleep(0.05)

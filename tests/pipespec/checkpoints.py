@@ -67,7 +67,7 @@ def gpus(monkeypatch, count=2, current=0):
 
 
 class Packed(nn.Module):
-    """A linear layer like bitsandbytes' 8-bit ones: one byte per weight, one scale per row; it computes in the dtype of its input."""
+    """A linear layer like those of bitsandbytes in 8 bits: one byte per weight, one scale per row, computed in the dtype of its input."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What torch does around a capture, without a GPU: streams, memory pools, cuBLAS workspaces and the state after a failure.
+"""torch's state around a capture, without a GPU: streams, memory pools, cuBLAS workspaces and the state after a failure.
 
-Each fact has the name of the function in torch's sources that it was read from.
+Each docstring names the function in torch's sources that the class or method imitates.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Graph:
         self._ended = True
 
     def reset(self):
-        """``CUDAGraph::reset()``: only a capture that has ended well releases its pool. The destructor calls it."""
+        """``CUDAGraph::reset()``: releases its pool only if the capture ended without an error. The destructor calls it."""
         if self._ended:
             self._ended = False
             self._gpu.memory.release(self.pool)

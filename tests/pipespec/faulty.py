@@ -1,4 +1,4 @@
-"""Models that can be made to misbehave in any process. The tests and the workers import them.
+"""Models with switches for failures and delays, in any process. The tests and the workers import them.
 
 A model's buffers are shared with its worker, so a test turns the switches of a running worker by writing to its own copy.
 """
@@ -18,7 +18,7 @@ DELAY, FAIL, CALLS = range(3)
 class Faulty(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        # seconds to sleep at most per forward; calls after which it fails (0: never); calls so far
+        # longest sleep per forward in seconds; number of the call that fails (0: none); calls so far
         self.register_buffer("switches", torch.zeros(3), persistent=False)
 
     @classmethod
@@ -28,7 +28,7 @@ class Faulty(LlamaForCausalLM):
         return other.eval()
 
     def set(self, *, delay: float = 0.0, fail_at: int = 0) -> None:
-        """At most ``delay`` seconds of sleep per forward (negative: exactly so long); the ``fail_at``-th from now raises."""
+        """Sleep at most ``delay`` seconds per forward (negative: exactly as long), and raise in the ``fail_at``-th forward from now."""
         with torch.inference_mode(False), torch.no_grad():
             self.switches.copy_(torch.tensor([delay, fail_at, 0.0]))
 
@@ -43,7 +43,7 @@ class Faulty(LlamaForCausalLM):
 
 
 class Telling(LlamaForCausalLM):
-    """A draft whose worker exits (``deed`` is "exit") or raises its surroundings instead of starting."""
+    """A draft whose worker does not start: it exits (``deed`` is "exit"), or raises an error that describes its environment."""
 
     def __init__(self, config):
         if os.getpid() == config.caller:

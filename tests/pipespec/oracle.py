@@ -1,7 +1,7 @@
-"""What a sampled text must be, computed the long way: a plain float64 forward, transformers' formulas, the reference's noise.
+"""The sampled text computed independently: a plain float64 forward, transformers' formulas, the reference's noise.
 
-Nothing of the engine is used here but the noise's definition, so an error in positions, keys, penalties or cutoffs shows. Rounding is
-allowed for: where two tokens lie so close that float32 may prefer either, both are right, and such places are counted.
+It shares only the definition of the noise with the engine, so it finds errors in positions, keys, penalties or cutoffs. It allows for rounding: if
+two tokens are so close that float32 may prefer either, both are right, and the place is counted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def choices(
         order = p.argsort(descending=True)
         before = torch.empty_like(p)
         before[order] = p[order].cumsum(0) - p[order]
-        # Of equals the first one's mass counts: all are kept, or none.
+        # The mass of the first of equals decides: all of them are kept, or none.
         for i in range(1, len(order)):
             if p[order[i]] == p[order[i - 1]]:
                 before[order[i]] = before[order[i - 1]]
@@ -79,7 +79,7 @@ def choices(
 
 
 class Oracle:
-    """The texts of ``target``. Weights are copied, so that what the engine does to its own cannot matter."""
+    """The texts of ``target``. It copies the weights, so that the engine cannot change them."""
 
     def __init__(self, target: LlamaForCausalLM) -> None:
         self.model = copy.deepcopy(target).double()
@@ -95,7 +95,7 @@ class Oracle:
 
     @torch.inference_mode()
     def check(self, prompt: torch.Tensor, new: list[int], key: int, sampling: Sampling, tolerance: float) -> int:
-        """Fails unless every token of ``new`` is what the ones before it make it. Returns the number of near-ties on the way."""
+        """Fail unless every token of ``new`` follows from the tokens before it. Returns the number of near-ties."""
         if not new:
             return 0
         ids = torch.cat([prompt, torch.tensor(new)])

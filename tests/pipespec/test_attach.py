@@ -1,4 +1,4 @@
-"""attach(): programs without pipespec run unchanged on an attached model, and detach() gives it back."""
+"""attach(): existing programs run unchanged on an attached model, and detach() restores the model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def attached_family(family):
 
 
 def plain(model, *args, **kwargs):
-    """What the model says without us, whatever it is attached to."""
+    """The model's text by transformers alone, also while it is attached."""
     return GenerationMixin.generate(model, *args, **{"do_sample": False} | kwargs)
 
 
@@ -75,7 +75,7 @@ def test_attach_and_detach(model):
     assert pipe.target is model
     assert torch.equal(model.generate(ids, max_new_tokens=NEW), wanted)
     assert pipe.report.tokens == NEW
-    assert attached(draft) is None  # other models of the class are as they were
+    assert attached(draft) is None  # other models of the class are unchanged
     pipe.report = None
     assert torch.equal(random_llama(3).generate(ids, max_new_tokens=NEW), wanted)
     assert pipe.report is None
@@ -105,7 +105,7 @@ def test_what_cannot_be_attached_is_left_alone(model):
 
 
 def test_detach_ends_the_workers(model):
-    template.prepare()  # it stays for other pipelines
+    template.prepare()  # the template stays for other pipelines
     before = children()
     pipe = pipespec.attach(model, noisy(model, 0.02), schedule="workers")
     (ids,) = random_prompts(1, seed=2)
@@ -251,7 +251,7 @@ def test_copies_are_plain(model, pipe):
     assert attached(model) is pipe
     assert torch.equal(model.generate(ids[None], max_new_tokens=NEW), wanted)
     assert pipe.report.tokens == NEW
-    # A copy can be attached itself.
+    # A copy can be attached, too.
     assert torch.equal(pipespec.attach(copies[0], model, schedule="lockstep").generate(ids[None], max_new_tokens=3), plain(copies[0], ids[None], max_new_tokens=3))  # fmt: skip
 
 
@@ -263,7 +263,7 @@ def test_a_saved_model_is_plain(model, pipe, tmp_path):
     assert torch.equal(loaded.generate(ids, max_new_tokens=5, do_sample=False), model.generate(ids, max_new_tokens=5))
 
 
-# ---- those who call it
+# ---- programs that call generate()
 
 
 def test_transformers_pipeline(family, attached_family):
@@ -297,7 +297,7 @@ def test_a_chat_template(family, attached_family):
     out = target.generate(**inputs, max_new_tokens=24, do_sample=False)
     assert torch.equal(out, plain(target, **inputs, max_new_tokens=24))
     assert attached_family.report.tokens <= 24
-    # As transformers' pipeline has it, chat in and chat out.
+    # transformers' pipeline takes and returns a chat.
     texts = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
     answer = texts(messages, max_new_tokens=24, do_sample=False)[0]["generated_text"][-1]
     assert answer["role"] == "assistant"
@@ -306,7 +306,7 @@ def test_a_chat_template(family, attached_family):
 
 
 class MultiTokenEOSCriteria(StoppingCriteria):
-    """As lm_eval has it: it is made for a batch of a known size, and remembers which rows are done."""
+    """The criterion of lm_eval: made for a batch of a known size, it remembers which rows are done."""
 
     def __init__(self, sequence: str, tokenizer, initial: int, batch_size: int):
         self.initial, self.sequence, self.tokenizer = initial, sequence, tokenizer
@@ -342,7 +342,7 @@ def test_lm_eval_style(family, attached_family):
 
 
 def test_four_threads(model, pipe):
-    """Calls take turns: each thread gets its own text, every time."""
+    """Calls run one after the other, and each thread always gets its own text."""
     prompts = [left_pad(random_prompts(1 + i % 2, seed=90 + i)) for i in range(4)]
     wanted = [plain(model, ids, attention_mask=mask, max_new_tokens=NEW + i) for i, (ids, mask) in enumerate(prompts)]
     outs: list[list[torch.Tensor]] = [[] for _ in range(4)]

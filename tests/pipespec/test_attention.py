@@ -1,4 +1,4 @@
-"""attn_implementation="pipespec": the text of the other attentions, and RowCaches with lengths instead of masks."""
+"""attn_implementation="pipespec" gives the text of the other attentions; RowCaches with lengths instead of masks."""
 
 import copy
 import inspect
@@ -60,7 +60,7 @@ def calls(monkeypatch):
 
 
 def test_registered_whichever_is_imported_first() -> None:
-    """pipespec alone loads neither torch nor transformers, and the name is registered later."""
+    """``import pipespec`` loads neither torch nor transformers. The import of transformers registers the name."""
     code = (
         "import sys, pipespec; assert not {'torch', 'transformers'} & sys.modules.keys(); "
         "from transformers import AutoModelForCausalLM, LlamaConfig; "
@@ -76,7 +76,7 @@ def test_registered_whichever_is_imported_first() -> None:
 def test_from_pretrained(models, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
-    register_attention()  # again does no harm
+    register_attention()  # a second call has no effect
     models["sdpa"].save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="pipespec", dtype=torch.float32)
     ids = random_prompts(1, seed=1)[0][None]
@@ -105,7 +105,7 @@ def test_generate_as_with_the_others(models, how, padded) -> None:
         texts[name] = model.generate(ids, attention_mask=mask, **OPTIONS | HOW[how])
     assert torch.equal(texts["pipespec"], texts["sdpa"])
     assert torch.equal(texts["pipespec"], texts["eager"])
-    if padded:  # padding changes the text where it is not masked, so it was
+    if padded:  # unmasked padding would change the text
         seen = models["pipespec"].generate(ids, attention_mask=torch.ones_like(mask), **OPTIONS)
         assert how != "greedy" or not torch.equal(seen, texts["pipespec"])
 
@@ -156,9 +156,9 @@ def test_a_mask_is_left_out_only_where_lengths_say_the_same() -> None:
     full = torch.arange(9) <= torch.arange(5, 9)[:, None]
     padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]]).bool()
     mask = attention.attention_mask(**mask_arguments())
-    assert mask is None or torch.equal(mask[0, 0], full)  # 5.0 keeps the place in a tensor
+    assert mask is None or torch.equal(mask[0, 0], full)  # 5.0 has the position in a tensor
     assert torch.equal(attention.attention_mask(**mask_arguments(attention_mask=padding))[0, 0], full & padding)
-    # Storage that is longer than what counts: the first keys, not the last ones.
+    # The storage is longer than the text: the first keys count, not the last ones.
     mask = attention.attention_mask(**mask_arguments(kv_length=12))
     assert torch.equal(mask[0, 0], torch.arange(12) <= torch.arange(5, 9)[:, None])
     begin = {"q_offset": 0} if "q_length" in mask_arguments() else {"cache_position": torch.arange(4)}
@@ -198,7 +198,7 @@ def test_workers(models) -> None:
 
 
 def test_ragged_rows_equal_rows_run_alone(models, calls) -> None:
-    """Random feeds with padding columns, idle rows and a rollback per row; NaN behind the lengths is never seen."""
+    """Random feeds with padding columns, idle rows and a rollback per row. NaN behind the lengths has no effect."""
     model = models["pipespec"].double()
     rng = np.random.default_rng(0)
     rows, total = 3, 50
@@ -301,7 +301,7 @@ def test_a_captured_forward(model) -> None:
     tokens = ids[:, 8:12].clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles, and makes the libraries' work space
+    with torch.cuda.stream(side):  # compiles, and allocates the libraries' work space
         forward(model, tokens, cache, keep=4)
         cache.truncate([8, 8])
         cache.sync()
@@ -361,7 +361,7 @@ def test_copies_and_ordinary_caches(model) -> None:
     assert twin.uses_device_lengths
     assert twin.device_lengths is not cache.device_lengths
     assert torch.equal(forward(model, ids[:, :2], twin, keep=2), forward(model, ids[:, :2], cache, keep=2))
-    # On the CPU, and not fixed: masks, and the shortest way of calling the model.
+    # On the CPU, a cache that is not static has masks, and the model runs in its fastest form.
     ordinary = RowCache.for_model(model, 1, 16)
     assert not ordinary.uses_device_lengths
     forward(model, ids, ordinary, keep=0)

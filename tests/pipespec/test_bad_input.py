@@ -1,4 +1,4 @@
-"""Everything that cannot work is refused before any work, with a message that names the thing and says what to do."""
+"""Input that cannot work is refused before any work, with a message that names it and says what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pipeline(model):
 
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch):
-    """Whatever is refused here is refused before a process is started."""
+    """Fail if a process starts: every refusal here comes before that."""
 
     def started(*args, **kwargs):
         raise AssertionError("a worker was started")
@@ -51,7 +51,7 @@ def no_work(monkeypatch):
 
 
 def refused(error, match, *args, **kwargs) -> str:
-    """A pipeline with workers that must not come to be. Returns the message."""
+    """Check that a pipeline with workers is refused. Returns the message."""
     with pytest.raises(error, match=match) as caught:
         Pipeline(*args, **{"schedule": "workers"} | kwargs)
     return str(caught.value)
@@ -61,7 +61,7 @@ def refused(error, match, *args, **kwargs) -> str:
 
 
 def test_vocabularies_of_different_sizes(model, tmp_path):
-    """Refused where no tokenizer can show that only the padding differs; the message says which one is missing, and the way out."""
+    """Refused if no tokenizer shows that only the padding differs. The message says which one is missing, and what to do."""
     small = random_llama(1, vocabulary=300)
     message = refused(ValueError, "draft 0 .*vocabulary of 300 .*target 320", model, small)
     assert "draft 0 has no tokenizer.json" in message
@@ -281,7 +281,7 @@ def test_weights_that_are_pickles(model, tmp_path):
     message = refused(ValueError, "pickled holds no safetensors weights .*pytorch_model.bin", folder)
     assert "convert" in message
     assert not (tmp_path / "exploded").exists()
-    # Nor where something safe lies beside it, under a name that is not loaded.
+    # Safetensors under another name beside it change nothing.
     (folder / "other.safetensors").write_bytes(b"")
     refused((FileNotFoundError, ValueError), "pickled", folder)
     assert not (tmp_path / "exploded").exists()
@@ -310,7 +310,7 @@ def test_weights_that_are_missing_are_not_made_up(model, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "unheard_of"])
 def test_remote_code_runs_only_when_asked_for(model, tmp_path, kind, monkeypatch):
-    """A folder that brings its own code: refused (or loaded as what transformers knows), and its code is not executed."""
+    """A folder with code of its own is refused (or loaded as a class of transformers), and its code does not run."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "stdin", None)  # no terminal for a question
     folder = save(model, tmp_path / "remote")
@@ -428,7 +428,7 @@ def test_invalid_token_ids(pipeline):
 
 
 def test_a_refused_option_is_refused_wherever_it_comes_from(model):
-    """As a keyword, in a configuration, and in the model's own configuration; None and False ask for nothing."""
+    """As a keyword, in a configuration, and in the model's own configuration. None and False have no effect."""
     target = copy.deepcopy(model)
     pipeline = Pipeline(target, noisy(target, 0.02), schedule="lockstep")
     wanted = target.generate(PROMPT, max_new_tokens=5, do_sample=False)
@@ -477,7 +477,7 @@ def test_what_stop_strings_need(pipeline):
 
 
 def test_greedy_texts_of_one_prompt_are_all_the_same(pipeline, model):
-    """So transformers refuses to make several, and its words are the pipeline's."""
+    """So transformers refuses to make several, and the pipeline raises the same error."""
     for generate in (model.generate, pipeline.generate):
         with pytest.raises(ValueError, match=r"Greedy methods.*num_return_sequences"):
             generate(PROMPT, max_new_tokens=2, do_sample=False, num_return_sequences=3)
@@ -485,7 +485,7 @@ def test_greedy_texts_of_one_prompt_are_all_the_same(pipeline, model):
 
 @pytest.mark.parametrize("drafts", [0, 1])
 def test_extreme_temperatures_and_counts(model, drafts):
-    """What transformers takes. Beyond all bounds a temperature makes all tokens equally likely, and top_k keeps all of them."""
+    """Values that transformers accepts. A huge temperature makes all tokens equally likely, and a huge top_k keeps all of them."""
     pipeline = Pipeline(model, [always_right(model)] * drafts, schedule="lockstep")
     sampled = {"max_new_tokens": 8, "do_sample": True, "seed": 3}
     uniform = pipeline.generate(PROMPT, temperature=1e30, top_k=0, **sampled)
@@ -526,7 +526,7 @@ def test_a_refusal_leaves_the_pipeline_usable(pipeline, model):
 
 
 def test_the_message_is_what_a_user_sees(tmp_path):
-    """From the outside: one traceback, its last line names the folder and the remedy, status 1, no process left behind."""
+    """In a program: one traceback whose last line names the folder and the remedy, status 1, and no process left."""
     code = f"import pipespec; pipespec.Pipeline({str(tmp_path / 'nowhere')!r}, schedule='workers')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

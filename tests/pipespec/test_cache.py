@@ -1,4 +1,4 @@
-"""RowCache against DynamicCache, against itself after rollbacks, and against wrong use."""
+"""RowCache: equal to DynamicCache, unchanged by rollbacks, and safe against wrong use."""
 
 import copy
 import gc
@@ -133,7 +133,7 @@ def test_generate_continues_a_cache(model, ids):
 
 @pytest.mark.parametrize("keep", range(PROMPT + 8))
 def test_truncation_at_every_index_leaves_no_trace(model, ids, keep):
-    """Truncated to ``keep`` and fed on: bit for bit the logits of a run that never held more than ``keep``."""
+    """After a truncation to ``keep``, the logits equal bit for bit those of a run that never held more than ``keep``."""
     right, wrong = ids[:1], (ids[:1] + 5) % VOCAB
     fresh, rolled = RowCache.for_model(model, 1, 64), RowCache.for_model(model, 1, 64)
     if keep:
@@ -153,7 +153,7 @@ def test_truncation_at_every_index_leaves_no_trace(model, ids, keep):
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_ragged_rows_equal_rows_run_alone(model, step, seed):
-    """Random feeds with padding columns, idle rows, a rollback per row: each row as if it ran alone."""
+    """Random feeds with padding columns, idle rows and a rollback per row: each row equals the row alone."""
     rng = np.random.default_rng(seed)
     rows, total = 4, 60
     text = torch.from_numpy(rng.integers(3, VOCAB, (rows, total)))
@@ -168,7 +168,7 @@ def test_ragged_rows_equal_rows_run_alone(model, step, seed):
         for r in range(rows):
             tokens[r, : real[r]] = text[r, have[r] : have[r] + real[r]]
         logits = step(model, tokens, cache)
-        assert torch.isfinite(logits).all()  # of padding and idle rows too
+        assert torch.isfinite(logits).all()  # also of padding and idle rows
         assert cache.lengths == tuple(have + q)
         for r in range(rows):
             torch.testing.assert_close(
@@ -286,7 +286,7 @@ def test_bool_mask_is_honoured_by_sdpa(ids):
     ids=["nothing", "2-D mask", "positions only", "mask only", "a mask of another origin"],
 )
 def test_mask_trap(model, ids, asked):
-    """Where rows differ in length, what transformers would derive from one length is refused, and nothing is written."""
+    """If rows differ in length, a call with transformers' own mask and positions is refused, and nothing is written."""
     cache = RowCache.for_model(model, 2, 32)
     call(model, ids[:2, :9], cache)
     cache.truncate([9, 4])
@@ -296,7 +296,7 @@ def test_mask_trap(model, ids, asked):
         model(ids[:2, 9:11], past_key_values=cache, **options)
     assert torch.equal(cache._store, before)
     assert cache.lengths == (9, 4)
-    call(model, ids[:2, 9:11], cache)  # and the right way still works
+    call(model, ids[:2, 9:11], cache)  # the right call still works
 
 
 def test_attention_without_4d_masks_is_refused_where_it_matters(ids):
@@ -381,7 +381,7 @@ def test_sliding_windows_are_refused():
 
 @pytest.mark.parametrize("how", ["repeat", "select"])
 def test_changing_the_number_of_rows(ids, how):
-    """As ``DynamicCache``: the rows go on as those that they are copies of."""
+    """As in ``DynamicCache``, each new row continues like the row that it is a copy of."""
     model = make_model()
     ours = RowCache(model.config, 2, 12, dtype=torch.float64, device="cpu")
     theirs = DynamicCache()

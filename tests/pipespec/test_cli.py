@@ -32,7 +32,7 @@ from tests.waiting import SECONDS, until
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: every text can be encoded, and no token need be a whole character."""
+    """One token per byte: every text can be encoded, and a token may be a part of a character."""
     vocabulary = {"<pad>": 0, "<begin>": 1} | {
         c: i + 2 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
@@ -76,7 +76,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
 
 
-# --- what must be quick --------------------------------------------------------------------------------------------
+# --- start-up time -------------------------------------------------------------------------------------------------
 
 
 def test_version_and_help_do_not_import_torch():
@@ -240,7 +240,7 @@ def test_trace_writes_what_every_stage_did(family, capsys, tmp_path):
 def test_trace_refuses_before_it_generates(family, capsys, tmp_path, monkeypatch):
     arguments = ["trace", "--target", str(family / "target"), "--prompt", "x"]
     with monkeypatch.context() as patch:
-        patch.setattr("os.access", lambda path, mode: False)  # to root all is allowed
+        patch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
         assert main([*arguments, "--out", str(tmp_path / "run.json")]) == 2
     captured = capsys.readouterr()
     assert f"error: {tmp_path / 'run.json'} cannot be written" in captured.err
@@ -265,7 +265,7 @@ def test_debug_shows_where(capsys):
 
 
 def test_ctrl_c_ends_the_workers_and_keeps_the_text(family, tmp_path):
-    # Whatever it prints after its first steps it prints very slowly: the text is not complete when it hears of Ctrl-C.
+    # After its first steps it prints very slowly, so that the text is incomplete when Ctrl-C comes.
     code = """
 import itertools, sys, time
 from pipespec.cli.main import main

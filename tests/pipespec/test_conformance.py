@@ -49,7 +49,7 @@ def of(*hows: How) -> list[str]:
 
 @dataclass
 class Situation:
-    """A prompt, or several, and what the model says to it."""
+    """A prompt, or several, and the model's continuation."""
 
     model: Any
     pipe: Pipeline
@@ -61,7 +61,8 @@ class Situation:
         self.text = out[:, self.ids.shape[1] :].tolist()
         self.rows, self.width = self.ids.shape
         first = self.text[0]
-        self.late = next(t for i, t in enumerate(first) if i >= 6 and t not in first[:i])  # where the text could end
+        # A token at which the text may end.
+        self.late = next(t for i, t in enumerate(first) if i >= 6 and t not in first[:i])
 
     def call(self, generate, **changes):
         """``changes`` to the ordinary call; DROP leaves an argument out."""
@@ -114,7 +115,7 @@ class Recorder:
 
 
 def leaning(ids, scores):
-    """A processor that looks at all of the prefix."""
+    """A processor that depends on the whole prefix."""
     scores = scores.clone()
     scores[:, (int(ids.sum()) * 7) % VOCABULARY] += 5.0
     return scores
@@ -145,7 +146,7 @@ TOKENIZER = word_tokenizer()
 
 
 def fingerprint(result: Any) -> Any:
-    """All of a result that can be compared: which fields it has, the text, scores and logits, how much the cache holds."""
+    """All comparable parts of a result: its fields, the text, scores and logits, the length of the cache."""
     if isinstance(result, torch.Tensor):
         return result.tolist()
     cache = result.past_key_values
@@ -170,7 +171,7 @@ def same(a: Any, b: Any) -> bool:
 class Case:
     """``given()`` the argument (a new one for each call), beside ``common``; without it, ``instead``.
 
-    ``seen``: what to look at: the result, or what the call did to the value; ``undo``: called afterwards.
+    ``seen``: what is compared: the result, or the effect of the call on the value; ``undo``: called afterwards.
     """
 
     given: Callable[[], dict[str, Any]]
@@ -228,12 +229,12 @@ def _streamer(s: Situation) -> Case:
 
 
 def _chunks(s: Situation) -> Case:
-    """The first feed of the target's is as wide as was asked for."""
+    """The target's first forward has the requested width."""
     widths: list[int] = []
 
     def given():
         widths.clear()
-        # With a cache of the caller's: without one, 5.0 refuses it.
+        # With a cache of the caller, because 5.0 refuses it without one.
         return {"prefill_chunk_size": 3, "past_key_values": _new_cache(s)}
 
     def seen(arguments, result):
@@ -305,14 +306,14 @@ CASES: dict[str, Callable[[Situation], Case | None]] = {
     "use_cache": lambda s: value("use_cache", False, **_DICT),
     "prefill_chunk_size": _chunks,
 }  # fmt: skip
-"""Of what is honoured: an effect on the greedy result that transformers' generate() shows, too."""
+"""Honoured arguments whose effect on the greedy result transformers' generate() shows, too."""
 
-# Shown by transformers only when it samples: in greedy decoding it ignores them, and so must we.
+# transformers applies these only when it samples. In greedy decoding it ignores them, and so must the pipeline.
 SAMPLED = {
     "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.3, "top_h": 0.4, "typical_p": 0.4, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
 }  # fmt: skip
 
-# Draws: no equal text to be expected from transformers.
+# Sampled text differs from that of transformers.
 DRAWN = {"do_sample", "seed", "num_return_sequences"}
 
 NO_EFFECT = {
@@ -333,7 +334,7 @@ NO_EFFECT = {
     "trust_remote_code": True,
 }
 
-# Value, and a word of the way out.
+# The value, and a word of the suggested alternative.
 REFUSED = {
     "custom_generate": ("transformers-community/dola", "custom_generate=pipe"),
     "synced_gpus": (True, "each rank its own pipeline"),
@@ -386,7 +387,7 @@ def test_every_argument_is_classified_and_has_a_case(capsys):
 
 
 def test_an_unknown_argument_is_refused(situations, monkeypatch):
-    """In a call, and where it is a field that a later transformers may bring. Entries of the user's own are carried along."""
+    """In a call, and as a field of a later transformers. Entries of the user's own are kept."""
     s = situations["one"]
     with pytest.raises(ValueError, match="'quantum_leap'"):
         s.call(s.pipe.generate, quantum_leap=3)
@@ -495,7 +496,7 @@ def test_refused(name, situations):
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_neutral_values(name, situations):
-    """What asks for nothing is accepted where transformers accepts it."""
+    """Values without an effect are accepted if transformers accepts them."""
     s = situations["one"]
     if name in ("input_ids", "inputs", "max_new_tokens", "do_sample", "attention_mask"):
         pytest.skip("part of every call here")

@@ -1,8 +1,8 @@
-"""Sampled tokens have exactly the softmax's distribution, also against drafts that propose what the target likes least; and the
-checks of this file and of ``test_sampling.py`` notice an engine that is a little wrong.
+"""Sampled tokens have exactly the softmax's distribution, also with drafts that propose the target's least likely tokens. The checks of this file and
+of ``test_sampling.py`` also find small errors of the engine.
 
-Chi-square with the threshold df + 10 sqrt(2 df): ten standard deviations, so a right engine does not fail, and everything here is
-seeded. Vocabularies are narrow: with a few draws per bin, such a test would see nothing.
+The test is chi-square with the threshold df + 10 sqrt(2 df): ten standard deviations, so a right engine does not fail. Everything is seeded.
+Vocabularies are small, because the test needs many draws per bin.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_fits(counts: np.ndarray, p: np.ndarray, what: str) -> None:
 
 
 def test_the_statistic():
-    """It accepts what fits and notices a bias of one part in twenty."""
+    """It accepts matching counts and rejects a bias of one part in twenty."""
     generator = np.random.default_rng(0)
     p = generator.dirichlet(np.ones(IDS))
     check_fits(generator.multinomial(200_000, p), p, "right")
@@ -62,7 +62,7 @@ RARE = -12.0  # of 200 000 draws about one
 
 
 def logits_of(columns: int) -> torch.Tensor:
-    """``[columns, IDS]``: a lively distribution per column, with a token that is nearly never drawn."""
+    """``[columns, IDS]``: a distribution with many likely tokens per column, and one token that is almost never drawn."""
     x = 0.9 * torch.randn(columns, IDS, generator=torch.Generator().manual_seed(5))
     x[:, 3] = RARE
     return x
@@ -82,10 +82,10 @@ def filtered(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
 
 
 def walk(sampling: Sampling, draws: int, *, batch: int = 500, columns: int = 4, keys: str = "seeds"):
-    """Verify coupled draft tokens of a draft that likes best what the target likes least, but for the one token that is out of reach.
+    """Verify coupled draft tokens of a draft that prefers the target's least likely tokens, except the one that is almost never drawn.
 
-    Per column the counts of what the target drew there (as far as it came), and of the pairs drawn in columns 0 and 1. ``keys``: whether
-    the draws differ by their seeds or by their positions.
+    Returns the counts of the target's draws per column that it reached, and of the pairs drawn in columns 0 and 1. ``keys``: whether the draws differ
+    by their seeds or by their positions.
     """
     logits = logits_of(columns)
     perverse = (-logits).masked_fill(logits == RARE, RARE)
@@ -153,7 +153,7 @@ def test_adversarial_draft_tokens(sampling, keys, draws):
 
 
 def test_the_draft_tokens_are_adversarial():
-    """Most are refused, some are not: both branches of the walk are drawn from."""
+    """Most are rejected and some accepted, so both branches of the walk draw tokens."""
     _, single, _, rate = walk(Sampling(), 20_000)
     assert 0.01 < rate < 0.4
     assert single[1].sum() > 100
@@ -164,7 +164,7 @@ def test_the_draft_tokens_are_adversarial():
 
 NARROW = random_llama(31, vocabulary=IDS, hidden=32)
 with torch.no_grad():
-    NARROW.lm_head.weight.mul_(1.5)  # not too flat: or a draft that is always wrong would often agree
+    NARROW.lm_head.weight.mul_(1.5)  # not too flat, or a draft that is always wrong would often agree
 PROMPT = torch.tensor([[5, 9, 2, 14, 7, 11]])
 
 
@@ -218,12 +218,12 @@ def test_end_to_end(sampling, drafts):
     assert rate < 0.4 if drafts == "wrong" else rate > 0.6, rate
 
 
-# ---- engines that are a little wrong
+# ---- engines with small errors
 
 
 @pytest.fixture
 def shifted_drafts(monkeypatch):
-    """Drafts take the noise of the position behind theirs."""
+    """Drafts use the noise of the next position."""
     real = Stage.prefill
 
     def prefill(self, start, record=None):
@@ -253,7 +253,7 @@ PENALISED = Sampling(temperature=0.9, repetition_penalty=1.6)
 
 
 def check_texts(sampling: Sampling, pipeline: Pipeline | None = None) -> None:
-    """The check of the grid, for a few prompts: alone against the oracle, the chain against alone."""
+    """The check of the grid, for a few prompts: the target alone against the oracle, and the chain against the target alone."""
     alone = Pipeline(MODEL)
     chain = pipeline or Pipeline(MODEL, [noisy(MODEL, 0.03)], lookahead=4, schedule="lockstep")
     for seed, prompt in enumerate(test_sampling.PROMPTS):
@@ -270,7 +270,7 @@ def acceptance() -> float:
 
 
 def test_drafts_off_by_one(shifted_drafts, monkeypatch):
-    """Wrong noise in the drafts costs acceptance and never a token: texts still pass, the acceptance tells."""
+    """Wrong noise in the drafts costs acceptance and never a token: the texts still pass, and the acceptance rate falls."""
     off = acceptance()
     monkeypatch.undo()
     assert off < 0.25
@@ -292,7 +292,7 @@ def test_a_skipped_penalty(monkeypatch):
 
 
 def test_a_penalty_that_forgets_the_draft_tokens(monkeypatch):
-    """The prefix of a step's first column for all its columns: right for K=1, wrong for a block."""
+    """Every column uses the prefix of the step's first column: right for one column, wrong for a block."""
     real = Sampler._penalised
 
     def penalised(self, logits, query_lens, num_draft_tokens, positions):
@@ -323,7 +323,7 @@ def test_noise_by_row_instead_of_seed(monkeypatch):
         patch.setattr(Sampler, "__init__", init)
         with pytest.raises(AssertionError):
             test_sampling.check_reproducible(alone)
-    # And where the seed counts, but the row does, too.
+    # The same with noise that depends on seed and row.
     own = pipespec.generation.row_seeds
     monkeypatch.setattr(
         pipespec.generation, "row_seeds", lambda seed, rows: [s + r for r, s in enumerate(own(seed, rows))]
@@ -341,7 +341,7 @@ def _rekeyed(sampling_params: SamplingParams) -> SamplingParams:
 
 
 def test_one_noise_for_two_positions(monkeypatch):
-    """Each token alone is distributed as it should be; two of them are not, and what comes behind an accepted draft token is not."""
+    """Each token alone has the right distribution. Pairs do not, nor do tokens after an accepted draft token."""
     real = Sampler.__call__
 
     def call(self, logits, fed, query_lens, num_draft_tokens, positions):
@@ -371,7 +371,7 @@ def test_one_noise_for_two_positions(monkeypatch):
 
 
 def test_draft_tokens_that_bias_the_draw(monkeypatch):
-    """Accepting a draft token because the target would not mind it, rather than because it drew it, is what the chi-square is for."""
+    """The chi-square finds a target that accepts likely draft tokens instead of those that it drew itself."""
     real = Sampler.__call__
 
     def lenient(self, logits, fed, query_lens, num_draft_tokens, positions):

@@ -1,4 +1,4 @@
-"""Pipelines that were made before a fork: parent and children use them at once."""
+"""Parent and children use a pipeline that was made before a fork, at the same time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Child:
         self._errors, theirs = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            signal.alarm(int(3 * SECONDS))  # whatever happens in the parent
+            signal.alarm(int(3 * SECONDS))  # also if the parent is killed
             try:
                 body()
             except BaseException:
@@ -88,7 +88,7 @@ def generates(pipe: Pipeline, texts, times: int) -> None:
 
 @pytest.mark.parametrize(("schedule", "options"), SCHEDULES, ids=lambda v: v if isinstance(v, str) else "".join(v))
 def test_parent_and_children_at_once(models, schedule, options, measured_briefly, monkeypatch, tmp_path):
-    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))  # of the profile of "auto"
+    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))  # from the measurement of "auto"
     target, draft, texts = models
     times = trials(6, 60)
     with make(target, draft, schedule, **options) as pipe:
@@ -97,7 +97,7 @@ def test_parent_and_children_at_once(models, schedule, options, measured_briefly
         generates(pipe, texts, times)
         for child in children:
             child.check()
-        # The target waits for the worker, which may be slower than it.
+        # The target waits for the worker, which may be slower.
         keep_up = drafts_keep_up(pipe, [len(PROMPTS[0]) + NEW]) if schedule == "workers" else nullcontext()
         with keep_up:
             generates(pipe, texts, 1)
@@ -107,7 +107,7 @@ def test_parent_and_children_at_once(models, schedule, options, measured_briefly
 
 @pytest.mark.parametrize("schedule", ["lockstep", "streams", "workers", "spd"])
 def test_a_fork_while_another_thread_generates(models, schedule):
-    """The child has neither the other thread nor what it holds."""
+    """The child has neither the other thread nor the locks that it holds."""
     target, draft, texts = models
 
     class Reader:
@@ -142,7 +142,7 @@ def test_a_fork_while_another_thread_generates(models, schedule):
 @pytest.mark.parametrize("put", [1, 4], ids=["prompt", "token"])
 @pytest.mark.parametrize("schedule", ["lockstep", "streams", "workers", "spd"])
 def test_a_fork_inside_of_a_call(models, schedule, put):
-    """The child goes on with the call of its parent, or says that it cannot; the parent's text is right."""
+    """The child continues the call of its parent, or raises an error. The parent's text is right."""
     target, draft, texts = models
     read, write = os.pipe()
 
@@ -156,7 +156,7 @@ def test_a_fork_inside_of_a_call(models, schedule, put):
                 self.child = os.fork()
                 if self.child == 0:
                     signal.alarm(int(SECONDS))
-                    warnings.simplefilter("ignore", StageFailure)  # to the child the workers have ended
+                    warnings.simplefilter("ignore", StageFailure)  # for the child the workers have ended
                 else:
                     os.waitpid(self.child, 0)
 
@@ -319,7 +319,7 @@ def test_shared_memory_is_copied_for_a_child():
         assert os.fstat(fd).st_size == block.memory.size
         block.memory.array[:] = 255
         kept.array[:] = 255
-        other = SharedMemory(os.dup(fd))  # what a process that gets the descriptor sees
+        other = SharedMemory(os.dup(fd))  # the view of a process that gets the descriptor
         assert (other.array == 255).all()
 
     Child(write).check()
@@ -328,7 +328,7 @@ def test_shared_memory_is_copied_for_a_child():
 
 
 def test_a_child_has_the_memory_as_it_was_at_the_fork(tmp_path):
-    """Its parent goes on at once, and may write before the child has made its copy."""
+    """The parent continues at once, and may write before the child has made its copy."""
     script = """
 import os
 

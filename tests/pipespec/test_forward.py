@@ -1,4 +1,4 @@
-"""Calls of a model: every form but the native one gives the bits of the model itself. And properties of transformers that this relies on."""
+"""Calls of a model: every form but the native one gives the bits of the model itself. Also properties of transformers that the forms need."""
 
 import functools
 import gc
@@ -93,7 +93,7 @@ def test_forward_is_bit_identical_to_the_model(name, rows, ids):
             model(tokens, past_key_values=reference)
         assert got.shape == (rows, keep, VOCAB)
         assert got.dtype == model.dtype
-        # A kept slice goes through the head in another shape than the whole, which may round differently.
+        # The head gets a kept slice in another shape than the whole, which may round differently.
         if keep == q or model.dtype == torch.float32:
             torch.testing.assert_close(got, wanted, rtol=0, atol=0 if keep == q else 1e-5)
         assert cache.lengths == reference.lengths
@@ -304,7 +304,8 @@ def test_sections_are_bit_identical_to_the_model(name, ids):
             hidden = after
         assert torch.equal(head.logits(hidden), wanted.logits)
         streams = [entered, *(seen[k] for k in (1, 2, 3))]
-        for ours, theirs in zip(streams[:-1], wanted.hidden_states, strict=False):  # the last of theirs is normed
+        # transformers' last hidden state comes after the final norm.
+        for ours, theirs in zip(streams[:-1], wanted.hidden_states, strict=False):
             assert torch.equal(ours, theirs)
         assert streams[-1] is not streams[-2]
     # The flat loop is for plain parts. Where a layer is not plain, the head may still be.

@@ -23,7 +23,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def chain(model):
-    """Three stages in one process: a draft that is often right behind one that always is."""
+    """Three stages in one process: a first draft that is always right, and a second one that is often right."""
     return Pipeline(model, [noisy(model, 0.02), always_right(model)], lookahead=[3, 4], schedule="lockstep")
 
 
@@ -38,7 +38,7 @@ def both(pipeline: Pipeline, *args, **kwargs) -> torch.Tensor:
 
 
 def new_tokens(model, prompt: torch.Tensor, count: int) -> list[int]:
-    """What the model says without an end."""
+    """The model's text without an end."""
     out = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None)
     return out[0, prompt.shape[1] :].tolist()
 
@@ -52,7 +52,7 @@ def first_uses(text: list[int]) -> list[int]:
 
 
 def test_eos_at_every_place_of_the_lookahead(chain, model):
-    """First token, inside of an accepted block, as its last draft token, as bonus, at the edge, one past it: wherever it falls."""
+    """The end is the first token, inside an accepted block, its last draft token, the bonus token, at the limit, or one past it."""
     prompt = random_prompts(1, seed=5, shortest=6)[0][None]
     text = new_tokens(model, prompt, 24)
     places = first_uses(text)
@@ -92,7 +92,7 @@ def test_an_end_in_the_prompt_ends_nothing(chain, model):
     for end in (int(prompt[0, -1]), int(prompt[0, 2])):
         if end not in text:
             assert both(chain, prompt, max_new_tokens=12, eos_token_id=end).shape[1] == prompt.shape[1] + 12
-    doubled = torch.cat([prompt, torch.tensor([[text[0]]])], dim=1)  # the prompt ends with what would end the text
+    doubled = torch.cat([prompt, torch.tensor([[text[0]]])], dim=1)  # the prompt ends with an end token
     both(chain, doubled, max_new_tokens=12, eos_token_id=text[0], pad_token_id=0)
 
 
@@ -142,7 +142,7 @@ def test_max_length_counts_the_padding(chain):
     ids, mask = left_pad(random_prompts(3, seed=12, longest=14))
     for length in (ids.shape[1] + 1, ids.shape[1] + 4, 40):
         assert both(chain, ids, attention_mask=mask, max_length=length).shape[1] == length
-    # Twenty is what older versions of transformers have for a default.
+    # Twenty is the default of older versions of transformers.
     short = random_prompts(1, seed=12, shortest=5, longest=5)[0][None]
     assert both(chain, short, max_length=20).shape[1] == 20
 
@@ -233,7 +233,7 @@ def test_a_mask_is_inferred_as_transformers_does(chain, model):
 
 
 def test_calls_of_all_sizes_one_after_the_other(chain):
-    """Block and caches grow, shrink in rows, and are used again."""
+    """Block and caches grow, shrink in rows, and are reused."""
     for call, (rows, longest, new) in enumerate(
         [(1, 3, 4), (8, 30, 6), (2, 200, 3), (1, 5, 140), (3, 9, 1), (8, 30, 6), (1, 400, 9), (5, 2, 70), (1, 3, 4)]
     ):
@@ -282,7 +282,8 @@ def test_other_models(config):
     ids, mask = left_pad(random_prompts(3, seed=41))
     wanted = target.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     got = pipeline.generate(ids, attention_mask=mask, max_new_tokens=12)
-    if target.dtype == torch.bfloat16:  # near-ties abound, and padding changes the shapes: equal to itself, not to them
+    # In bfloat16 near-ties are frequent and padding changes the shapes: compare the pipeline with itself.
+    if target.dtype == torch.bfloat16:
         again = Pipeline(target).generate(ids, attention_mask=mask, max_new_tokens=12)
         assert (got == again).float().mean() > 0.9
         assert got.shape == wanted.shape
@@ -338,7 +339,7 @@ def test_the_streamer_gets_every_token_once(model, make):
 
 
 def test_the_streamer_of_a_batch(model):
-    """One token of each row at a time, as transformers hands them out, ended rows filled; the slowest row sets the pace."""
+    """One token of each row at a time, as in transformers, with ended rows filled. The slowest row sets the pace."""
     ids, mask = left_pad(random_prompts(3, seed=63))
     text = model.generate(ids, attention_mask=mask, max_new_tokens=18, do_sample=False)[:, ids.shape[1] :]
     for make in (always_right, always_wrong, lambda t: noisy(t, 0.03)):
@@ -354,7 +355,7 @@ def test_the_streamer_of_a_batch(model):
 
 
 def test_the_streamer_gets_tokens_as_they_come(model):
-    """Not all at the end: an error raised at the fifth token stops the generation there, and the next call is whole."""
+    """Tokens do not come all at the end: an error at the fifth token stops the generation there. The next call is complete."""
 
     class Impatient(Recorder):
         def put(self, value):
@@ -427,7 +428,7 @@ def test_the_report_adds_up(model):
 
 
 class Gate(Recorder):
-    """Holds its call inside of the third hand-over until told to go on."""
+    """A streamer that holds its call at the third ``put()`` until the test lets it continue."""
 
     def __init__(self):
         super().__init__()
@@ -455,7 +456,7 @@ def test_other_threads_wait_their_turn(model):
         threads.append(threading.Thread(target=work, args=(i, prompt)))
         threads[-1].start()
     threads[1].join(0.3)
-    assert all(thread.is_alive() for thread in threads)  # none of them is through, none has failed
+    assert all(thread.is_alive() for thread in threads)  # no call has ended or failed
     assert not outs
     gate.go_on.set()
     for thread in threads:
@@ -465,7 +466,7 @@ def test_other_threads_wait_their_turn(model):
 
 
 def test_a_call_from_inside_of_a_call_is_refused(model):
-    """It would wait for itself. Another pipeline may be used there; the outer call goes on if the refusal is caught."""
+    """It would wait for itself. Another pipeline may run there, and the outer call continues if the error is caught."""
     pipeline, another = (
         Pipeline(model, noisy(model, 0.02), schedule="lockstep"),
         Pipeline(model, noisy(model, 0.02), schedule="lockstep"),

@@ -325,7 +325,7 @@ def test_the_module_that_cannot_be_captured_is_named(model, gpu):
 
 @pytest.mark.parametrize("capturing", [False, True], ids=["warm-up", "capture"])
 def test_what_a_signal_handler_raises_ends_the_capture(model, gpu, capturing):
-    """Nothing runs instead: the caller's time is up."""
+    """Nothing runs instead, because the error is the caller's."""
 
     def bark(number, frame):
         raise TimeoutError("time is up")
@@ -347,7 +347,7 @@ def test_what_a_signal_handler_raises_ends_the_capture(model, gpu, capturing):
 def test_no_two_stages_share_a_stream(model, gpu):
     """Not even if others take some of torch's streams in between: each stream has one workspace."""
     pipe = chain(model, drafts=2, schedule="streams")
-    for _ in range(30):  # torch's next stream is its first one again
+    for _ in range(30):  # torch reuses its first stream
         torch.cuda.Stream()
     other = chain(copy.deepcopy(model), drafts=2, schedule="streams")
     check(pipe, rows=2)
@@ -357,7 +357,7 @@ def test_no_two_stages_share_a_stream(model, gpu):
 
 def test_no_garbage_is_collected_during_a_capture(model, gpu):
     """It could end another pipeline, which a capture does not allow."""
-    on = {True: set(), False: set()}  # by whether it was capturing
+    on = {True: set(), False: set()}  # keys: whether a capture was running
     gpu.fails = lambda stage: on[gpu.capturing].add(gc.isenabled())
     chain(model, schedule="streams").close()
     assert on == {True: {False}, False: {True}}
@@ -372,7 +372,7 @@ def graphs_of(pipe):
 
 @pytest.mark.parametrize("how", HOW, ids=IDS)
 def test_a_graph_owns_the_workspaces_of_its_products(model, gpu, how):
-    """They lie in its pool, so that it does not matter who clears torch's map later. The map does not keep the pool."""
+    """They lie in its pool, so that later clearing of torch's map has no effect on them. The map does not keep the pool alive."""
     pipe = chain(model, **how)
     check(pipe)
     graphs = graphs_of(pipe)
@@ -422,7 +422,7 @@ def test_after_a_capture_that_cannot_be_ended(model, gpu, how, newer):
     assert not gpu.generator_captures
     gc.collect()
     gpu.empty_cache()
-    # What torch itself does not release, before and after that version.
+    # The memory that torch itself does not release, before and after that version.
     assert len(gpu.memory.use_counts) <= before + newer
     for graph in gpu.pinned.recording.values():
         assert graph in gpu.graphs  # the allocator of pinned memory calls it

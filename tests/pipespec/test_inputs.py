@@ -1,4 +1,4 @@
-"""What goes into a call beside the prompt, and what comes back beside the text: caches, configurations, outputs, custom_generate."""
+"""Inputs beside the prompt and outputs beside the text: caches, configurations, outputs, custom_generate."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def plain(model, ids, **kwargs):
 
 
 def held(cache) -> tuple:
-    """What a cache holds, to see later whether anybody touched it."""
+    """A copy of a cache's content, to check later that it has not changed."""
     if isinstance(cache, RowCache):
         return cache.lengths, [
             keys[row, :, :n].clone() for keys, _ in cache.states() for row, n in enumerate(cache.lengths)
@@ -74,12 +74,12 @@ def untouched(cache, before) -> bool:
     return lengths == before[0] and all(torch.equal(a, b) for a, b in zip(keys, before[1], strict=True))
 
 
-# ---- going on with the cache of the call before
+# ---- continuing the cache of an earlier call
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 def test_a_chat_of_five_turns(pipes, model, prefilled, schedule):
-    """The cache that the first call returned goes through all of them; only what is new is ever fed."""
+    """All calls use the cache that the first one returned, and feed only new tokens."""
     pipe, text, cache, capacities = pipes[schedule], prompt(1), None, []
     for turn in range(5):
         prefilled.clear()
@@ -98,7 +98,7 @@ def test_a_chat_of_five_turns(pipes, model, prefilled, schedule):
 
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 def test_a_chat_of_three_ragged_rows(pipes, model, prefilled, schedule):
-    """Rows begin and end at different places; each turn pads them again, and the cache holds no padding."""
+    """Rows begin and end at different places. Each turn pads them again, and the cache holds no padding."""
     pipe, cache = pipes[schedule], None
     rows = random_prompts(3, seed=2, shortest=3, longest=14)
     for turn in range(3):
@@ -145,7 +145,7 @@ def test_the_same_prompt_again(pipe, model, prefilled):
 
 
 def test_one_cache_for_several_continuations(pipe, model, prefilled):
-    """HuggingFace's recipe: a deep copy of the cache of what they have in common."""
+    """HuggingFace's recipe: a deep copy of the cache of their common prefix."""
     common = prompt(6, 20)
     cache = pipe.generate(common, max_new_tokens=1, return_dict_in_generate=True).past_key_values
     assert cache.lengths == (20,)
@@ -175,7 +175,7 @@ def test_an_empty_dynamic_cache_grows_in_place(pipe, model):
     for ours, layer in zip(cache.layers, theirs.layers, strict=True):
         torch.testing.assert_close(ours.keys, layer.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.values, layer.values, rtol=1e-4, atol=1e-4)
-    # Transformers goes on with it, and then the pipeline again.
+    # transformers continues it, and then the pipeline again.
     for generate in (model.generate, pipe.generate, model.generate):
         text = torch.cat([wanted, prompt(12, 4)], dim=1)
         out = generate(text, max_new_tokens=NEW, past_key_values=cache, do_sample=False)
@@ -204,7 +204,7 @@ def test_transformers_goes_on_with_a_cache_of_ours(pipe, model):
     theirs = model.generate(text, max_new_tokens=9, past_key_values=cache, do_sample=False)
     assert torch.equal(theirs, plain(model, text, max_new_tokens=9))
     assert cache.lengths == (theirs.shape[1] - 1,)
-    # And we after them: of what they added, the cache cannot know the text.
+    # The pipeline continues after transformers, whose new tokens the cache does not know.
     text = torch.cat([theirs, prompt(16, 3)], dim=1)
     assert torch.equal(
         pipe.generate(text, max_new_tokens=9, past_key_values=cache), plain(model, text, max_new_tokens=9)
@@ -274,7 +274,7 @@ def test_numbers_of_numpy_and_torch(pipe, model, number):
 
 @pytest.mark.parametrize("lengths", [[20], [11, 20], [9], [8], [3]])
 def test_the_callers_maximum_length_is_the_maximum(pipe, model, lengths):
-    """Instead of the one that transformers makes of max_length, and at least one token is generated."""
+    """It replaces transformers' own MaxLengthCriteria, and at least one token is generated."""
     text = prompt(61)
 
     def call(generate):
@@ -321,7 +321,7 @@ def test_positions_that_follow_from_the_mask(pipe, model):
 @pytest.mark.parametrize("length", [505, 511, 512, 513, 600])
 @pytest.mark.parametrize("name", ["lockstep", "workers"])
 def test_texts_beyond_the_models_length(pipes, model, caplog, name, length):
-    """transformers warns and goes on."""
+    """transformers warns and continues."""
     logger = logging.getLogger("transformers.generation.stopping_criteria")
     text = prompt(65, length)
 
@@ -389,7 +389,7 @@ def pipe_of_another(model, text):
 
 
 def test_what_a_cache_remembers_of_its_text(pipe, model):
-    """Only what it still holds: after a rollback other tokens may come in its place."""
+    """Only the text that it still holds: after a rollback other tokens may follow."""
     text = prompt(19, 12)
     cache = pipe.generate(text, max_new_tokens=NEW, return_dict_in_generate=True).past_key_values
     assert [t.tolist() for t in cache.text] == [
@@ -431,12 +431,12 @@ def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(pipe, model, prefil
     assert untouched(cache, before)
     wanted = plain(model, longer, max_new_tokens=NEW)
     committed = pipe.partial.shape[1] - longer.shape[1]
-    assert 0 <= committed < at  # whole steps; the one that failed left nothing
+    assert 0 <= committed < at  # whole steps; the failed one left nothing
     assert committed > 0 or at == 1
     assert torch.equal(pipe.partial, wanted[:, : pipe.partial.shape[1]])
     prefilled.clear()
     assert torch.equal(pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache), wanted)
-    assert sum(prefilled) == 4  # and nothing is fed a second time
+    assert sum(prefilled) == 4  # nothing is fed twice
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
@@ -671,20 +671,20 @@ def test_custom_generate_with_a_cache(pipe, model, prefilled, kind):
         assert cache.get_seq_length() == out.shape[1] - 1
         assert sum(prefilled) == missing
         text = torch.cat([out, prompt(43 + turn, 4)], dim=1)
-    # Without one, each call begins with an empty cache, and returns its own where asked to.
+    # Without a cache, each call begins with an empty one, and returns it on request.
     out = model.generate(text, return_dict_in_generate=True, **kwargs)
     assert out.past_key_values is not cache
     assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
 
 
 def test_what_is_lost_is_found(model):
-    """By any callable, however deep below generate(); and nothing where no generate() is running."""
+    """Found from any depth below generate(), and empty if no generate() is running."""
     assert lost_arguments() == {}
     found = {}
 
     def loop(model, input_ids, **kwargs):
         found.update((lambda: lost_arguments())())
-        assert "streamer" not in kwargs  # else the detour is not needed any more
+        assert "streamer" not in kwargs  # otherwise caller_arguments() is not needed any more
         return input_ids
 
     recorder, draft, cache = Recorder(), always_right(model), DynamicCache()

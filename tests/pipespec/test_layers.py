@@ -52,7 +52,7 @@ def graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def upward(edges: dict[str, set[str]]) -> list[str]:
-    """Imports from the same layer or a higher one, outside of the own entry. The package's own ``__init__`` only forwards names."""
+    """Imports from the same layer or a higher one, except within one entry. The package's own ``__init__`` only forwards names."""
     level = {entry: i for i, layer in enumerate(LAYERS) for entry in layer}
     arrows = ((a.split("."), b.split(".")) for a, targets in edges.items() if a != "pipespec" for b in targets)
     return [

@@ -1,8 +1,7 @@
 """The one promise: greedy text equal, token for token, to the target's own ``generate(do_sample=False)``.
 
 Random prompts (left-padded batches of 1, 3 and 8; some rows end early) through chains of two, three and four models,
-in both schedules, with drafts that are good, bad, always right and always wrong in every place of the chain. And the bundled
-family on real code.
+in both schedules, with drafts that are good, bad, always right and always wrong in every place of the chain. The bundled family runs on real code.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NEAR_TIE = 1e-6
 
 
 def difference(target, prompt: torch.Tensor, wanted: torch.Tensor, got: torch.Tensor) -> tuple[str, float]:
-    """Where two texts of one row differ, and the target's relative margin between its two best tokens there."""
+    """The first position at which two texts of a row differ, and the target's relative margin between its two best tokens there."""
     common = min(len(wanted), len(got))
     at = next((i for i in range(common) if wanted[i] != got[i]), common)
     with torch.inference_mode():
@@ -43,7 +42,7 @@ def difference(target, prompt: torch.Tensor, wanted: torch.Tensor, got: torch.Te
 
 
 def check(target, prompts, wanted, got, width, what) -> list[str]:
-    """Fails where a row differs by more than a near-tie. Returns a description of each near-tie."""
+    """Fail if a row differs by more than a near-tie. Returns a description of each near-tie."""
     if torch.equal(wanted, got):
         return []
     ties = []
@@ -59,7 +58,7 @@ def check(target, prompts, wanted, got, width, what) -> list[str]:
 
 
 class BundledFamily:
-    """A target and the states that a draft can be put into: its weights are overwritten in place, in whatever process it runs."""
+    """A target, and weights for a draft, which are overwritten in place in the process where the draft runs."""
 
     def __init__(self):
         self.target = random_llama(7)
@@ -105,7 +104,8 @@ def family():
 def test_random_models(family, k, schedule):
     drafts = [always_right(family.target) for _ in range(k - 1)]
     chains = list(itertools.product(KINDS, repeat=k - 1))
-    step = next(s for s in range(len(chains) // 3 + 1, len(chains)) if len(chains) % s and s % 2)  # visits all, mixed
+    # This step visits all chains in mixed order.
+    step = next(s for s in range(len(chains) // 3 + 1, len(chains)) if len(chains) % s and s % 2)
     ties: list[str] = []
     texts = 0
     accepted: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -118,7 +118,7 @@ def test_random_models(family, k, schedule):
                 chain = chains[number * step % len(chains)]
                 for draft, kind in zip(drafts, chain, strict=True):
                     family.become(draft, kind)
-                # How many draft tokens come in time is the machine's affair: in every fifth call the target waits for them.
+                # The number of draft tokens that come in time depends on the machine. In every fifth call the target waits for them.
                 keep_up = schedule == "workers" and number % 5 == 0
                 with drafts_keep_up(pipeline, limits(rows, NEW), EOS) if keep_up else nullcontext():
                     got = pipeline.generate(
@@ -136,18 +136,18 @@ def test_random_models(family, k, schedule):
         warnings.warn(f"{len(ties)} of {texts} texts differ at a near-tie", stacklevel=1)
     # Each one was checked to be a near-tie.
     assert len(ties) <= texts // 100, "\n".join(ties)
-    # The chains were what they were meant to be; without drafts all of the above would be empty.
-    # (Through a middle stage that is wrong nothing right arrives, and a stage may be asked at a row's last place.)
+    # The drafts had the intended acceptance. Without draft tokens the test would show nothing.
+    # (A wrong middle stage passes no right token on, and a stage may verify at a row's last place.)
     assert accepted["right"] > 50 * rejected["right"]
     assert accepted["wrong"] == 0 < rejected["wrong"]
-    if schedule == "lockstep":  # the calls in turn of "workers" are too few for it
+    if schedule == "lockstep":  # "workers" has too few calls in which the target waits
         assert accepted["good"] > rejected["good"] > 0
         assert rejected["bad"] > accepted["bad"]
         assert rejected["wrong"] > trials(ci=20, nightly=100)
 
 
 def test_every_token_of_the_vocabulary_is_compared(family):
-    """The tests above can fail: one changed token is found and told apart from a near-tie."""
+    """The tests above can fail: they find a single changed token and distinguish it from a near-tie."""
     rows, ids, _, wanted = family.reference(3)[0]
     wrong = wanted.clone()
     wrong[1, ids.shape[1] + 2] = (wrong[1, ids.shape[1] + 2] + 1) % VOCABULARY
@@ -199,7 +199,7 @@ def test_bundled_family(bundled, k, schedule):
     with Pipeline(target, drafts, schedule=schedule) as pipeline:
         for batch in BATCHES:
             for number, (rows, ids, mask, wanted) in enumerate(reference(batch)):
-                keep_up = schedule == "workers" and number == 0  # that there are draft tokens in time
+                keep_up = schedule == "workers" and number == 0  # so that draft tokens come in time
                 with drafts_keep_up(pipeline, limits(rows, 32), eos) if keep_up else nullcontext():
                     got = pipeline.generate(ids, attention_mask=mask, max_new_tokens=32, do_sample=False)
                 what = f"bundled K={k} {schedule} batch {batch} number {number}"
@@ -208,6 +208,6 @@ def test_bundled_family(bundled, k, schedule):
                 accepted += pipeline.report.stages[-1].accepted
     if ties:
         warnings.warn(f"{len(ties)} of {texts} texts differ at a near-tie", stacklevel=1)
-    # Each one was checked to be a near-tie. With few texts, one prompt is more than 1 %.
+    # Each difference is a near-tie, as checked above. With few texts, one prompt is more than 1 %.
     assert len(ties) <= max(3, texts // 100), "\n".join(ties)
     assert accepted > (texts if schedule == "lockstep" else 0)

@@ -1,4 +1,4 @@
-"""The memory estimate against the truth, and what is refused before anything is loaded or allocated."""
+"""The memory estimate against real allocations, and refusals before anything is loaded or allocated."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_caches_are_counted_to_the_byte(model, rows, capacity):
         need = estimate([StageFacts.of_model("target", stage)], rows, capacity).needs[0]
         cache.set_lengths([capacity] * rows)
         assert need.caches == cache.nbytes == sum(t.nbytes for keys, values, _ in cache for t in (keys, values))
-        assert need.weights == 0  # they are there
+        assert need.weights == 0  # the weights are loaded already
         assert need.loaded == tensor_bytes(stage)
 
 
@@ -145,7 +145,7 @@ def test_what_a_forward_holds_is_not_underestimated():
             held += event.nbytes()
             highest = max(highest, held)
     need = estimate([StageFacts.of_model("target", model)], rows, length + 100).needs[0]
-    assert highest > cache.nbytes  # it saw something
+    assert highest > cache.nbytes  # allocations were recorded
     assert highest - cache.nbytes <= need.activations < 20 * (highest - cache.nbytes)
 
 
@@ -291,7 +291,7 @@ def shape(cache: RowCache) -> tuple[int, int]:
     ids=str,
 )
 def test_unused_caches_are_released(model, monkeypatch, options, last):
-    """They are freed only where there is no room beside them, and before anything is allocated."""
+    """They are freed only if there is no room beside them, and before anything is allocated."""
     wanted = model.generate(PROMPT.repeat(4, 1), max_new_tokens=20, do_sample=False)
     live = Live(monkeypatch, GIB)
     with warnings.catch_warnings(), Pipeline(model, noisy(model, 0.1), **options) as pipe:
@@ -301,12 +301,12 @@ def test_unused_caches_are_released(model, monkeypatch, options, last):
             pipe.generate(PROMPT.repeat(rows, 1), max_new_tokens=new, max_time=0.0)
         assert len(live.caches) == (3 if last == 128 else 1) * here
         stages = [StageFacts.of_model("target", m) for m in pipe.models]
-        live.total = estimate(stages, 4, last).on("cpu")  # for the next call, and nothing else
+        live.total = estimate(stages, 4, last).on("cpu")  # room for the next call and nothing else
         assert torch.equal(pipe.generate(PROMPT.repeat(4, 1), max_new_tokens=20), wanted)
         assert [shape(cache) for cache in live.caches] == [(4, last)] * here
         kept = set(map(id, live.caches))
         assert torch.equal(pipe.generate(PROMPT.repeat(4, 1), max_new_tokens=20), wanted)
-        assert set(map(id, live.caches)) == kept  # taken over
+        assert set(map(id, live.caches)) == kept  # the caches are reused
         with pytest.raises(RuntimeWarning, match="unless other programs give some back"):
             pipe.generate(PROMPT.repeat(5, 1), max_new_tokens=20)
 
@@ -361,7 +361,7 @@ def test_the_copy_that_is_returned_is_counted(model, monkeypatch, how):
         assert not text_and_copy(PROMPT, use_cache=False, **given)[1]
         assert text_and_copy(PROMPT, DynamicCache(config=model.config))[1]
         cache = RowCache.for_model(model, 1, 40)
-        text, copied = text_and_copy(PROMPT, cache)  # there is room in it
+        text, copied = text_and_copy(PROMPT, cache)  # the cache has room for it
         assert not copied
         assert text_and_copy(text, cache)[1] == keeps_its_own
 

@@ -1,4 +1,4 @@
-"""The native form of a forward: which models take it, that its logits and texts are the model's, and that it does not depend on the batch."""
+"""The native form of a forward: the models that take it, equal logits and texts, and independence of the batch."""
 
 import copy
 import dataclasses
@@ -86,7 +86,7 @@ def make(name="llama", dtype=torch.float32, seed=0, **more):
     model = kind(config(**settings | options | more))
     with torch.no_grad():
         for parameter in model.parameters():
-            # Biases and the weights of norms are constants at first.
+            # The initial biases and norm weights are constants, so draw random ones.
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape) * 0.1)
     model.generation_config.eos_token_id = None
@@ -210,7 +210,7 @@ def test_greedy_texts_are_generates(name):
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5, "seed": 5}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_texts_depend_neither_on_drafts_nor_on_the_batch(dtype, sampling):
-    """Also where two logits are nearly equal: in bfloat16 many are."""
+    """Also where two logits are nearly equal, which is frequent in bfloat16."""
     model = make("llama 3 RoPE, tied", dtype)
     if "seed" in sampling:
         sampling = {**sampling, "seed": [5, 6, 7]}
@@ -235,7 +235,7 @@ def test_workers_take_the_native_form_and_say_so():
     wanted = model.generate(prompt, max_new_tokens=24, do_sample=False)
     for use in (True, False):
         with pipespec.Pipeline(model, [draft], schedule="workers", native=use) as pipe:
-            # The target waits, by a hook of its own, for the worker, which reports its form before its first step.
+            # A hook makes the target wait for the worker, which reports its form before its first step.
             with drafts_keep_up(pipe, [32]):
                 assert torch.equal(pipe.generate(prompt, max_new_tokens=24, do_sample=False), wanted)
             assert pipe.report.stages[0].forward == ("native" if use else "transformers: native=False")
@@ -392,7 +392,7 @@ def one_value(model):
 
 
 def through_data(model):
-    # As merged adapters are written back. No version counter notices it.
+    # As merged adapters are written back. Version counters do not change.
     model.model.layers[0].self_attn.o_proj.weight.data += 0.05
 
 

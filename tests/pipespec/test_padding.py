@@ -1,4 +1,4 @@
-"""Masks with zeros anywhere, and calls with the new tokens only: what they mean in transformers' generate(), they mean here."""
+"""Masks with zeros anywhere, and calls with the new tokens only, have the meaning that they have in transformers' generate()."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pipe(pipes):
 
 
 def masked(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and a mask. What is masked are ids like the others: they must not be seen."""
+    """Token ids and a mask. Masked columns hold ordinary ids, which must have no effect."""
     mask = torch.tensor(MASKS[name])
     rows = random_prompts(len(mask), seed=4, shortest=mask.shape[1], longest=mask.shape[1])
     return torch.stack(rows), mask
@@ -84,19 +84,19 @@ def test_masks_of_all_kinds(pipes, model, schedule, name):
     if schedule == "lockstep":
         assert torch.equal(model.generate(ids, custom_generate=pipe, do_sample=False, **kwargs), wanted)
         assert pipe.report.stages[-1].accepted > 0 or name == "one token"
-    # The next call, of another kind, has the positions that it should have.
+    # The next call, of another kind, has its own positions.
     assert torch.equal(pipe.generate(ids, max_new_tokens=NEW), plain(model, ids))
 
 
 def test_the_padding_matters(model):
-    """Otherwise the test above would show little."""
+    """Otherwise the test above would be weak."""
     ids, mask = masked("right")
     assert not torch.equal(plain(model, ids, attention_mask=mask)[:, 7:], plain(model, ids[:, :5])[:, 5:])
 
 
 @pytest.mark.parametrize("name", ["all kinds", "right"])
 def test_scores_processors_and_ends_with_such_masks(pipe, model, name):
-    """Processors see the columns as they are, padding included."""
+    """Processors get all columns, padding included."""
     ids, mask = masked(name)
     kwargs = {"attention_mask": mask, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     words = plain(model, ids, attention_mask=mask)[:, ids.shape[1] :]
@@ -218,7 +218,7 @@ def test_a_chat_with_the_new_tokens_only(pipes, model, schedule, kind, rows):
         got = pipe.generate(new, attention_mask=mask, max_new_tokens=NEW, past_key_values=cache)
         assert torch.equal(got, torch.cat([new, wanted[:, -NEW:]], dim=1))
         if schedule == "lockstep" and kind != "theirs":
-            # The drafts know the text that they do not get: they are right as often as with all of it.
+            # The drafts know the cached text, so they are right as often as with the whole text.
             assert pipe.report.stages[-1].accepted >= NEW // 2 * rows
         text = wanted
         assert cache.get_seq_length() == text.shape[1] - 1 - (int((mask == 0).sum(dim=1).min()) if kind == "ours" else 0)  # fmt: skip
@@ -277,7 +277,7 @@ def test_new_tokens_that_do_not_fit_the_cache(pipe, model):
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_call_with_new_tokens_that_fails_leaves_the_cache_as_it_was(model, is_known):
-    """And what is known of its text: zeros that stood for unknown tokens are none of it."""
+    """Its text stays known, and zeros that stood for unknown tokens do not become a part of it."""
     target = Faulty.like(model)
     pipe = Pipeline(target, noisy(model, 0.02), lookahead=3, schedule="lockstep")
     first = pipe.generate(prompt(14), max_new_tokens=NEW, return_dict_in_generate=True)

@@ -1,5 +1,5 @@
-"""Every logits processor, transformers' and a user's: sampled, the pipeline's text is the target's alone; greedy, that of
-``target.generate()``. The models have 40 tokens, so that every processor finds something to do."""
+"""Every logits processor of transformers and of users. The pipeline's sampled text is that of the target alone, its greedy text that of
+``target.generate()``. The models have 40 tokens, so that every processor has an effect."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def test_built_in(alone, chain, case, do_sample):
             ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, top_k=0, do_sample=do_sample, seed=17, **eos
         )[:, ids.shape[1] :]
         changed += text.shape != plain.shape or not torch.equal(text, plain)
-    # It did something, and not by making the drafts useless.
+    # The processor had an effect, and the drafts still agree.
     assert changed > 0 if do_sample or case in CASES else changed == 0
     assert accepted > 0
 
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 def test_forced_bos_token(alone, chain, do_sample):
-    """It acts where the text so far has one token."""
+    """It applies when the text has one token."""
     for token in (4, 33):
         text = compared(alone, chain, torch.tensor([[9], [8]]), None, do_sample=do_sample, forced_bos_token_id=token)
         assert text[:, 0].tolist() == [token, token]
@@ -131,7 +131,7 @@ def test_remove_invalid_values(target, do_sample):
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 def test_renormalize_logits(alone, chain, do_sample):
-    """It shows in the scores; no choice depends on it."""
+    """It changes the scores and no choice."""
     ids, mask = left_pad(prompts(3))
     for more in ({}, {"temperature": 0.7, "top_k": 9} if do_sample else {}, {"suppress_tokens": [5, 6]}):
         kwargs = {"do_sample": do_sample} | more
@@ -173,7 +173,7 @@ def test_prefix_allowed_tokens_fn(alone, chain, do_sample):
 
     def allowed(row, text):
         assert text.ndim == 1
-        assert torch.equal(text[: ids.shape[1]], ids[row])  # padding included, as transformers has it
+        assert torch.equal(text[: ids.shape[1]], ids[row])  # padding included, as in transformers
         return [t for t in range(4, VOCABULARY) if t % 3 == row and t != int(text[-1])]
 
     text = compared(alone, chain, ids, mask, do_sample=do_sample, prefix_allowed_tokens_fn=allowed)
@@ -273,7 +273,7 @@ def long_blocks(request, target):
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 def test_one_call_per_token(long_blocks, do_sample):
-    """Exact prefixes, each once and in order, whatever was drafted, accepted and rolled back; none behind the end."""
+    """Exact prefixes, each once and in order, whatever was drafted, accepted and rolled back, and none behind the end."""
     ids, mask = left_pad(prompts(4, seed=10))
     kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0, "do_sample": do_sample}
     for more in ({}, {"temperature": 1.6} if do_sample else {}, {"eos_token_id": list(range(3, 12))}):
@@ -286,11 +286,12 @@ def test_one_call_per_token(long_blocks, do_sample):
             count = next((i + 1 for i, t in enumerate(new) if t in ends), len(new))
             wanted += [row[: ids.shape[1] + i] for i in range(count)]
         assert len(seen.prefixes) == len(wanted)
-        # Rows advance side by side; each must be in order.
+        # Rows advance together. Each must be in order.
         for row in ids.tolist():
             mine = [p for p in seen.prefixes if p[: len(row)] == row]
             assert mine == [p for p in wanted if p[: len(row)] == row]
-        if not ends and long_blocks.schedule == "lockstep":  # how many draft tokens come in time is the workers' affair
+        # Under workers, the number of draft tokens depends on timing.
+        if not ends and long_blocks.schedule == "lockstep":
             assert long_blocks.report.stages[-1].accepted > 10
 
 
@@ -340,7 +341,7 @@ def prepared(model, ids, mask, **kwargs):
     ids=str,
 )
 def test_scores_and_logits(chain, more, filters):
-    """What transformers' processors make of a plain forward's logits, per generated token; zeros behind a row's end."""
+    """The scores are those of transformers' processors on a plain forward's logits, per generated token, with zeros behind a row's end."""
     prompt = prompts(3, seed=12)
     ids, mask = left_pad(prompt)
     kwargs = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": [3, 7, 8, 9], "do_sample": True} | more
@@ -384,7 +385,7 @@ def test_scores_and_logits(chain, more, filters):
 
 
 def test_logits_of_the_fused_path_are_the_same(chain):
-    """output_logits alone leaves the fused path in place; what it records must not have been penalised or cut."""
+    """output_logits alone keeps the fused path. The recorded logits come before penalties and cutoffs."""
     ids, mask = left_pad(prompts(3, seed=13))
     kwargs = {"attention_mask": mask, "do_sample": True, "repetition_penalty": 1.6, "top_k": 5, "seed": 2}
     kwargs |= {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True}

@@ -1,4 +1,4 @@
-"""What users do to a pipeline between and during calls, and what models and processors may do to it."""
+"""Actions of users on a pipeline between and during calls, and side effects of models and processors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_nothing_of_a_call_waits_for_the_garbage_collector(chain, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_cache_grows_with_the_text(model, chain, monkeypatch, rows):
-    """Not with the limit, which is often the model's."""
+    """The cache does not grow to the limit, which is often the model's."""
     monkeypatch.setattr(stages, "INITIAL_CAPACITY", 5)
     ids, mask = left_pad(random_prompts(rows, seed=8, shortest=4))
     got = chain.generate(ids, attention_mask=mask, max_new_tokens=300)
@@ -73,14 +73,14 @@ def test_a_cache_grows_with_the_text(model, chain, monkeypatch, rows):
     assert chain._driver.target._cache.capacity < 100
 
 
-# ---- drafts that write what they should not
+# ---- drafts that write invalid tokens
 
 
 @pytest.mark.parametrize("garbage", [-1, 320, 10**6, -(2**31), 2**31 - 1])
 @pytest.mark.parametrize("drafts", [1, 2])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_token_ids_outside_of_the_vocabulary(model, monkeypatch, garbage, drafts, rows):
-    """In a draft's sequence: they are draft tokens that the target rejects."""
+    """In a draft's sequence they are draft tokens that the target rejects."""
     ids, mask = left_pad(random_prompts(rows, seed=8, shortest=4))
     with Pipeline(model, [noisy(model, 0.02 * i) for i in range(drafts, 0, -1)], schedule="lockstep") as pipe:
         first = pipe._driver._stages[0]
@@ -151,7 +151,7 @@ def not_a_number(ids, scores):
 
 @pytest.mark.parametrize("processor", [nothing, not_a_number])
 def test_nothing_to_draw(chain, processor):
-    """An error, as in transformers; a forbidden token would be silent."""
+    """An error, as in transformers. A forbidden token would go unnoticed."""
     with pytest.raises(ValueError, match=rf"no token can be drawn at position {PROMPT.shape[1]} of row 0"):
         chain.generate(PROMPT, max_new_tokens=5, do_sample=True, logits_processor=[processor])
     assert torch.equal(chain.partial, PROMPT)
@@ -230,7 +230,7 @@ def test_an_error_leaves_the_partial_text(model):
 
 
 class Held:
-    """A streamer that stands still behind the first token until it is let go, then ``does`` something."""
+    """A streamer that waits behind the first token until the test lets it continue, then ``does`` something."""
 
     def __init__(self, does=lambda: None):
         self.inside, self.go, self.puts = threading.Event(), threading.Event(), 0
@@ -259,7 +259,7 @@ EVERY_WAY = [
 
 @pytest.mark.parametrize("how", EVERY_WAY, ids=str)
 def test_close_waits_for_the_call(model, how, monkeypatch):
-    """In another thread: that call has its whole text, and nothing is taken from it before."""
+    """close() in another thread: the call has its whole text, and loses no resource before its end."""
     wanted = greedy(model)
     pipe = Pipeline(model, noisy(model, 0.02), **how)
     order, got, streamer = [], [], Held()
@@ -274,14 +274,14 @@ def test_close_waits_for_the_call(model, how, monkeypatch):
     calling.start()
     assert streamer.inside.wait(SECONDS)
     closing.start()
-    closing.join(0.1)  # time to do it too early
+    closing.join(0.1)  # time in which an early close() would show
     streamer.go.set()
     calling.join(SECONDS)
     closing.join(SECONDS)
     assert order == ["ended", "closed"]
     assert torch.equal(got[0], wanted)
     assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20), wanted)  # it may be used again
+    assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20), wanted)  # the pipeline works again
     pipe.close()
 
 
@@ -306,7 +306,8 @@ def test_close_from_inside_of_a_call(model, how):
 
 @pytest.mark.parametrize("how", ["lockstep", "streams"])
 def test_a_program_may_end_while_a_daemon_thread_generates(tmp_path, how):
-    """Also with another thread that waits for its turn, a call within a call, one in a handler that runs later, and one that joins the threads."""
+    """Also with another thread that waits for its call, a call within a call, a call in an exit handler, and an exit handler that joins the
+    threads."""
     script = tmp_path / "script.py"
     script.write_text(
         f"""

@@ -105,7 +105,7 @@ def test_from_both_sides_of_the_change(kind, quality):
 
 
 def test_the_rope_of_these_models_matters(monkeypatch):
-    """Without the correction the texts differ, so the tests of this file can fail."""
+    """The texts differ without the correction, so the tests of this file can fail."""
     for kind in KINDS:
         target = model_of(kind)
         with monkeypatch.context() as patch:
@@ -127,7 +127,7 @@ def test_workers(kind):
 
 
 def check_rest(pipe, of_use, lookahead):
-    """The draft has fed no more than what was of use, and a lookahead that was open when the target got there."""
+    """The draft fed no more than the useful tokens and one lookahead, which was open when the target reached the limit."""
     draft, target = pipe.report.stages
     assert draft.fed <= of_use + 2 * lookahead
     assert target.drafted <= of_use
@@ -156,7 +156,7 @@ def test_sampled(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_a_long_text_is_left(kind):
-    """Neither the pipeline's next text nor the model's own depends on a longer text before it."""
+    """A longer text has no effect on the next text of the pipeline or of the model itself."""
     target = copy.deepcopy(model_of(kind))
     new = copy.deepcopy(target)
     target.generate(prompt_of(3 * LIMIT), max_new_tokens=2, do_sample=False)
@@ -188,7 +188,7 @@ def test_a_failing_forward_leaves_nothing_either(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(18, 9, 8), (20, 30, 10), (LIMIT - 3, 6, 9), (LIMIT + 3, 6, 4)])
 def test_a_conversation(kind, lengths):
-    """A cache that is continued holds keys of several calls; what was fed then stays as it is."""
+    """A continued cache holds keys of several calls, and earlier keys do not change."""
     target = model_of(kind)
     first, new, more = lengths
     pipe = Pipeline(target, noisy(target, 0.02), schedule="lockstep")
@@ -239,7 +239,7 @@ def test_batches(kind, lengths):
     assert torch.equal(pipe.generate(**inputs, max_new_tokens=NEW, do_sample=False), wanted)
     longest = max(range(len(lengths)), key=lambda row: lengths[row])
     width = inputs["input_ids"].shape[1]
-    for at in (2, NEW // 2):  # the longest row ends before the change, or behind it
+    for at in (2, NEW // 2):  # the longest row ends before or after the change
         options = {"eos_token_id": int(wanted[longest, width + at]), "pad_token_id": 0}
         got = pipe.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
         assert torch.equal(got, wanted_of(target, **inputs_of(inputs), **options))
@@ -259,7 +259,7 @@ def test_a_prompt_fed_in_chunks(kind):
     whole = [(batch_of((LIMIT + 20,)), chunk) for chunk in (7, 13, LIMIT)]
     for given, chunk in [*whole, (inputs, 9), (padded, 9)]:
         options = {"prefill_chunk_size": chunk, "max_new_tokens": NEW, "do_sample": False}
-        cache = DynamicCache(config=target.config)  # 5.0 asks for one
+        cache = DynamicCache(config=target.config)  # 5.0 requires a cache
         wanted = wanted_of(target, **inputs_of(given), past_key_values=cache, **options)
         assert torch.equal(pipe.generate(**given, **options), wanted)
 
@@ -279,7 +279,7 @@ def test_the_drafts_rest_behind_the_change():
 
 
 def test_warnings():
-    """One warning that drafts rest; a warning that the text may differ only where it can."""
+    """One warning that drafts rest. A warning that the text may differ comes only if it can."""
     target = model_of("longrope")
     pipe = Pipeline(target, always_right(target), schedule="lockstep")
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Coupled sampling: one seed, one text per row, whatever the drafts, their number, the schedule and the batch around it.
+"""Coupled sampling: one seed gives one text per row, with any drafts, schedule and batch.
 
 The grid: prompts x {two, three models} x {lockstep, workers} x every fused parameter x batches of 1 and 4, each text compared
 with the one of the target alone and, token by token, with an oracle that shares nothing with the engine (``oracle.py``).
@@ -34,7 +34,7 @@ FUSED = {
     "all": Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, repetition_penalty=1.2),
 }
 
-# float32 forwards against the float64 oracle: what the logits of the random models differ by, with room.
+# Tolerance between float32 forwards and the float64 oracle: the difference of the random models' logits, with a margin.
 ORACLE_TOLERANCE = 2e-4
 
 
@@ -43,7 +43,7 @@ def arguments(sampling: Sampling) -> dict:
 
 
 def new_tokens(pipeline: Pipeline, ids, width: int | None = None, **kwargs) -> list[list[int]]:
-    """Per row what is new, without the padding behind an end."""
+    """The new tokens per row, without the padding behind an end."""
     width = ids.shape[1] if width is None else width
     rows = pipeline.generate(ids, pad_token_id=0, **kwargs)[:, width:].tolist()
     ends = kwargs.get("eos_token_id") or []
@@ -54,7 +54,7 @@ def new_tokens(pipeline: Pipeline, ids, width: int | None = None, **kwargs) -> l
 
 
 class Grid:
-    """The target, its texts alone, and what they are compared with."""
+    """The target, its own texts, and the oracle."""
 
     def __init__(self, prompts: int):
         self.target = random_llama(7)
@@ -97,7 +97,7 @@ def test_the_text_is_the_target_s(grid, k, schedule):
                     prompts = grid.prompts[begin : begin + batch]
                     ids, mask = left_pad(prompts)
                     seeds = grid.seeds[begin : begin + batch]
-                    # How many draft tokens come in time is the machine's affair: in the first call the target waits for them.
+                    # The number of draft tokens that come in time depends on the machine. In the first call the target waits for them.
                     keep_up = schedule == "workers" and begin == 0
                     with drafts_keep_up(pipeline, [len(p) + NEW for p in prompts], EOS) if keep_up else nullcontext():
                         got = new_tokens(
@@ -127,7 +127,7 @@ def test_the_text_is_the_target_s(grid, k, schedule):
     assert texts == 2 * len(FUSED) * len(grid.prompts)
     assert ties <= max(1, texts // 100)
     assert grid.ties <= len(FUSED) * len(grid.prompts) * NEW // 100
-    # Without draft tokens right and wrong, without rows that end early, all of the above would be empty.
+    # The test needs right and wrong draft tokens, and rows that end early.
     assert ended > 0
     if schedule == "lockstep":
         assert accepted > texts
@@ -137,7 +137,7 @@ def test_the_text_is_the_target_s(grid, k, schedule):
 
 
 def test_every_parameter_changes_the_text(grid):
-    """Otherwise the grid would compare one text eight times."""
+    """Otherwise the grid would compare the same text eight times."""
     assert len({str(grid.wanted(name)) for name in FUSED}) == len(FUSED)
 
 
@@ -156,13 +156,13 @@ def test_extreme_drafts(grid, name, make):
         kwargs = arguments(FUSED[name])
         assert new_tokens(pipeline, prompt[None], seed=seed, max_new_tokens=NEW, eos_token_id=EOS, **kwargs) == [text]
         rate = pipeline.report.stages[-1].acceptance_rate
-        # Coupled, a perfect draft draws the target's own tokens; a perverse one hardly ever, but noise may decide.
+        # A perfect draft draws the target's own tokens. The opposite one hardly ever does, but with some noise it may.
         assert rate == 1 if make is always_right else not rate > 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype):
-    """float64 is exact. In 16 bits near-ties are common, and a forward of one token rounds otherwise than one of four."""
+    """float64 is exact. In 16 bits near-ties are common, and a forward of one token rounds differently from one of four."""
     target = random_llama(7, dtype=dtype)
     alone = Pipeline(target)
     for drafts in ([noisy(target, 0.03)], [noisy(target, 0.1), noisy(target, 0.03)]):
@@ -215,7 +215,7 @@ def sample(pipeline: Pipeline, ids, new: int = 10, **kwargs) -> list[list[int]]:
 
 
 def check_reproducible(pipeline: Pipeline) -> None:
-    """A seed is a text, another one another text, and a row is its seed's whatever stands beside it."""
+    """A seed gives one text, another seed another text, and a row depends on its seed and not on the rest of the batch."""
     ids, mask = left_pad(PROMPTS)
     texts = sample(pipeline, ids, attention_mask=mask, seed=11)
     seeds = pipeline.report.seeds
@@ -248,7 +248,7 @@ def test_torch_s_seed_governs_where_none_is_given(chain, model):
     assert alone.report.seeds == seeds
     torch.manual_seed(4)
     assert sample(chain, prompt) != first[0]
-    # A given seed, or none needed: torch's generator stays where it is.
+    # With a given seed, or greedily, torch's generator does not advance.
     torch.manual_seed(3)
     sample(chain, prompt, seed=1)
     chain.generate(prompt, do_sample=False, max_new_tokens=3)
@@ -317,7 +317,7 @@ def test_invalid_seeds(chain, seed, error, words):
 
 
 def test_two_threads_do_not_share_noise(model):
-    """Noise has no state: two pipelines sampling at once give what they give alone."""
+    """Noise has no state: two pipelines that sample at once give the same texts as alone."""
     pipelines = [Pipeline(model, noisy(model, 0.03), schedule="lockstep") for _ in range(2)]
     wanted = [sample(p, PROMPTS[i][None], new=30, seed=i) for i, p in enumerate(pipelines)]
     got = [None, None]

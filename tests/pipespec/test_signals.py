@@ -1,4 +1,4 @@
-"""Signal handlers of the caller that raise: their errors end the call, and are never booked as the failure of a draft."""
+"""Signal handlers of the caller that raise: their errors end the call, and never count as the failure of a draft."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
 
 
 class TooLate(RuntimeError):
-    """As callers define their own."""
+    """An error class of the caller."""
 
 
 class Watchdog:
@@ -50,7 +50,7 @@ def raising(kind: type[Exception]):
 
 
 class Draft(LlamaForCausalLM):
-    """Its forward number ``at`` from now gets the signal."""
+    """A draft that raises the signal in its forward number ``at`` from now."""
 
     at = 0
 
@@ -110,7 +110,7 @@ def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, ki
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
-        if waits_in == "send":  # the worker may have half of a message, and is not waited for
+        if waits_in == "send":  # the worker may have half of a message, so the pipeline does not wait for it
             assert len(told) == 1
             assert "killed by SIGKILL); it is started again" in str(told[0].message)
 
@@ -126,7 +126,7 @@ def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, ki
     ids=["tokenizer", "configuration", "load", "store"],
 )
 def test_an_error_of_the_callers_while_a_file_is_read_or_written(monkeypatch, tmp_path, within, interrupted, call):
-    """A ``TimeoutError`` is an ``OSError``, but not the file's."""
+    """A ``TimeoutError`` is an ``OSError``, but this one does not come from the file."""
 
     def reads(*args, **kwargs):
         signal.raise_signal(signal.SIGUSR1)
@@ -164,7 +164,7 @@ def test_an_error_that_a_handlers_error_led_to():
 
 
 def test_a_second_attempt_within_except():
-    """Its error has the first attempt's as context, and did not come of it."""
+    """The error of the second attempt has that of the first as its context, and is not caused by it."""
 
     def attempt(work) -> bool:
         try:

@@ -1,7 +1,7 @@
-"""The end of a text by stop strings, criteria and the clock: looked for at every token, also inside of an accepted block.
+"""The end of a text by stop strings, criteria and the clock, checked at every token, also inside an accepted block.
 
-Windows of twelve and a draft that is always right: without that care every text here would run on to the end of its block, as it does
-in transformers' assisted decoding (measured there: 34 and 40 new tokens where plain decoding stops at 6).
+The lookahead is twelve and the draft is always right. If criteria ran once per block, every text here would continue to the end of its block, as it
+does in transformers' assisted decoding (measured there: 34 and 40 new tokens where plain decoding stops at 6).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def model():
 
 @pytest.fixture(scope="module", params=SCHEDULES)
 def chain(request, model):
-    """Blocks of up to twelve accepted tokens; in the workers' case behind a draft that is sometimes wrong."""
+    """Blocks of up to twelve accepted tokens. Under workers the first draft is sometimes wrong."""
     drafts = [always_right(model)] if request.param == "lockstep" else [noisy(model, 0.02), always_right(model)]
     with Pipeline(model, drafts, schedule=request.param, lookahead=12, min_draft_tokens=8) as pipeline:
         yield pipeline
@@ -38,7 +38,7 @@ PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
 
 
 class At(StoppingCriteria):
-    """Stops at a length, or at a condition, and remembers what it was asked."""
+    """Stops at a length, or at a condition, and records its calls."""
 
     def __init__(self, stops, answer=bool):
         self.stops, self.answer, self.seen = stops, answer, []
@@ -64,12 +64,12 @@ def same(chain, ids, **kwargs) -> torch.Tensor:
 
 
 def check_cut(chain, ids, **kwargs) -> None:
-    """Report and returned cache know of no token behind the end."""
+    """Report and returned cache have no token behind the end."""
     out = chain.generate(ids, do_sample=False, return_dict_in_generate=True, **kwargs)
     length = out.sequences.shape[1]
     assert out.speculation.tokens == length - ids.shape[1]
     assert out.past_key_values.get_seq_length() == length - 1
-    # What the cache holds is the text: going on from it gives what a call without it gives.
+    # The cache holds the text: a call that continues it gives the same as a call without it.
     more = chain.generate(out.sequences, do_sample=False, max_new_tokens=6, past_key_values=out.past_key_values)
     assert torch.equal(more, chain.target.generate(out.sequences, do_sample=False, max_new_tokens=6))
 
@@ -89,12 +89,12 @@ def test_at_every_place_of_a_block(chain, answer):
         )
         assert out.shape[1] == start + new
         assert chain.report.tokens == new
-    if chain.schedule == "lockstep":  # most of these were inside of a block
+    if chain.schedule == "lockstep":  # most of these were inside a block
         assert chain.report.stages[-1].accepted > 12
 
 
 def test_where_assisted_decoding_overshoots(chain):
-    """Six tokens, not 34: by length, by a token, and by what the last two tokens are."""
+    """Six tokens, not 34: by length, by a token, and by the last two tokens."""
     text = chain.target.generate(PROMPT, do_sample=False, max_new_tokens=NEW)[0]
     sixth = PROMPT.shape[1] + 6
     token, pair = int(text[sixth - 1]), text[sixth - 2 : sixth].tolist()
@@ -102,7 +102,7 @@ def test_where_assisted_decoding_overshoots(chain):
         lambda ids: ids.shape[1] >= sixth,
         lambda ids: ids.shape[1] > PROMPT.shape[1] and int(ids[0, -1]) == token,
         lambda ids: ids.shape[1] >= sixth and ids[0, -2:].tolist() == pair,
-        lambda ids: ids.shape[1] == sixth,  # true at one length only: looking at block ends would miss it
+        lambda ids: ids.shape[1] == sixth,  # true at one length only, which a check at block ends would miss
     ):
         assert same(chain, PROMPT, max_new_tokens=NEW, criteria=lambda s=stops: [At(s)]).shape[1] <= sixth
         check_cut(chain, PROMPT, max_new_tokens=NEW, stopping_criteria=[At(stops)])
@@ -131,7 +131,7 @@ def test_each_prefix_of_each_row(chain):
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_one_row_of_a_batch(chain, row):
-    """It ends there, the others go on; the rest of it is padding."""
+    """The row ends there and is padded, and the others continue."""
     ids, mask = left_pad(random_prompts(3, seed=6, shortest=3))
     mine = ids[row].tolist()
     said = set(chain.target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20).flatten().tolist())
@@ -142,7 +142,7 @@ def test_one_row_of_a_batch(chain, row):
             mine_here = [r[: len(mine)] == mine for r in text.tolist()]
             return torch.tensor([here and text.shape[1] >= len(mine) + new for here in mine_here])
 
-        # An end-of-text token that nothing says: transformers pads rows only where there is one.
+        # An end token that no model chooses: transformers pads rows only if there is one.
         kwargs = {"attention_mask": mask, "max_new_tokens": 20, "pad_token_id": pad, "eos_token_id": eos}
         out = same(chain, ids, criteria=lambda s=stops: [At(s, lambda x: x)], **kwargs)
         assert out.shape[1] == len(mine) + 20
@@ -164,7 +164,7 @@ def test_without_an_end_of_text_rows_run_on_until_all_are_over(chain):
 
 
 class AllRows(StoppingCriteria):
-    """Evaluation harnesses stop the batch as a whole: when every row has contained the stop word."""
+    """Evaluation harnesses stop the whole batch when every row contains the stop word."""
 
     def __init__(self, rows: int, words: list[int]):
         self.said, self.words = [False] * rows, words
@@ -185,7 +185,7 @@ def test_a_criterion_for_the_whole_batch(chain, model):
 
 
 def test_together_with_ends_of_text(chain):
-    """Whichever comes first, at every distance of the two."""
+    """The earlier one ends the text, at every distance between the two."""
     start = PROMPT.shape[1]
     text = chain.target.generate(PROMPT, do_sample=False, max_new_tokens=NEW)[0, start:].tolist()
     first_uses = [i for i, token in enumerate(text) if token not in text[:i]]
@@ -214,7 +214,7 @@ def test_criteria_of_sampled_texts(chain):
 
 
 def test_criteria_see_the_scores(chain):
-    """As many as there are tokens, if they were asked for; else None."""
+    """One entry per token if scores were requested, else None."""
     seen = []
 
     class Scores(StoppingCriteria):
@@ -269,7 +269,7 @@ def test_max_time(chain):
 
 
 def test_the_clock_runs_while_it_generates(chain):
-    """A criterion sleeps for as long as is allowed: the text ends with that token, inside of its block."""
+    """A criterion sleeps for the whole time limit: the text ends with that token, inside its block."""
 
     def sleeps(ids):
         if ids.shape[1] == PROMPT.shape[1] + 5:
@@ -324,7 +324,7 @@ def stopped(code, family, ids=None, new: int = 24, **kwargs) -> torch.Tensor:
 
 
 def test_a_stop_string_at_every_token(code, family):
-    """The string is a token's own text, or the end of one token and the begin of the next."""
+    """The string is a token's own text, or the end of one token and the beginning of the next."""
     _, tokenizer, _, text = family
     lengths = set()
     for i in range(0, 20, trials(ci=6, nightly=3)):
@@ -337,7 +337,7 @@ def test_a_stop_string_at_every_token(code, family):
             assert stop not in tokenizer.decode(out[0, :-1])  # not one token too many
             assert code.report.tokens == out.shape[1]
     assert len(lengths) > trials(ci=2, nightly=4)
-    assert any(n % 11 for n in lengths)  # inside of blocks
+    assert any(n % 11 for n in lengths)  # inside blocks
 
 
 def test_several_stop_strings(code, family):
@@ -357,7 +357,7 @@ def test_a_stop_string_in_the_prompt_stops_nothing(code, family):
 
 
 def test_a_stop_string_begun_by_the_prompt(code, family):
-    """It may begin there, and counts once the text completes it, as in transformers."""
+    """As in transformers, a stop string may begin in the prompt, and counts when the text completes it."""
     _, tokenizer, ids, text = family
     tail = tokenizer.decode(ids[0, -2:])
     stop = tail[-2:] + tokenizer.decode(text[:2])[:1]

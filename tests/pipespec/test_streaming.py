@@ -1,4 +1,4 @@
-"""Streamers: tokens once, in order, as soon as they are committed, never one that is rolled back; and what an interruption leaves."""
+"""Streamers get each committed token once and in order, and none that is rolled back. Partial texts after an interruption."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.conftest import always_right, left_pad, noisy, random_llama, random_p
 from tests.pipespec.faulty import Faulty
 
 NEW = 24
-SECONDS = 60.0  # for a consumer that should not wait at all
+SECONDS = 60.0  # time limit of a consumer that should not wait at all
 
 
 class Letters:
-    """A tokenizer for streamers: every token is a word of its own."""
+    """A tokenizer for streamers: every token is a word."""
 
     def decode(self, ids, **_) -> str:
         return "".join(f"{int(i)} " for i in ids)
@@ -103,7 +103,7 @@ def test_every_token_once(chain):
 
 
 def test_text_iterator_streamer(chain):
-    """The consumer reads in one thread what is generated in another."""
+    """The consumer reads in one thread while another one generates."""
     streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
     outs = []
     thread = threading.Thread(target=lambda: outs.append(chain.generate(PROMPT, max_new_tokens=NEW, streamer=streamer)))
@@ -129,7 +129,7 @@ def test_async_text_iterator_streamer(chain):
 
 
 def test_the_first_token_comes_early(model, chain):
-    """While the rest is still to be computed: the target waits inside of its call until the consumer has got something."""
+    """Before the rest is computed: the target waits inside its call until the consumer has a token."""
     got = threading.Event()
     seen = []
 
@@ -147,7 +147,7 @@ def test_the_first_token_comes_early(model, chain):
 
     out = chain.generate(PROMPT, max_new_tokens=NEW, streamer=Waits(), logits_processor=[late])
     assert torch.equal(out, wanted(chain))
-    assert 1 <= seen[0] <= 7  # one step's
+    assert 1 <= seen[0] <= 7  # the tokens of one step
     assert chain.report.seconds_to_first_token < chain.report.seconds
 
 
@@ -194,7 +194,7 @@ def test_a_streamer_for_one_row_says_so(chain):
 
 
 def test_nothing_is_shown_behind_a_stop(model):
-    """A criterion that is true in the middle of an accepted block: what the block holds behind it is never streamed."""
+    """A criterion is true in the middle of an accepted block. The rest of the block is never streamed."""
     pipeline = Pipeline(model, always_right(random_llama(3)), lookahead=12, schedule="lockstep")
     for new in range(1, 20):
         recorder = Recorder()
@@ -260,10 +260,10 @@ def test_a_streamer_that_raises(chain, error, at):
         partial = chain.partial
         assert PROMPT.shape[1] + at <= partial.shape[1] < whole.shape[1]
         assert torch.equal(partial, whole[:, : partial.shape[1]])
-        # A streamer is handed one token at a time; what the target had committed may be more.
+        # A streamer gets one token at a time. The target may have committed more.
         assert recorder.new == partial[0, PROMPT.shape[1] :].tolist()[: len(recorder.new)]
         assert len(recorder.new) >= at
-    else:  # at the prompt already: nothing was generated
+    else:  # at the prompt, before any token
         assert chain.partial is None
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), whole)
     assert chain.partial is None
@@ -283,14 +283,14 @@ def test_the_partial_of_a_batch(chain):
     for got, right in zip(partial.tolist(), whole.tolist(), strict=True):
         same = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), len(got))
         assert same > BATCH.shape[1]
-        assert not any(got[same:])  # the pad token: this row was not as far
+        assert not any(got[same:])  # the pad token: this row was shorter
         complete += same == len(got)
     assert complete > 0
     assert torch.equal(chain.generate(BATCH, **kwargs), whole)
 
 
 def test_an_interruption_inside_of_the_target(model, chain):
-    """As Ctrl-C comes: in the middle of a forward."""
+    """An error in the middle of a forward, like Ctrl-C."""
     whole = wanted(chain)
     recorder = Recorder()
     model.set(fail_at=4)
@@ -306,7 +306,7 @@ def test_an_interruption_inside_of_the_target(model, chain):
 
 @pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache", "custom_generate"])
 def test_a_waiting_consumer_gets_the_error(model, chain, how):
-    """generate() fails in its thread: the loop over the streamer in the other one ends, with the same error."""
+    """generate() fails in its thread. The loop over the streamer in the other thread ends with the same error."""
 
     def fail(ids, scores):
         raise Enough
@@ -363,7 +363,7 @@ def test_a_streamer_whose_end_fails(chain):
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), wanted(chain))
 
 
-# ---- who reads the streamer of a call that fails
+# ---- readers of the streamer of a failed call
 
 
 def late(ids, scores):
@@ -394,7 +394,7 @@ def test_an_asynchronous_reader_gets_the_error(chain, how):
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_other_streamers_get_no_end(chain, how):
-    """Servers take ``end()`` for the end of a text, and tell of an error themselves."""
+    """Servers take ``end()`` for the end of a text, and report errors themselves."""
     recorder = Recorder()
     with pytest.raises((NotImplementedError, ValueError, Enough)):
         chain.generate(PROMPT, streamer=recorder, **{"max_new_tokens": NEW, **FAILURES[how]})

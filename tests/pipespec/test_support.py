@@ -142,7 +142,7 @@ def test_quantised_models_run_in_this_process(model, head, dtype):
 
 
 def lag(model, text):
-    """Largest gap between a token's logit and the best one, relative to the range of the logits; 0 for greedy choices, up to rounding."""
+    """Largest gap between a token's logit and the best one, relative to the range of the logits. 0, up to rounding, for greedy choices."""
     with torch.no_grad():
         logits = model(text).logits[0, PROMPT.shape[1] - 1 : -1].float()
     chosen = logits.gather(1, text[0, PROMPT.shape[1] :, None])[:, 0]
@@ -183,7 +183,7 @@ def test_a_quantised_draft_has_no_process_of_its_own(model, tmp_path, monkeypatc
     refused(r"draft 1 is quantised \(bitsandbytes 8-bit\).*schedule='lockstep'", [*drafts, model], schedule="workers")
     with pytest.raises(ValueError, match="draft 1 is quantised"):
         check_shareable([*drafts, model])
-    # Of a path, before it is loaded.
+    # A path is checked before it is loaded.
     folder = save(noisy(model, 0.1), tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
     monkeypatch.setattr(pipeline, "load_model", None)
     refused(r"draft 0 is quantised \(gptq 4-bit\)", [folder, model], schedule="workers")
@@ -265,7 +265,7 @@ def not_capturable(model) -> NotCapturable:
 def test_plain_models_are_captured(model):
     check_capturable([model, copy.deepcopy(model).to(torch.bfloat16)])
     check_streams([model, model])
-    check_streams([on_gpu(model, "cuda:0"), on_gpu(model, "cuda:1")])  # with or without peer access
+    check_streams([on_gpu(model, "cuda:0"), on_gpu(model, "cuda:1")])  # peer access is not needed
 
 
 def test_offloading_is_not_captured(model):

@@ -1,4 +1,4 @@
-"""Traces: of whole calls under every schedule, adding up to their reports; as JSON for Perfetto, in words and as a picture."""
+"""Traces of whole calls under every schedule, which add up to their reports; as JSON for Perfetto, as text and as a figure."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ def check_against_report(pipe: Pipeline, prompt_tokens: int, began_ns: int, exac
         assert (steps["launched_ns"][1:] >= steps["end_ns"][:-1]).all()
         assert steps["launched_ns"].min() >= began_ns
         assert steps["end_ns"].max() <= time.perf_counter_ns()
-        # The prompt first, of which each row's last token is left to the first step.
+        # The prompt comes first. The first step feeds each row's last token.
         assert steps["prefill"][0] == prompt_tokens
         assert (steps["prefill"][1:] == 0).all()
         fed = steps[steps["fed"] > 0]
         assert (fed["fed"] <= fed["width"] * report.rows).all()
-        if exact:  # else a step has more columns than it needs
+        if exact:  # otherwise a step may have spare columns
             assert (fed["fed"] >= fed["width"]).all()
 
 
@@ -157,7 +157,7 @@ def test_a_trace_adds_up_to_the_report(target, tmp_path: Path, drafts: int, opti
     ids, mask = left_pad(random_prompts(3, seed=8, shortest=2))
     expected = target.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
     with Pipeline(target, models, trace=5000, **options) as pipe:
-        for _ in range(2):  # the second call's trace is its own
+        for _ in range(2):  # each call has a trace of its own
             began = time.perf_counter_ns()
             out = pipe.generate(ids, attention_mask=mask, max_new_tokens=30)
             assert torch.equal(out, expected)
@@ -178,7 +178,7 @@ def test_a_trace_adds_up_to_the_report(target, tmp_path: Path, drafts: int, opti
         assert slices[0]["name"] == f"prefill {int(mask[0].sum()) - 1}"
         assert min(e["ts"] for e in slices) >= 0
         marks = [e for e in trace["traceEvents"] if e["ph"] == "i" and e["tid"] == track]
-        if drafts == 1:  # a plan of one row, with the target alone to obey, rolls back once
+        if drafts == 1:  # with one row, and the target as the only stage to follow, a plan rolls back at most once
             assert len(marks) == stage.rollbacks
     if drafts:
         assert any(e["ph"] == "i" for e in trace["traceEvents"]) == any(s.rollbacks for s in report.stages)
@@ -201,7 +201,7 @@ def test_rollbacks_and_verdicts_show(target) -> None:
 def test_the_oldest_steps_are_overwritten(target, schedule) -> None:
     ids = random_prompts(1, seed=10, shortest=3)[0][None]
     with Pipeline(target, [noisy(target, 0.1)], schedule=schedule, lookahead=4, trace=4) as pipe:
-        # The draft is to have more than four steps, too.
+        # The draft must have more than four steps, too.
         keep_up = drafts_keep_up(pipe, [ids.shape[1] + 40]) if schedule == "streams" else contextlib.nullcontext()
         with keep_up:
             pipe.generate(ids, max_new_tokens=40)
@@ -221,7 +221,7 @@ def test_chunks_of_a_prompt_and_a_cache_that_comes_back(target) -> None:
         prefill = pipe.report.trace["target"][0]
         assert (prefill["prefill"], prefill["width"]) == (prompt.shape[1] - 1, 4)
         pipe.generate(out.sequences, max_new_tokens=5, past_key_values=out.past_key_values)
-        assert (pipe.report.trace["target"]["prefill"] == 0).all()  # all of it was cached
+        assert (pipe.report.trace["target"]["prefill"] == 0).all()  # the cache held all of it
         assert out.speculation.trace is not None
 
 
@@ -234,7 +234,8 @@ def test_a_draft_that_fails_has_a_trace_until_then() -> None:
             pipe.generate(random_prompts(1, seed=12, shortest=3)[0][None], max_new_tokens=30)
         for stage in pipe.report.stages:
             assert pipe.report.trace[stage.name]["fed"].sum() == stage.fed
-        assert (pipe.report.trace["draft 0"]["fed"] > 0).sum() == 7  # of nine calls one was the prefill, one failed
+        # Nine calls: the prefill, seven steps, and the failed one.
+        assert (pipe.report.trace["draft 0"]["fed"] > 0).sum() == 7
 
 
 def test_auto_names_the_drafts_it_chose(monkeypatch, tmp_path: Path, target, measured_briefly) -> None:

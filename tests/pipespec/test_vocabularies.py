@@ -12,7 +12,7 @@ from pipespec import Pipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.waiting import drafts_keep_up
 
-REAL = 200  # tokens of the tokenizer; the target's text uses its padding as well, being random
+REAL = 200  # tokens of the tokenizer. The random target also generates ids of the padding.
 NEW = 20
 
 
@@ -79,7 +79,7 @@ def test_the_text_is_the_targets(model, paths, prompts, drafts):
     pipe = Pipeline(paths["target"], [paths[d] for d in drafts], lookahead=4, schedule="lockstep")
     assert len({m.config.vocab_size for m in pipe.models}) == len(drafts) + 1
     check(pipe, model, prompts)
-    # The drafts help; one that cannot read a quarter of the text, little.
+    # The drafts are accepted, rarely if they cannot embed a quarter of the text.
     assert pipe.report.stages[-1].acceptance_rate > (0.5 if drafts[-1] == "more" else 0)
     for kwargs in (
         {"repetition_penalty": 1.5},  # fused, in the drafts too
@@ -95,7 +95,7 @@ def test_in_processes_of_their_own(model, paths, prompts):
             check(pipe, model, prompts, **kwargs)
         ids, mask = (of_all[:1] for of_all in prompts)
         wanted = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-        with drafts_keep_up(pipe, [int(mask.sum()) + NEW]):  # so small a target can be through before a draft has begun
+        with drafts_keep_up(pipe, [int(mask.sum()) + NEW]):  # such a small target may finish before a draft has begun
             assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW), wanted)
         assert pipe.report.stages[-1].drafted > 0
         assert pipe.report.stages[0].produced > 0

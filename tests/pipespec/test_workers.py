@@ -1,4 +1,4 @@
-"""Worker processes that are killed, stopped, slow, interrupted or orphaned, or that fail. The text stays, and no process is left."""
+"""Worker processes that are killed, stopped, slow, interrupted or orphaned, or that fail. The text is the same, and no process is left."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class OnToken:
 
 
 class Rig:
-    """Two drafts in their own processes and a target, all of which can be made to misbehave."""
+    """Two drafts in their own processes and a target, all with switches for failures."""
 
     def __init__(self):
         plain = random_llama(3)
@@ -143,7 +143,7 @@ class Rig:
             process.wait(SECONDS)
 
     def check_recovered(self):
-        """The next call works, all stages are there, and draft tokens flow."""
+        """The next call works with all stages and verifies draft tokens."""
         self.behave()
         assert self.generate(1) == []
         assert len(self.pids) == 2
@@ -157,7 +157,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """A slow machine must not make a worker count as hung."""
+    """Long time limits, so that a worker on a slow machine does not count as hung."""
     monkeypatch.setattr(workers, "_FINISH_TIMEOUT_S", SECONDS)
 
 
@@ -180,11 +180,11 @@ def rig(healthy):
     return healthy
 
 
-# ---- in health
+# ---- without failures
 
 
 def test_workers_are_kept_and_leak_nothing(rig):
-    """Two hundred calls of many sizes: the same processes, no file descriptor and no mapping more than after the first few."""
+    """Two hundred calls of many sizes use the same processes, and as many file descriptors and mappings as the first few calls."""
 
     def resources():
         gc.collect()
@@ -253,7 +253,7 @@ def test_no_busy_wait(rig):
 
 
 def test_run_ahead_is_bounded(rig):
-    """While the target stands still, a draft stops at its lookahead."""
+    """While the target pauses, a draft stops at its lookahead."""
     later = []
 
     def look():
@@ -307,7 +307,7 @@ def test_killed_between_two_calls(rig, stage):
 
 
 def test_killed_during_the_prefill(rig):
-    rig.drafts[0].set(delay=-SECONDS)  # its prefill lasts as long, but for the end of its process
+    rig.drafts[0].set(delay=-SECONDS)  # its prefill lasts until its process is killed
 
     def strike():
         until(lambda: rig.drafts[0].switches[CALLS] > 0, "the draft is in its prefill")
@@ -341,12 +341,12 @@ def test_killed_while_it_starts(rig, monkeypatch):
         with pytest.raises(RuntimeError, match=r"draft stage 0 could not start: killed by SIGKILL"):
             Pipeline(rig.target, noisy(random_llama(3), 0.1), schedule="workers")
         assert len(born) == 2
-        assert all(process.returncode is not None for process in born)  # dead, and no zombies
+        assert all(process.returncode is not None for process in born)  # dead and reaped
     rig.check_recovered()
 
 
 def test_kills_at_random_moments(rig):
-    """Every call loses one worker or both, somewhere between its first and its last moment."""
+    """Every call loses one worker or both, at a random moment."""
     random.seed(2)
     rig.target.set(delay=-0.003)
     began = time.monotonic()
@@ -354,7 +354,7 @@ def test_kills_at_random_moments(rig):
     duration = time.monotonic() - began
     kills = told = call = 0
     while kills < trials(ci=6, nightly=30):
-        if not all(map(alive, rig.pids)):  # the last blow fell after the end of the call
+        if not all(map(alive, rig.pids)):  # the last kill came after the end of the call
             told += len(rig.generate())
         victims = random.choice([[0, 1], [0, 1], [0], [1]])
         pids = [rig.pids[v] for v in victims]
@@ -365,9 +365,9 @@ def test_kills_at_random_moments(rig):
                 os.kill(pid, signal.SIGKILL)
 
         rig.target.set(delay=-0.003)
-        if call % 2:  # at a token of the target's
+        if call % 2:  # at one of the target's tokens
             told += len(rig.generate(call % 8, do=strike, at=random.randint(0, 59)))
-        else:  # at a moment, the start of the call and the time after it included
+        else:  # at a random time, also at the start or after the end of the call
             timer = threading.Timer(random.uniform(0, 1.1 * duration), strike)
             timer.start()
             told += len(rig.generate(call % 8))
@@ -430,7 +430,7 @@ def test_decoding_meanwhile_verifies_only_what_is_worth_it():
                 if value.numel() != 1:
                     return  # the prompt
                 draft_tokens.append(int(pipe._driver._target.port.num_draft_tokens[0]))
-                if len(draft_tokens) == 10:  # what the draft has is soon used up
+                if len(draft_tokens) == 10:  # the draft's tokens are soon used up
                     os.kill(pid, signal.SIGSTOP)
                     until(lambda: is_stopped(pid), "the draft is stopped")
                 if len(draft_tokens) == 30:
@@ -441,7 +441,7 @@ def test_decoding_meanwhile_verifies_only_what_is_worth_it():
                 pass
 
         assert torch.equal(pipe.generate(prompt, max_new_tokens=60, streamer=Watch()), wanted)
-    early = draft_tokens[:-12]  # the draft may not pass the end: then fewer are all there will be
+    early = draft_tokens[:-12]  # the draft may not pass the end, so no more come there
     assert all(n == 0 or n >= 4 for n in early)
     assert any(early)
     assert 0 in early
@@ -454,7 +454,7 @@ def test_a_stopped_worker(rig, monkeypatch):
     stopped = rig.pids[1]
     rig.generate(do=lambda: rig.kill(1, signal.SIGSTOP), at=4)
     assert alive(stopped)
-    assert rig.pipeline._driver._workers[0].await_idle()  # it is the other one that does not answer
+    assert rig.pipeline._driver._workers[0].await_idle()  # the other one does not answer
     with monkeypatch.context() as patch:
         patch.setattr(workers, "_FINISH_TIMEOUT_S", 1.0)
         messages = rig.generate(1)
@@ -492,7 +492,7 @@ def test_a_worker_stopped_for_a_while_goes_on(rig):
 @pytest.mark.parametrize("call", [1, 4], ids=["prefill", "step"])
 def test_a_worker_whose_model_fails(rig, stage, call):
     for worker in rig.pipeline._driver._workers.values():
-        assert worker.await_idle()  # else the step that it ends now is the one that fails
+        assert worker.await_idle()  # otherwise its present step would fail
     rig.drafts[stage].set(fail_at=call)
     with rig.drafts_keep_up():  # it is dead before the text is complete
         messages = rig.generate()
@@ -537,7 +537,7 @@ def test_a_failure_may_be_made_an_error(rig):
 
 
 def start_telling(deed: str) -> str:
-    """What keeps the worker of a :class:`Telling` from starting."""
+    """The error with which the worker of a :class:`Telling` does not start."""
     target = random_llama(3)
     draft = noisy(target, 0.02)
     draft.__class__ = Telling
@@ -655,7 +655,7 @@ def interrupted():
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_torchs_threads_after_calls_in_two_threads(first):
-    """Whichever ends first, and inside of each other: the number is the user's again, here and in threads to come."""
+    """Whichever call ends first, also in nested calls, the number is the user's again, here and in new threads."""
     before, own = torch.get_num_threads(), [Own(), Own()]
     try:
         torch.set_num_threads(5)
@@ -683,7 +683,7 @@ def test_torchs_threads_after_calls_in_two_threads(first):
 
 
 def test_close_and_collection():
-    """close() ends the processes, twice does no harm, a later call starts them again, and garbage collection ends those."""
+    """close() ends the processes and may be called twice. A later call starts them again, and garbage collection ends those."""
     target = random_llama(3)
     pipeline = Pipeline(target, noisy(target, 0.02), schedule="workers")
     prompt = random_prompts(1, seed=2)[0][None]
@@ -700,7 +700,7 @@ def test_close_and_collection():
         assert torch.equal(pipeline.generate(prompt, max_new_tokens=9), wanted)
     pids = [w.process.pid for w in pipeline._driver._workers.values()]
     assert len(pids) == 1
-    # The models outlive the pipeline in the memory that they shared.
+    # The models keep working after the pipeline, in the shared memory.
     del pipeline
     gc.collect()
     await_end_of(pids)
@@ -786,9 +786,9 @@ def user_script(tmp_path):
 
 
 def test_an_interrupted_script_goes_on_and_leaves_nothing(tmp_path):
-    """Ctrl-C: the caller's KeyboardInterrupt; the same workers serve the next call; without close() none is left at exit.
+    """Ctrl-C raises KeyboardInterrupt in the caller, the same workers serve the next call, and none is left at exit without close().
 
-    The script has no ``__main__`` guard; it also forks, and the end of the fork is not the end of the workers.
+    The script has no ``__main__`` guard. It also forks, and the end of the fork does not end the workers.
     """
     with user_script(tmp_path) as (process, pids):
         os.killpg(process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""schedule="auto": steering over scripted clocks, planning over made-up profiles, and the text, which no decision changes."""
+"""schedule="auto": steering with scripted clocks, plans from made-up profiles, and a text that no decision changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.planning.test_planner import captured, chain
 
 
 class Machine:
-    """Decodes on a clock of its own: ``plain`` and ``drafting`` return seconds per token at the time."""
+    """Decodes on a clock of its own. ``plain`` and ``drafting`` return the seconds per token at a given time."""
 
     def __init__(self, plain, drafting, *, believed=None, **more):
         self.plain, self.drafting = plain, drafting
@@ -50,7 +50,7 @@ class Machine:
         self.rests = rests
 
     def run(self, tokens):
-        """Returns the share of tokens decoded plainly."""
+        """Return the share of tokens that were decoded plainly."""
         rested = 0
         while self.tokens < tokens:
             new = 1 if self.rests else 2
@@ -74,7 +74,7 @@ def test_drafts_that_lose_rest():
 
 def test_drafts_that_win_go_on():
     m = Machine(plain=always(1.0), drafting=always(0.5))
-    assert m.run(4000) < 0.04  # plain decoding is measured now and then
+    assert m.run(4000) < 0.04  # plain decoding is measured from time to time
     assert m.now < 1.03 * 0.5 * 4000
     assert m.rate.count > 0
     assert m.steering.decisions == []
@@ -180,7 +180,7 @@ def test_it_begins_as_planned_and_says_so(monkeypatch, target, one_core):
 
 
 def test_a_plan_for_nothing_learns_better(monkeypatch, target, one_core):
-    """The table says that the draft is useless; the first text shows that it is not."""
+    """The table has a useless draft. The first text shows that the draft is useful."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.0)) as pipe:
         assert not pipe.plan.speculates
         first, second = reports(pipe, 2)
@@ -199,7 +199,7 @@ def test_a_plan_for_something_learns_better(monkeypatch, target, one_core):
 
 
 def test_agreement_that_does_not_change_is_measured_less_often(monkeypatch, target, one_core):
-    """On a clock of its own, each measurement takes a second and each call ten."""
+    """The test's clock: each measurement takes a second and each call ten."""
     now, asked = [0.0], []
 
     def clock():
@@ -246,7 +246,7 @@ def test_no_processes_are_started_for_a_trial(monkeypatch, target, one_core):
 
 
 def test_processes_that_were_measured_with_count_as_gone(monkeypatch, target, tmp_path):
-    """A trial would start them again, in the middle of a call."""
+    """A trial would start the processes again, in the middle of a call."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
     made = []
@@ -258,7 +258,7 @@ def test_processes_that_were_measured_with_count_as_gone(monkeypatch, target, tm
 
     monkeypatch.setattr(factory, "WorkersDriver", InOurProcess)
     monkeypatch.setattr(measure, "measure_stages", lambda *a, **k: chain(9e-3, 1e-2))
-    auto = AutoDriver([random_llama(4, layers=1), target])  # of no use
+    auto = AutoDriver([random_llama(4, layers=1), target])  # a useless draft
     assert len(made) == 1
     assert not auto.plan.speculates
     assert not [at for at in auto.pool.drivers if at[0] == "workers"]
@@ -276,7 +276,7 @@ def test_sampled_and_greedy_are_told_apart(monkeypatch, target, one_core):
 
 
 def test_a_candidate_that_measures_slow_is_dropped(monkeypatch, target, one_core):
-    """Predicted to win, measured to lose."""
+    """A candidate that is predicted to win and measured to lose is not chosen again."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0)) as pipe:
         for candidate in pipe.plan.candidates:
             if candidate.schedule != "plain":
@@ -296,7 +296,7 @@ def test_what_was_measured_for_one_shape_says_nothing_of_others(monkeypatch, tar
 
 
 def test_measured_rates_come_from_step_times(monkeypatch, target, one_core):
-    """The measured rate of a chain is that of its steps. What is measured fades while calls are decoded plainly."""
+    """The measured rate of a chain comes from its step time. The weight of a measurement falls while calls are decoded plainly."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         auto, chosen = pipe._driver, pipe.plan.chosen
 
@@ -322,7 +322,7 @@ def test_measured_rates_come_from_step_times(monkeypatch, target, one_core):
 
 
 def test_a_draft_that_fails_costs_no_text(monkeypatch, target, one_core):
-    """Neither where it drafts nor where it is asked afterwards, or measured for a batch."""
+    """The draft fails while it drafts, in the measurement of agreement, or in the measurement of a batch."""
     draft = Faulty.like(target)
     with pipeline(monkeypatch, [draft, target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         assert pipe.plan.speculates
@@ -369,7 +369,7 @@ def test_where_no_process_can_be_started(monkeypatch, target, capsys):
 
 
 def test_what_was_measured_without_processes_is_not_kept(monkeypatch, target, tmp_path, capsys, measured_briefly):
-    """It lacks what stages cost each other; processes may start the next time."""
+    """The profile lacks the slowdown of concurrent stages, and processes may start the next time."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
 
@@ -419,7 +419,7 @@ def test_what_auto_chooses_cannot_be_given(target, arguments):
 def test_the_profile_is_stored_and_a_corrupt_one_measured_again(
     monkeypatch, target, tmp_path, one_core, measured_briefly
 ):
-    """Really measured, on one core."""
+    """With a real measurement, on one core."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(profile_store, "_warned", set())
     draft = random_llama(4, layers=1)
@@ -446,7 +446,7 @@ def test_the_profile_is_stored_and_a_corrupt_one_measured_again(
 
 
 class Chaos:
-    """Steers anywhere at any moment: off, on, wide, narrow, waiting."""
+    """Changes the settings at random: drafts off or on, long or short lookahead, waits."""
 
     generator = random.Random(1)
     switches = 0
@@ -507,7 +507,7 @@ def test_workers_switched_at_random_give_the_same_text(monkeypatch, target):
 
 
 def test_measured_planned_and_run_for_real(monkeypatch, target, tmp_path, measured_briefly):
-    """Everything together, nothing made up: processes, profile, plan, calls."""
+    """A whole run without made-up parts: processes, profile, plan, calls."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0, 1})
     with Pipeline(target, [random_llama(4, layers=1)], schedule="auto") as pipe:
@@ -529,7 +529,7 @@ WAYS = {
     "lockstep": (chain(1e-3, 1e-2), (2e-4, 5e-3)),
     "streams": (chain(1e-3, 1e-2), (3e-3, 5e-3)),
 }
-"""By schedule, made-up profiles for which it is chosen, and the seconds of captured steps."""
+"""By schedule, a made-up profile for which the planner chooses it, and the seconds of captured steps."""
 
 
 def graphs_profile(schedule):
@@ -544,7 +544,7 @@ def with_graphs(monkeypatch, target, schedule, draft=None, **more) -> Pipeline:
 
 @pytest.fixture
 def own():
-    """Not the session's: while a pipeline with captured steps is open, its models have another attention."""
+    """A copy, because models of an open pipeline with captured steps have another attention."""
     return random_llama(0)
 
 
@@ -610,7 +610,7 @@ def test_a_call_that_needs_the_host_is_planned_without_graphs(monkeypatch, own, 
         if not isinstance(got, torch.Tensor):
             got, wanted = got.sequences, wanted.sequences
         assert torch.equal(got, wanted)
-        # And the next one as before, in what was captured.
+        # The next call runs in the captured steps again.
         pipe.generate(prompt, **options)
         assert pipe.plan.chosen.captured
         assert not any("without" in d for d in pipe.report.decisions)
@@ -619,7 +619,7 @@ def test_a_call_that_needs_the_host_is_planned_without_graphs(monkeypatch, own, 
 
 @pytest.mark.filterwarnings("ignore::pipespec.drivers.base.SpeedWarning")
 def test_a_batch_whose_captured_steps_cannot_be_measured(monkeypatch, own, one_core):
-    """Too large for the memory: one warning, and other sizes keep their graphs."""
+    """A batch that is too large for the memory gives one warning, and other sizes keep their graphs."""
     asked = []
 
     def out_of_memory(*args, rows, **more):
@@ -638,7 +638,7 @@ def test_a_batch_whose_captured_steps_cannot_be_measured(monkeypatch, own, one_c
 
 
 def test_what_stays_is_not_counted_as_free(monkeypatch, own, one_core):
-    """A call that needs the host leaves the graphs their caches."""
+    """The graphs keep their caches during a call that needs the host."""
     prompt = left_pad(random_prompts(1, seed=2))[0]
     seen = []
     with with_graphs(monkeypatch, own, "lockstep") as pipe:
@@ -667,7 +667,7 @@ def test_a_call_whose_fixed_caches_do_not_fit(monkeypatch, own, one_core):
         assert any("do not fit the memory" in d for d in report.decisions)
         assert not pipe.plan.chosen.captured
         (rounds,) = (d for d in pipe._driver.pool.drivers.values() if isinstance(d, RoundsDriver))
-        assert rounds.target.all_buffers() == []  # what it held is given back
+        assert rounds.target.all_buffers() == []  # its memory is released
 
 
 def refuse_capture(*args, **more):
@@ -676,7 +676,7 @@ def refuse_capture(*args, **more):
 
 @pytest.mark.parametrize("stored", [True, False], ids=["profile", "measuring"])
 def test_models_that_cannot_be_captured(monkeypatch, own, target, stored, one_core):
-    """Told once; then it is as if there were no graphs."""
+    """One warning; from then on auto plans without graphs."""
     monkeypatch.setattr(GraphedDriver, "__init__", refuse_capture)
     profile = graphs_profile("lockstep") if stored else chain(1e-3, 1e-2)
     models = [always_right(own), own]
@@ -694,7 +694,7 @@ def test_models_that_cannot_be_captured(monkeypatch, own, target, stored, one_co
 
 
 def test_a_call_that_cannot_be_captured_is_the_last_one_tried(monkeypatch, own, target, one_core):
-    """It is run step by step by the same stages, its time is not taken for that of graphs, and no further call is tried."""
+    """The same stages run the call uncaptured, its time does not count for captured steps, and no later call tries to capture."""
     with with_graphs(monkeypatch, own, "lockstep") as pipe:
         rounds = next(iter(pipe._driver.pool.drivers.values()))
         monkeypatch.setattr(rounds, "on_gpu", True)
@@ -716,7 +716,7 @@ def test_a_call_that_cannot_be_captured_is_the_last_one_tried(monkeypatch, own, 
 
 
 def test_captured_steps_are_measured_when_they_are_missing(monkeypatch, own, tmp_path, one_core, measured_briefly):
-    """Of a profile from before, and of a batch; and kept."""
+    """Captured steps that an older profile or a batch lacks are measured and stored."""
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     asked = []
     capture = measure.measure_captured
@@ -741,7 +741,7 @@ def test_captured_steps_are_measured_when_they_are_missing(monkeypatch, own, tmp
 
 
 def test_the_steps_of_a_round_are_measured(monkeypatch, own, one_core):
-    """On a clock of its own, where each of its steps takes a hundredth of a second."""
+    """The test's clock: each step of a round takes a hundredth of a second."""
     auto = []
 
     def clock():
@@ -756,7 +756,7 @@ def test_the_steps_of_a_round_are_measured(monkeypatch, own, one_core):
         assert call.candidate == chosen
         assert call.record.factors() == {chosen.key: pytest.approx(chosen.step_s / 0.01)}
         assert call.steps_per_report() == 1.0
-        call.reports /= 2  # as where a scheduler reports two steps at once
+        call.reports /= 2  # as if a scheduler reported two steps at once
         assert call.steps_per_report() == pytest.approx(2.0, rel=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Formulas: known values, limits, identities between them, and simulation of what they describe."""
+"""Formulas: known values, limits, identities, and comparison with simulations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_break_even_is_where_plain_decoding_is_met():
     assert cf.two_stage(a, 1, 25, 10, min_draft_tokens=2).rate == pytest.approx(1 / 10)
     assert (
         bounds.break_even_acceptance(1.0, 1000.0, 1.0) == 1.0
-    )  # a draft as slow as the target, dear verification: never
+    )  # never, with a draft as slow as the target and expensive verification
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 16])
@@ -96,7 +96,7 @@ def test_one_device_gains_by_fewer_target_steps_only():
     assert bounds.roofline_rate([16e9], [1.0], 800e9) == pytest.approx(50.0)
     # Five drafts and one verification for four tokens; the draft is a tenth of the target, which decodes one token per second.
     assert bounds.roofline_rate([1.6e9, 16e9], [5 / 4, 1 / 4], 16e9) == pytest.approx(1 / (0.125 + 0.25))
-    # A pipeline whose target steps once per token cannot gain, whatever runs beside it.
+    # A pipeline with one target step per token cannot gain.
     assert bounds.roofline_rate([1.6e9, 16e9], [0.1, 1.0], 16e9) < 1.0
 
 
@@ -119,7 +119,7 @@ def test_published_form_within_the_sampling_error():
     rows = theory.published_grid(6000)
     assert len(rows) == 24
     for row in rows:
-        # Six standard errors, themselves estimated from eight runs; and what the first and the last tokens cost.
+        # Six standard errors, estimated from eight runs, plus the cost of the first and last tokens.
         assert abs(row.error) < 6 * row.noise + 0.002, row
     assert abs(np.mean([row.error for row in rows])) < 0.003
 

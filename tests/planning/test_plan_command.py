@@ -1,4 +1,4 @@
-"""``pipespec plan`` and the picture of depth and lookahead."""
+"""``pipespec plan`` and its figure of rates by lookahead."""
 
 from __future__ import annotations
 

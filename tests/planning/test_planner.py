@@ -1,4 +1,4 @@
-"""Plans over made-up profiles: what is chosen, and why."""
+"""Plans from made-up profiles: the choice and its reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chain(*steps: float, contention: float = 0.0, threads: int = 2, **more) -> P
 
 
 def captured(profile: Profile, *steps: float, slope: float = 0.0, devices=()) -> Profile:
-    """With steps as graphs; ``devices``: of the stages, where it is not one."""
+    """The profile with captured steps; ``devices``: of the stages. Default: one for all."""
     widths = (1, 2, 4, 8, 16, 32)
     times = [[StepTimes(2, 1, 64, widths, tuple(s * (1 + slope * w) for w in widths), captured=True)] for s in steps]
     found = profile.adding(times)
@@ -109,7 +109,7 @@ def test_the_right_drafts_in_the_right_order():
     found = plan(chain(1e-3, 1e-3, 1e-2, contention=0.3), Answers(table=table))
     assert found.chosen.drafts == (1,)
     assert {c.drafts for c in found.candidates} == {(), (0,), (1,), (0, 1)}
-    # The user gave the larger first: the quicker drafts for the slower.
+    # The larger draft was given first. The faster one drafts for the slower one.
     assert (1, 0) in planner.subsets(chain(2e-3, 1e-3, 1e-2))
 
 
@@ -188,7 +188,7 @@ def test_the_slowdown_of_a_draft_and_of_the_target():
     def rate(**more):
         return planner.predict(chain(1e-3, 1e-2, **more), Answers((0.9,)), candidate, CallShape()).rate
 
-    # A slower draft costs less than a slower target; the target's own figures say nothing.
+    # A slower draft costs less than a slower target. The target's own figures have no effect.
     assert rate(burden=0.5) < rate(contention=0.5, burden=0.0) < rate(contention=0.0)
     assert rate(burden=0.5, contention=0.5) < rate(burden=0.5)
 
@@ -203,7 +203,7 @@ def test_stages_in_turn_find_cold_caches():
 
 
 def test_a_long_table_is_replayed_as_a_whole():
-    """The first quarter is perfect, the rest useless."""
+    """The draft is perfect in the first quarter of the table and useless in the rest."""
     table = np.ones((2000, 1), dtype=np.uint8)
     table[:500] = 0
     candidate = planner.Candidate("workers", (0,), (8,), 0, 1, 0.0)
@@ -228,7 +228,7 @@ def test_a_long_prompt_counts():
     short = plan(chain(1e-3, 1e-2, prefill_s=1e-3), Answers((0.85,)), CallShape(1, 10, 100), cores=1)
     long = plan(chain(1e-3, 1e-2, prefill_s=1e-3), Answers((0.85,)), CallShape(1, 5000, 100), cores=1)
     assert short.speculates
-    assert not long.speculates  # in turn, the draft's prompt costs as much as the target's
+    assert not long.speculates  # in lockstep, the draft's prompt costs as much as the target's
 
 
 def test_batches():
@@ -237,7 +237,7 @@ def test_batches():
 
 
 def test_seconds_of_a_step():
-    """Rows * tokens per step / seconds per step is the rate of decoding, which is the whole rate where prompts take no time."""
+    """Rows * tokens per step / seconds per step is the rate of decoding. If prompts take no time, it is the rate of the call."""
     for rows in (1, 4):
         for c in plan(chain(1e-3, 1e-2), Answers((0.85,)), CallShape(rows=rows)).candidates:
             assert rows * c.tokens_per_step / c.step_s == pytest.approx(c.rate, rel=0.02), c.way
@@ -322,7 +322,7 @@ def test_captured_steps_are_considered_when_asked():
 
 
 def test_drafts_are_compared_with_plain_decoding_as_graphs():
-    """They gain on eager plain decoding, and nothing on the captured one."""
+    """The drafts are faster than eager plain decoding, and no faster than captured plain decoding."""
     profile = captured(chain(1e-3, 1e-2), 4e-3, 4e-3)
     found = plan(profile, Answers((0.5,)), captured=EVERY)
     assert found.chosen.way == "plain, graphs"
@@ -367,7 +367,7 @@ def test_a_captured_step_is_charged_with_all_its_columns(lookahead):
 
 
 def test_wide_captured_steps_cost_what_they_are_padded_to(monkeypatch):
-    """Draft tokens that fill half of a step are as dear as a full one."""
+    """A step that is half full of draft tokens costs as much as a full one."""
     streams = planner.Candidate("streams", (0,), (6,), 0, 2, 0.0, captured=True)
     profile = captured(chain(1e-3, 1e-2), 0.7e-3, 5e-3, slope=0.1)
     padded = planner.predict(profile, Answers((0.8,)), streams, CallShape()).rate

@@ -1,4 +1,4 @@
-"""Profiles: measured through the engine, stored, and measured again where the file cannot be read."""
+"""Profiles: measured through the engine, stored, and measured again if the file cannot be read."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def forget_warnings(monkeypatch):
 def test_between_the_measured_widths_it_is_interpolated():
     times = StepTimes(1, 1, 64, (1, 2, 4), (1.0, 2.0, 3.0))
     assert [times.at(w) for w in (1, 1.5, 2, 3, 4)] == [1.0, 1.5, 2.0, 2.5, 3.0]
-    assert times.at(8) == 5.0  # as the last two widths say
-    assert StepTimes(1, 1, 64, (1, 4), (2.0, 1.0)).at(9) == 1.0  # never less with more
+    assert times.at(8) == 5.0  # extrapolated from the last two widths
+    assert StepTimes(1, 1, 64, (1, 4), (2.0, 1.0)).at(9) == 1.0  # a wider step is never faster
     assert StepTimes(1, 1, 64, (1,), (2.0,)).at(9) == 2.0
 
 
@@ -123,7 +123,7 @@ def test_a_hurried_profile_has_fewer_widths():
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_captured_steps_have_the_width_they_are_measured_for(monkeypatch, rows):
-    """Through the driver's own steps, and with the prompts beside them."""
+    """Measured through the driver's own steps, with the prompts in the cache."""
     models = [random_llama(1, layers=1), random_llama(0)]
     fed = []
     body = GraphedStage.body
@@ -174,7 +174,7 @@ def test_a_file_from_before_there_were_captured_steps(tmp_path):
 
 
 class Scripted:
-    """Instead of a model at work: a step takes ``seconds(stage, threads, width)`` and the n-th round ``pace[n]`` times as long."""
+    """Replaces the measured models: a step takes ``seconds(stage, threads, width)``, times ``pace[n]`` in the n-th round."""
 
     def __init__(self, monkeypatch, seconds, pace):
         self.round = -1
@@ -187,7 +187,7 @@ class Scripted:
 
 
 def test_a_slow_moment_does_not_change_step_times(monkeypatch):
-    """A quarter of the rounds is twice as slow: the step times are those of the others, and slowness tells of it."""
+    """A quarter of the rounds is twice as slow. The step times are those of the other rounds, and ``slowness`` shows the rest."""
     script = Scripted(monkeypatch, lambda width: 1e-3 * (1 + 0.1 * width), [1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0])
     profiler = measure.Profiler([random_llama(1, layers=1), random_llama(0)], ["a", "b"])
     for script.round in range(8):
@@ -202,7 +202,7 @@ def test_a_slow_moment_does_not_change_step_times(monkeypatch):
 
 
 class AtWork(WorkersDriver):
-    """Says how many tokens a draft has when it has more than the last time: on a busy machine it may have taken no step in between."""
+    """Waits in each query until the draft has more tokens than before: on a busy machine it may have taken no step in between."""
 
     @contextmanager
     def drafting(self, request, draft):
@@ -222,7 +222,7 @@ def test_a_draft_at_work_beside_the_target(target):
     draft = Faulty.like(random_llama(4, layers=1))
     profiler = measure.Profiler([draft, target], ["draft", "target"], widths=(1, 2))
     driver = AtWork([draft, target], SpeculationConfig(lookahead=(4,)))
-    draft.set(delay=-0.1)  # it does not come to its end meanwhile
+    draft.set(delay=-0.1)  # long enough that the draft does not reach its end
     try:
         for _ in range(3):
             profiler.beside(driver)
@@ -235,7 +235,7 @@ def test_a_draft_at_work_beside_the_target(target):
         driver._workers[0].process.kill()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            profiler.beside(driver)  # the draft starts again, or nothing is measured
+            profiler.beside(driver)  # the draft starts again; otherwise nothing is measured
     finally:
         driver.close()
         draft.set()
@@ -266,7 +266,7 @@ def test_a_stage_asked_afterwards_says_what_it_said(target, sample):
         seeds = plain.report.seeds
     sampling_params = SamplingParams(seeds=seeds, **sample)
     said = agreement.choices(target, text, 7, sampling_params, VOCABULARY)
-    assert np.mean(said == text[7:]) > 0.98  # but for near-ties of wider forwards
+    assert np.mean(said == text[7:]) > 0.98  # except near-ties in wider forwards
     models = [always_wrong(target), noisy(target, 0.02), always_right(target), target]
     table = agreement.agreement_on(models, text, 7, own_text=True, sampling_params=sampling_params)
     right = (table == 0).mean(axis=0)

@@ -1,4 +1,4 @@
-"""The simulator: what must hold for any chain, that it is the engine's policy it simulates, speed, bad input."""
+"""The simulator: invariants of any chain, the engine's own policy, speed, bad input."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_holds_for_any_chain(schedule):
 
 
 def test_better_drafts_are_never_worse_on_average():
-    # A lookahead counts what is being verified, too: 32 would hold this chain back.
+    # A lookahead counts the tokens under verification, too: 32 would slow this chain down.
     policy = SimulatedPolicy(lookahead=64)
     rates = [simulate("workers", CHAIN, (a, a), 20_000, policy=policy).rate for a in (0.0, 0.3, 0.6, 0.8, 0.9, 1.0)]
     assert rates == sorted(rates)
@@ -73,7 +73,7 @@ def test_better_drafts_are_never_worse_on_average():
 
 
 def test_a_draft_on_another_device_never_costs_with_equal_steps():
-    """With no wait and verification as cheap as a plain step, even a useless draft leaves plain decoding's speed."""
+    """Without a wait, and if a verification costs as much as a plain step, even a useless draft keeps the speed of plain decoding."""
     for a in (0.0, 0.01, 0.1):
         result = simulate("workers", [StageModel(1.0), StageModel(7.0)], (a,), 2000)
         assert result.seconds <= 2000 * 7.0
@@ -91,7 +91,7 @@ def test_sharing_a_device_costs_what_contention_says():
 
 
 def test_more_stages_than_cores_take_turns():
-    """Without contention: as many as there are cores run at full speed, and what all of them get is what the cores have."""
+    """Without contention, as many stages as cores run at full speed. The work of all stages is at most that of the cores."""
     stages = [StageModel(s, device=0) for s in (1.0, 4.0, 10.0)]
 
     def run(contention, cores=None):
@@ -106,12 +106,12 @@ def test_more_stages_than_cores_take_turns():
         work = sum(stage.steps * step for stage, step in zip(result.stages, (1.0, 4.0, 10.0), strict=True))
         assert work <= cores * result.seconds * (1 + 1e-9)
     assert work >= 0.9 * one.seconds  # one core is hardly ever idle
-    # One core, shared in turn, is the device that contention 1 describes.
+    # One shared core equals a device with contention 1.
     assert one.seconds == pytest.approx(run(1.0).seconds)
 
 
 def test_the_target_keeps_its_core():
-    """Three on two cores, never accepted, never held back: the target as fast as alone, the drafts at half their speed."""
+    """Three stages on two cores, drafts that are never right and never wait: the target runs as fast as alone, each draft at half its speed."""
     stages = [StageModel(s, device=0) for s in (1.0, 2.0, 10.0)]
     result = simulate(
         "workers", stages, (0.0, 0.0), 500, policy=SimulatedPolicy(lookahead=1000), contention=0.0, cores=2
@@ -122,7 +122,7 @@ def test_the_target_keeps_its_core():
 
 
 def test_a_wake_up_is_late_while_other_stages_occupy_all_cores():
-    """The target waits for one draft, which follows from a draft of its own: two awake on two cores, or none but its publisher."""
+    """Only with three stages on two cores do two drafts occupy all cores when the target wakes up."""
     policy = SimulatedPolicy(lookahead=4, min_draft_tokens=2, wake_s=0.25, late_s=4.0)
     prompt = SimulatedPolicy(lookahead=4, min_draft_tokens=2, wake_s=0.25)
 
@@ -138,7 +138,8 @@ def test_a_wake_up_is_late_while_other_stages_occupy_all_cores():
 
 
 def test_sensitivity_to_other_stages():
-    """Steps of 1 and 10, never accepted: the target's last 1.5 times as long beside a draft that never rests, or as ever."""
+    """Steps of 1 and 10, drafts that are never right and never wait. Beside the draft the target's steps take 1.5 times as long, or the same time at
+    sensitivity 0."""
 
     def run(*sensitivity):
         stages = [StageModel(s, device=0, sensitivity=k) for s, k in zip((1.0, 10.0), sensitivity, strict=True)]
@@ -151,7 +152,7 @@ def test_sensitivity_to_other_stages():
 
 
 def test_the_first_steps_of_a_turn_are_cold():
-    """In turn, three drafts each, never accepted: 3 (1) + 10 and what cold caches add to the draft's."""
+    """Lockstep with three wrong drafts per round: 3 (1) + 10, plus the extra time of the draft's steps with cold caches."""
     stages = [StageModel(1.0, cold_s=0.8), StageModel(10.0, cold_s=0.0)]
     policy = SimulatedPolicy(lookahead=3)
     warm = simulate("lockstep", [StageModel(1.0), StageModel(10.0)], (0.0,), 500, policy=policy)
@@ -166,7 +167,7 @@ def test_wide_steps_cost_what_the_table_says():
     assert (
         simulate("workers", [draft, steep], (0.9,), 3000).rate < simulate("workers", [draft, flat], (0.9,), 3000).rate
     )
-    # With nothing accepted ahead of time, only one-token steps and short lookahead are left.
+    # Without accepted draft tokens, only one-token steps remain.
     assert simulate("workers", [draft, steep], (0.0,), 3000).seconds == 30_000.0
 
 
@@ -186,7 +187,7 @@ def test_replayed_bits_decide():
 
 
 def test_correlated_stages_differ_from_independent_ones():
-    """Two drafts that err at the same places, in the same way: the middle one has nothing to correct."""
+    """Two drafts with the same wrong tokens at the same places: the middle stage has nothing to correct."""
     rng = np.random.default_rng(0)
     bits = rng.random(4000) < 0.8
     together = simulate("workers", CHAIN, Answers.from_bits(bits, bits, same_mistake=np.ones(4000, dtype=bool)), 4000)
@@ -197,7 +198,7 @@ def test_correlated_stages_differ_from_independent_ones():
 
 def test_a_wait_ends_at_its_deadline():
     late = [StageModel(1.0, start_s=1e9), StageModel(10.0)]
-    # 1.5 times what four drafts should take, before every step but the last, which has no place for a draft.
+    # 1.5 times the expected time of four drafts, before every step but the last, which has no place for a draft.
     assert (
         simulate("workers", late, (0.5,), 10, policy=SimulatedPolicy(min_draft_tokens=4)).seconds
         == 10 * 10 + 9 * 1.5 * 4
@@ -220,10 +221,10 @@ def test_decoding_meanwhile_pays_where_verification_is_expensive():
 
 
 def test_the_reference_pays_for_its_handshake():
-    """Small models, where a draft step is a large part of the verifier's: there the handshake's wait for its end hurts."""
+    """Small models, whose draft step is a large part of the verifier's step: the wait for its end is expensive."""
     stages = [StageModel(11.2), StageModel([21.4, 25.8])]
     theirs = [simulate("reference", stages, (0.94,), 20_000, lookahead=look) for look in (0, 3)]
-    for result in theirs:  # the verifier stands still for a good part of the time
+    for result in theirs:  # the verifier idles for a large part of the time
         assert result.stages[-1].busy_s < 0.9 * result.seconds
     dearer = simulate("reference", stages, (0.94,), 20_000, lookahead=0, handshake_s=2.0)
     assert dearer.rate < theirs[0].rate
@@ -254,7 +255,7 @@ def test_it_is_the_engines_policy():
 
 
 def test_native_code_simulates_every_token():
-    """Planning simulates millions of tokens: a long simulation makes no more calls in Python than a short one."""
+    """Planning simulates millions of tokens, so a long simulation makes no more calls in Python than a short one."""
 
     def calls(tokens: int) -> int:
         events = []
@@ -341,7 +342,7 @@ def test_more_nonsense():
     with pytest.raises(ValueError, match="one bool vector per draft"):
         Answers.from_bits()
     stuck = SimulatedPolicy(lookahead=4, min_draft_tokens=(8,), patience=math.inf, width=64)
-    # max_draft_tokens follows the lookahead, so a wait beyond it is cut to what can come.
+    # max_draft_tokens follows the lookahead, so a longer wait is cut to the draft tokens that can come.
     assert simulate("workers", two(), (0.5,), 50, policy=stuck).tokens == 50
 
 

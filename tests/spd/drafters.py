@@ -1,4 +1,4 @@
-"""Drafters that know the text, or nothing, or misbehave. For tests: they need no weights."""
+"""Drafters without weights, for tests: with a known text, at random, or failing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipespec.spd import Drafter
 
 
 class Known(Drafter):
-    """Drafts from known texts, by prompt. A draft is right at rate ``a``, drawn per position and visit, and else certainly wrong."""
+    """Drafts from known texts, by prompt. A draft is right at rate ``a``, drawn per position and visit, and otherwise certainly wrong."""
 
     def __init__(self, vocabulary: int, a: float = 1.0, seed: int = 0) -> None:
         self.vocabulary, self.a = vocabulary, a

@@ -1,11 +1,11 @@
 """Ranks without torchrun's start-up: one process that has imported everything forks them. ``python -m tests.spd.ranks_harness ...``
 
 ``FOLDER texts WORLD:STAGES:DRAFTER ...``: calls of several kinds; rank 0 prints what came out. ``FOLDER kill TIMES [SEED]``: three ranks, one of
-them killed (the last time, and every fifth before it, stopped) at a random cycle; prints how the others ended. ``FOLDER fail``: three ranks, of
-which some cannot load; prints what each says. ``FOLDER late``: the same for one that hangs. ``FOLDER phases PHASE:HOW:VICTIM ...``: the same
-for one that is killed, raises or is interrupted at a given place. ``FOLDER slow``: a long prompt on slow stages. ``FOLDER twice``: one pipeline
-after another in the same processes. ``FOLDER differ``: ranks that were started with different arguments. ``FOLDER behind``: a rank that comes
-late, and one that does not come. ``FOLDER interrupted``: Ctrl-C at every message.
+them killed (the last time, and every fifth before it, stopped) at a random cycle; prints how the others ended. ``FOLDER fail``: three ranks, of which
+some cannot load; prints the error of each. ``FOLDER late``: the same for one that hangs. ``FOLDER phases PHASE:HOW:VICTIM ...``: the same for one
+that is killed, raises or is interrupted at a given place. ``FOLDER slow``: a long prompt on slow stages. ``FOLDER twice``: one pipeline after another
+in the same processes. ``FOLDER differ``: ranks that were started with different arguments. ``FOLDER behind``: a rank that comes late, and one that
+does not come. ``FOLDER interrupted``: Ctrl-C at every message.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ LAYERS = 3
 NEW = 12
 
 PATIENCE_S = 120.0
-"""No rank is taken for lost or late because the machine is busy, where a test is not of that."""
+"""Long time limits, so that a busy machine does not make a rank count as lost or late in tests of other things."""
 
 
 def patient(*arguments: Any, **options: Any) -> RanksPipeline:
-    """A pipeline whose ranks may take their time."""
+    """A pipeline with long time limits."""
     link._SILENCE_S = PATIENCE_S
     return RanksPipeline(*arguments, **{"timeout_s": PATIENCE_S} | options)
 
 
 class PhaseClock:
-    """The clock of a test's ranks. It advances only when one of them advances it, so that a busy machine changes nothing."""
+    """The clock of a test's ranks. Only the ranks advance it, so that a busy machine has no effect."""
 
     def __init__(self, world: int) -> None:
         self._passed = memoryview(mmap.mmap(-1, 8 * world)).cast("d")  # one entry per rank that advances it
 
     def rules(self) -> None:
-        """From here on, in this process."""
+        """Use this clock in this process from here on."""
         link.time = types.SimpleNamespace(monotonic=lambda: max(self._passed), sleep=time.sleep)  # type: ignore[assignment]
 
     def advance(self, rank: int, seconds: float) -> None:
         self._passed[rank] += seconds
-        time.sleep(2 * link._BEAT_S)  # the watchdogs look at it
+        time.sleep(2 * link._BEAT_S)  # the watchdogs read it
 
 
 def free_port() -> int:
@@ -78,7 +78,7 @@ def fork_ranks(world: int, work: Callable[[int], None], logs: str) -> list[int]:
             continue
         status = 1
         try:
-            # Standard error only, where a rank reports its end.
+            # Only standard error, to which a rank reports its end.
             os.dup2(os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
             os.environ |= {
                 "RANK": str(rank),
@@ -98,7 +98,7 @@ def fork_ranks(world: int, work: Callable[[int], None], logs: str) -> list[int]:
 
 
 def wait_all(pids: list[int]) -> dict[int, int]:
-    """Per rank its exit status (negative: the signal). Ranks that do not end are killed, and missing."""
+    """Per rank its exit status (negative: the signal). Ranks that do not end are killed and left out."""
     ended: dict[int, int] = {}
     deadline = time.monotonic() + PATIENCE_S
     while len(ended) < len(pids) and time.monotonic() < deadline:
@@ -116,13 +116,13 @@ def wait_all(pids: list[int]) -> dict[int, int]:
 
 
 class Reader(Blind):
-    """Reads streams of all stages, so that they are sent."""
+    """A drafter that reads streams of all stages, so that the ranks send them."""
 
     features = (0, 1, 3)
 
     def start(self, prompts, capacity, select):
         self.sums: dict[tuple[int, int, int], float] = {}
-        self.draw = random.Random(1)  # every call is one of its own
+        self.draw = random.Random(1)  # each call draws the same numbers
 
     def observe(self, index, rows, positions, values):
         for row, position, value in zip(rows, positions, values, strict=True):
@@ -171,7 +171,7 @@ def texts(folder: str, world: int, stages: int, kind: str) -> None:
             out = []
             for number, (ids, options) in enumerate(calls()):
                 places = (1, 2, 6)
-                # And the ranks are ready for the next call.
+                # The ranks are ready for the next call.
                 for fails_at in places if PROFILE == "nightly" else (places[number % 3],):
                     try:
                         pipe.generate(
@@ -218,7 +218,7 @@ def kill(folder: str, times: int, seed: int = 0) -> None:
                             self.seen += 1
                             if self.seen == cycle:
                                 Path(mark).touch()
-                            if self.seen == 400:  # the text is not complete before the blow, however late that falls
+                            if self.seen == 400:  # the text stays incomplete until the signal, however late it comes
                                 time.sleep(10 * PATIENCE_S)
 
                         def end(self):
@@ -243,13 +243,13 @@ def kill(folder: str, times: int, seed: int = 0) -> None:
 
 
 def last_error(logs: str, rank: int) -> str:
-    """What a rank said about its end."""
+    """The last error of a rank."""
     lines = Path(logs, str(rank)).read_text().splitlines()
     return next((line for line in reversed(lines) if "RankError: " in line or line.startswith("pipespec: ")), "")
 
 
 def late(folder: str) -> None:
-    """The last stage sleeps in its tenth step, though its process lives."""
+    """The last stage sleeps in its tenth step, while its process still sends heartbeats."""
 
     def work(rank: int) -> None:
         with patient(folder, "ngram", stages=2, timeout_s=5) as pipe:
@@ -272,7 +272,7 @@ def late(folder: str) -> None:
 
 
 class Nothing:
-    """A place of the program where a rank ends."""
+    """Ends a rank at a given place of the program."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -284,7 +284,7 @@ class Nothing:
 
 
 def before(owner, name: str, what: Callable, when: Callable[..., bool] = lambda *a: True) -> None:
-    """``owner.name`` does ``what`` first, whenever its arguments are ``when``."""
+    """Make ``owner.name`` call ``what`` first if its arguments are ``when``."""
     real = getattr(owner, name)
 
     def first(*args, **kwargs):
@@ -296,7 +296,7 @@ def before(owner, name: str, what: Callable, when: Callable[..., bool] = lambda 
 
 
 def lay_trap(phase: str, how: str) -> None:
-    """This process ends in ``phase``, whatever its rank."""
+    """Make this process end in ``phase``, whatever its rank."""
     trap, opened = Nothing(how), []
     if phase == "connect":
         before(link.dist, "init_process_group", trap)
@@ -319,7 +319,7 @@ def lay_trap(phase: str, how: str) -> None:
 
 
 def phases(folder: str, cases: Sequence[str]) -> None:
-    """One line of JSON per case: how each rank ended, and its words."""
+    """One line of JSON per case: how each rank ended, and its last error."""
     for case in cases:
         phase, how, victim = case.split(":")
 
@@ -329,8 +329,8 @@ def phases(folder: str, cases: Sequence[str]) -> None:
             elif how == "raise":
                 link._BEAT_S = 0.7  # a slow machine: the broken connection is found before the cause is read,
                 before(link.Watchdog, "tell", lambda: time.sleep(1))  # and not at once
-            # A rank that is killed before all are connected is missed by its silence alone. All others are found by their broken connections
-            # or have last words, however long a busy machine takes.
+            # Only the silence of a rank that is killed before all are connected shows its end. All others leave a broken connection or a last error,
+            # however long a busy machine takes.
             missed = how == "kill" and phase in ("connect", "load")
             with (RanksPipeline if missed else patient)(folder, "ngram", stages=2) as pipe:
                 if not pipe.is_controller:
@@ -345,7 +345,7 @@ def phases(folder: str, cases: Sequence[str]) -> None:
 
 
 def everywhere(work: Callable[[int], object], world: int = 3) -> None:
-    """One line of JSON: per rank its exit status, and what ``work`` returned or the last words."""
+    """One line of JSON: per rank its exit status, and the result of ``work`` or the last error."""
     with tempfile.TemporaryDirectory() as logs:
 
         def run(rank: int) -> None:
@@ -361,7 +361,7 @@ def everywhere(work: Callable[[int], object], world: int = 3) -> None:
 
 
 def slow(folder: str) -> None:
-    """Every chunk of the prompt takes a stage a good part of the time that it may take."""
+    """Every chunk of the prompt takes a large part of a stage's time limit."""
     clock = PhaseClock(3)
 
     def work(rank: int) -> object:
@@ -391,7 +391,7 @@ def twice(folder: str) -> None:
 
 
 def interrupted(folder: str) -> None:
-    """Ctrl-C at every sending and receiving of rank 0's, one call each; and between them the text is whole."""
+    """Ctrl-C at each send and each receive of rank 0, one call each. Each call after an interrupted one has its whole text."""
 
     def work(rank: int) -> object:
         with patient(folder, Reader(320), stages=2) as pipe:
@@ -432,7 +432,7 @@ def interrupted(folder: str) -> None:
 
 
 def behind(folder: str) -> None:
-    """A rank that comes after the others have waited for longer than a silent rank may live; and one that never comes."""
+    """A rank that starts after the others have waited longer than the time limit of a silent rank, and one that never starts."""
 
     def work(rank: int) -> object:
         time.sleep(link._SILENCE_S + 2 if rank == 2 else 0)

@@ -1,7 +1,7 @@
-"""Decoding on symbols: which tokens are in flight at which depth in every cycle, and which rows a draft module then sees.
+"""Decoding on symbols: the tokens in flight and their depths in every cycle, and the rows that a draft module then sees.
 
-Written from the machine's rules alone (a token enters, each stage takes it one further, the oldest leaves, a wrong draft empties
-the pipe): nothing of the package is used.
+It follows from the machine's rules alone (a token enters, each stage passes it on, the oldest leaves, a wrong draft empties the pipe) and uses
+nothing of the package.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Call:
-    """One call of the module: rows (position, depth) it is fed, in order, and the cached rows before them, in order."""
+    """One call of the module: the rows (position, depth) that it is fed, and the cached rows before them, both in order."""
 
     fill: int
     cached: list[tuple[int, int]]
@@ -25,7 +25,7 @@ class Call:
 
 @dataclass
 class Machine:
-    """``n`` stages; ``prompt`` positions are complete. Depth n is: complete."""
+    """``n`` stages; ``prompt`` positions are complete. Depth n means complete."""
 
     n: int
     prompt: int

@@ -1,4 +1,4 @@
-"""The draft module in the package: it is the bundled target's, and it is worth something."""
+"""The draft module in the package belongs to the bundled target, and its drafts are accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipespec.spd.training.trainer import Acceptance, acceptance_along
 from tests.spd.test_training import speculative
 from tests.trials import trials
 
-# Measured figures are in family/module/README.md; a floor has to tell a trained module from broken files, on few prompts.
+# Measured figures are in family/module/README.md. The bound only separates a trained module from broken files, on few prompts.
 FLOOR = 0.6
 
 
@@ -54,7 +54,7 @@ def test_drafts_are_accepted(target: LlamaForCausalLM, module: DraftModule, text
     for i, (ids, text) in enumerate(texts):
         begin, end = ids.shape[1], text.shape[1]
         counts += acceptance_along(target, module, text, [begin], [end])
-        if i == 0:  # the same by a real run with the drafter
+        if i == 0:  # a real run with the drafter gives the same counts
             said, real = speculative(target, module, ids[0].tolist(), 15)
             assert said == text[0, : begin + 16].tolist()
             along = acceptance_along(target, module, text, [begin], [begin + 16])
@@ -70,7 +70,7 @@ def test_the_bundled_module_in_the_pipeline(texts) -> None:
     assert torch.equal(pipe.generate(ids, max_new_tokens=40, do_sample=False), text)
     assert pipe.report is not None
     assert pipe.report.drafter == "ModuleDrafter"
-    # Everything goes forward()'s fast way: a probe that fails would cost half of the speed, and no test of texts would notice.
+    # All parts use the fast form of forward(): a failed probe would halve the speed, and no test of texts would show it.
     parts = [*(stage._section for stage in pipe._driver.stages), pipe._driver.verifier._section]
     parts += [pipe.drafter._blocks, pipe.drafter._head]
     assert {type(part._call).__name__ for part in parts} == {"_FlatLoop"}

@@ -29,7 +29,8 @@ def target(tmp_path_factory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(family_path("target"))
     tokenizer.chat_template = LLAMA
     model = random_llama(0, layers=4, hidden=32, vocabulary=2048)
-    with torch.no_grad():  # prefer the tokens of the conversation, which a small draft vocabulary covers
+    # The target prefers the tokens of the conversation, which a small draft vocabulary covers.
+    with torch.no_grad():
         model.lm_head.weight[tokenizer.apply_chat_template(TALK, return_dict=True)["input_ids"]] *= 4
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -59,7 +60,7 @@ def test_from_conversations_to_a_module(target: Path, talks: Path, tmp_path: Pat
     module = DraftModule.load(out, target=target, stages=((0, 1), (1, 4)))
     assert module.config.logits == 4
     assert module.config.layers == 1
-    assert str(tmp_path) not in (out / CONFIG_FILE).read_text()  # nothing of this machine is in it
+    assert str(tmp_path) not in (out / CONFIG_FILE).read_text()  # the file has no path of this machine
     assert spd_train(target, talks, out, "--stages", "1", "3") == 2
     assert "holds a draft module already" in capsys.readouterr().err
     assert spd_train(target, talks, out, "--stages", "1", "3", "--steps", "6", "--resume") == 0

@@ -1,4 +1,4 @@
-"""Training data: files, conversations with and without markers, and everything that can be wrong with them."""
+"""Training data: files, conversations with and without markers, and their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from pipespec.demo import family_path
 from pipespec.spd.training import data
 
-# As LLaMA 3 has it: no markers, a header that add_generation_prompt leaves open.
+# Like LLaMA 3's template: no markers, and a header that add_generation_prompt leaves open.
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] | trim }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
@@ -21,7 +21,7 @@ MARKED = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim }}"
     "<|endoftext|>{% endgeneration %}{% else %}{{ m['content'] | trim }}<|endoftext|>{% endif %}{% endfor %}"
 )
-# Only the last message is closed by the end mark; and the turns that ask are rendered as nothing of what follows.
+# The first of these ends only the last message with the end mark. The second one renders no assistant's message.
 LAST_IS_OTHER = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if loop.last %}<|endoftext|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}?{% endif %}"
@@ -43,7 +43,7 @@ def tok():
 
 
 def said(tok, template: str, messages=TALK) -> list[str]:
-    """The runs of tokens that count as the assistant's, as text."""
+    """The assistant's runs of tokens, as text."""
     tok.chat_template = template
     ids, mask = data.encode_conversation(tok, messages)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
@@ -77,7 +77,7 @@ def test_jsonl_of_both_kinds(tok, tmp_path: Path) -> None:
     assert str(lost) == "none left out"
     assert len(found) >= 4  # the text makes several windows
     talk = found[0]
-    # What is wanted at a token is the one after it.
+    # The wanted token at a position is the one after it.
     assert tok.decode(talk.ids[1:][talk.wanted[:-1]]) == "def def<|endoftext|>return self<|endoftext|>"
     assert not talk.wanted[-1]
     assert tok.decode(found[1].ids[1:][found[1].wanted[:-1]]) == "def def<|endoftext|>"

@@ -93,7 +93,7 @@ def test_uneven_uniform_split() -> None:
 
 
 def filled(module: DraftModule, seed: int) -> DraftModule:
-    """Weights at which every part matters."""
+    """A module whose weights make every part matter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -125,9 +125,9 @@ class Row:
 def differences(
     module: DraftModule, prompts: list[int], cycles: int, seed: int, fills: set[int] | None = None
 ) -> tuple[list[float], int]:
-    """Decodes on random features with random flushes; the largest difference of each draft's logits to ``simulate``, and the widest span.
+    """Decode on random features with random flushes. Returns the largest difference of each draft's logits from ``simulate``, and the widest span.
 
-    Ragged rows; some rows rest in some cycles.
+    The rows are ragged, and some rows rest in some cycles.
     """
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     config = module.config
@@ -207,7 +207,7 @@ def test_drafting_computes_what_training_computes(
 
 
 def test_the_comparison_notices_a_wrong_depth() -> None:
-    """With another fill simulated than decoded the logits differ: the test above can fail."""
+    """The test above can fail: the logits differ if training simulates another fill."""
     module = make(8, Partition.uniform(8, 4).ranges, 1, 3)
     anchors = torch.randn(1, 10, len(module.config.anchors), module.config.hidden)
     with torch.inference_mode():
@@ -218,7 +218,7 @@ def test_the_comparison_notices_a_wrong_depth() -> None:
 def test_one_row_and_a_subset_vocabulary() -> None:
     ids = range(3, VOCABULARY, 7)
     module = make(6, Partition.uniform(6, 3).ranges, 1, 1, vocabulary=ids)
-    found, _ = differences(module, [30], 30, seed=0)  # not in inference mode: a caller need not be
+    found, _ = differences(module, [30], 30, seed=0)  # outside of inference mode, as a caller may be
     assert max(found) < 1e-4
 
 

@@ -1,4 +1,4 @@
-"""The decode machine without a model: a text that depends on its whole prefix, and drafts that a test makes right or wrong."""
+"""The decode machine without a model: a text in which each token depends on the whole prefix, and drafts that a test makes right or wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(prompts, limits, eos, n, kind=Machine) -> Machine:
 
 
 class Trace:
-    """Runs a machine and keeps books of its own: what each stage has processed, and when."""
+    """Runs a machine, and records independently what each stage has processed and when."""
 
     def __init__(self, prompts, limits, eos, n, right):
         """``right(row, position)``: whether the draft of that position is the target's token."""
@@ -99,7 +99,7 @@ def prompt_of(length: int) -> list[int]:
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("prompt", [1, 2, 3, 9])
 def test_the_text_whatever_is_drafted(n, prompt):
-    """All patterns of right and wrong drafts over eight positions; no fill level, lag or boundary is left out."""
+    """All patterns of right and wrong drafts over eight positions, so every fill level, lag and boundary occurs."""
     start = prompt_of(prompt)
     for pattern in range(2**8):
         trace = Trace([start], [prompt + 8], (), n, lambda _, p, w=pattern: bool(w >> (p - prompt) & 1)).run()
@@ -108,14 +108,14 @@ def test_the_text_whatever_is_drafted(n, prompt):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 def test_lengths_after_every_flush(n):
-    """Stage s has processed position c + n - 1 - s when c leaves a full pipe: the keys and values of c + n - s positions; all are cut to c + 1."""
+    """When c leaves a full pipe, stage s has processed position c + n - 1 - s, and holds c + n - s positions. A flush cuts all stages to c + 1."""
     seen, draw = set(), random.Random(n)
     for _ in range(200):
         limit = 5 + draw.randint(2, 30)
         trace = Trace([prompt_of(5)], [limit], (), n, lambda *_: draw.random() < 0.7).run()
         for _, exited, fill, before, length in trace.flushes:
             assert length == exited + 1
-            # Near the limit nothing is drafted any more: the youngest stages have stood idle.
+            # Near the limit nothing is drafted any more, so the first stages idle.
             assert before == [min(exited + n - s, limit) for s in range(n)]
             assert fill == min(n, limit - exited)
             seen.add(fill)
@@ -144,7 +144,7 @@ def test_a_mismatch_at_each_fill_level(n):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 20])
 def test_the_oracle_follows_the_law_exactly(n):
-    """One token per cycle after the filling: n - 1 cycles that verify nothing; the prefill's token takes no cycle."""
+    """One token per cycle after the pipe has filled, which takes n - 1 cycles. The prefill's token takes no cycle."""
     for new in (1, 2, 3, n, n + 1, 50):
         trace = Trace([prompt_of(4)], [4 + new], (), n, lambda *_: True).run()
         counts = trace.machine.count(0)
@@ -169,7 +169,7 @@ def test_drafts_that_are_never_right(n):
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("a", [0.3, 0.7, 0.9])
 def test_random_drafts_follow_the_law(n, a):
-    """Within five standard errors: tokens between flushes are geometric, so what K varies by is (n - 1) flushes."""
+    """Within five standard errors. The number of tokens between flushes is geometric, so K varies by (n - 1) per flush."""
     tokens, draw = 5_000, random.Random(1000 * n + int(10 * a))
     machine = made([[1]], [1 + tokens], (), n)
     machine.begin([2])
@@ -199,7 +199,7 @@ def test_cycles_are_counted_exactly():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
 def test_an_end_at_every_lag(n):
-    """Wherever the end falls, right after the prefill included, and whatever the drafts were: the text up to it and no further."""
+    """The text stops at its end, wherever the end is, right after the prefill included, and whatever the drafts are."""
     whole = text_of(prompt_of(2), 2 + 14)
     assert len(set(whole[2:])) == 14
     for place, wrong in itertools.product(range(14), range(-1, 14)):
@@ -211,7 +211,7 @@ def test_an_end_at_every_lag(n):
 
 
 def test_an_end_that_is_only_drafted():
-    """It ends nothing, and nothing is drafted behind it: were it right, the row would be over."""
+    """A drafted end token does not end the row, and nothing is drafted behind it, because the row would end if it were right."""
     n = 4
     whole = text_of(prompt_of(2), 30)
     end = (whole[6] + 1) % VOCABULARY
@@ -235,7 +235,7 @@ def test_limits_are_exact(n):
 
 
 def test_rows_are_machines_of_their_own():
-    """A batch does what its rows do alone, cycle for cycle."""
+    """Each row of a batch equals the same row alone, cycle for cycle."""
     n, prompts, limits = 3, [prompt_of(k) for k in (1, 4, 2, 7)], [25, 9, 30, 12]
 
     def right(row, position):
@@ -251,7 +251,7 @@ def test_rows_are_machines_of_their_own():
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_cycles_without_drafts(n):
-    """A drafter that has failed, from any cycle on: every cycle is correct, a token takes n of them."""
+    """The drafter fails from some cycle on: every cycle is correct, and each token takes n cycles."""
     for since in range(12):
         trace = Trace([prompt_of(3)], [20], (), n, lambda *_: True)
         cycles = 0
@@ -312,7 +312,7 @@ def test_what_does_not_belong_to_a_cycle():
 
 
 def test_a_wrong_flush_would_be_seen():
-    """The harness above is no rubber stamp: machines with the usual mistakes fail it."""
+    """The tests above can fail: machines with the usual mistakes do not pass."""
 
     class KeepsOneTooMany(Machine):
         def commit(self, drafts, chosen):

@@ -31,7 +31,7 @@ def calls(n: int, length: int) -> list[Call]:
 
 
 def mismatches(mask: torch.Tensor, n: int, fill: int, length: int) -> tuple[int, int]:
-    """Elements that differ from decoding, and rows compared, over all calls with that fill."""
+    """The number of elements that differ from decoding, and of rows compared, over all calls with that fill."""
     kinds = depths(fill, n)
     wrong, compared = 0, set()
     for call in calls(n, length):
@@ -60,7 +60,7 @@ def every_earlier_position_once(mask: torch.Tensor, blocks: int, length: int) ->
 
 @pytest.mark.parametrize(("n", "fill"), SIZES)
 def test_one_row_per_earlier_position(n: int, fill: int) -> None:
-    """Also of queries that no decoding has: each row sees as many rows as there are positions up to it, and each position at most once."""
+    """This also holds for queries that decoding never has: each row sees one row per position up to its own."""
     length, kinds = n + 5, depths(fill, n)
     mask = visible(length, fill, n)
     assert mask.shape == (len(kinds) * length,) * 2
@@ -82,7 +82,7 @@ def test_the_published_rule_is_caught(n: int) -> None:
     length = 2 * n + 8
     for fill in range(2, n):
         assert mismatches(distance_instead_of_lag(length, fill, n), n, fill, length)[0] > 0, fill
-    for fill in (1, n):  # there it is right
+    for fill in (1, n):  # the published rule is right here
         assert mismatches(distance_instead_of_lag(length, fill, n), n, fill, length)[0] == 0, fill
 
 

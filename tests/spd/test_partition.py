@@ -1,4 +1,4 @@
-"""Where a model is cut, what the stages compute together, and what is loaded for one of them."""
+"""Cuts of a model, the computation of all stages together, and loading one stage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_uniform():
 def test_spans_and_owners():
     cut = Partition((2, 1, 3))
     assert [list(cut.span(s)) for s in range(3)] == [[0, 1], [2], [3, 4, 5]]
-    # Stream k >= 1 is left by layer k - 1; stream 0 comes from where tokens enter.
+    # Stream k >= 1 is the output of layer k - 1; stream 0 is that of the embedding.
     assert [cut.owner(k) for k in range(7)] == [0, 0, 0, 1, 2, 2, 2]
     for k in (-1, 7):
         with pytest.raises(ValueError, match=f"no residual stream {k}"):
@@ -170,7 +170,7 @@ def test_stages_are_the_model(model, counts):
     streams = model(ids[:1], output_hidden_states=True).hidden_states
     _, seen = run(stages, Verifier.of(model), [ids[:1]])
     assert sorted(seen) == list(range(LAYERS + 1))
-    for k in range(LAYERS):  # the last one that transformers shows is normed
+    for k in range(LAYERS):  # transformers' last hidden state comes after the final norm
         assert torch.equal(seen[k], streams[k])
 
 
@@ -317,7 +317,7 @@ def test_weights_that_are_missing_or_damaged(folder):
     weights = load_file(file)
     name = "model.layers.4.mlp.up_proj.weight"
     save_file({k: v for k, v in weights.items() if k != name}, file)
-    load_stage(folder, cut, 0)  # not its business
+    load_stage(folder, cut, 0)  # a weight of another stage
     with pytest.raises(ValueError, match=f"lack {name}"):
         load_stage(folder, cut, 1)
     save_file(weights | {name: weights[name][:5].clone()}, file)

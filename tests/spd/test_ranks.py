@@ -1,6 +1,6 @@
-"""Ranks: the same text as in one process, each rank with its own layers; and no rank that hangs, whatever becomes of the others.
+"""Ranks: the same text as in one process, each rank with its own layers. No rank hangs, whatever happens to the others.
 
-Processes are forked by a harness that has imported everything, but for one start with torchrun itself.
+A harness that has imported everything forks the processes. One test starts them with torchrun itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MISSING = "model.layers.2.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def incomplete(folder, tmp_path_factory):
-    """A model that lacks a weight of the second stage's."""
+    """A model that lacks a weight of the second stage."""
     path = tmp_path_factory.mktemp("incomplete")
     weights = load_file(folder / "model.safetensors")
     save_file({k: v for k, v in weights.items() if k != MISSING}, path / "model.safetensors")
@@ -60,7 +60,7 @@ def incomplete(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafting(folder, tmp_path_factory):
-    """A draft module for two stages, untrained: it begins with the target's own weights, and noise in the rest."""
+    """An untrained draft module for two stages: the target's own weights, and noise in the rest."""
     path = tmp_path_factory.mktemp("module")
     target = LlamaForCausalLM.from_pretrained(folder)
     torch.manual_seed(1)
@@ -75,7 +75,7 @@ def cases(drafting):
 
 @pytest.fixture(scope="module")
 def found(folder, incomplete, cases):
-    """By command what the harness prints, line by line. One run of it for all tests: importing is what takes long."""
+    """The harness's output by command, line by line. All tests share one run, because the imports take long."""
     commands = {
         "texts": (len(cases), [folder, "texts", *cases]),
         "kill": (KILLS, [folder, "kill", KILLS, 3]),
@@ -124,7 +124,7 @@ def test_the_text_of_one_process(folder, cases, found):
 
 
 def test_torchrun(folder, tmp_path):
-    """Two ranks, since each imports for seconds; at night three."""
+    """Two ranks, because the imports of each take seconds; at night three."""
     ranks = trials(ci=2, nightly=3)
     noisy(random_llama(3, layers=LAYERS), 0.02).save_pretrained(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -140,7 +140,7 @@ def test_torchrun(folder, tmp_path):
 
 
 def test_a_rank_that_is_lost(found):
-    """Killed or stopped at some cycle: the others end by themselves, not with status 0, and say why."""
+    """A rank is killed or stopped at some cycle. The others end by themselves with a status other than 0, and report why."""
     assert {"SIGKILL", "SIGSTOP"} == {trial["how"] for trial in found["kill"]}
     for trial in found["kill"]:
         assert len(trial["others"]) == 2
@@ -150,7 +150,7 @@ def test_a_rank_that_is_lost(found):
 
 
 def test_a_rank_that_cannot_load(found, incomplete):
-    """All ranks say which one, and why."""
+    """All ranks report which one failed, and why."""
     (ranks,) = found["fail"]
     assert len(ranks) == 3
     for status, words in ranks:
@@ -159,7 +159,7 @@ def test_a_rank_that_cannot_load(found, incomplete):
 
 
 def test_a_rank_that_hangs(found):
-    """Its process gives signs of life, and its messages do not come: all three end, that one, too."""
+    """Its process sends heartbeats and no messages: all three ranks end, that one included."""
     (ranks,) = found["late"]
     assert [status for status, _ in ranks] == [1, 1, 1]
     assert any("rank 2" in words and "took too long" in words for _, words in ranks)
@@ -167,7 +167,7 @@ def test_a_rank_that_hangs(found):
 
 
 def test_a_rank_that_ends_at_any_place(found):
-    """Killed, interrupted or failed while the ranks connect, load, are in the prompt, in a cycle, at a call's end, in the next call."""
+    """A rank is killed, interrupted or fails while the ranks connect or load, in the prompt, in a cycle, at the end of a call, in the next call."""
     for case, ranks in zip(PHASES, found["phases"], strict=True):
         _, how, victim = case.split(":")
         for rank, (status, words) in enumerate(ranks):
@@ -184,7 +184,7 @@ def test_a_rank_that_ends_at_any_place(found):
 
 
 def test_a_long_prompt_on_slow_stages(folder, found):
-    """What may take ``timeout_s`` is a chunk in a stage, not the prompt."""
+    """``timeout_s`` limits a chunk in a stage, not the whole prompt."""
     ((first, *others),) = found["slow"]
     ids = torch.tensor([list(range(2, 22))])
     wanted = SpeculativePipeline(folder, stages=2).generate(ids, max_new_tokens=4, do_sample=False)
@@ -193,13 +193,13 @@ def test_a_long_prompt_on_slow_stages(folder, found):
 
 
 def test_one_pipeline_after_another(folder, found):
-    """In the same processes: nothing of the first one's signs and addresses is taken for the second one's."""
+    """In the same processes, the second pipeline does not use keys or addresses of the first one."""
     wanted = SpeculativePipeline(folder, stages=2).generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)
     assert found["twice"] == [[[0, [wanted[0].tolist()] * 2], [0, []], [0, []]]]
 
 
 def test_ranks_that_were_started_differently(found):
-    """All ranks say what differs."""
+    """All ranks report the difference."""
     (ranks,) = found["differ"]
     for status, words in ranks:
         assert status == 1
@@ -220,7 +220,7 @@ def test_a_rank_that_comes_late_or_never(found):
 
 
 def test_interrupted_at_every_message(folder, found):
-    """Ctrl-C while rank 0 sends or receives: the call ends, and the next one's text is whole."""
+    """Ctrl-C while rank 0 sends or receives ends the call, and the next call has its whole text."""
     ((first, *others),) = found["interrupted"]
     status, (text, messages, stopped) = first
     wanted = SpeculativePipeline(folder, stages=2).generate(
@@ -284,7 +284,7 @@ def test_a_draft_module_for_another_split(folder, drafting, no_work, monkeypatch
 
 
 def test_devices(folder, no_work, monkeypatch):
-    """The rank's own GPU, or the one that is named; refused in words where it is not there."""
+    """The rank's own GPU, or the named one. An error names a GPU that does not exist."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -50,7 +50,7 @@ def new_tokens(model, count: int) -> list[int]:
 
 
 def adds_up(report, drafted_throughout: bool = True) -> None:
-    """What every report must satisfy."""
+    """Check the invariants of a report."""
     assert set(report.phases) == {"prefill", "draft", "stages", "verify", "other"}
     assert sum(report.phases.values()) == pytest.approx(report.seconds)
     assert all(seconds >= 0 for seconds in report.phases.values())
@@ -60,7 +60,7 @@ def adds_up(report, drafted_throughout: bool = True) -> None:
     n = len(report.partition)
     assert report.checked - report.accepted == report.flushes
     assert report.tokens <= report.verified
-    # K = (N - rows) + (n - 1) (rows' fillings); flushes that end a row are not followed by one.
+    # K = (N - rows) + (n - 1) (number of times that pipes filled); no filling follows a flush that ends a row.
     filling = report.cycles - (report.verified - report.rows)
     assert filling >= 0
     assert filling <= (n - 1) * (report.rows + report.flushes) or not drafted_throughout
@@ -86,7 +86,7 @@ def drafters(model):
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """100 prompts of 1 to 20 tokens, in batches of 3 and 13, some with ends; what the target makes of them."""
+    """100 prompts of 1 to 20 tokens, in batches of 3 and 13, some with ends, and the target's texts."""
     prompts = random_prompts(100, seed=11, longest=20)
     assert {len(p) for p in prompts} >= {1, 2, 3}
     out, begin = [], 0
@@ -102,7 +102,7 @@ def texts(model):
 
 @pytest.mark.parametrize("stages", PARTITIONS, ids=str)
 def test_greedy_text(model, texts, stages):
-    """Every batch with one of the drafters in turn: all meet all kinds of batches over the partitions."""
+    """Each batch runs with one drafter, in rotation, so that over all partitions each drafter meets each kind of batch."""
     kinds = list(drafters(model).items())
     pipelines = [(name, SpeculativePipeline(model, d, stages=stages)) for name, d in kinds]
     used, checked, accepted, ended = set(), 0, 0, 0
@@ -196,7 +196,7 @@ def test_the_seed_decides(model, good):
 
 @pytest.mark.parametrize("setting", ["stepwise", "minimum"])
 def test_a_chain_that_runs_past_an_end(model, setting):
-    """Drafts of drafts are ahead of the pipe: what follows an end that was only drafted must be a token, too."""
+    """The chain is ahead of the pipe, so it must also draft tokens after an end that was only drafted."""
     options = {
         "do_sample": True,
         "max_new_tokens": 33,
@@ -271,7 +271,7 @@ def test_criteria_are_asked_token_by_token(model, good, n):
 
 @pytest.mark.parametrize("n", [1, 3, LAYERS])
 def test_stop_strings(model, n):
-    """One that spans two tokens, at every place: the text ends with it, although more was in flight."""
+    """A stop string over two tokens, at every place: the text ends with it, although more tokens are in flight."""
     tokenizer = word_tokenizer()
     text, known = new_tokens(model, NEW), Known(VOCABULARY)
     known.learn(list(PROMPT), greedy(model))
@@ -290,7 +290,7 @@ def test_max_time(model, good):
 
 
 class Counting(LogitsProcessor):
-    """Has a memory: it must see each token once and in order."""
+    """A processor with a state, which must see each token once and in order."""
 
     def __init__(self):
         self.seen = []
@@ -322,7 +322,7 @@ def test_scores_and_logits(model, good):
 @pytest.mark.parametrize("drafter", ["ngram", "observer"])
 @pytest.mark.parametrize("begin", ["ours", "dynamic"])
 def test_caches_go_on(model, drafter, begin):
-    """A conversation: the cache of one call begins the next, whatever its drafter must see."""
+    """A conversation: each call continues the cache of the one before, whatever streams its drafter reads."""
     pipeline = SpeculativePipeline(model, "ngram" if drafter == "ngram" else Observer(LAYERS), stages=[1, 3, 1])
     cache = None if begin == "ours" else DynamicCache()
     one = greedy(pipeline, return_dict_in_generate=True, past_key_values=cache)
@@ -336,7 +336,7 @@ def test_caches_go_on(model, drafter, begin):
     assert torch.equal(two.sequences, greedy(model, ids))
     held = one.sequences.shape[1] - 1
     assert sum(fed) == ids.shape[1] - (held if drafter == "ngram" else 0)
-    # What comes out is what the model itself would hold.
+    # The returned cache holds the model's own keys and values.
     plain = greedy(model, ids, return_dict_in_generate=True).past_key_values
     for mine, theirs in zip(two.past_key_values.layers, plain.layers, strict=True):
         n = theirs.keys.shape[2]
@@ -440,7 +440,7 @@ def test_prefill_in_chunks(model, chunk):
 
 
 class Observer(Drafter):
-    """Keeps every stream it is shown; drafts right three times of four, so that there is a flush now and then."""
+    """Keeps every stream that it observes. Three of four drafts are right, so that some flushes occur."""
 
     def __init__(self, layers: int) -> None:
         self.features = tuple(range(layers + 1))
@@ -463,7 +463,7 @@ class Observer(Drafter):
         for row, tokens, fill in requests:
             t = len(tokens) - 1
             for k in self.features:
-                # Depth is lag: p in flight has been through t - p stages, all older ones through all of them.
+                # A token in flight at p has passed t - p stages, all older ones have passed every stage.
                 owner = self.partition.owner(k)
                 through = [p for p in range(t + 1) if p <= t - fill or t - p > owner]
                 assert sorted(self.streams[row][k]) == through
@@ -483,7 +483,7 @@ class Observer(Drafter):
         for row, streams in enumerate(self.streams):
             text = out[row, int((mask[row] == 0).sum()) :]
             hidden = model(text[None], output_hidden_states=True).hidden_states
-            for k in self.features[:-1]:  # transformers shows the last one normed
+            for k in self.features[:-1]:  # transformers' last hidden state comes after the final norm
                 for position, value in streams[k].items():
                     torch.testing.assert_close(value, hidden[k][0, position], rtol=1e-4, atol=1e-4)
 
@@ -501,7 +501,7 @@ def _observers_know_the_partition(monkeypatch):
 
 @pytest.mark.parametrize("stages", [2, 4, LAYERS, [3, 1, 1]], ids=str)
 def test_what_a_drafter_sees(model, stages):
-    """At every cycle exactly the streams that existed before it, and each with the value of a full forward."""
+    """In every cycle the drafter has exactly the streams that existed before it, each with the value of a full forward."""
     ids, mask = left_pad(random_prompts(3, seed=9, longest=6))
     observer = Observer(LAYERS)
     pipeline = SpeculativePipeline(model, observer, stages=stages)
@@ -537,7 +537,7 @@ def test_caches_hold_what_the_machine_says(model, good):
 
 
 def stale_keys(pipeline) -> None:
-    """A flush leaves the first stage's keys and values as they are, and the next token goes behind them."""
+    """A flush does not cut the first stage's keys and values, and the next token is appended to them."""
     stage = pipeline._driver.stages[0]
     real = stage.step
     stage.step = lambda fed, held, see: real(
@@ -546,13 +546,13 @@ def stale_keys(pipeline) -> None:
 
 
 def shifted_noise(pipeline) -> None:
-    """The exit's choice is made for the position of the token that leaves."""
+    """The choice at the exit uses the noise of the leaving token's own position."""
     driver, real = pipeline._driver, pipeline._driver._verify
     driver._verify = lambda leaving, hidden: real([e._replace(position=e.position - 1) for e in leaving], hidden)
 
 
 def lenient(pipeline) -> None:
-    """Whatever is drafted is accepted."""
+    """Accepts every draft token."""
     machine, real = pipeline._driver.machine, pipeline._driver.machine.commit
 
     def commit(drafts, chosen):
@@ -564,7 +564,7 @@ def lenient(pipeline) -> None:
 
 @pytest.mark.parametrize("mistake", [None, stale_keys, shifted_noise, lenient])
 def test_the_usual_mistakes_would_be_seen(model, mistake):
-    """The comparisons above are no rubber stamp: a wrong variant of the loop fails them."""
+    """The comparisons above can fail: a wrong variant of the loop does not pass."""
     pipeline = SpeculativePipeline(model, Blind(VOCABULARY), stages=3)
     options = {"do_sample": True, "seed": 1, "max_new_tokens": NEW}
     wanted = Pipeline(model).generate(PROMPT, **options)
@@ -613,7 +613,7 @@ def test_a_draft_model_that_raises(model, call):
 
 
 class Whole(Drafter):
-    """The target itself, by a forward over all tokens: has logits and leaves the choice to ``select``."""
+    """Drafts with the target itself, by a forward over all tokens; ``select`` makes the choice."""
 
     def __init__(self, model):
         self.model = model
@@ -628,7 +628,7 @@ class Whole(Drafter):
 
 @pytest.mark.parametrize("setting", ["greedy", *SETTINGS])
 def test_logits_of_a_drafter_s_own(model, setting):
-    """Chosen as the target chooses, with its noise: from the same logits comes the same token."""
+    """``select`` uses the target's sampling and noise, so the same logits give the same token."""
     ids, mask = left_pad(random_prompts(3, seed=4, longest=8))
     sampling = {} if setting == "greedy" else {"do_sample": True, "seed": 3, **SETTINGS[setting]}
     pipeline = SpeculativePipeline(model, Whole(model), stages=3)
@@ -656,7 +656,7 @@ def test_an_oracle(model, n):
 
 
 def test_drafts_of_a_given_rate(model):
-    """The law holds of the whole: rows of a batch, and a real text. Error: of the acceptance itself, and that fillings are few."""
+    """The law holds for all rows of a batch together, and for a real text, within the errors of the acceptance and of few fillings."""
     ids, n, a = torch.cat(random_prompts(4, seed=3, shortest=5, longest=5)).view(4, 5), 3, 0.8
     known = Known(VOCABULARY, a)
     known.learn(list(ids), greedy(model, ids, 150))
@@ -694,7 +694,7 @@ def test_ngrams():
 
     assert draft(0, [1, 2, 3, 4, 1, 2, 3]) == 4
     assert draft(0, [1, 2, 3, 4, 1, 2, 3, 4]) == 1
-    assert draft(0, [1, 2, 3, 4, 1, 2, 3, 4, 9]) == 9  # never seen: a guess
+    assert draft(0, [1, 2, 3, 4, 1, 2, 3, 4, 9]) == 9  # no earlier occurrence: a guess
     drafter.truncate(0, 7)
     assert draft(0, [1, 2, 3, 4, 1, 2, 3, 8, 3]) == 8  # the latest occurrence
     assert draft(1, [7, 7]) == 7
@@ -790,7 +790,7 @@ def test_refused_before_weights_are_loaded(model, tmp_path, monkeypatch):
 
 
 def test_a_draft_module_from_its_folder(model, tmp_path):
-    """Refused before weights are loaded where it is another's; else it drafts."""
+    """A module of another target is refused before weights are loaded. Its own target's module drafts."""
     pipeline = SpeculativePipeline(model, "ngram", stages=2)
     config = DraftModuleConfig.for_target(model, pipeline.partition.ranges)
     DraftModule.of_target(model, config).save(tmp_path / "module")
@@ -809,7 +809,7 @@ def test_a_draft_module_from_its_folder(model, tmp_path):
 
 @pytest.mark.parametrize("setting", ["greedy", *SETTINGS])
 def test_a_draft_vocabulary_that_is_a_part(model, tmp_path, setting):
-    """Half of the tokens can never be drafted; the text has them all the same, greedy and sampled."""
+    """Half of the tokens can never be drafted. The text still contains them, greedy and sampled."""
     modules = pytest.importorskip("pipespec.spd.draft_module")
     ranges = SpeculativePipeline(model, "ngram", stages=3).partition.ranges
     config = modules.DraftModuleConfig.for_target(model, ranges, vocabulary=range(0, VOCABULARY, 2))

@@ -48,7 +48,7 @@ def test_features_are_the_residual_streams(six: LlamaForCausalLM) -> None:
         for column, index in enumerate((0, 2, 5)):
             assert torch.equal(taught.anchors[:, :, column], expected.hidden_states[index])
         assert torch.allclose(six.lm_head(taught.last), expected.logits)
-        # HuggingFace's last hidden state is normed; the residual stream at L is not.
+        # transformers' last hidden state comes after the final norm, and the residual stream at L before it.
         raw = teach(six, ids, (6,)).anchors[:, :, 0]
         assert torch.allclose(six.model.norm(raw), expected.hidden_states[6])
 
@@ -79,7 +79,7 @@ def decoded(right: np.ndarray, first: int) -> Acceptance:
     verified, accepted, cycles, committed = 0, 0, 0, first
     while committed < length:
         newest, fill = max(machine.depth), len(machine.depth)
-        # A draft behind a wrong one, or past the text, is anything: it is never looked at.
+        # A draft after a wrong one, or past the text, may be anything, because it is never verified.
         drafted[newest + 1] = bool(newest < length and right[fill - 1, newest])
         oldest = min(machine.depth)
         cycles += 1
@@ -116,7 +116,7 @@ def test_law_of_acceptance() -> None:
 def speculative(
     target: LlamaForCausalLM, module: DraftModule, prompt: list[int], new: int
 ) -> tuple[list[int], Acceptance]:
-    """Greedy decoding with the drafter, the machine's rules written out; features by whole forwards over what is in flight, wrong drafts included."""
+    """Greedy decoding with the drafter by the machine's rules. Features come from whole forwards over the tokens in flight, wrong drafts included."""
     config = module.config
     drafter = ModuleDrafter(module, target.get_input_embeddings())
     drafter.start(
@@ -144,7 +144,7 @@ def speculative(
             tokens.append(draft)
             continue
         wanted = int(target.lm_head(taught.last)[0, oldest].argmax())
-        tokens.append(draft)  # with one stage, the token that has just been drafted is the one that is checked
+        tokens.append(draft)  # with one stage, the token drafted in this cycle is the one that is checked
         right = tokens[oldest + 1] == wanted
         verified, accepted, committed = verified + 1, accepted + right, oldest + 1
         machine.cycle(right)
@@ -156,12 +156,13 @@ def speculative(
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_acceptance_along_a_text_is_that_of_decoding_it(n: int, tmp_path: Path) -> None:
-    """One forward over the finished text gives the counts of a real speculative run with its wrong drafts, flushes and fills."""
+    """One forward over the finished text gives the counts of a real speculative run, with its wrong drafts, flushes and fills."""
     target = random_llama(n, layers=4)
     prompt = [5, 9, 33, 7]
     ids = target.generate(torch.tensor([prompt]), max_new_tokens=41, do_sample=False)
     module = fresh(target, n)
-    learnt = TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool))  # just so much of it that some drafts are right
+    # Training is just long enough that some drafts are right.
+    learnt = TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool))
     training.train(target, module, lambda number: learnt, TrainingSettings(steps=20, rate=3e-3), tmp_path)
     text, counts = speculative(target, module, prompt, 40)
     assert text == ids[0].tolist()
@@ -206,7 +207,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(six: LlamaForCausa
 
 
 def test_small_updates_of_a_bf16_target_s_module_are_kept(six: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Weights are float32 whatever the target's are: a step that bf16 would round away is there. A bf16 module is refused."""
+    """Weights are float32 whatever the target's dtype, so a step that bf16 would round away has an effect. A bf16 module is refused."""
     target = copy.deepcopy(six).to(torch.bfloat16)
     module = fresh(target)
     before = module.head.weight.detach().clone()
@@ -267,7 +268,7 @@ def test_nothing_to_learn_is_an_error(six: LlamaForCausalLM, tmp_path: Path) -> 
 
 
 def test_only_wanted_tokens_are_learnt(six: LlamaForCausalLM, tmp_path: Path) -> None:
-    """What is not wanted has no influence: with other tokens behind the last wanted one the result is the same."""
+    """Unwanted tokens have no influence: other tokens behind the last wanted one give the same result."""
 
     def half(number: int, tail: int) -> TrainingBatch:
         ids = lines(number).ids.clone()
