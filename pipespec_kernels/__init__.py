@@ -19,7 +19,7 @@ __all__ = ["__version__", "collect_env", "problems"]
 
 
 def __getattr__(name: str) -> Any:
-    # `from pipespec_kernels import _native` comes here first, so that its failure can be explained, and so that
+    # `from pipespec_kernels import _native` comes here first, so that the error can say what to do, and so that
     # collect_env() and `pipespec doctor` still work when it fails.
     if name in ("_native", "_cuda"):
         try:
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _explain(name: str, error: ImportError) -> str:
-    """What is missing and what to do about it, for a native module that does not import."""
+    """The cause and the remedy, for a native module that does not import."""
     folder = Path(__file__).parent
     in_source_tree = (folder.parent / "setup.py").exists()
     if in_source_tree:

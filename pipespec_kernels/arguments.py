@@ -30,7 +30,7 @@ INT32, INT64, FLOAT32, FLOAT64 = torch.int32, torch.int64, torch.float32, torch.
 CPU = torch.device("cpu")
 TOKEN_BYTES = {INT32: 4, INT64: 8}
 
-# Supported dtypes of logits, with the native code's names; None: not for the native code.
+# Supported dtypes of logits, with the native code's names; None: the native code does not support it.
 _CODES = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16, FLOAT64))
 if native is not None and not dispatch.forced:
     _CODES |= {
@@ -39,7 +39,7 @@ if native is not None and not dispatch.forced:
         torch.float16: native.FLOAT16,
     }
 
-# Arguments with one entry per row (cutoffs: per row and column): the dtype, and the word for an entry.
+# Arguments with one entry per row (cutoffs: per row and column): the dtype, and the name of an entry in errors.
 _PER_ROW = {
     "query_lens": (INT32, "count"),
     "num_draft_tokens": (INT32, "count"),
@@ -64,7 +64,7 @@ FlatNoise = tuple[Tensor, Tensor, Tensor, Tensor | None, int]
 
 
 def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int, int, tuple[int, ...] | None]:
-    """Sizes of checked logits, and the native code's first arguments; None: they are not for it."""
+    """Sizes of checked logits, and the native code's first arguments; None: it does not support them."""
     if not isinstance(logits, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
     shape = logits.shape
@@ -212,7 +212,7 @@ def num_threads(threads: Any) -> int:
         return torch.get_num_threads()
     if not isinstance(threads, int):
         raise TypeError(f"threads must be an integer, got {threads!r}")
-    return threads  # how many is checked by the native code
+    return threads  # the native code checks the number of threads
 
 
 # The native code makes these checks itself; the other implementations need them here.
@@ -256,7 +256,7 @@ def is_everywhere(values: Tensor, value: float) -> bool:
 def result(
     out: Tensor | None, shape: tuple[int, ...], name: str, device: torch.device, dtype: torch.dtype = INT32
 ) -> Tensor:
-    """``out`` if it is fit to be written to, or a new tensor."""
+    """``out``, after a check that it can take the result, or a new tensor."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if not isinstance(out, Tensor) or out.dtype is not dtype:
@@ -274,14 +274,14 @@ def result(
 def results(out: tuple[Tensor, Tensor] | None, query_lens: Tensor, batch: int, width: int) -> tuple[Tensor, Tensor]:
     """Tensors for ``selected`` and ``accepted``, on the device of ``query_lens``."""
     if out is None:
-        # From a tensor that is int32 there already: half the price of torch.empty with dtype and device.
+        # new_empty() of an int32 tensor takes half the time of torch.empty() with dtype and device.
         return query_lens.new_empty((batch, width)), torch.empty_like(query_lens)
     device = query_lens.device
     return result(out[0], (batch, width), "out[0]", device), result(out[1], (batch,), "out[1]", device)
 
 
 def write_to(results: tuple[Tensor, Tensor], selected: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-    """The results in these tensors, if they are not there already."""
+    """Copy the results into these tensors, unless they are there already."""
     if results[0] is not selected:
         selected.copy_(results[0])
         accepted.copy_(results[1])
@@ -289,13 +289,13 @@ def write_to(results: tuple[Tensor, Tensor], selected: Tensor, accepted: Tensor)
 
 
 def into(out: Tensor | None, value: Tensor) -> Tensor:
-    """``value`` in ``out``, if that is given."""
+    """Copy ``value`` into ``out``, if that is given."""
     if out is None:
         return value
     return result(out, tuple(value.shape), "out", value.device, value.dtype).copy_(value)
 
 
 def both_into(out: tuple[Tensor, Tensor] | None, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A pair of results in ``out``, if that is given."""
+    """Copy a pair of results into ``out``, if that is given."""
     first, second = out or (None, None)
     return into(first, values[0]), into(second, values[1])

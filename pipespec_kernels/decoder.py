@@ -204,8 +204,7 @@ class NativeDecoder:
             values: Like ``keys``.
             lengths: Positions that each row holds. Column ``j`` of row ``r`` stands at position ``lengths[r] + j`` and sees the
                 positions up to its own.
-            cos: float32 ``[positions, rotary_dim]``, contiguous: row ``p`` is of position ``p``, in the order of transformers'
-                ``rotate_half``.
+            cos: float32 ``[positions, rotary_dim]``, contiguous. Row ``p`` belongs to position ``p``, in the order of transformers' ``rotate_half``.
             sin: Like ``cos``.
             begin: First layer.
             end: Behind the last layer; None: all.

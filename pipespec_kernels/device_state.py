@@ -1,5 +1,4 @@
-"""A stage's port onto a state block that a GPU works on: plan and commit as kernels, so that a step needs no copy
-to the host.
+"""A stage's port onto a state block on a GPU: plan and commit are kernels, so that a step needs no copy to the host.
 
 The block is the one of :mod:`pipespec_kernels.state`, byte for byte, in the memory of a GPU or pinned on the host::
 
@@ -26,7 +25,8 @@ _HEADER_BYTES: int = _native.Block.bytes(0, 0, 1)
 
 
 class PolicyRing(NamedTuple):
-    """The policies of the steps that a scheduler launches. Its launcher writes them; plan reads that of its step over the bus, without a copy.
+    """The policies of the steps that a scheduler launches. The launcher writes them, and plan reads the policy of its step over the bus, without a
+    copy.
 
     Attributes:
         policies: int32 ``[_cuda.STEPS_IN_FLIGHT, 4]``, pinned. Step n uses row ``n % STEPS_IN_FLIGHT``.
@@ -45,8 +45,8 @@ class DevicePort:
     host (``StagePort.park``) are not woken.
 
     Args:
-        block: a state block: contiguous uint8 tensor in a GPU's memory, or in pinned memory. Read once here, which waits. All ports of a
-            block in a GPU's memory are on that GPU; the host and other GPUs do not access it while kernels run over it.
+        block: a state block: contiguous uint8 tensor in a GPU's memory, or in pinned memory. The constructor reads it once, which waits for the
+            device. All ports of a block in a GPU's memory are on that GPU. The host and other GPUs do not access it while kernels run over it.
         stage: the stage, from 0; the last one is the target.
         width: columns of the rectangle: the most tokens that a row feeds in a step, at least 1.
         rows: of the rectangle, at most the block's; default: all.
@@ -85,7 +85,7 @@ class DevicePort:
         if block.numel() < _HEADER_BYTES:
             raise ValueError("this memory holds no pipespec state block")
         header = block[:_HEADER_BYTES].cpu().numpy()
-        sizes = _native.Block(header.ctypes.data)  # raises where it is none
+        sizes = _native.Block(header.ctypes.data)  # raises if it is no block
         if block.numel() < _native.Block.bytes(sizes.stages, sizes.rows, sizes.capacity):
             raise ValueError(f"block has {block.numel()} bytes, fewer than its own header says")
         if not 0 <= stage < sizes.stages:
@@ -104,7 +104,7 @@ class DevicePort:
         self.tokens = torch.zeros(
             (self.rows, width), dtype=torch.int32, device=block.device if block.is_cuda else device or "cuda"
         )
-        self.device = self.tokens.device  # with its number: those of tensors are compared with it
+        self.device = self.tokens.device  # with an index, for comparison with the devices of tensors
         # StepPolicy of csrc/protocol/plan.hpp: the kernel reads it when it runs.
         self._ring = policy
         self._policy = torch.zeros(4, dtype=torch.int32, device=self.device) if policy is None else policy.policies
@@ -114,7 +114,7 @@ class DevicePort:
         self._arrays = tuple(array.data_ptr() for array in arrays)
 
     def set_policy(self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0) -> None:
-        """Set lookahead, most draft tokens per step and ``min_draft_tokens`` for the plans launched later on the current stream.
+        """Set lookahead, the limit of draft tokens per step, and ``min_draft_tokens``, for the plans launched later on the current stream.
 
         Raises:
             ValueError: A number that has more than 32 bits.
@@ -170,12 +170,12 @@ class DevicePort:
             )
 
     def open(self, scratch: Tensor, stream: int | None = None) -> None:
-        """The first launch of a step under a scheduler: writes the time to ``scratch``, a ``StepScratch`` on the GPU."""
+        """Launch the first kernel of a step under a scheduler: it writes the time to ``scratch``, a ``StepScratch`` on the GPU."""
         with torch.cuda.device(self.device):
             self._cuda.open_step(scratch.data_ptr(), self._stream(stream))
 
     def close(self, shadow: Tensor, scratch: Tensor, log: Tensor, stream: int | None = None) -> None:
-        """The last one: copies the stage's part of the block to ``shadow`` (nothing, if that is the block) and writes ``log``.
+        """Launch the last kernel of a step: it copies the stage's part of the block to ``shadow`` (unless that is the block) and writes ``log``.
 
         ``shadow``: the host shadow, pinned; ``log``: a ``StepLog``, pinned; see ``csrc/cuda/protocol_kernels.hpp``.
         """

@@ -1,4 +1,4 @@
-"""Where the operations' calls go: by device, or all to one place by ``PIPESPEC_OPS=reference`` or ``triton`` in the environment."""
+"""Which implementation runs an operation: by device, or one for all by ``PIPESPEC_OPS=reference`` or ``triton`` in the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if forced not in ("", "reference", "triton"):
 
 
 def kernels(tensor: Tensor) -> Any:
-    """The Triton kernels, if this tensor is for them; else None. They have no float64."""
+    """The Triton kernels if they run calls with this tensor, else None. They do not support float64."""
     if tensor.dtype is torch.float64 or not (tensor.is_cuda if forced == "" else forced == "triton"):
         return None
     try:

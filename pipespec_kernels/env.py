@@ -34,7 +34,7 @@ def collect_env() -> dict[str, Any]:
         "cpu": {
             "model": _cpu_model(),
             "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0)),  # what taskset, a batch system or a container leaves us
+            "usable_cores": len(os.sched_getaffinity(0)),  # as taskset, a batch system or a container allows
             "quota_cores": _cpu_quota(),
             "simd": native.simd() if native else None,
         },
@@ -151,7 +151,7 @@ def _torch() -> dict[str, Any]:
             cuda_available=torch.cuda.is_available(),
             threads=torch.get_num_threads(),
         )
-    except Exception as error:  # a broken torch fails in many ways; each is a finding, none may stop the report
+    except Exception as error:  # a broken torch raises errors of many types; the report must go on
         facts["error"] = f"{type(error).__name__}: {error}"
     return facts
 
@@ -214,9 +214,9 @@ def _cpu_quota() -> float | None:
 def _group_memory(
     membership: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 ) -> tuple[int, int] | tuple[None, None]:
-    """Of the control groups that this process is in, the tightest limit in bytes and what is left of it; None without a limit.
+    """The tightest limit of this process's control groups in bytes, and the free part of it; None without a limit.
 
-    Memory that the system can reclaim at once (the page cache) counts as left.
+    Memory that the system can reclaim at once (the page cache) counts as free.
     """
     try:
         lines = Path(membership).read_text().splitlines()

@@ -2,12 +2,12 @@
 
 Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and positions behind them are never
 read. Tensors on a GPU go to the Triton kernels. These calls do not wait for the device and can be captured in a CUDA graph; a
-replay uses the lengths and counts of that moment. Tensors elsewhere, float64 and heads of more than 256 dimensions go
-to torch; ``PIPESPEC_OPS`` is as for :mod:`pipespec_kernels.ops`, where these functions are found, too.
+replay uses the lengths and counts of its own time. Tensors on other devices, float64 and heads of more than 256 dimensions go to torch.
+``PIPESPEC_OPS`` works as for :mod:`pipespec_kernels.ops`, which exports these functions, too.
 
-Lengths and counts are on the device. The host reads them only with ``check_counts=True``. Kernels do not write a row whose
-lengths or counts lie outside of the tensors, and :func:`verify_attention` returns NaN for it. On the CPU, and wherever torch does
-the work, the numbers are always checked: such a row raises ValueError before anything is written.
+Lengths and counts are on the device. The host reads them only with ``check_counts=True``. Kernels skip a row whose lengths or counts lie outside the
+tensors, and :func:`verify_attention` returns NaN for it. On the CPU, and wherever torch computes, the numbers are always checked: such a row raises
+ValueError before anything is written.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, 
 def kv_compact(
     k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, *, check_counts: bool = False
 ) -> None:
-    """Move the tokens at ``positions[r, :n_keep[r]]`` to ``begin[r] ..``, in place: what is left of a block of draft tokens.
+    """Move the tokens at ``positions[r, :n_keep[r]]`` to ``begin[r] ..``, in place: the kept part of a block of draft tokens.
 
     Token ``begin[r] + j`` becomes what token ``positions[r, j]`` was. Defined where tokens move down or stay,
     ``positions[r, j] >= begin[r] + j``; they may be in any order and repeat. Lengths are not read: lower them to
@@ -264,8 +264,8 @@ def verify_attention(
     Query heads ``g * Hq / Hkv ..`` share head ``g`` of the keys, as in HuggingFace models. No mask, no repeated keys or
     values, and nothing behind ``lengths[r] + query_lens[r]`` is read. Columns from ``query_lens[r]`` on give zeros.
 
-    Made for the few columns of a decoding step or a verification. Any ``Q`` works: on a GPU wide blocks take several
-    tiles, each of which reads the keys again, as a prefill does; ``invariant`` goes through them in parts of 32 columns.
+    It is made for the few columns of a decoding step or a verification. Any ``Q`` works: on a GPU wide blocks take several tiles, each of which reads
+    the keys again, as in a prefill. ``invariant`` processes them in parts of 32 columns.
 
     Args:
         q: ``[B, Hq, Q, D]``, the dtype of the storage; ``Hq`` a multiple of ``Hkv``. Any strides but in the last dimension,
@@ -395,7 +395,7 @@ def _attention(
     invariant: bool,
     out: Tensor,
 ) -> Tensor:
-    """By torch's own attention. ``invariant``: every column by itself, which is what a step of one column is."""
+    """Attention by torch. ``invariant``: every column by itself, as in a step of one column."""
     batch, width = q.shape[0], q.shape[2]
     fed = [width] * batch if query_lens is None else query_lens.tolist()
     if len({*zip(lengths, fed, strict=True)}) == 1 and not invariant:
@@ -422,7 +422,7 @@ def _attention(
 
 
 def _lower_right(columns: int, keys: int, device: torch.device) -> Tensor:
-    """Causal where the last column sees the last key."""
+    """Causal mask in which the last column sees the last key."""
     at = torch.arange(keys, device=device)
     return at <= torch.arange(keys - columns, keys, device=device)[:, None]
 
@@ -433,7 +433,7 @@ def _refuse_gradients(operation: str, *tensors: Any) -> None:
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """The kernels for storage, or queries, if there are some; else None."""
+    """The kernels for this storage, or these queries, if there are any; else None."""
     return dispatch.kernels(tensor) if tensor.shape[-1] <= MOST_DIM else None
 
 
@@ -496,7 +496,7 @@ def _storage(k_cache: Any, v_cache: Any, written: bool = True) -> tuple[int, int
 
 
 def _fits(lengths: Tensor, counts: Tensor | None, width: int, capacity: int, name: str, first: str = "lengths") -> None:
-    """ValueError for a row that would lead out of the tensors; waits for the device."""
+    """Raise ``ValueError`` for a row that points outside the tensors. Waits for the device."""
     all_counts = [width] * len(lengths) if counts is None else counts.tolist()
     for row, (length, count) in enumerate(zip(lengths.tolist(), all_counts, strict=True)):
         if not 0 <= count <= width:

@@ -1,4 +1,4 @@
-"""How an operation becomes one of torch.library's, in the namespace ``pipespec``: for torch.compile, export and subclasses.
+"""Registration of operations with torch.library, in the namespace ``pipespec``, for torch.compile, export and subclasses.
 
 Each operation is an ordinary Python function with its own dispatch by device, because torch's dispatcher costs more than a small
 call. Only traced calls (:func:`traced`) go through ``torch.ops.pipespec``. Its schema has tensors and numbers only, and its fake
@@ -37,9 +37,9 @@ def register(schema: str, fake: Callable[..., Any], mutates: Iterable[str] = ())
 
 
 def traced(tensor: Any) -> bool:
-    """Whether a call with this tensor must be seen by torch: it is compiled or exported, under a dispatch mode, or the tensor is
-    of a class of its own or without data."""
-    # Export without dynamo shows as a class of its own.
+    """Whether a call with this tensor must go through torch: in a compilation or export, under a dispatch mode, for a tensor of a subclass or without
+    data."""
+    # Export without dynamo uses a tensor class of its own.
     return torch.compiler.is_dynamo_compiling() or (
         (type(tensor) is not Tensor or _modes() > 0 or tensor.is_meta) and isinstance(tensor, Tensor)
     )

@@ -16,7 +16,7 @@ TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 @dataclass(slots=True)
 class Noise:
-    """Gumbel noise for a batch of logits ``[B, Q, V]``, a function of (seed, position, token id) and of nothing else.
+    """Gumbel noise for a batch of logits ``[B, Q, V]``, a function of (seed, position, token id) only.
 
     The choice in column ``q`` of row ``b`` is the id ``v`` with the largest
     ``logits[b, q, v] * inv_temperature[b] + G(seeds[b], positions[b] + q, v)``: a draw from the softmax (Gumbel-max).
@@ -24,15 +24,15 @@ class Noise:
     ``sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)`` of all cases (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
     Attributes:
-        seeds: int64 ``[B]``; its 64 bits are the key. Several samples of one prompt need several seeds. Like the
-            other fields a tensor on the CPU or on the device of the logits, or a numpy array.
+        seeds: int64 ``[B]``; its 64 bits are the key. Several samples of one prompt need several seeds. Like the other fields, it is a tensor on the
+            CPU or on the device of the logits, or a numpy array.
         positions: int64 ``[B]``, ``>= 0``: the absolute index, in its sequence, of the token that the logits of column 0
             choose.
         inv_temperature: float32 ``[B]``, finite and positive: 1 / temperature.
         cutoff: float32 ``[B, Q]`` or None. Logits below it cannot be chosen (:func:`ops.cutoff` makes one
             of top-k, top-p and min-p); -inf: all can.
-        stream: :data:`TARGET` for coupled sampling, in drafts and target alike. Draws that must be independent of
-            those, such as a draft's under rejection sampling, take another stream.
+        stream: :data:`TARGET` for coupled sampling, in drafts and target alike. Independent draws, such as those of a draft under rejection sampling,
+            take another stream.
     """
 
     seeds: Tensor

@@ -5,9 +5,9 @@ with a distribution; :func:`cutoff` for top-k, top-p and min-p. Keys and values 
 :func:`kv_append`, :func:`kv_truncate`, :func:`kv_gather`, :func:`kv_compact`, and :func:`verify_attention` over them. The rest of a
 decoder layer but its matrix products: :func:`add_rms_norm`, :func:`silu_mul`, and :func:`rope_append` in place of RoPE and :func:`kv_append`.
 
-Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, whose noise equals the host's to the last bit. Tensors on the
-CPU go to the native code (one pass over the logits, vectorised, several threads for large work); keys and values, attention, activations
-and RoPE to torch.
+Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, whose noise equals the host's bit for bit. Tensors on the
+CPU go to the native code (one pass over the logits, vectorised, several threads for large work). Torch runs keys and values, attention,
+activations and RoPE there.
 Float64 and other devices go to :mod:`pipespec_kernels.reference`, plain torch. As in ``torch.argmax``, the lowest id of equal logits
 wins, and a NaN counts as larger than everything. ``PIPESPEC_OPS=reference`` (or ``triton``) in the environment sends every call to
 that implementation; ``triton`` on the CPU needs Triton's interpreter.
@@ -107,10 +107,9 @@ def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Ten
 
     The choice in column ``q`` of row ``b`` is the id ``v`` with the largest
     ``logits[b, q, v] * noise.inv_temperature[b] + G(noise.seeds[b], noise.positions[b] + q, v)``, computed in float32
-    (float64 logits: in float64, with the same float32 noise). It depends on these values alone: neither on the rest
-    of the batch nor on threads, instructions or device. Logits below the cutoff are left out. -inf is never chosen, the
-    first NaN always. A row without a logit above -inf gives id 0. A row whose inverse temperature is on a GPU and is
-    not finite and positive gives -1.
+    (float64 logits: in float64, with the same float32 noise). It depends only on these values, and not on the rest of the batch, threads,
+    instructions or device. Logits below the cutoff are left out. -inf is never chosen, and the first NaN always is. A row without a logit above -inf
+    gives id 0. A row whose inverse temperature is on a GPU and is not finite and positive gives -1.
 
     Args:
         logits: ``[B, Q, V]``, as for :func:`argmax`.
@@ -198,15 +197,15 @@ def cutoff(
 ) -> Tensor:
     """Temperature, top-k, top-p and min-p as one number per row: the smallest logit that passes, for ``Noise.cutoff``.
 
-    The filters are those of HuggingFace's warpers, in their order, each applied to what the one before left:
+    The filters are those of HuggingFace's warpers, in their order, each applied to the logits that the one before kept:
 
     * top-k keeps the logits that are at least the k-th largest;
     * top-p keeps the smallest set of largest probabilities whose sum reaches ``top_p``, at least the largest;
     * min-p keeps probabilities of at least ``min_p`` times the largest.
 
     Logits equal to a kept one are all kept. Top-p in HuggingFace drops some of those that tie with the last one, in an
-    order that depends on its sort. Probabilities are of ``float32(logits * inv_temperature)``, summed in float64; where
-    a sum lies within float32's rounding of ``top_p``, HuggingFace may decide the other way.
+    order that depends on its sort. Probabilities are of ``float32(logits * inv_temperature)``, summed in float64; where a sum lies within float32's
+    rounding of ``top_p``, HuggingFace's result may differ.
 
     A row with a NaN or without a number above -inf gets -inf, and so does every row if all filters are off.
 
@@ -224,9 +223,8 @@ def cutoff(
         out: contiguous float32 tensor ``[B, Q]`` on the device of ``logits`` to write to; must not overlap them.
 
     Returns:
-        float32 ``[B, Q]`` on the device of ``logits``. For float64 logits rounded down, so that the smallest kept one stays.
-        On a GPU weights are added up in float32: where a sum comes within a few millionths of ``top_p``, the last logit may be
-        in or out.
+        float32 ``[B, Q]`` on the device of ``logits``. For float64 logits it is rounded down, so that the smallest kept logit passes. On a GPU
+        weights are added up in float32: if a sum is within a few millionths of ``top_p``, the last logit may or may not pass.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.
@@ -376,7 +374,7 @@ _NO_NOISE: tuple[Any, Any, Any, Any, int] = (None, None, None, None, 0)
 def _verify_arguments(
     logits: Tensor, tokens: Tensor, query_lens: Any, num_draft_tokens: Any, noise: tuple[Any, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, FlatNoise | None]:
-    """Counts, and the fields of the noise if there is one: checked. ``device``: where the counts may lie beside the CPU."""
+    """Check the counts, and the fields of the noise if there is one. ``device``: where the counts may be, other than the CPU."""
     batch, width, _, _ = arguments.check_logits(logits)
     arguments.check_tokens(tokens, logits, batch, width)
     return (
@@ -400,7 +398,7 @@ def _native_arguments(
     accepted: Tensor,
     threads: int | None,
 ) -> tuple[int, ...]:
-    """What both verifications of the native code begin with."""
+    """The first arguments of both verifications of the native code."""
     row_stride, column_stride = tokens.stride()
     return (
         *native,
@@ -516,8 +514,8 @@ def rejection_sample(
     the token is drawn from ``p``. A draft token outside of the vocabulary is rejected.
 
     On the CPU the decisions are those of float64 sums: float32 sums with an error bound decide where the bound suffices, independent of
-    threads and instructions. On a GPU the sums are float32, so a decision within their rounding may differ. Noise vanishes beside
-    scores above about 1e15: of equal scores the lowest id is drawn.
+    threads and instructions. On a GPU the sums are float32, so a decision within their rounding may differ. Noise vanishes in scores above about
+    1e15, so the lowest id of equal scores is drawn.
 
     Args:
         logits: as for :func:`verify`.
@@ -562,7 +560,7 @@ def rejection_sample(
 def _draft_arguments(
     logits: Tensor, draft_logits: Tensor | None, draft_inv_temperature: Any, draft_cutoff: Any, streams: Streams
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The draft's temperatures and cutoffs: checked, as its logits and the streams are."""
+    """Check the draft's temperatures, cutoffs and logits, and the streams."""
     batch, width, _ = logits.shape
     device = logits.device
     if draft_logits is not None:
@@ -672,4 +670,4 @@ def _rejection_sample(
     return arguments.write_to(found, selected, accepted)
 
 
-_NO_DRAFT = (0,) * 7  # in place of a draft's logits: what arguments.check_logits() gives for the native code
+_NO_DRAFT = (0,) * 7  # stands for missing draft logits, in the form of arguments.check_logits()

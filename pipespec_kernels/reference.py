@@ -1,4 +1,4 @@
-"""The oracles of :mod:`pipespec_kernels.ops`: slow, obvious, plain torch, any device. Results are int32 on the CPU."""
+"""The oracles of :mod:`pipespec_kernels.ops`: simple and slow, in plain torch, on any device. Results are int32 on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
 
 
 def check_counts(query_lens: Tensor, num_draft_tokens: Tensor, width: int) -> None:
-    """Raise ``ValueError`` with the first row whose counts are impossible. Reads the counts: waits for a device that holds them."""
+    """Raise ``ValueError`` with the first row whose counts are impossible. Reading counts on a device waits for it."""
     for row, (fed, draft_tokens) in enumerate(zip(query_lens.tolist(), num_draft_tokens.tolist(), strict=True)):
         if fed < 0 or fed > width or (fed > 0 and not 0 <= draft_tokens < fed):
             raise ValueError(
@@ -19,7 +19,7 @@ def check_counts(query_lens: Tensor, num_draft_tokens: Tensor, width: int) -> No
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Id of the largest logit in every row of ``logits[B, Q, V]``; the first of equals, the first NaN if any."""
+    """Id of the largest logit in every row of ``logits[B, Q, V]``: the first of equals, or the first NaN if there is one."""
     return torch.argmax(logits, dim=-1).to(device="cpu", dtype=torch.int32)
 
 
@@ -125,9 +125,9 @@ def rejection_sample(
     Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023), algorithm 1;
     Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023), algorithm 2 and equation
     (2) for the residual. A draft token ``h`` drawn from ``q`` is accepted if ``u q(h) < p(h)``. The first rejected one is
-    replaced by a draw from ``max(p - q, 0)``, normalised; behind the last one comes a draw from ``p``. Without draft logits
-    ``q`` is 1 at the draft token. A row without a distribution (NaN) rejects its draft token; where nothing of a residual is left, or
-    the draft has no distribution, the draw is from ``p``.
+    replaced by a draw from ``max(p - q, 0)``, normalised. After the last accepted one comes a draw from ``p``. Without draft logits ``q`` is 1 at the
+    draft token. A row without a distribution (NaN) rejects its draft token. If the residual is empty, or the draft has no distribution, the draw is
+    from ``p``.
     """
     batch, width, vocab = logits.shape
     fed, draft_tokens = query_lens.long().cpu(), num_draft_tokens.long().cpu()
@@ -140,7 +140,7 @@ def rejection_sample(
         return y if cutoff is None else y.masked_fill(x.float() < cutoff[rows, column].cpu()[:, None], -torch.inf)
 
     def words(column: Tensor, stream: int, ids: Tensor) -> Tensor:
-        """Of every row at its own seed and position: ``[B, len(ids)]``."""
+        """The noise of every row at its own seed and position: ``[B, len(ids)]``."""
         seeds, at = noise.seeds.cpu()[:, None], (noise.positions.cpu() + column)[:, None]
         same = torch.zeros((batch, len(ids)), dtype=torch.int64)
         counter = [same + (ids >> 2), same + (at & _WORD), same + (at >> 32 & _WORD), same + stream]
@@ -168,7 +168,7 @@ def rejection_sample(
         passed = tested & real & (u * q[rows, safe] < p[rows, safe])
 
         residual = (p - q).clamp(min=0)
-        usable = tested & (residual.sum(-1) > 0)  # not where there is a NaN, either
+        usable = tested & (residual.sum(-1) > 0)  # false for a NaN, too
         drawn_from = torch.where(usable[:, None], residual.log(), scores)
         choice = torch.argmax(drawn_from + gumbel(words(column, streams[2], ids)).double(), -1)
         stops = walking & ~passed
@@ -209,8 +209,7 @@ def philox_draw(seed: int, position: int, stream: int, ids: Tensor) -> Tensor:
 def gumbel(r: Tensor) -> Tensor:
     """Gumbel noise of 32 random bits (int64 tensor), as float32: the definition in ``csrc/protocol/gumbel.hpp``.
 
-    Every operation here rounds to float32 by itself, and there are no others, so the result is the same to the last
-    bit wherever floating point is IEEE 754's.
+    Every operation rounds to float32 by itself, so the result is the same bit for bit wherever floating point follows IEEE 754.
     """
     u = (r >> 16).float() * 2.0**-16 + ((r & 0xFFFF).float() + 0.5) * 2.0**-32
     small = u * (u * 0.5 + 1.0)

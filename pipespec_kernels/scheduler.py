@@ -49,11 +49,11 @@ class Rectangle(Protocol):
 
 
 class HostLauncher:
-    """Steps on the host: one thread per stage, ``models[s]`` called with its :class:`Rectangle`; its exception is the stage's failure.
+    """Runs steps on the host: one thread per stage calls ``models[s]`` with its :class:`Rectangle`. An exception is the failure of the stage.
 
-    ``widths``: those that a step may have, ascending, for all stages or one list for each (an empty list: the stage
-    has no steps of its own, because they are part of another stage's, and its model is not called); ``shadowed``: the scheduler sees a copy of the block that is as late as a GPU's.
-    Raises ``ValueError``.
+    ``widths``: the widths that a step may have, ascending, for all stages or one list for each. With an empty list the stage's steps are part of
+    another stage's, and its model is not called. ``shadowed``: the scheduler sees a copy of the block that is as late as a GPU's. Raises
+    ``ValueError``.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Scheduler:
         decode_meanwhile: during that wait the target decodes one token at a time.
         schedule: ``"streams"``: a thread per stage; ``"lockstep"``: one thread, in which every draft fills its lookahead before
             the target verifies.
-        ahead: most steps of a draft that are launched and have not ended. Of the target, too, if it has one width and no draft is launched: plain
-            decoding, and rounds. Where an end-of-sequence token ends the text, up to ``ahead - 1`` of these steps find nothing to do.
+        ahead: largest number of steps of a draft in flight. It also holds for the target if it has one width and no draft is launched: in plain
+        decoding and in rounds. After an end-of-sequence token, up to ``ahead - 1`` of these steps find nothing to do.
         patience: deadline of the wait: this times ``min_draft_tokens`` times the mean step of the target's upstream.
         trace: entries per stage that :meth:`trace` keeps; 0: none.
 
@@ -109,7 +109,7 @@ class Scheduler:
     ) -> None:
         if schedule not in _SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(map(repr, _SCHEDULES))}, not {schedule!r}")
-        self._launcher = launcher  # its steps refer to it
+        self._launcher = launcher  # the steps refer to the launcher
         options = _native.Options(_SCHEDULES[schedule], ahead, patience, trace)
         self._native = _native.Scheduler(
             launcher.native, options, _policy(lookahead, min_draft_tokens, decode_meanwhile)
@@ -143,15 +143,15 @@ class Scheduler:
         native.finish()
 
     def request_stop(self) -> None:
-        """No step is launched any more; ``run`` returns soon. From any thread."""
+        """Launch no further step; ``run`` returns soon. Any thread may call it."""
         self._native.request_stop()
 
     def steer(self, *, lookahead: Sequence[int], min_draft_tokens: int = 0, decode_meanwhile: bool = False) -> None:
-        """Use these numbers from the next decision on. From any thread. Raises ``ValueError``."""
+        """Use these numbers from the next decision on. Any thread may call it. Raises ``ValueError``."""
         self._native.steer(_policy(lookahead, min_draft_tokens, decode_meanwhile))
 
     def end_row(self, row: int) -> None:
-        """End ``row`` where the target stands. While a generation runs. Raises ``ValueError``."""
+        """End ``row`` at the target's present length, while a generation runs. Raises ``ValueError``."""
         self._native.end_row(row)
 
     @property
@@ -161,7 +161,7 @@ class Scheduler:
         return failures
 
     def trace(self, stage: int) -> np.ndarray:
-        """Steps of ``stage`` in the present or last generation, oldest first; the oldest are lost when there were more than are kept.
+        """Steps of ``stage`` in the present or last generation, oldest first; if there were more than are kept, the oldest are lost.
 
         Returns:
             A structured array; times are those of ``time.perf_counter_ns()``. Fields: ``step`` (its number), ``launched_ns``,

@@ -23,7 +23,7 @@ MAX_STAGES: int = _native.MAX_STAGES
 
 
 class Memory(Protocol):
-    """What a block can lie in; see :class:`PrivateMemory` and :class:`SharedMemory`."""
+    """Memory for a block; see :class:`PrivateMemory` and :class:`SharedMemory`."""
 
     array: np.ndarray
     address: int
@@ -32,7 +32,7 @@ class Memory(Protocol):
 
 
 class PrivateMemory:
-    """Memory of this process alone. A child of a fork has a copy, as of all of its parent's memory."""
+    """Memory of this process alone. The child of a fork has a copy, as of all memory."""
 
     def __init__(self) -> None:
         self.array = np.empty(0, dtype=np.uint8)
@@ -48,8 +48,8 @@ class PrivateMemory:
 class SharedMemory:
     """Memory shared by processes: ``fd`` is its file descriptor, ``address`` where this process maps it.
 
-    It is shared with processes that get the descriptor. A child of a fork gets a copy instead, at the same address and with a descriptor
-    of its own: whatever it does with objects of its parent does not reach the parent.
+    Processes that get the descriptor share it. The child of a fork gets a copy instead, at the same address and with a descriptor of its own, so that
+    nothing that the child does reaches its parent.
 
     Args:
         fd: file descriptor of a memfd; this object owns it from here on.
@@ -76,7 +76,7 @@ class SharedMemory:
         size = os.fstat(self.fd).st_size
         # The mapping exists as long as the numpy array or a view of it.
         array = np.frombuffer(mmap.mmap(self.fd, size), dtype=np.uint8)
-        # Together: another thread may fork.
+        # Under the lock, because another thread may fork.
         self.size, self.array, self.address = size, array, int(array.ctypes.data)
 
     def remap(self, size: int | None = None) -> None:
@@ -104,24 +104,24 @@ class SharedMemory:
 
     @classmethod
     def _keep(cls) -> None:
-        """In the parent, before a fork: it may go on, and write, before the child has made its copy."""
+        """Called in the parent before a fork. The parent may continue to write before the child has made its copy."""
         for memory in list(cls._copied_by_forks):
             memory._at_fork = memory.array.tobytes()
 
     @classmethod
     def _forget(cls) -> None:
-        """In the parent, after a fork."""
+        """Called in the parent after a fork."""
         for memory in list(cls._copied_by_forks):
             memory._at_fork = b""
 
     @classmethod
     def _leave_parent(cls) -> None:
-        """In the child of a fork."""
+        """Called in the child of a fork."""
         for memory in cls._copied_by_forks:
             try:
                 memory._copy()
             except BaseException:
-                # Python would go on, and the child would write into its parent's memory.
+                # Python would ignore the error, and the child would write into its parent's memory.
                 os.write(2, b"pipespec: the memory of a pipeline could not be copied for a forked process\n")
                 os._exit(1)
 
@@ -135,7 +135,7 @@ class SharedMemory:
         self.close()
 
 
-_MAP_FIXED = 0x10  # of Linux, on x86-64 and arm64
+_MAP_FIXED = 0x10  # the value on Linux, x86-64 and arm64
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_size_t
 _libc.mmap.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -276,7 +276,7 @@ class StateBlock:
         self._native.set_lookahead(stage, lookahead)
 
     def end_row(self, row: int) -> None:
-        """End ``row`` where the target stands."""
+        """End ``row`` at the target's present length."""
         self._native.end_row(row)
 
 

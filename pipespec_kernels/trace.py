@@ -35,10 +35,10 @@ class TraceMemory:
     def read(self, stage: int) -> np.ndarray:
         """Entries of ``stage`` since :meth:`clear`, oldest first; those that were overwritten are left out.
 
-        A structured array; times are those of ``time.perf_counter_ns()``, the same in all processes of the machine: ``step`` (number of the
-        entry, so that of the first one is the number of lost entries), ``launched_ns`` (its plan began), ``start_ns`` (the forward), ``end_ns``, ``width``
-        (of the rectangle), ``fed``, ``draft_tokens``, ``accepted``, ``rolled_back`` (tokens, all rows together), ``rollbacks`` (how often), ``in_flight``
-        (0) and ``prefill``: tokens of the prompts that this entry cached, 0 for a step. An entry that fed nothing is a rollback.
+        A structured array; times are those of ``time.perf_counter_ns()``, the same in all processes of the machine: ``step`` (number of the entry;
+        the first one's is the number of lost entries), ``launched_ns`` (its plan began), ``start_ns`` (the forward), ``end_ns``, ``width`` (of the
+        rectangle), ``fed``, ``draft_tokens``, ``accepted``, ``rolled_back`` (tokens, all rows together), ``rollbacks`` (how often), ``in_flight`` (0)
+        and ``prefill``: tokens of the prompts that this entry cached, 0 for a step. An entry that fed nothing is a rollback.
         """
         entries: np.ndarray = self._buffers[stage].read()
         return entries

@@ -1,9 +1,9 @@
 """Verification kernels in Triton, one file per family: for tensors on a GPU.
 
 ``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``rejection_sample`` (Leviathan's and Chen's test), ``cutoff``
-(top-k, top-p and min-p as one logit per row), over keys and values with lengths on the device ``kv_append`` and its like, and
-``verify_attention``, and of a layer ``add_rms_norm``, ``silu_mul`` and ``rope_append``. Nothing here waits for the device, allocates what a graph could not replay, or depends on what a caller
-did before: all can be captured in a CUDA graph.
+(top-k, top-p and min-p as one logit per row); over keys and values with lengths on the device ``kv_append`` and its like, and
+``verify_attention``; of a layer ``add_rms_norm``, ``silu_mul`` and ``rope_append``. No call waits for the device, allocates memory that a graph
+could not replay, or depends on earlier calls, so all can be captured in a CUDA graph.
 
 With ``TRITON_INTERPRET=1`` in the environment before the first import of triton, the same kernels run in triton's
 interpreter on CPU tensors, one program after the other in numpy: for tests, thousands of times slower.

@@ -1,6 +1,6 @@
-"""``verify_attention``: the attention of a few new columns per row over a cache of keys and values, without a mask.
+"""``verify_attention``: attention of a few new columns per row over a cache of keys and values, without a mask.
 
-Row ``r`` has ``lengths[r]`` keys from before and one more for each column that is fed; column ``j`` sees the keys
+Row ``r`` has ``lengths[r]`` earlier keys and one more for each column that is fed. Column ``j`` sees the keys
 ``0 .. lengths[r] + j``. The lengths are on the device, so a captured graph replays at any length.
 
 A block of threads takes one head of keys and values, a tile of the (column, query head) pairs that share it, and a part
@@ -12,9 +12,9 @@ keys are shared among several blocks, which a long context and few rows need to 
 of the keys.
 
 ``invariant``: the tile of the pairs, the block of keys and the span of keys that is summed before it meets the others are
-constants, and what a column does not see adds exact zeros. The result of a column then depends on its own query and on
-the keys and values it sees, and on nothing else: neither on how many columns are fed with it nor on the other rows. Products and
-sums are not fused there, which a compiler might do in the kernel for one kind of strides and not in that for another.
+constants, and keys that a column does not see add exact zeros. The result of a column then depends only on its own query and on the keys and values
+that it sees, and not on the number of columns or on other rows. Products and sums are not fused, because a compiler might fuse them for some strides
+and not for others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipespec_kernels.triton.launch import MOST_ROWS, on
 from pipespec_kernels.triton.philox import INTERPRETED as _INTERPRETED
 
 INVARIANT_SPAN = 256  # keys: partial sums cost an eighth of the bytes that the keys and values do (4 heads, 8 bit more)
-INVARIANT_WIDTH = 32  # columns of one launch: bounds the memory for partial sums, which are there for every span
+INVARIANT_WIDTH = 32  # columns of one launch: bounds the memory for partial sums, of which each span has its own
 COMBINED = 16  # spans that the second launch takes at a time
 
 # The interpreter multiplies bfloat16 as if its bits were integers, and ``range`` takes no numbers of its kind. Compiled, only a
@@ -42,7 +42,7 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit
 def extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS: tl.constexpr):
-    """Of a row: keys from before, columns that are fed, and whether these numbers lead out of the tensors (both 0 then)."""
+    """For a row: earlier keys, columns fed, and whether these numbers point outside the tensors (both are 0 then)."""
     n = tl.load(lengths + row).to(tl.int64)
     if HAS_QUERY_LENS:
         fed = tl.load(query_lens + row).to(tl.int64)
@@ -54,7 +54,7 @@ def extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS: tl.constex
 
 @triton.jit
 def span_of(total, splits, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys per block of threads: a constant, or the row's keys dealt out evenly in whole blocks of keys."""
+    """Keys per block of threads: a constant, or an even share of the row's keys in whole blocks of keys."""
     if SPAN > 0:
         return SPAN
     else:
@@ -90,7 +90,7 @@ def take_block(
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     score = tl.where(at[None, :] <= sees[:, None], score, float("-inf"))
     highest = tl.maximum(top, tl.max(score, 1))
-    # A row that has seen nothing yet: any finite number will do.
+    # A row that has seen no key yet: any finite number works.
     anchor = tl.where(highest == float("-inf"), 0.0, highest)
     p = tl.exp2(score - anchor[:, None])
     shrink = tl.exp2(top - anchor)
@@ -104,7 +104,7 @@ def take_block(
     return highest, weight, acc
 
 
-# Not specialised: each value of 1 or multiple of 16 would be a kernel of its own, for nothing.
+# Not specialised: each value of 1 or multiple of 16 would compile a further kernel without a gain.
 @triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits"])
 def attention_kernel(
     queries,
@@ -157,7 +157,7 @@ def attention_kernel(
     column = first + m // GROUP
     live = (m < columns * GROUP) & (column < fed)
     d = tl.arange(0, BLOCK_D)
-    # The tile's last fed column sees the most; nothing behind that is loaded, whatever lies there.
+    # The tile's last fed column sees the most keys. Keys behind those are not loaded.
     last = tl.minimum(first + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, first + columns - 1)
     end = tl.where(first + tile * BLOCK_M // GROUP < fed, before + tl.minimum(last + 1, fed), 0)
     begin = split * span
@@ -165,7 +165,7 @@ def attention_kernel(
 
     if DIRECT | (begin < end):
         heads = head * GROUP + m % GROUP
-        # Columns from the start of the block of columns, and of this launch's part of the tensors.
+        # Column indices in the whole block, and in this launch's part of the tensors.
         local = (m // GROUP).to(tl.int64)
         whole = (d < DIM)[None, :]
         q = tl.load(
@@ -251,7 +251,7 @@ def combine_kernel(
     before, fed, good = extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS)
     column = first + m // GROUP
     sees = tl.where(column < fed, before + column + 1, 0)
-    written = tl.cdiv(sees, span_of(before + fed, splits, SPAN, BLOCK_N))  # spans that it sees something of
+    written = tl.cdiv(sees, span_of(before + fed, splits, SPAN, BLOCK_N))  # spans of which it sees some keys
 
     d = tl.arange(0, BLOCK_D)
     base = ((row * HEADS + head) * (columns * GROUP) + m) * splits
@@ -268,7 +268,7 @@ def combine_kernel(
             sums + (base + i)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0
         )
         anchor = tl.maximum(top, tl.max(highest, 0))
-        shrink = tl.exp2(top - anchor)  # the first span has something visible: the anchor is a number
+        shrink = tl.exp2(top - anchor)  # the first span has a visible key, so the anchor is a number
         factor = tl.exp2(highest - anchor)
         weight = weight * shrink + tl.sum(factor * partial, 0)
         acc = acc * shrink + tl.sum(factor[:, None] * part, 0)
@@ -287,14 +287,14 @@ def combine_kernel(
 
 
 class Tiling(NamedTuple):
-    """How the work is cut. Without ``invariant``, results differ between tilings in their last bits.
+    """The tiling. Without ``invariant``, results differ between tilings in their last bits.
 
     Attributes:
         block_m: (column, query head) pairs of a tile, a power of two, at least 16.
         block_n: keys of a block, likewise.
         warps: per block of threads.
-        stages: blocks of keys and values that are on their way at a time.
-        span: keys that are summed by one block of threads; 0: the row's keys, dealt out evenly.
+        stages: blocks of keys and values that are loaded at a time.
+        span: keys that one block of threads sums; 0: an even share of the row's keys.
     """
 
     block_m: int
@@ -305,13 +305,13 @@ class Tiling(NamedTuple):
 
 
 def tiling(pairs: int, dim: int, itemsize: int, invariant: bool) -> Tiling:
-    """For that many (column, query head) pairs per head of keys.
+    """The tiling for a number of (column, query head) pairs per head of keys.
 
-    As many pairs as registers hold, for each tile reads all the keys; blocks of keys as shared memory holds in a number
-    of stages. Held to both by the compile gate, not tuned on a device.
+    A tile has as many pairs as registers hold, because each tile reads all the keys. A block of keys is as large as shared memory allows for its
+    stages. The compile gate checks both; neither is tuned on a device.
     """
     wide = max(16, triton.next_power_of_2(dim))
-    if itemsize == 4:  # no tensor cores at this precision, and twice the bytes
+    if itemsize == 4:  # float32 has no tensor cores at full precision, and twice the bytes
         return Tiling(16, 16, 8, 2, INVARIANT_SPAN if invariant else 0)
     stages = 3 if wide <= 128 else 2
     if invariant:
@@ -332,7 +332,7 @@ def verify_attention(
     out: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """See :func:`pipespec_kernels.ops.verify_attention`, which checks the arguments; here they are taken as good.
+    """See :func:`pipespec_kernels.ops.verify_attention`, which checks the arguments.
 
     ``splits``: blocks of threads that share a row's keys; default: as many as fill the device.
     """
@@ -362,7 +362,7 @@ def verify_attention(
     block_d = max(16, triton.next_power_of_2(dim))
     direct = splits == 1
     shape = (batch, heads, step * group, splits)
-    # Not read where they are not written: no need to clear them.
+    # Only written parts are read, so these are not cleared.
     sums = out if direct else torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
     maxima = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
     weights = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -1,10 +1,10 @@
 """``cutoff``: top-k, top-p and min-p as the smallest logit of a row that passes, without a sort.
 
-One block of threads per row. Logits are compared through integers in the order of floats; a threshold is found among
-them by quartering: a pass over the row, which is in L2 by then, counts what lies at or above three pivots (top-k), or
-adds up their weights (top-p), and keeps one quarter of the interval. 16 bits need at most 8 passes, 32 bits 16.
+Each row has one block of threads. Logits are compared as integers in the order of floats. The threshold is found by quartering: a pass over the row,
+which is in L2 by then, counts the logits at or above three pivots (top-k), or adds up their weights (top-p), and keeps one quarter of the interval.
+16 bits need at most 8 passes, 32 bits 16.
 
-Invariants of the search: what is at or above ``low`` reaches the goal, what is at or above ``high`` does not. Sums over
+Invariants of the search: the logits at or above ``low`` reach the goal, those at or above ``high`` do not. Sums over
 more of the same non-negative terms, in the same order, are never smaller in floating point either, so both hold with
 rounding, and the search ends at a logit of the row: between two neighbouring logits nothing changes.
 """
@@ -23,13 +23,13 @@ from pipespec_kernels.triton.launch import check, check_logits, check_written, o
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK, WARPS = 2048, 16  # per row; not tuned on a device
-# Low bits of an fp32 number, as an ordered integer, that say nothing when it was converted from the dtype.
+# Low bits of an fp32 number, as an ordered integer, that carry no information of the original dtype.
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """An int32 in the order of the floats, +0 and -0 as one."""
+    """An int32 in the order of the floats. +0 and -0 are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -123,7 +123,7 @@ def cutoff_kernel(
                 count3 = count1
                 start = 0
                 while start < vocab:
-                    # Padded lanes are -inf: they count only where all of the row does.
+                    # Padded lanes are -inf: they count only if every logit of the row counts.
                     x = tl.load(source + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
                     count1 += (x >= float1).to(tl.int32)
                     count2 += (x >= float2).to(tl.int32)
@@ -136,7 +136,7 @@ def cutoff_kernel(
                 low = tl.where(reached3, pivot3, tl.where(reached2, pivot2, tl.where(reached1, pivot1, low)))
 
             if HAS_P:
-                # Of what top-k has left: the whole weight, then the smallest set that has p of it.
+                # Of the logits that top-k kept: the whole weight, then the smallest set with the share p of it.
                 floor = _float(low, SHIFT)
                 total = tl.full([BLOCK], 0.0, tl.float32)
                 start = 0
@@ -199,10 +199,9 @@ def cutoff(
 ) -> Tensor:
     """Temperature, top-k, top-p and min-p as the smallest logit that passes; see :func:`pipespec_kernels.ops.cutoff`.
 
-    The filters are those of HuggingFace's warpers, in their order, each applied to what the one before left; logits
-    equal to a kept one are all kept. Weights are added up in float32, so that where a sum comes within a few millionths
-    of ``top_p`` the last logit may be in or out; the result is the same each time. A row with a NaN, or with -inf alone,
-    or for which all filters are off, gets -inf.
+    The filters are those of HuggingFace's warpers, in their order, each applied to the logits that the one before kept. Logits equal to a kept one
+    are all kept. Weights are added up in float32: if a sum is within a few millionths of ``top_p``, the last logit may or may not pass. Repeated
+    calls give the same result. A row with a NaN, or with -inf alone, or for which all filters are off, gets -inf.
 
     Args:
         logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.
@@ -254,7 +253,7 @@ def cutoff(
             out if query_lens is None else query_lens,
             out if num_draft_tokens is None else num_draft_tokens,
             scales,
-            # A filter that is off is not read: any pointer will do.
+            # A filter that is off is not read: any pointer works.
             scales if ks is None else ks,
             scales if ps is None else ps,
             scales if min_ps is None else min_ps,

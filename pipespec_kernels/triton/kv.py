@@ -1,8 +1,8 @@
 """Storage of keys and values ``[B, Hkv, S, D]`` with a length per row on the device: append, gather, compact, truncate.
 
-Every launch reads its lengths and counts itself, so all can be captured in a graph. Numbers that would lead out of the
-tensors make a kernel leave that row as it is. Where an operation moves rows or positions inside of the storage, a block
-of threads owns all that it reads and writes, reads a tile, waits for all its threads, and writes it.
+Every launch reads its lengths and counts on the device, so a graph can capture it. A kernel does not change a row whose numbers point outside the
+tensors. Where an operation moves rows or positions inside the storage, a block of threads owns all elements that it reads and writes. It reads a
+tile, waits for all its threads, and writes the tile.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def gather_kernel(
         k = tl.load(keys + source[:, None] * keys_stride_b + at[None, :], mask=mask)
         into = head * values_stride_h + place * values_stride_s + d
         v = tl.load(values + source[:, None] * values_stride_b + into[None, :], mask=mask)
-        tl.debug_barrier()  # every thread has what it reads before anything is overwritten
+        tl.debug_barrier()  # every thread has read its elements before any is overwritten
         tl.store(keys + row[:, None] * keys_stride_b + at[None, :], k, mask=mask)
         tl.store(values + row[:, None] * values_stride_b + into[None, :], v, mask=mask)
 
@@ -143,7 +143,7 @@ def compact_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A block of threads owns one head of one row, and goes through it upwards."""
+    """A block of threads owns one head of one row, and processes its positions upwards."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -174,7 +174,7 @@ def compact_kernel(
         mask = (j < count)[:, None] & (d < DIM)[None, :]
         k = tl.load(key_base + source * keys_stride_s + d[None, :], mask=mask)
         v = tl.load(value_base + source * values_stride_s + d[None, :], mask=mask)
-        # Later tiles read at first + j and behind it only, so this is the one order that matters.
+        # Later tiles read only behind the positions that this tile writes. So only this tile must read before it writes.
         tl.debug_barrier()
         tl.store(key_base + place * keys_stride_s + d[None, :], k, mask=mask)
         tl.store(value_base + place * values_stride_s + d[None, :], v, mask=mask)

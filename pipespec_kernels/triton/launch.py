@@ -1,4 +1,4 @@
-"""What the launches share: how rows are cut into blocks, the work space, the rows' state, and the checks of arguments."""
+"""Shared parts of the launches: the division of rows into blocks, the work space, the rows' state, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_ROWS = 65535  # CUDA's limit for the outer dimensions of a grid
 
 @dataclass(frozen=True)
 class Config:
-    """How a row of logits is cut. What ``verify`` selects does not depend on it.
+    """The division of a row of logits. The choices of ``verify`` do not depend on it.
 
     Attributes:
         block: logits that a block of threads processes at once, a power of two, at least 8.
@@ -57,10 +57,9 @@ def multiprocessors(device: torch.device) -> int:
 def choose_config(rows: int, vocab: int, multiprocessors: int, busy: bool) -> Config:
     """Enough blocks to fill the device where there are few rows, long spans where there are many.
 
-    A long span spreads a block's reduction, which costs as many instructions as some fifty logits per thread, over more
-    of them. A wide tile keeps more bytes in flight, which is what a kernel that only reads needs; one that is ``busy``
-    with noise waits for its arithmetic instead. The numbers come from counting instructions and bytes; they have not
-    been tuned on a device.
+    A block's reduction costs as many instructions as some fifty logits per thread, so a long span spreads that cost over more logits. A wide tile
+    keeps more bytes in flight, which helps a kernel that only reads. A kernel that is ``busy`` with noise waits for its arithmetic instead. The
+    numbers come from counting instructions and bytes; they have not been tuned on a device.
     """
     wanted = 4 * multiprocessors
     if rows * (vocab // 4096) < wanted:
@@ -70,7 +69,7 @@ def choose_config(rows: int, vocab: int, multiprocessors: int, busy: bool) -> Co
 
 def default_config(rows: int, vocab: int, device: torch.device, busy: bool) -> Config:
     if device.type != "cuda":
-        # In the interpreter the price is per operation, whatever its width.
+        # In the interpreter an operation has the same cost at every width.
         return Config(min(1 << 15, max(16, 1 << (vocab - 1).bit_length())), 1, 1)
     return choose_config(rows, vocab, multiprocessors(device), busy)
 
@@ -78,8 +77,8 @@ def default_config(rows: int, vocab: int, device: torch.device, busy: bool) -> C
 class Workspace:
     """Memory through which the blocks of a launch combine their results. Zero before and after every launch.
 
-    Launches that may run at the same time need different ones, and so does everything that is captured in a CUDA graph
-    and may be replayed at the same time. ``verify`` without one makes it itself: a second small launch.
+    Launches that may run at the same time need different work spaces. So do CUDA graphs that may be replayed at the same time. Without one ``verify``
+    makes its own, with a second small launch.
 
     Args:
         batch, width: the largest ``B`` and ``Q`` to come.
@@ -101,7 +100,7 @@ class Workspace:
 
 
 class RowState(NamedTuple):
-    """What a verification changes of each row, written in place by the kernel. All ``[B]``, int32 or int64, contiguous.
+    """The state of the rows that a verification updates, written in place by the kernel. All ``[B]``, int32 or int64, contiguous.
 
     Attributes:
         next_token: becomes the row's own choice behind the accepted draft tokens: the first token of the next step.
@@ -200,5 +199,5 @@ def check_state(state: RowState | None, batch: int, device: torch.device) -> Non
 
 
 def on(device: torch.device) -> Any:
-    """The device to launch on: triton launches on the current one, which need not be that of the tensors."""
+    """The device to launch on. Triton launches on the current device, which may differ from that of the tensors."""
     return torch.cuda.device(device if device.type == "cuda" else -1)

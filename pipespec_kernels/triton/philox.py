@@ -1,15 +1,15 @@
 """The noise contract as functions for kernels: Philox words, uniforms, Gumbel noise.
 
 Philox4x32-10 is of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC'11). The key is the
-64-bit seed, the counter ``(id >> 2, position low, position high, stream)``, and token ``id`` gets word ``id & 3``: a draw
-is a function of (seed, position, stream, id), never of a batch row, a tile or a step.
+64-bit seed, the counter ``(id >> 2, position low, position high, stream)``, and token ``id`` gets word ``id & 3``. A draw is a function of (seed,
+position, stream, id), and never of a batch row, a tile or a step.
 
 From a word ``r``: ``u = (r + 1/2) / 2^32`` from two exact halves, ``E = -ln(1 - u)``, ``G = -ln E``. Large noise comes
 from small ``u``, where fp32 is dense, and reaches 22.87.
 
-``FAST`` says how logarithms are taken. With it: ``lg2.approx``, one instruction (relative to the other way the noise
-differs in its last bits). Without: the polynomial of ``csrc/protocol/gumbel.hpp`` in the same order of roundings, which
-gives the same bits as the host's code: no product is fused with a sum (:func:`times`).
+``FAST`` selects the logarithm. With it: ``lg2.approx``, one instruction, whose noise differs in its last bits. Without it: the polynomial of
+``csrc/protocol/gumbel.hpp`` in the same order of roundings. This gives the bits of the host's code, because no product is fused with a sum
+(:func:`times`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _P6 = tl.constexpr(float.fromhex("0x1.5f7cb2p-3"))
 def _product(x, y: tl.constexpr):
     """Both halves, low and high, of the 64-bit products of uint32."""
     if _PTX:
-        # One instruction; umulhi and * are two. A product of blocks of uint64 would be one as well, but triton then
-        # moves the random words between threads through shared memory, with four barriers per tile.
+        # One instruction, where umulhi and * are two. A product of blocks of uint64 is one instruction as well, but triton then moves the random
+        # words between threads through shared memory, with four barriers per tile.
         low, high = tl.inline_asm_elementwise(
             "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }",
             "=r,=r,r,r",
@@ -154,9 +154,8 @@ def gumbel(r, FAST: tl.constexpr):
 def perturbed(x, scale, r, FAST: tl.constexpr):
     """``x * scale`` with the noise of ``r`` added."""
     if FAST:
-        # Which of the two products is fused with the sum is said here: left to the compiler, it could be another one in
-        # another kernel, and a near-tie of a draft would fall otherwise than the target's. (The products above that
-        # precede a sum are exact, fused or not.)
+        # This fixes which of the two products is fused with the sum. The compiler could choose another one in another kernel, so that a near-tie
+        # would differ between draft and target. (The products above that precede a sum are exact, fused or not.)
         return tl.fma(_lg2_of_exponential(r, FAST), -_LN2, x * scale)
     else:
         return times(x, scale, FAST) + gumbel(r, FAST)

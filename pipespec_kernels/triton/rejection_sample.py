@@ -2,9 +2,9 @@
 
 Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023), algorithm 1, and Chen
 et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023), algorithm 2: a draft token ``h`` drawn
-from ``q`` is accepted where ``u q(h) < p(h)``; the first one that is not is replaced by a draw from the residual,
-proportional to ``max(p - q, 0)``; behind the last accepted one comes a draw from ``p``. The result is distributed
-as a draw from ``p`` alone, provided that the draft's draw, ``u`` and the residual's draw are independent.
+from ``q`` is accepted where ``u q(h) < p(h)``; the first rejected one is replaced by a draw from the residual, proportional to ``max(p - q, 0)``.
+After the last accepted one comes a draw from ``p``. The result is distributed as a draw from ``p`` alone, provided that the draft's draw, ``u`` and
+the residual's draw are independent.
 
 Two launches. The first takes the logarithms of the sums of exponentials, a piece of a row per block of threads; the last
 block of a row tests its draft tokens. The second reads, for each row, the one column in which a token is to be drawn, and draws
@@ -49,15 +49,15 @@ from pipespec_kernels.triton.selection import (
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-# Where a running maximum begins: lower than any logit that matters, and finite, so that differences are numbers.
+# The start of a running maximum: lower than any logit that matters, and finite, so that differences are numbers.
 _FLOOR = tl.constexpr(-1e30)
-# Logits that a lane adds up before it compares with the running maximum again: one additional exponential per that many.
+# Logits that a lane adds up between two comparisons with the running maximum, each of which costs one more exponential.
 _GROUP = tl.constexpr(8)
 
 
 @triton.jit
 def _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK: tl.constexpr):
-    """One tile more for lanes' ``s``, the sums of ``2^(y - m)``; ``y`` is the logit in powers of two."""
+    """Add a tile to the lanes' ``s``, the sums of ``2^(y - m)``; ``y`` is the logit in powers of two."""
     offsets = start + _GROUP * tl.arange(0, BLOCK // _GROUP)[:, None] + tl.arange(0, _GROUP)[None, :]
     x = tl.load(source + offsets, mask=offsets < vocab, other=float("-inf")).to(tl.float32)
     y = tl.where(x < lowest, float("-inf"), x * scale)
@@ -152,7 +152,7 @@ def rejection_test_kernel(
                     draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
                 )
             start += BLOCK
-        # In slots of their own, to be added in the order of the splits: sums must not depend on the order of arrival.
+        # Each split has a slot, and the slots are added in order, so that sums do not depend on the order of arrival.
         slot = sums + ((row64 * width + column) * splits + split) * 4
         highest = tl.max(m, axis=0)
         tl.store(slot, highest)
@@ -184,7 +184,7 @@ def rejection_test_kernel(
                 bar = tl.load(cutoff + row64 * cutoff_stride_b + at * cutoff_stride_q, mask=tested, other=0.0)
                 x = tl.where(x < bar, float("-inf"), x)
             p = tl.exp2(x * scale - target_lse)
-            q = tl.full([WIDTH_BLOCK], 1.0, tl.float32)  # a draft token that came from no distribution was certain
+            q = tl.full([WIDTH_BLOCK], 1.0, tl.float32)  # without draft logits the draft token has probability 1
             draft_lse = tl.full([WIDTH_BLOCK], 0.0, tl.float32)
             if HAS_DRAFT:
                 m2 = tl.load(slots + 2, mask=there, other=_FLOOR, cache_modifier=".cg")
@@ -206,7 +206,7 @@ def rejection_test_kernel(
                 q = tl.exp2(x * draft_scale - draft_lse)
 
             r, _1, _2, _3 = draw4(tl.load(seeds + row), tl.load(positions + row) + at, stream, columns * 0)
-            # Below 1: with p = q the test must hold whatever is drawn.
+            # Below 1: with p = q the test must pass for every u.
             u = tl.minimum(uniform(r, True), 1.0 - 2.0**-24)
             # False where either is NaN: a draft token is then rejected and the row's own choice stands.
             passes = real & (u * q < p)
@@ -297,7 +297,7 @@ def rejection_choose_kernel(
         lanes = tl.arange(0, BLOCK)
         start = split * span
         end = tl.minimum(start + span, vocab)
-        # The best of the residual, and the best of the target's row: rounding can leave the residual empty.
+        # The best of the residual, and the best of the target's row, because rounding can empty the residual.
         top = tl.full([BLOCK], float("-inf"), tl.float32)
         tile = tl.full([BLOCK], 0, tl.int32) + start
         whole_top = top
@@ -310,7 +310,7 @@ def rejection_choose_kernel(
             whole_top = tl.where(improved, score, whole_top)
             whole_tile = tl.where(improved, start, whole_tile)
             if HAS_DRAFT:
-                # A padded lane of the target counts as -inf and is never chosen, so its draft's logit may be any.
+                # A padded lane of the target counts as -inf and is never chosen, so the draft's logit there has no effect.
                 z = tl.load(draft_source + ids, mask=ids < vocab, other=0.0).to(tl.float32)
                 z = tl.where(z < draft_lowest, float("-inf"), z * draft_scale)
                 ratio = tl.exp2((z - draft_lse) - (x * (scale * _LOG2E) - target_lse))
@@ -333,7 +333,7 @@ def rejection_choose_kernel(
             tl.store(selected + row64 * width + agreed, choice)
             if HAS_STATE:
                 advance(next_token, length, epoch, row, choice, agreed, draft_tokens)
-            tl.debug_barrier()  # every thread has read what is overwritten now
+            tl.debug_barrier()  # every thread has read the values that are overwritten now
             tl.store(words, 0)
             tl.store(words + 1, 0)
             tl.store(ticket + row, 0)
@@ -364,8 +364,8 @@ def rejection_sample(
     Args:
         logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.
         tokens, query_lens, num_draft_tokens: as for :func:`verify`.
-            In powers of two (times ``inv_temperature`` and lg2 e) what is far below -1e30 counts as -inf: a row with nothing
-            above has no distribution.
+            In powers of two (times ``inv_temperature`` and lg2 e), a logit far below -1e30 counts as -inf. A row without a larger logit has no
+            distribution.
         draft_logits: ``[B, Q, V]``, of any of these dtypes; column ``q`` belongs to the token in column ``q + 1``, and
             columns without a draft token are not read. None: ``q`` is 1 at the draft token (n-grams,
             greedy drafts).
@@ -374,8 +374,8 @@ def rejection_sample(
         draft_inv_temperature: float32 ``[B]``; default: the target's.
         draft_cutoff: float32 ``[B, Q]``; default: none.
         state, out, workspace, check_counts: as for :func:`verify`.
-        config: as for :func:`verify`; but sums of exponentials are added up in pieces, and their last bits, and with them
-            a test that is decided there, depend on it and on the shape from which it is chosen.
+        config: as for :func:`verify`. Sums of exponentials are added up in pieces, so their last bits depend on it and on the shape from which it is
+        chosen. A test that these bits decide depends on it, too.
         exact: take the logarithms in the noise as the host does.
 
     Returns:

@@ -1,9 +1,9 @@
 """Functions of the kernels that find the largest score of a row, in pieces and in any order.
 
 A thread keeps, per lane, the best score and the tile it came from; a block reduces its lanes once, at the end, to one
-64-bit word whose order is (score, lowest id first), and words of several blocks meet in an atomic maximum. So the result
-does not depend on tiles, blocks or their timing. A NaN is larger than everything, and the first of them wins; -0 equals
-+0. No word is 0, which stands for "nothing yet".
+64-bit word whose order is (score, lowest id first), and an atomic maximum combines the words of several blocks. So the result does not depend on
+tiles, blocks or their timing. A NaN is larger than everything, and the first of them wins; -0 equals +0. No word is 0, which stands for "nothing
+yet".
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The high half of the word of -inf: nothing better than -inf was seen.
+# The high half of the word of -inf: no score above -inf was found.
 NOTHING = tl.constexpr(0x007FFFFF)
 
 
 @triton.jit
 def better(score, best):
-    """Whether a lane's best gives way to a later score: to a larger one or a NaN, unless it is a NaN itself."""
+    """Whether a later score replaces a lane's best: a larger one or a NaN does, unless the best is a NaN."""
     return (best == best) & ~(score <= best)
 
 
 @triton.jit
 def pack_best(best, ids):
-    """The word of a block: of its largest score and, of those that equal it, the lowest id (ids >= 0)."""
+    """The word of a block: its largest score, and the lowest id (>= 0) with that score."""
     bits = (best + 0.0).to(tl.int32, bitcast=True)  # + 0.0 makes +0 of -0
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, in the order of the floats
     key = tl.where(best == best, key, 0x7FFFFFFF)
@@ -48,13 +48,13 @@ def invalid(fed, draft_tokens, width):
 
 @triton.jit
 def no_scale(scale):
-    """Whether an inverse temperature is none: with 0 or a NaN, what is loaded behind the vocabulary would become a NaN and win."""
+    """Whether an inverse temperature is invalid: with 0 or a NaN, the padding behind the vocabulary would become a NaN and win."""
     return ~((scale > 0.0) & (scale < float("inf")))
 
 
 @triton.jit
 def advance(next_token, length, epoch, row, choice, agreed, draft_tokens):
-    """A row's state (``launch.RowState``) behind a verification that selected ``choice`` after ``agreed`` of its draft tokens."""
+    """Update a row's state (``launch.RowState``) after a verification that selected ``choice`` behind ``agreed`` draft tokens."""
     tl.store(next_token + row, choice)
     tl.store(length + row, tl.load(length + row) + agreed + 1)
     tl.store(epoch + row, tl.load(epoch + row) + (agreed < draft_tokens).to(tl.int32))

@@ -1,9 +1,8 @@
 """``verify``: every row's own choices up to the first draft token they contradict, in one launch and one pass over the logits.
 
-The grid is (splits of the vocabulary) x (columns that choose) x (rows). A block of threads finds the best score of its
-span and brings it, as one word, to an atomic maximum; then it takes a ticket of its row. When a block takes the
-last ticket, the row's choices are complete. This block walks along the draft tokens, writes the row's selected tokens and state, and
-resets the work space, so that the launch can be replayed.
+The grid is (splits of the vocabulary) x (columns that choose) x (rows). A block of threads finds the best score of its span and enters it, as one
+word, in an atomic maximum. Then it takes a ticket of its row. When a block takes the last ticket, the row's choices are complete. This block walks
+along the draft tokens, writes the row's selected tokens and state, and resets the work space, so that the launch can be replayed.
 
 Greedy, the score is the logit. Coupled, it is ``logit * inv_temperature + G`` with Gumbel noise ``G`` that depends on
 (seed, position, token id) only, so that equal ids mean agreement at any temperature: Daliri, Musco, Suresh, "Coupling
@@ -76,7 +75,7 @@ def verify_kernel(
     WIDTH_BLOCK: tl.constexpr,
 ):
     split = tl.program_id(0)
-    column = tl.program_id(1)  # of those that choose, counted from the first
+    column = tl.program_id(1)  # index among the columns that choose
     row = tl.program_id(2)
     fed = width
     draft_tokens = width - 1
@@ -130,7 +129,7 @@ def verify_kernel(
         if tl.atomic_add(ticket + row, 1, sem="acq_rel") == (draft_tokens + 1) * splits - 1:
             columns = tl.arange(0, WIDTH_BLOCK)
             words = as_words(best) + row.to(tl.int64) * width + columns
-            # .cg: from L2, where the atomics are done, whatever this multiprocessor holds.
+            # .cg: reads from L2, where the atomics happen, and not from this multiprocessor's cache.
             choice = unpack_id(tl.load(words, mask=columns <= draft_tokens, other=0, cache_modifier=".cg"))
             agrees = columns < draft_tokens
             if WALK:
@@ -151,7 +150,7 @@ def verify_kernel(
             if HAS_STATE:
                 last = tl.sum(tl.where(columns == agreed, choice, 0), axis=0)
                 advance(next_token, length, epoch, row, last, agreed, draft_tokens)
-            tl.debug_barrier()  # every thread has its words and its state before they are overwritten
+            tl.debug_barrier()  # every thread has read its words and its state before they are overwritten
             tl.store(words, 0, mask=columns <= draft_tokens)
             tl.store(ticket + row, 0)
 
@@ -249,7 +248,7 @@ def select(
     exact: bool = False,
     config: Config | None = None,
 ) -> Tensor:
-    """The choice of every column: what :func:`verify` selects where every draft token is right.
+    """The choice of every column: the result of :func:`verify` if every draft token is right.
 
     Args:
         logits, noise, workspace, exact, config: as for :func:`verify`.
@@ -293,7 +292,7 @@ def _launch(
     splits, span = cut(config, vocab)
     seeds, positions, inv_temperature, cutoff, stream = noise
     best, ticket = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
-    # Arguments that this mode does not read: any pointer will do.
+    # Arguments that this mode does not read: any pointer works.
     unused = accepted
     next_token, length, epoch = state or (unused, unused, unused)
     tokens, query_lens, num_draft_tokens = fed or (selected, unused, unused)
