@@ -75,7 +75,7 @@ struct CudaLauncher::Lane {
   Notice notice;
   std::atomic<std::uint64_t> recorded{0};  // steps that the waiter reports, counted from the
                                            // beginning
-  std::atomic<std::uint64_t> told{0};
+  std::atomic<std::uint64_t> reported{0};
   std::atomic<bool> closed{false};
   Doorbell queued, idle;
   std::thread waiter;
@@ -117,11 +117,11 @@ struct CudaLauncher::Lane {
       check(cudaEventCreateWithFlags(&end, cudaEventDisableTiming | cudaEventBlockingSync),
             "event of a stage");
     check(cudaHostAlloc(reinterpret_cast<void**>(&clock), sizeof *clock, kPinned), "pinned memory");
-    waiter = std::thread([this] { tell(); });
+    waiter = std::thread([this] { report_ends(); });
   }
 
   // The waiter: calls `notice` after the end or failure of every step, until the lane is closed.
-  void tell() {
+  void report_ends() {
     cudaSetDevice(graphs.device);
     // Another thread's capture in global mode would forbid this thread's calls.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -129,15 +129,15 @@ struct CudaLauncher::Lane {
     while (true) {
       const std::uint32_t heard = queued.note();
       if (closed) return;
-      if (told == recorded) {
+      if (reported == recorded) {
         queued.sleep(heard, kNap);
         continue;
       }
       // ended() reports a failure.
-      cudaEventSynchronize(ends[told % StepLog::kRecords]);
+      cudaEventSynchronize(ends[reported % StepLog::kRecords]);
       const std::lock_guard lock(mutex);
       if (notice) notice(stage);
-      ++told;
+      ++reported;
       idle.ring();
     }
   }
@@ -146,7 +146,7 @@ struct CudaLauncher::Lane {
   void settle() {
     while (true) {
       const std::uint32_t heard = idle.note();
-      if (told == recorded) break;
+      if (reported == recorded) break;
       idle.sleep(heard, kNap);
     }
     const std::lock_guard lock(mutex);

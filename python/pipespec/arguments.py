@@ -36,7 +36,7 @@ class Argument(NamedTuple):
 
     how: How
     note: str
-    neutral: tuple[Any, ...] = ()  # beside None, False and transformers' default
+    neutral: tuple[Any, ...] = ()  # in addition to None, False and transformers' default
 
 
 _BEAMS = "beam search keeps several texts per row; detach() the model, or call transformers' generate()"
@@ -45,7 +45,7 @@ _CACHE = "the pipeline has a cache of its own (RowCache)"
 _FILE = "describes the file the configuration came from"
 
 ARGUMENTS: dict[str, Argument] = {
-    # generate()'s own
+    # of generate() itself
     "inputs": Argument(How.HONOURED, "the same as `input_ids`"),
     "input_ids": Argument(How.HONOURED, "LongTensor `[B, S]`, or lists; a batch is padded on the left"),
     "attention_mask": Argument(How.HONOURED, "2-D; padding may be anywhere, and means what it means in transformers; columns before `input_ids` stand for cached tokens"),
@@ -203,7 +203,7 @@ def check_arguments(
         if positions.ndim != 2 or positions.shape[1] not in widths:
             raise refusal("position_ids", positions)
         check_positions(positions, torch.ones_like(ids) if mask is None else mask)
-        if mask is not None and not bool(mask[:, -1].all()):  # positions of padding at the end count, too
+        if mask is not None and not bool(mask[:, -1].all()):  # padding at the end counts, too
             raise refusal("position_ids", positions)
     _check_length(config, ids.shape[1])
     return ids, mask, config
@@ -280,7 +280,7 @@ def for_forward(name: str) -> Unsupported:
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy's or a tensor of one number as a number of Python's; all else as it is."""
+    """Convert a numpy number, or a tensor of one number, to a Python number. Other values do not change."""
     is_number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0)
     return value.item() if is_number else value
 
@@ -304,7 +304,7 @@ def _check_input_ids(input_ids: Any, model: PreTrainedModel, config: GenerationC
             input_ids = torch.tensor(rows)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"input_ids must hold integers: {error}") from error
-        if input_ids.numel() == 0:  # of no particular type
+        if input_ids.numel() == 0:  # fields without a declared type
             input_ids = input_ids.long()
     if not isinstance(input_ids, torch.Tensor):
         raise TypeError(f"input_ids must be a tensor of shape [batch, length], not {type(input_ids).__name__}")
@@ -353,7 +353,7 @@ def check_positions(given: torch.Tensor, mask: torch.Tensor) -> None:
         mask: ``[B, S]``, or with columns for cached tokens before these.
 
     Raises:
-        NotImplementedError: They are others.
+        NotImplementedError: The positions differ.
     """
     if given.shape[0] not in (1, mask.shape[0]):
         raise refusal("position_ids", given)

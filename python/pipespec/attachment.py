@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from pipespec.drivers.base import SpeedWarning
 from pipespec.errors import Unsupported
-from pipespec.observe.text import told_of_failure
+from pipespec.observe.text import notify_reader_of_failure
 from pipespec.pipeline import Pipeline
 from pipespec.process.warnings import user_stacklevel
 
@@ -35,7 +35,7 @@ class _Generate:
             return GenerationMixin.generate(self.pipeline.target, *args, **kwargs)
         if self.is_strict or kwargs.get("seed") is not None:  # transformers has no such argument
             return self.pipeline.generate(*args, **kwargs)
-        with told_of_failure(kwargs.get("streamer")):
+        with notify_reader_of_failure(kwargs.get("streamer")):
             try:
                 return Pipeline.generate.__wrapped__(self.pipeline, *args, **kwargs)  # type: ignore[attr-defined]
             except Unsupported as error:
@@ -81,12 +81,13 @@ def attach(
 ) -> Pipeline:
     """Let a pipeline run ``model.generate()``: same arguments, same text, faster.
 
-    ``transformers.pipeline``, evaluation harnesses and chat templates then run unchanged. Model and pipeline refer to each other: :func:`detach` before dropping a model whose memory is needed at once.
+    ``transformers.pipeline``, evaluation harnesses and chat templates then run unchanged. Model and pipeline refer to each other. To free a model's
+    memory at once, call :func:`detach` before dropping the model.
 
     Args:
         model: The target.
         drafts: As for :class:`pipespec.Pipeline`, smallest first.
-        unsupported: What becomes of a call that a pipeline cannot run (beam search, for example). ``"plain"``: transformers decodes it, and a
+        unsupported: The treatment of a call that a pipeline cannot run (beam search, for example). ``"plain"``: transformers decodes it, and a
             :class:`pipespec.SpeedWarning` names the argument, once. ``"raise"``: it is refused by name, as by :meth:`pipespec.Pipeline.generate`.
         **options: As for :class:`pipespec.Pipeline`.
 

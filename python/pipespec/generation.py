@@ -143,7 +143,7 @@ class Generation:
                 criteria.append(criterion)
         if len(self._eos) > MAX_EOS:
             raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(self._eos)}")
-        # The caller's own stand in the place of transformers'. They are called behind a token, so one token is always generated.
+        # The caller's own criteria replace transformers'. They run after a token, so one token is always generated.
         self._max_length = min(lengths_allowed, key=lambda criterion: int(criterion.max_length))
         most = max(int(self._max_length.max_length), width + 1)
         if most > width + MOST_TOKENS:
@@ -199,7 +199,7 @@ class Generation:
         )
 
     def _adopted(self, cache: Cache) -> RowCache:
-        """The caller's cache as a RowCache that holds a part of every prompt."""
+        """Convert the caller's cache to a RowCache that holds a part of every prompt."""
         rows, columns = len(self.prompts), self._columns
         if isinstance(cache, RowCache):
             if cache.rows != rows:
@@ -305,7 +305,7 @@ class Generation:
             self._stream.put_new(final=False)
 
     def finish(self) -> None:
-        """Stream what is left, and stop the clock. After the decoder has run."""
+        """Stream the remaining tokens, and stop the clock. After the decoder has run."""
         # transformers' warning of texts beyond the model's length: at the last length at which it would go on.
         reached = min(self._text.input_ids.shape[1] + max(self._text.counts()), int(self._max_length.max_length) - 1)
         self._max_length(self._text.input_ids.new_empty((1, reached)), None)
@@ -317,7 +317,7 @@ class Generation:
     # ---- afterwards
 
     def sequences(self) -> torch.Tensor:
-        """What is committed: int64 ``[B, S + longest]``, the prompt included; finished rows are filled with the pad token."""
+        """The committed text: int64 ``[B, S + longest]``, the prompt included. Finished rows are filled with the pad token."""
         generated = self._text.generated()
         longest = max(map(len, generated))
         new = torch.full((len(generated), longest), self._pad, dtype=torch.long, device="cpu")
@@ -346,7 +346,7 @@ class Generation:
         )
 
     def output(self, report: Report, owner: CacheOwner) -> torch.Tensor | PipelineOutput:
-        """Build what ``model.generate()`` would return; ``owner`` has the target's keys and values."""
+        """Build the result of ``model.generate()``; ``owner`` has the target's keys and values."""
         sequences = self.sequences()
         cache = self._returned_cache(owner)
         if not self.config.return_dict_in_generate:
@@ -423,13 +423,13 @@ class _Text:
         return n > self.starts[row] and self.tokens(row, n - 1, n)[0] in self._eos
 
     def stop(self, row: int) -> None:
-        """End ``row`` where it stands."""
+        """End ``row`` at its present length."""
         assert self.source is not None
         self.stopped[row] = True
         self.source.end_row(row)
 
     def column(self, rows: list[list[torch.Tensor]], i: int) -> torch.Tensor:
-        """What is recorded for the ``i``-th new token of every row, ``[B, V]``; zeros for rows that have ended."""
+        """The recorded scores of the ``i``-th new token of every row, ``[B, V]``; zeros for rows that have ended."""
         nothing = torch.zeros_like(rows[0][0])
         return torch.stack([row[i] if i < n else nothing for row, n in zip(rows, self.counts(), strict=True)])
 
@@ -444,7 +444,7 @@ class _Criteria:
         self._text, self._criteria, self._pads, self._record = text, criteria, pads, record
         rows, self._width = text.input_ids.shape
         most = max(limit - start for limit, start in zip(text.limits, text.starts, strict=True))
-        # What the criteria get: ids [B, S + n], and scores per column.
+        # Input of the criteria: ids [B, S + n], and scores per column.
         self._ids = text.input_ids.new_full((rows, self._width + most), text.pad)
         self._ids[:, : self._width] = text.input_ids
         self._scores: list[torch.Tensor] = []
@@ -478,7 +478,7 @@ class _Criteria:
 
 
 class _Stream:
-    """Hands tokens to a streamer, each one once and in order, as transformers does."""
+    """Passes tokens to a streamer, each one once and in order, as transformers does."""
 
     def __init__(self, text: _Text, streamer: Any) -> None:
         self._text, self._streamer = text, streamer
@@ -519,7 +519,7 @@ class _Stream:
 def _moved(
     states: torch.Tensor, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], width: int
 ) -> torch.Tensor:
-    """Columns of keys or values in other places.
+    """Copy columns of keys or values to other places.
 
     Args:
         states: ``[rows, kv_heads, columns, head_dim]``.

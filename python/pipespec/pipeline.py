@@ -1,7 +1,7 @@
 """Pipeline: models in, ``generate()`` out.
 
-A call is checked (``generate``), prepared (:class:`pipespec.generation.Generation`), run (:meth:`pipespec.drivers.Decoder.run`) and
-reported. Each step is one call from here; none of them calls back but for ``GenerationRequest.on_commit``.
+A call is checked (``generate``), prepared (:class:`pipespec.generation.Generation`), run (:meth:`pipespec.drivers.Decoder.run`) and reported. Each
+step is one call from here, and only ``GenerationRequest.on_commit`` calls back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipespec.models.compat import lost_arguments
 from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope
 from pipespec.observe import Report
-from pipespec.observe.text import told_of_failure
+from pipespec.observe.text import notify_reader_of_failure
 from pipespec.planning.auto import AutoDriver
 from pipespec.planning.planner import Plan
 from pipespec.preflight.checks import check_chain, check_exact, check_rope
@@ -47,12 +47,12 @@ from pipespec.process.threads import keep_to_one
 from pipespec.process.warnings import user_stacklevel
 
 
-def _telling(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell the streamer of a call that fails. ``__wrapped__`` is the function without that."""
+def _notifying_reader(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass the error of a failed call to its streamer. ``__wrapped__`` is the function without that."""
 
     @functools.wraps(generate)
     def tell(*args: Any, **kwargs: Any) -> Any:
-        with told_of_failure(kwargs.get("streamer")):
+        with notify_reader_of_failure(kwargs.get("streamer")):
             return generate(*args, **kwargs)
 
     return tell
@@ -86,7 +86,7 @@ class BasePipeline:
         return self.models[-1]
 
     def _caching(self) -> Sequence[PreTrainedModel]:
-        """The models that hold caches in this process."""
+        """The models with caches in this process."""
         return self.models
 
     def _check_rope(self, generation: Generation) -> None:
@@ -100,7 +100,7 @@ class BasePipeline:
         """The report of the call that has just run."""
         return generation.report(self._driver)
 
-    @_telling
+    @_notifying_reader
     @torch.no_grad()
     def generate(
         self,
@@ -196,7 +196,7 @@ class BasePipeline:
     ) -> Any:
         """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
         lost = lost_arguments()
-        with shutdown.call(), told_of_failure(lost.get("streamer")):
+        with shutdown.call(), notify_reader_of_failure(lost.get("streamer")):
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
@@ -319,7 +319,7 @@ class BasePipeline:
 
     @contextmanager
     def _turn(self, what: str, instead: str) -> Iterator[None]:
-        """One thread at a time. ``RuntimeError`` for ``what`` from inside of a call, which would wait for itself."""
+        """Admit one thread at a time. A call of ``what`` from inside a call would wait for itself and raises ``RuntimeError``."""
         with self._lock:
             if self._owner == threading.get_ident():
                 raise RuntimeError(f"{what} was called inside a call of the same pipeline; {instead}")
@@ -334,7 +334,7 @@ _pipelines: weakref.WeakSet[BasePipeline] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In the child of a fork. Calls of the parent's other threads do not go on here."""
+    """In the child of a fork. Calls of the parent's other threads do not continue here."""
     for pipeline in _pipelines:
         pipeline._is_forked = True
         if pipeline._owner != threading.get_ident():
@@ -370,7 +370,7 @@ class Pipeline(BasePipeline):
             captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"auto"`` measures the models once, keeps the profile on
             disk, and chooses schedule, drafts and numbers for each call.
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: 4 in lockstep, otherwise 8.
-        min_draft_tokens: Draft tokens that the target waits for if it has fewer, as long as they are expected to take. For ``"workers"``
+        min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``
             and ``"streams"``.
         decode_meanwhile: During that wait, the target decodes one token at a time. This pays if a verification costs much more than a
             one-token step.
@@ -462,7 +462,7 @@ class Pipeline(BasePipeline):
 
     @property
     def plan(self) -> Plan | None:
-        """With ``schedule="auto"``, the plan of the last call, or of the first one before it; otherwise None."""
+        """With ``schedule="auto"``, the plan of the last call, or before the first call its plan; otherwise None."""
         return getattr(self._driver, "plan", None)
 
     def _caching(self) -> Sequence[PreTrainedModel]:

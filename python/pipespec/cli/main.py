@@ -1,7 +1,7 @@
 """The command line: ``pipespec generate``, ``trace``, ``demo``, ``plan``, ``spd train`` and ``doctor``.
 
-Text goes to stdout, everything else to stderr. Exit codes: 0; 1 where the answer is "no" (texts differ, the installation cannot
-work); 2 for an error; 130 after Ctrl-C; 141 where the reader of stdout has closed it. Only commands that need torch import it.
+Text goes to stdout, everything else to stderr. Exit codes: 0 for success; 1 if the answer is "no" (texts differ, the installation cannot work); 2 for
+an error; 130 after Ctrl-C; 141 if the reader of stdout has closed it. Only commands that need torch import it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipespec.cli import demo, doctor, generate, plan, spd, trace
 from pipespec.process.progress import say
 from pipespec_kernels import __version__
 
-# The messages of these errors describe the input. Of any other error the type is shown, too.
+# The messages of these errors describe the input. Other errors are shown with their type.
 _INPUT_ERRORS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
 
 

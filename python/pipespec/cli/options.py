@@ -66,7 +66,7 @@ def at_least_one(args: argparse.Namespace, *names: str) -> None:
 
 
 def check_output(file: Path) -> None:
-    """Check that ``file`` can be written, before the work whose result it gets.
+    """Check that ``file`` can be written, before the work whose result goes there.
 
     Raises:
         OSError: It cannot.
@@ -81,7 +81,7 @@ def check_output(file: Path) -> None:
 
 
 def check_output_folder(folder: Path) -> None:
-    """Check that ``folder`` can be made or written into, before the work whose result it gets.
+    """Check that ``folder`` can be made or written into, before the work whose result goes there.
 
     Raises:
         OSError: It cannot.
@@ -97,7 +97,7 @@ def read_text(file: Path | None) -> str:
     """Read a text without its final line breaks, which editors and ``echo`` append.
 
     Args:
-        file: Where from; None: standard input.
+        file: The file to read; None: standard input.
 
     Raises:
         ValueError: The text is empty or not UTF-8, or standard input is a terminal.

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         depth, size = described.num_hidden_layers, described.vocab_size
         stages = args.stages if len(args.stages) > 1 else args.stages[0]
         ranges = cut(depth, stages, list).ranges
-        if layers is None:  # drafting takes no longer than a stage then (SPD section 3.4)
+        if layers is None:  # then drafting takes no longer than a stage (SPD section 3.4)
             layers = max(1, min(end - begin for begin, end in ranges) - 1)
         if args.vocabulary is not None and not 1 <= args.vocabulary <= size:
             raise ValueError(f"a draft vocabulary of {args.vocabulary} tokens: between 1 and the target's {size}")

@@ -127,7 +127,7 @@ class SpeedComparison:
 
     @contextmanager
     def turn(self, contender: Contender) -> Iterator[None]:
-        """Surrounds everything that a contender does; benchmarks isolate contenders here."""
+        """A context around everything that a contender does; benchmarks isolate contenders here."""
         yield
 
     def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
@@ -163,7 +163,7 @@ class SpeedComparison:
             torch.cuda.synchronize()
 
     def start(self, ids: torch.Tensor, *keys: str) -> None:
-        """Start the contenders (those with ``keys``, if given) and let each generate once behind ``ids``, unmeasured."""
+        """Start the contenders (those with ``keys``, if given), and let each generate once after ``ids`` without measurement."""
         waiting = [c for c in self.contenders if c.key not in self._started and (not keys or c.key in keys)]
         for done, contender in enumerate(sorted(waiting, key=lambda c: c.slow)):
             self.progress(f"starting: {contender.label}", done, len(waiting))

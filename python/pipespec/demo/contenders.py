@@ -97,7 +97,7 @@ class Workload:
 
 @dataclass
 class StepCounts:
-    """What one model did in a call: forwards, tokens that came from them, draft tokens that it verified and accepted (0: unknown)."""
+    """Counts of one model in a call: forwards, tokens from them, draft tokens verified and accepted (0: unknown)."""
 
     name: str
     steps: int
@@ -153,7 +153,7 @@ class Contender(ABC):
         """Generate at most ``new_tokens`` tokens behind ``ids``, LongTensor ``[1, S]``."""
 
     def rest(self) -> None:
-        """Stop what would slow the other contenders down. Called after each turn, not timed."""
+        """Stop everything that would slow the other contenders down. Called after each turn, not timed."""
 
     def close(self) -> None:
         """Release all resources; also called after a failed ``start``."""

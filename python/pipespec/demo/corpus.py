@@ -119,7 +119,7 @@ def heads_of(files: Iterable[SourceFile], *, max_chars: int = 480, context_lines
             if len(node.body) < 2 and documented:
                 continue  # no body to generate
             if body.lineno == node.lineno:
-                continue  # a one-line function: head and body share a line
+                continue  # a one-line function has head and body on one line
             start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
             end = body.end_lineno if documented else body.lineno - 1
             head = lines[start:end]

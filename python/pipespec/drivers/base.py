@@ -65,7 +65,7 @@ class GenerationRequest:
         record: Where the target stores scores and logits.
         cache: Keys and values that the target goes on with.
         returns_cache: Whether the caller gets the target's keys and values after the call.
-        converts_cache: Whether the caller gets them in a cache object of another class than ``RowCache``.
+        converts_cache: Whether the caller gets them in a cache of another class than ``RowCache``.
     """
 
     inputs: StageInputs
@@ -94,7 +94,7 @@ class GenerationRequest:
 
     @contextmanager
     def cache_lent_to(self, owner: CacheOwner) -> Iterator[None]:
-        """Let ``owner`` adopt the caller's cache, if there is one. After a failure the caller has it back as it was."""
+        """Let ``owner`` adopt the caller's cache, if there is one. After a failure the caller gets it back unchanged."""
         if self.cache is None:
             yield
             return
@@ -104,7 +104,7 @@ class GenerationRequest:
             yield
         except BaseException:
             owner.return_cache(held)
-            # As far as it was known before the call.
+            # The part of the text that was known before the call.
             self.cache.text = text and [tokens[:n] for tokens, n in zip(text, self.cache.lengths, strict=True)]
             raise
 
@@ -117,7 +117,7 @@ class Decoder(ABC):
 
     Attributes:
         block: The text of the present or last call.
-        keeps_cache: Whether the target's own cache stays here when the caller gets one, who then gets a copy.
+        keeps_cache: Whether the target keeps its own cache, so that the caller gets a copy.
         continues_padding: Whether prompts may end with padding.
         ran_as: Name of the schedule that ran the last call.
         remarks: Decisions about the last call, for its report.
@@ -162,7 +162,7 @@ class Decoder(ABC):
         return {}
 
     def release_unused(self, request: GenerationRequest) -> None:
-        """Release the memory that the call does not go on with. While no stage runs."""
+        """Release the memory that the call does not reuse. While no stage runs."""
 
     def _slower(self, reason: str) -> None:
         """Warn that calls leave the fast path, once for each reason."""
@@ -271,7 +271,7 @@ class Driver(Decoder):
         self._lost(i, f"failed ({cause}); this call goes on without it, the next one tries it again")
 
     def for_fork(self) -> Decoder:
-        # A call of another thread may have been under way: nothing of it can be gone on with.
+        # A call of another thread may have been running at the fork. Nothing of it can continue.
         return type(self)(self.models, self.config)
 
     # ---- numbers

@@ -1,4 +1,4 @@
-"""lockstep: all stages in one process and one loop, in turn. For one device, as the synchronous baseline, and for debugging."""
+"""lockstep: all stages in one process and one loop, one after the other. For one device, as the synchronous baseline, and for debugging."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
 
 
 def run_in_turn(driver: Driver, request: GenerationRequest) -> None:
-    """Run the stages of a driver in turn until every row of the target is complete. After :func:`prefill`."""
+    """Run the stages of a driver, one after the other, until every row of the target is complete. After :func:`prefill`."""
     target = len(driver.stages) - 1
     while advance(driver, target) != Action.FINISHED:
         request.committed(driver.block)
 
 
 def advance(driver: Driver, i: int) -> Action:
-    """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns what the step was."""
+    """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns the action of the step."""
     config = driver.in_force
     if config.max_draft_tokens(i) > 0:
         while advance(driver, i - 1) == Action.STEP:

@@ -3,7 +3,7 @@
 A step over a cache needs no mask if the lengths of the rows are known. :class:`pipespec.engine.cache.RowCache` attaches them to the keys it
 returns, as a tensor on the device; with equal lengths and no padding they follow from the shapes. Such a step goes to
 :func:`pipespec_kernels.ops.verify_attention`. Everything else goes to ``"sdpa"``, mask included: padding, a whole prompt at once, attention
-that is not causal, training, and on the CPU what torch's own attention does without a mask.
+that is not causal, training, and on the CPU the cases in which torch's own attention needs no mask.
 """
 
 from __future__ import annotations

@@ -452,12 +452,12 @@ class RowCache(Cache):
         self._stale = True
         self._followed = None
         if self.text is not None:
-            # Tokens that are rolled back are no longer held.
+            # The cache no longer holds tokens that are rolled back.
             self.text = [tokens[:n] for tokens, n in zip(self.text, lengths, strict=True)]
         # Rows with displaced positions are treated as rows of different lengths.
         self._even = self._displaced is None and (len(lengths) == 1 or all(n == first for n in lengths))
         self._top = first if self._even else max(lengths)
-        # Columns of the forward that runs; 0: none runs.
+        # Columns of the running forward; 0: none runs.
         self._open_q = 0
         # For different lengths: q and the indices computed for it; q of the mask and of the positions returned.
         self._ragged: tuple[int, torch.Tensor] | None = None
@@ -663,7 +663,7 @@ class RowCache(Cache):
     def close(self) -> None:
         """End a forward: every length grows by its columns.
 
-        Not in the capture of a graph, which feeds nothing. Not after ``follow()`` either: the device decides what counts.
+        Not in the capture of a graph, which feeds nothing, and not after ``follow()``, because the device then sets the lengths.
         """
         if self._followed is not None or self._capturing():
             self._open_q = 0

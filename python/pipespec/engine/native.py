@@ -21,7 +21,7 @@ from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.env import host_memory
 
 NATIVE = "native"
-"""What a report says of a stage in this form."""
+"""The value in the report for a stage in this form."""
 
 TOLERANCE = 1e-5
 """Largest deviation of float32 logits on the probes, relative to the largest logit: some ten times what another order of summation makes."""
@@ -91,7 +91,7 @@ class NativeForm(Form):
         return self.decoder.nbytes
 
     def is_current(self) -> bool:
-        # As far as samples tell. The versions of the weights are part of the identity.
+        # Samples of the weights. The versions of the weights are part of the identity.
         return torch.equal(torch.cat(self._samples), self._sampled)
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ class SamplingParams:
     def penalty(self) -> float:
         """The repetition penalty if it is the only processor, so that it is fused; else 1.0."""
         only: Any = self.processors[0] if len(self.processors) == 1 else None
-        # An int is the user's own number of ignored tokens. A tensor is how transformers leaves out the padding.
+        # An int is the user's own number of ignored tokens. transformers sets a tensor to leave out the padding.
         if type(only) is hf.RepetitionPenaltyLogitsProcessor and not isinstance(_ignored(only), int):
             return float(only.penalty)
         return 1.0
@@ -148,7 +148,7 @@ class SamplingParams:
 
 def _is_fusable(warper: Any) -> bool:
     """Whether the fused form does what this instance does."""
-    # Inverses beyond float32 are transformers' matter: all tokens become equally likely, or the scores overflow.
+    # If the inverse exceeds float32, transformers' warper runs: all tokens become equally likely, or the scores overflow.
     if type(warper) is hf.TemperatureLogitsWarper and not _LEAST < warper.temperature < 1 / _LEAST:
         return False
     return getattr(warper, "filter_value", -np.inf) == -np.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
@@ -179,7 +179,7 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
         Per row, an integer of 64 bits.
 
     Raises:
-        TypeError: something else than integers.
+        TypeError: a value is not an integer.
         ValueError: another number of keys than rows, or a key of more than 64 bits.
     """
     if seed is None:
@@ -450,6 +450,6 @@ def _for_row(processor: Any, row: int, rows: int, sampling_params: SamplingParam
         processor = copy.copy(processor)
         processor.generated_ngrams, processor.batch_size = [ngrams[row * len(ngrams) // rows]], 1
     elif kind is hf.SynthIDTextWatermarkLogitsProcessor and rows > 1:
-        # It keeps a state per text.
+        # Such a processor keeps a state per text.
         processor = copy.deepcopy(processor)
     return processor

@@ -110,8 +110,8 @@ class Stage:
     Drafts and target run the same step. It feeds the tokens whose keys and values are missing, then the draft tokens that upstream has
     published. It keeps the longest prefix of them that agrees with the model's own choices, and adds one token of its own.
 
-    Caches between calls: after a call the stage keeps its cache. The next call takes it over if the rows are as many and the capacity
-    suffices; with ``StageInputs.reuse`` it also keeps the tokens that agree with its prompts.
+    Caches between calls: after a call the stage keeps its cache. The next call reuses it if it has the same number of rows and enough capacity. With
+    ``StageInputs.reuse`` it also keeps the tokens that agree with its prompts.
 
     * :meth:`adopt` replaces the stage's cache by the caller's (``past_key_values``). From there on the stage owns it.
     * :meth:`return_cache` gives the cache to the caller. The stage has none afterwards.
@@ -369,7 +369,7 @@ class Stage:
         if need > cache.capacity:
             cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
         given = port.tokens[: self._rows, :columns]
-        # Another process writes the draft tokens. Negative ids are large ones without the sign.
+        # Another process writes the draft tokens. As unsigned numbers, negative ids are large.
         if given.view(np.uint32).max() >= self._ids:
             np.clip(given, 0, self._ids - 1, out=given)
         fed = self._tokens[: self._rows, :columns].to(self.model.device)
@@ -396,7 +396,7 @@ class Stage:
             port.commit(selected.data_ptr(), columns - first)
         else:
             self._forward(fed, cache, keep=0, seen=seen)
-            # Rows that only catch up select nothing.
+            # Rows that only feed missing tokens select nothing.
             port.commit(0, 0)
         took = time.perf_counter_ns() - began
         self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took

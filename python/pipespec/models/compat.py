@@ -126,10 +126,10 @@ def graph_handle(graph: torch.cuda.CUDAGraph) -> int:
 def own_workspaces() -> Iterator[None]:
     """Around a capture, outside of ``torch.cuda.graph()``: its matrix products get workspaces of its own.
 
-    torch keeps one cuBLAS workspace per handle and stream, and a capture bakes the address in. Clearing torch's map, as every capture by
-    inductor does, frees a workspace that was allocated before the capture. With an empty map it is allocated within the capture, from the
-    capture's memory pool, and stays there as long as a graph of the pool lives. Behind the capture the map must not hold it, either: it would
-    keep the pool's memory.
+    torch keeps one cuBLAS workspace per handle and stream, and a capture bakes the address in. Clearing torch's map, as every capture by inductor
+    does, frees a workspace that was allocated before the capture. With an empty map, the workspace is allocated within the capture, from the
+    capture's memory pool, and stays there as long as a graph of the pool lives. After the capture the map must not hold the workspace, because it
+    would keep the pool's memory.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -163,7 +163,7 @@ def discard_capture(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None
     # Nothing in Python ends the recording of the allocator of pinned memory, which calls the graph.
     _unended.append(graph)
     # The generator leaves its capture mode with the next capture that ends, and refuses to draw until then.
-    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # that nothing is captured
+    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # the state outside of a capture
         with torch.cuda.graph(
             torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device), capture_error_mode="thread_local"
         ):

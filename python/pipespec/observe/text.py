@@ -1,4 +1,4 @@
-"""TextStream: decodes the target's tokens as they are committed. And what reads a streamer learns of a call that fails."""
+"""TextStream, which decodes the target's tokens as they are committed. And the error of a failed call for readers of its streamer."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class _Failure:
 
 
 @contextmanager
-def told_of_failure(streamer: Any) -> Iterator[None]:
-    """Raise the error of a call that fails in the thread, too, that iterates over its streamer and would wait for ever.
+def notify_reader_of_failure(streamer: Any) -> Iterator[None]:
+    """Raise the error of a failed call also in a thread that iterates over its streamer and would otherwise never end.
 
     The streamer's ``end()`` is not called: it means that the text is complete, and transformers does not call it either.
     """

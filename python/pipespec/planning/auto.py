@@ -63,8 +63,8 @@ _CAPTURED = ("plain", "lockstep", "streams")
 class _Agreement:
     """Agreement of the drafts with the target in one mode.
 
-    ``table``: see :class:`Answers`. ``seen``: positions of it that come from this user's texts. ``patience``: factor of the time until
-    the next measurement. ``next_s``: time in calls at which it is due.
+    ``table``: see :class:`Answers`. ``seen``: its positions that come from this user's texts. ``patience``: factor of the time until the next
+    measurement. ``next_s``: time in calls at which the next measurement is due.
     """
 
     table: np.ndarray | None = None
@@ -75,7 +75,7 @@ class _Agreement:
 
 @dataclass
 class _ShapeRecord:
-    """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: near candidates that were tried."""
+    """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: candidates near the best that were tried."""
 
     plan: Plan | None = None
     measured: dict[Key, MeasuredRate] = field(default_factory=dict)
@@ -364,7 +364,7 @@ class AutoDriver(Decoder):
         return Answers(table=table) if table is not None else Answers(acceptance=(0.5,) * (len(self.models) - 1))
 
     def record(self, rows: int, mode: str) -> _ShapeRecord:
-        """What is known of calls of this shape."""
+        """Predicted and measured rates of calls of this shape."""
         return self._records.setdefault((_bucket(rows), mode), _ShapeRecord())
 
     def _planned(self, shape: CallShape, mode: str, *, graphs: bool = True) -> Plan:
@@ -493,7 +493,7 @@ class AutoDriver(Decoder):
         candidate, rate = call.candidate, call.record.rate(call.candidate.key)
         steps, seconds, new = 0.0, 0.0, 0
         if candidate.captured and call.driver.remarks:  # the call ran without captured steps after all
-            # A model that cannot be captured has its warning already. Missing memory may be there the next time.
+            # A model that cannot be captured has its warning already. The next call may have enough memory.
             if not any("cannot be prepared" in remark for remark in call.driver.remarks):
                 self._give_up_graphs(None)
         elif call.steering is not None:
@@ -506,7 +506,7 @@ class AutoDriver(Decoder):
         if steps > 0 and seconds > 0:
             rate.add(candidate.step_s * steps / seconds)
         if candidate.schedule == "plain":
-            # What was measured for other candidates fades, so that a slower one is tried again later.
+            # The weight of other candidates' measurements falls, so that a slower one is tried again later.
             for key, other in call.record.measured.items():
                 if not key[0].startswith("plain"):
                     other.factor += _FADES * (1.0 - other.factor)
@@ -535,7 +535,7 @@ class AutoDriver(Decoder):
         known = self._agreement[mode]
         old, is_first, was_young = known.table, known.seen == 0, known.seen < _ENOUGH
         known.seen += len(table)
-        if old is not None and not is_first:  # before the first, the table is not of this user's texts
+        if old is not None and not is_first:  # the first table does not come from this user's texts
             table = np.concatenate([old, table])[-agreement.MOST_POSITIONS :]
         known.table = table
         after = (table == 0).mean(axis=0)

@@ -72,7 +72,7 @@ class DriverPool:
         return self.holds_graphs and isinstance(driver, GraphedDriver)
 
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
-        """Bytes per device that any one driver takes over from earlier calls: one of them runs the call."""
+        """Bytes per device that a call reuses from earlier calls, whichever driver runs it."""
         found: Counter[str] = Counter()
         for driver in self.drivers.values():
             if not self._holds(driver):
@@ -80,7 +80,7 @@ class DriverPool:
         return found
 
     def release_unused(self, request: GenerationRequest) -> None:
-        """Release the memory that the call does not go on with."""
+        """Release the memory that the call does not reuse."""
         for driver in self.drivers.values():
             if self._holds(driver):
                 driver.release()

@@ -1,1 +1,1 @@
-"""Checks before any long work: models, devices, memory, and what each model can run as."""
+"""Checks before any long work: models, devices, memory, and the ways in which each model can run."""

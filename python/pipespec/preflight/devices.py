@@ -1,4 +1,4 @@
-"""Devices: what there is, and what ``device=`` requests."""
+"""The devices of the machine, and those that ``device=`` requests."""
 
 from __future__ import annotations
 

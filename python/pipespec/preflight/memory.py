@@ -1,7 +1,7 @@
-"""Memory: what the stages of a chain need on each device, and whether it is there.
+"""Memory: the need of a chain's stages on each device, and a comparison with the memory of the device.
 
 The rule: weights, exactly; caches, exactly (:meth:`pipespec.engine.cache.RowCache.bytes_for`); an upper bound of the activations of one
-forward; :data:`HEADROOM` per stage. Not in it is the packed copy of the native form: no stage needs it, see
+forward; :data:`HEADROOM` per stage. The packed copy of the native form does not count, because no stage depends on it, see
 :class:`pipespec.engine.native.NativeForm`.
 """
 
@@ -92,7 +92,7 @@ class Estimate:
     def check(self, facts: Sequence[DeviceFacts]) -> None:
         """Compare with the memory of the devices.
 
-        A GPU has what is free. On a CPU other programs may give memory back: a need above the total is refused, a need above what is free
+        On a GPU the free memory counts. On a CPU other programs may release memory: a need above the total is refused, a need above the free memory
         is a ``RuntimeWarning``.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Support: what a model can run as. In this process, in a worker process, in captured steps."""
+"""Support: whether a model can run in this process, in a worker process, and in captured steps."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_runnable(models: Sequence[PreTrainedModel]) -> None:
 
 
 def _check_whole(name: str, model: PreTrainedModel) -> None:
-    """A cache is one piece of memory, so all of a model must be on one device, and stay there."""
+    """Raise ``ValueError`` for a model that is not whole on one device. A cache is one piece of memory, so the model must stay there."""
     offloaded, devices, sharded = _Layout.of(model)
     mapped = getattr(model, "hf_device_map", None) or {}
     if len({str(place) for place in mapped.values()}) > 1:

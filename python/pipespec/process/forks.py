@@ -26,7 +26,7 @@ class Lock:
     @classmethod
     def _renew(cls) -> None:
         for lock in cls._all:
-            # This thread's own is taken once more and given back. Another thread's will never be released.
+            # This thread can take and release its own lock again. Another thread's lock will never be released.
             if lock._lock.acquire(blocking=False):
                 lock._lock.release()
             else:

@@ -20,7 +20,7 @@ _CALLS_TIMEOUT_S = 10.0
 
 
 class ProgramEnds(BaseException):
-    """The program ends. It unwinds a call with its cleanup, and does not reach the caller."""
+    """Raised at the end of the program. It unwinds a call with its cleanup, and does not reach the caller."""
 
 
 class _Calls:
@@ -67,7 +67,7 @@ def call() -> Iterator[None]:
     """
     _register()
     calls, thread = _calls, threading.get_ident()
-    # A call from inside of another pipeline's.
+    # A call inside a call of another pipeline.
     if thread in calls.threads:
         yield
         return
@@ -86,7 +86,7 @@ def call() -> Iterator[None]:
 
 
 def check() -> None:
-    """Call it between steps.
+    """Check for the end of the program, between steps.
 
     Raises:
         ProgramEnds: the program ends.

@@ -1,4 +1,4 @@
-"""Errors that a signal handler of the caller raised. They end the call, whatever they interrupted."""
+"""Errors of the caller's signal handlers. They end the call, whatever they interrupted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def from_handler(error: BaseException) -> bool:
     Python calls a handler with the signal's number and the frame that it interrupts. So a frame of a traceback is that of a handler if these
     two are among its arguments, and the frame before it is the interrupted one.
 
-    An error has one that is being handled as its context, even if the two have nothing to do with each other. A caller who tries again
-    within ``except`` handles one meanwhile: a frame that is still running has caught it.
+    Python sets an error that is being handled as the context of a new one, even if the two are unrelated. A caller that tries again within ``except``
+    is still handling the first error: a running frame has caught it.
     """
     running: list[FrameType | None] = [sys._getframe()]
     while running[-1] is not None:
@@ -64,7 +64,7 @@ def pass_on(error: BaseException) -> None:
 
 
 class suppressed(suppress):
-    """As ``contextlib.suppress``, but for errors that a signal handler raised."""
+    """Like ``contextlib.suppress``, except that errors of a signal handler pass."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

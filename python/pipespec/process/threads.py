@@ -1,4 +1,4 @@
-"""torch's number of threads, which is one setting of the whole process, shared between calls that lower it for a while."""
+"""torch's number of threads: one setting of the whole process, which concurrent calls lower for a while."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _has_one = False
 
 
 def set_threads(count: int) -> None:
-    """``torch.set_num_threads``, but for a fork that keeps to one thread."""
+    """``torch.set_num_threads``; a fork that keeps to one thread stays at one."""
     torch.set_num_threads(1 if _has_one else count)
 
 
 def keep_to_one() -> bool:
-    """For a fork: compute with one thread from here on. Return whether the user has set more.
+    """In a fork, compute with one thread from here on. Return whether the user has set more.
 
-    The threads of OpenMP do not survive a fork, and a child that gives them work waits for them for ever. One thread needs none of them.
+    The threads of OpenMP do not survive a fork, and a child that gives them work hangs. A single thread needs none of them.
     """
     global _has_one
     with _lock:

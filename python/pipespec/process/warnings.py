@@ -1,4 +1,4 @@
-"""Where a warning points: at the user's line."""
+"""Warnings that point at the user's line."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _choose(
     """Sample one token for each of ``rows`` from ``logits [B, 1, V]``. ``query_lens`` is 1 for these rows and 0 for the others."""
     fed = torch.zeros(
         (len(query_lens), 1), dtype=torch.int32, device="cpu"
-    )  # no draft tokens: what was fed does not matter
+    )  # no draft tokens, so the fed tokens have no effect
     selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), positions)
     return selected[rows, 0].tolist()
 

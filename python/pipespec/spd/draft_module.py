@@ -393,7 +393,7 @@ class DraftModule(nn.Module):
             raise FileNotFoundError(f"{folder} holds no draft module's weights: there is no {WEIGHTS_FILE} in it")
         try:
             module = cls(config)
-        except Exception as error:  # whatever transformers' constructors make of other values
+        except Exception as error:  # transformers' constructors raise errors of many types for bad values
             pass_on(error)
             raise ValueError(
                 f"{Path(folder) / CONFIG_FILE} is damaged: no module can be built from it ({type(error).__name__}: {error})"

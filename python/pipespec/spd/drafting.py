@@ -1,4 +1,4 @@
-"""The interface of what drafts for a partitioned target."""
+"""The interface of drafters for a partitioned target."""
 
 from __future__ import annotations
 

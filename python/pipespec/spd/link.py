@@ -35,7 +35,7 @@ _GRACE_S = 1.0
 START_S = 300.0
 """Longest time for importing and loading. If a rank ends meanwhile, torchrun ends the others at once."""
 
-_FOREVER = timedelta(days=7)  # gloo's own timeout, which the watchdog replaces
+_FOREVER = timedelta(days=7)  # gloo's own timeout; the watchdog takes its place
 
 _OUTSTANDING = 64
 """Most sends that may be under way."""
@@ -95,7 +95,7 @@ class Watchdog:
     def tell(self, what: str, ended: int | None = None) -> str | None:
         """Publish why this rank ends. Return the cause that another rank has published before, if any.
 
-        ``ended``: a rank whose connection broke. It reads no cause any more.
+        ``ended``: a rank whose connection broke, which reads no cause any more.
         """
         try:
             first: str = self._store.compare_set("failed", "", what).decode()
@@ -167,7 +167,7 @@ def _exit(message: str) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block. A message with half of its bookkeeping would be taken for another one later."""
+    """Delay Ctrl-C until the end of the block. A message whose bookkeeping is incomplete would be confused with a later one."""
     came: list[int] = []
     own = threading.current_thread() is threading.main_thread()  # Ctrl-C interrupts the main thread only
     before = signal.getsignal(signal.SIGINT) if own else None

@@ -191,7 +191,7 @@ class RanksDriver(SpeculativeDriver):
         self._embed = model.get_input_embeddings()
         self._dtype, self._hidden_size = model.dtype, model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
-        self._due: list[tuple[int, int, tuple[int, ...]]] = []  # messages to come: source, tag, shape
+        self._due: list[tuple[int, int, tuple[int, ...]]] = []  # expected messages: source, tag, shape
         self._running = False
         self._chunks = 0  # chunks of the prompt under way
         self._own: torch.Tensor | None = None  # output of the local stage
@@ -500,7 +500,7 @@ class RanksPipeline(BasePipeline):
         """End all ranks. A ``with`` block does so at its end. It waits for a call in another thread, as :meth:`pipespec.Pipeline.close` does."""
         with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
             if self._is_forked:
-                return  # the ranks are the parent's
+                return  # in a fork, the ranks are the parent's
             if self.is_controller and not self._link.broken:
                 for rank in range(1, self._link.world):
                     self._link.send(torch.full((_HEAD,), _CLOSE, dtype=torch.int64), rank, _CONTROL)

@@ -16,7 +16,8 @@ _borrowed: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref
 
 
 class _BorrowedName(str):
-    """``"pipespec"`` in the configuration of a model. A copy or a pickle of it is the model's own name, since no one restores that later."""
+    """``"pipespec"`` in the configuration of a model. A copy or a pickle of it is the name of the model's own attention, because nothing restores
+    that later."""
 
     own: str
 

@@ -137,7 +137,7 @@ class CaptureContext:
         self._block = self._pinned.to(devices.pop()) if len(devices) == 1 else self._pinned
 
     def deactivate_rows(self) -> None:
-        """Make the kernels that run over the block change nothing in it. While no stage runs."""
+        """Empty the block of active rows, so that kernels change nothing in it. While no stage runs."""
         self.shadow.reset([], [], [], [])
         self._block.copy_(self._pinned)
 

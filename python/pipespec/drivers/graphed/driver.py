@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from pipespec.drivers.graphed.capture import CaptureContext, CapturedGraph
 
 _AHEAD = 2
-"""Steps of a draft on a GPU that may be launched and not ended: the next one begins without the host. Likewise of plain decoding and of rounds."""
+"""Largest number of steps of a draft in flight on a GPU, so that the next one begins without the host. It also holds for plain decoding and
+rounds."""
 
 
 def host_reason(request: GenerationRequest, device: str) -> str | None:
@@ -268,7 +269,7 @@ class GraphedDriver(Driver):
         return self._stages[key.launched.stage].buffers.graphs
 
     def _drop_stale_graphs(self) -> None:
-        """Drop graphs over static buffers of another stage that were replaced since."""
+        """Drop graphs over another stage's static buffers that have been replaced."""
         buffers = [buffers for stage in self._stages for buffers in stage.all_buffers()]
         versions = {b.version for b in buffers}
         for graphs in (b.graphs for b in buffers):

@@ -93,7 +93,7 @@ class RoundsDriver(GraphedDriver):
             self._committed(request)
 
     def _round(self, ports: dict[StageStep, HostPort]) -> Action:
-        """Run one round. Returns what the target's step was."""
+        """Run one round. Returns the action of the target's step."""
         action = Action.IDLE
         for step in round_steps(self.config):
             if step.stage in self.failed_drafts:
@@ -141,7 +141,7 @@ class HostPort:
         self._policy = lookahead, max_draft_tokens
 
     def plan(self) -> Action:
-        """Fill the arrays. Returns what the rows together should do."""
+        """Fill the arrays. Returns the combined action of the rows."""
         return self._port.plan(*self._policy, 0)
 
     def commit(self, selected: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""ScheduledChain: runs calls under the native scheduler, and reports its failures in Python's terms."""
+"""ScheduledChain: runs calls under the native scheduler, and turns its failures into Python's exceptions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ScheduledChain:
     def _raise_target_failed(self, cause: str) -> NoReturn:
         target = self._block.target
         error = self.errors.get(target)
-        # KeyboardInterrupt and SystemExit pass as they are.
+        # KeyboardInterrupt and SystemExit pass unchanged.
         if error is not None and not isinstance(error, Exception):
             raise error
         if error is not None:

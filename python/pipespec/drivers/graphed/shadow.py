@@ -39,7 +39,7 @@ class PinnedMemory:
         self.remap(1)
 
     def remap(self, size: int | None = None) -> None:
-        """Provide at least ``size`` bytes of any content, at the same address if there are as many already."""
+        """Provide at least ``size`` bytes of any content, at the same address if the memory is large enough."""
         if size is None or size <= self.tensor.numel():
             return
         # Later calls write it outside of inference mode.

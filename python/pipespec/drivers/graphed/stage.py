@@ -32,8 +32,8 @@ _versions = itertools.count()
 class GraphedStage(Stage):
     """A stage with static buffers. The attention of its model must be ``"pipespec"``.
 
-    For each number of rows it keeps one set of buffers, the last few of them; capacities are powers of two. A cache that the caller passes is
-    copied from and to. :meth:`step` remains for calls that need the host.
+    It keeps one set of buffers for each of the last few numbers of rows. Capacities are powers of two. A cache of the caller is copied in, and copied
+    out after the call. :meth:`step` remains for calls that need the host.
 
     Args:
         model: The model.
@@ -81,7 +81,7 @@ class GraphedStage(Stage):
         return list(self._buffers.values())
 
     def prepare(self, inputs: StageInputs) -> StaticBuffers:
-        """Set up the static buffers of a call, those of an earlier call where they fit. :meth:`prefill` comes next."""
+        """Set up the static buffers of a call, or reuse those of an earlier call that fit. :meth:`prefill` comes next."""
         rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
         self._fit_vocabulary(inputs.vocabulary)
         self._scored = inputs.vocabulary
@@ -134,7 +134,7 @@ class GraphedStage(Stage):
     # ---- the text that the cache holds
 
     def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
-        # After a failed prepare(), this one raises its error once more.
+        # After a failed prepare(), this call raises the same error.
         if self._current is None:
             with torch.inference_mode(False), torch.no_grad():
                 self.prepare(inputs)

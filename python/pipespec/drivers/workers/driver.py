@@ -76,11 +76,11 @@ class _Worker:
         fds = [theirs.fileno(), memory.fd, block.memory.fd]
         if trace is not None:
             fds.append(trace.memory.fd)
-        # A stopped worker reads nothing, and prompts larger than the socket's buffer must not block the caller for ever.
+        # A stopped worker reads nothing, and prompts larger than the socket's buffer must not block the caller.
         timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self.conn = Connection(ours.detach())
-        _open_workers.add(self)  # before the start: another thread may fork meanwhile
+        _open_workers.add(self)  # before the start, because another thread may fork
         with theirs:
             # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
             self.process = template.start(fds, fork=weights.device.type == "cpu")
@@ -113,7 +113,7 @@ class _Worker:
         return self.process.poll() is not None
 
     def exit_reason(self) -> str:
-        """The worker's last error, or else how its process ended."""
+        """The worker's last error, or else the exit status of its process."""
         code = self.process.wait()
         self.receive_sent()
         if self.last_error is not None:
@@ -128,7 +128,7 @@ class _Worker:
         try:
             self.busy = call.generation
             self.conn.send(call)
-        except BaseException as error:  # it is dead already, or has half of the message
+        except BaseException as error:  # the worker is dead, or has half of the message
             self.process.kill()
             self.process.wait()
             if not isinstance(error, OSError) or from_handler(error):
@@ -144,7 +144,7 @@ class _Worker:
             self.busy = 0
 
     def receive_sent(self) -> None:
-        """Take in what the worker has sent, without waiting for more."""
+        """Receive the messages that the worker has sent, without waiting for more."""
         with suppressed(EOFError, OSError):
             while self.last_error is None and self.conn.poll(0):
                 self._receive()
@@ -241,19 +241,19 @@ class WorkersDriver(Driver):
         return failures
 
     def _begin(self, request: GenerationRequest) -> None:
-        """Start the generation in every worker that is there or can be started."""
+        """Start the generation in every worker that runs or can be started."""
         for i, worker in list(self._workers.items()):
             if not worker.await_idle():
                 cause = worker.exit_reason() if worker.is_dead() or worker.last_error else "it did not answer"
                 worker.kill()
                 del self._workers[i]
-                if self.block.is_alive(i):  # else the user has been warned
+                if self.block.is_alive(i):  # otherwise the user has been warned
                     self._lost(i, f"has ended since the last call ({cause}); it is started again")
         for i, failure in self._start_missing().items():
             self._lost(i, f"is missing, this call continues without it: {failure}")
         self._prepare(request)
         self._generation = self._generation % (2**31) + 1
-        # The drafts' own parameters travel beside it, and only the target continues padding.
+        # The drafts' own parameters are sent separately, and only the target continues padding.
         inputs = replace(request.inputs, sampling_params=SamplingParams(), right_padding=None)
         call = WorkerCall(self._generation, inputs, request.draft_sampling_params)
         self._open_lookahead()
@@ -263,7 +263,7 @@ class WorkersDriver(Driver):
         self._drop_dead()
 
     def _drop_dead(self) -> None:
-        """Go on without the workers that have ended. The user is warned once for each."""
+        """Continue without the workers that have ended. The user is warned once for each."""
         for i, worker in self._workers.items():
             if worker.is_dead() and self.block.is_alive(i):
                 self._lost(
@@ -363,7 +363,7 @@ class WorkersDriver(Driver):
         if action == Action.WAIT and config.decode_meanwhile:
             return self._target.step(0, 0)
         if action == Action.WAIT:
-            # Wait for the time that the missing draft tokens should take, with some slack. Then verify what there is.
+            # Wait for the time that the missing draft tokens should take, with some slack. Then verify the available ones.
             patience = int(PATIENCE * config.min_draft_tokens * self.block.step_ns(upstream))
             deadline = time.perf_counter_ns() + patience
             while action == Action.WAIT:
@@ -385,7 +385,7 @@ _open_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 
 def _leave_workers() -> None:
-    """In a fork of the caller: the workers are its parent's. To the fork they have ended."""
+    """In a fork of the caller, the workers are its parent's. For the fork they have ended."""
     for worker in _open_workers:
         worker.conn.close()
 

@@ -29,8 +29,8 @@ _ORPHAN_CHECK_NS = 500_000_000
 NICE = 5
 """Added to the niceness of a draft, whose priority is lower than the target's.
 
-A target that wakes up then takes its core at once. Between equals it waits for the end of a time slice.
-Where stages outnumber cores, the drafts share what the target leaves.
+So a target that wakes up takes its core at once. With equal priorities it would wait for the end of a time slice. If stages outnumber cores, the
+drafts share the time that the target leaves.
 """
 
 
@@ -108,7 +108,7 @@ def _take_part(stage: Stage, call: WorkerCall, conn: Connection, parent: int) ->
 
 
 def main(conn_fd: int, *memory_fds: int, parent: int | None = None) -> NoReturn:
-    """Be a worker until the caller closes the socket or the parent ends.
+    """Run the worker until the caller closes the socket or the parent ends.
 
     Args:
         conn_fd: Socket to the caller, which sends a :class:`Setup` and then a :class:`WorkerCall` for each call.
@@ -128,5 +128,5 @@ def main(conn_fd: int, *memory_fds: int, parent: int | None = None) -> NoReturn:
         with suppress(ConnectionError):
             conn.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
         status = 1
-    # At once: the interpreter needs a second to shut down with torch, and no state is to be saved.
+    # At once: with torch, the interpreter needs a second to shut down, and there is no state to save.
     os._exit(status)

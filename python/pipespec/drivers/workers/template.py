@@ -1,7 +1,7 @@
 """Worker processes as forks of one template process, which imports torch and transformers only once.
 
-The template is a plain command: multiprocessing's spawn would run an unguarded script of the user again. It has one thread, runs no
-torch operation and makes no CUDA call, so that its forks may do both. It ends with the process that started it. Where a fork is not
+The template is a plain command: multiprocessing's spawn would run an unguarded script of the user again. It has one thread, runs no torch operation
+    and makes no CUDA call, so that its forks can use torch and CUDA. It ends with the process that started it. Where a fork is not
 possible, each worker is a plain command and does the imports itself.
 """
 
@@ -87,7 +87,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class _Request:
-    """Request for one worker. Its file descriptors travel beside it: status pipe, directory, stdout, stderr, arguments of ``main``."""
+    """Request for one worker. Its file descriptors are sent with it: status pipe, directory, stdout, stderr, arguments of ``main``."""
 
     environment: dict[str, str]
     affinity: set[int]
@@ -150,7 +150,7 @@ class ForkedProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end of the process. Raises ``subprocess.TimeoutExpired``."""
         if self.returncode is None and os.getpid() != self._caller:
-            self.returncode = 0  # as Popen's: a fork of the caller has no children
+            self.returncode = 0  # like Popen: a fork of the caller has no children
         if self.returncode is None:
             if not _readable([self._pidfd], timeout):
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0)
@@ -203,7 +203,7 @@ def _end_templates() -> None:
 
 
 def _leave_templates() -> None:
-    """In a fork of the caller: the templates are its parent's, who alone may talk to them and close them."""
+    """In a fork of the caller, the templates are its parent's. Only the parent may send to them and close them."""
     for template in _templates:
         template.close()
         template.process.returncode = 0
@@ -243,7 +243,7 @@ def _is_open(fd: int) -> bool:
 
 
 def _readable(fds: Sequence[int], timeout: float | None) -> list[int]:
-    """Wait up to ``timeout`` seconds until some of ``fds`` are readable or at their end, and return these."""
+    """Wait up to ``timeout`` seconds until some of ``fds`` are readable or closed, and return these."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -18,7 +18,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The layout of a model's tensors in shared memory. Picklable; the memory itself travels as a file descriptor.
+    """The layout of a model's tensors in shared memory. Picklable; the memory itself is sent as a file descriptor.
 
     Attributes:
         model_class: Class of the model.
@@ -99,7 +99,7 @@ def share(model: PreTrainedModel) -> tuple[SharedWeights, SharedMemory]:
         ):
             return known
     weights = SharedWeights.describe(model)
-    # A fork of this process reads the weights that it shares, as its own workers do.
+    # A fork of this process and its own workers only read the shared weights.
     memory = SharedMemory.create(weights.size, "pipespec-weights", copied_by_forks=False)
     weights.store(model, memory)
     _shared[model] = weights, memory
