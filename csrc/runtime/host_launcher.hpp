@@ -40,7 +40,7 @@ class HostLauncher final : public Launcher {
   using Widths = std::vector<std::uint32_t>;
 
   // `block` outlives the launcher, and the caller resets it. There is one model and one list of
-  // widths per stage (an empty list: the stage's steps are part of another's). `mirrored`: the
+  // widths per stage (an empty list: the stage's steps are part of another's). `shadowed`: the
   // scheduler sees a copy of the block that is as late as a GPU's. Throws std::invalid_argument.
   HostLauncher(void* block, std::vector<Model> models, std::vector<Widths> widths, bool shadowed);
   ~HostLauncher() override;

@@ -51,11 +51,11 @@ def _notifying_reader(generate: Callable[..., Any]) -> Callable[..., Any]:
     """Pass the error of a failed call to its streamer. ``__wrapped__`` is the function without that."""
 
     @functools.wraps(generate)
-    def tell(*args: Any, **kwargs: Any) -> Any:
+    def notifying(*args: Any, **kwargs: Any) -> Any:
         with notify_reader_of_failure(kwargs.get("streamer")):
             return generate(*args, **kwargs)
 
-    return tell
+    return notifying
 
 
 class BasePipeline:
