@@ -33,7 +33,8 @@ namespace pipespec {
 
 enum class Schedule : std::int32_t { kStreams = 0, kLockstep = 1 };
 
-// The numbers of Policy in drivers/base.py; they may change between any two steps.
+// The numbers of SpeculationConfig (python/pipespec/config.py) that may change between any two
+// steps.
 struct ChainPolicy {
   std::vector<std::uint32_t> lookahead;  // per draft; 0: it rests
   std::uint32_t min_draft_tokens = 0;    // draft tokens that the target waits for
