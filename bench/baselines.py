@@ -151,7 +151,7 @@ class _Board:
     def __init__(self, stages: int, capacity: int, context: Any) -> None:
         self.stages, self.capacity = stages, capacity
         self.lock = context.Lock()
-        # One semaphore per stage: a condition would wait for ever for a sleeping process that was killed.
+        # One semaphore per stage: a condition would wait without an end for a sleeping process that was killed.
         self.bells = [context.Semaphore(0) for _ in range(stages)]
         self.words = context.RawArray(ctypes.c_int64, 7 + 6 * stages)
         # The prompt lies behind the texts of the stages.
@@ -397,7 +397,7 @@ class Asynchronous:
             board.words[_Board.CALL] += 1
             board.notify()
         out = self._player.play(eos)
-        self._wait(self._all_idle)  # otherwise a draft could mistake the next call for this one
+        self._wait(self._all_idle)  # otherwise a draft could confuse the next call with this one
         return out
 
     def counts(self) -> list[tuple[int, int, int]]:

@@ -34,7 +34,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 CONTEXTS = (1024, 8192, 32768)
 QUICK = [(1, 1, 8192), (1, 5, 1024), (1, 5, 8192), (1, 5, 32768), (16, 5, 8192), (64, 5, 8192)]
 CPU_SHAPES = list(itertools.product((1, 4), (1, 5), (256, 1024)))
-MOST_CHECKED = 1 << 17  # keys in all rows: torch's way takes a lot of memory
+MOST_CHECKED = 1 << 17  # keys in all rows: torch's form takes a lot of memory
 
 
 def shapes(device: str, quick: bool) -> list[Shape]:
@@ -68,7 +68,7 @@ def visible(lengths: Tensor, width: int, keys: int) -> Tensor:
 
 
 def flexible(lengths: Tensor, width: int, keys: int) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """FlexAttention for these lengths, made by its first call: where this torch cannot, it is a rival that fails."""
+    """FlexAttention for these lengths, made by its first call. If this torch cannot run it, the rival fails."""
 
     @functools.cache
     def made() -> tuple[Callable[..., Any], Any]:

@@ -77,7 +77,7 @@ class Case:
         angles = torch.randn(POSITIONS, shape.head_dim)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.tokens = torch.randint(0, shape.vocabulary, (1, POSITIONS))
-        # Multiplications and additions of a column: the panels' padding, which these shapes hardly have, included.
+        # Multiplications and additions of a column, with the panels' padding, which is small in these shapes.
         self.flop = self.decoder.nbytes * 8 // self.decoder.weight_bits * 2
 
     def step(self, columns: int, length: int, threads: int, keep: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def measure(case: Case, columns: int, length: int, threads: int, repeats: int) -
     memory = torch.zeros(size, dtype=torch.uint8)
     steps: list[float] = []
     reads: list[float] = []
-    # Some of each in a row, of which the first finds the other's bytes in the caches.
+    # Some of each one after the other. The first of them finds the other's bytes in the caches.
     for _ in range(repeats):
         steps += [seconds(case.step, columns, length, threads, columns) for _ in range(IN_A_ROW)][1:]
         reads += [seconds(_native.read_bandwidth_probe, memory.data_ptr(), size, threads) for _ in range(IN_A_ROW)][1:]

@@ -131,7 +131,7 @@ class DeviceComparison(SpeedComparison):
 
     def start(self, ids: torch.Tensor, *keys: str) -> None:
         if self._slow_alone and not keys:
-            # A compiler that has the process to itself begins at once: the reference can be measured in what it leaves.
+            # A compiler without rivals begins at once. The reference is measured in the time that it leaves.
             super().start(ids, *(contender.key for contender in self.contenders if contender.slow))
         super().start(ids, *keys)
 
@@ -148,7 +148,7 @@ class DeviceComparison(SpeedComparison):
     def measure_first_token(self, texts: Sequence[torch.Tensor]) -> None:
         """Measure the seconds of a call for one token: the prompt's forward and the fixed costs of a call, median over ``texts``.
 
-        The first call behind each start is left out, as a call of another length may allocate.
+        The first call after each start does not count, because a call of another length may allocate.
         """
         for done, contender in enumerate(self.active):
             if self.elapsed > self.limit:
@@ -217,7 +217,7 @@ class DeviceComparison(SpeedComparison):
                 continue
             texts = self.runs[result.key].values()
             read = sum(self.bytes[stage.name] * stage.steps for text in texts for stage in text.stages)
-            # No bytes: the row does not tell its forwards.
+            # No bytes: the row does not report its forwards.
             result.weights_of_copy = read / sum(text.seconds for text in texts) / self.rate if read else None
             result.of_floor = result.tokens_per_second / self.floor
             if result.key in self.counted:
@@ -260,7 +260,7 @@ def _total(calls: dict[str, int], names: set[str]) -> int:
 
 
 def read_bytes_per_second(threads: int) -> float:
-    """Rate of a plain read of memory that no cache holds, on the CPU: the median of nine."""
+    """Rate of a plain read of uncached memory on the CPU: the median of nine."""
     size = max(256 << 20, 4 * last_level_cache_bytes())
     buffer = torch.ones(size, dtype=torch.uint8)
     times = [seconds(_native.read_bandwidth_probe, buffer.data_ptr(), size, threads) for _ in range(10)]
@@ -312,7 +312,7 @@ def verdict(results: Sequence[Measurement]) -> list[str]:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """What was measured, and on what."""
+    """The measured workload, and the machine."""
     info, run = record["machine"], record["run"]
     where = info.get("gpu") or f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads"
     sampled = run["sampling"]

@@ -6,8 +6,7 @@ One layer with the heads of Llama-3-8B (8 of keys, 128 dimensions), storage of `
 * ``kv_gather``: all rows to other places, nearly ``S`` tokens each; against ``index_select`` and a copy back;
 * ``kv_compact``: ``Q`` tokens of each row to other places; against an indexed read and an indexed assignment.
 
-The indices for torch are made beforehand. Storage is small where its size changes nothing: what is not touched is not
-in a cache either, and must not make the rest look cold.
+The indices for torch are made beforehand. Storage is small where its size has no effect: untouched storage must not push the rest out of the caches.
 
 On a GPU in bfloat16; on the CPU in float32 with small shapes, where ours is plain torch, row by row. Bytes: what is moved,
 read once and written once.
@@ -29,7 +28,7 @@ from pipespec_kernels import ops
 
 
 class Layer(NamedTuple):
-    """Storage ``[B, Hkv, S, D]``, and what is to be done with it."""
+    """Storage ``[B, Hkv, S, D]``, and the arguments of the moves."""
 
     keys: Tensor
     values: Tensor
@@ -70,7 +69,7 @@ def ours(op: str, x: Layer) -> None:
 
 
 def eager(op: str, x: Layer) -> None:
-    """Torch's own way."""
+    """The same in plain torch."""
     for cache, new in ((x.keys, x.new_keys), (x.values, x.new_values)):
         if op == "kv_append":
             cache[x.own, :, x.columns] = new.transpose(1, 2)
@@ -81,7 +80,7 @@ def eager(op: str, x: Layer) -> None:
 
 
 def check(op: str, x: Layer) -> None:
-    """Both do the same to what counts."""
+    """Check that both change the rows' tokens in the same way."""
     mine, theirs = (x._replace(keys=x.keys.clone(), values=x.values.clone()) for _ in range(2))
     ours(op, mine)
     eager(op, theirs)

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     record: dict[str, Any] = {"machine": provenance(), "load_average_after": ()}
     run, block = (_survey, _survey_block) if args.what == "survey" else (_auto, _auto_block)
-    # The models are profiled now. A stored profile may be of a time when the machine was busier.
+    # The models are profiled now, because a stored profile may come from a busier time.
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         os.environ["PIPESPEC_CACHE"] = folder
         with working("loading the models"):
@@ -133,7 +133,7 @@ def _auto_block(record: dict[str, Any]) -> str:
 
 
 class _Progress:
-    """Says where the work is, at most every ten seconds."""
+    """Reports the progress, at most every ten seconds."""
 
     last = 0.0
 
@@ -269,7 +269,7 @@ def _scenario(
                 assert auto.report is not None
                 tokens = auto.report.tokens
                 decisions.append([auto.report.schedule, *(auto.report.decisions or ())])
-            seconds = time.perf_counter() - began  # what a caller waits for, learning included
+            seconds = time.perf_counter() - began  # the time that a caller waits, learning included
             identical &= torch.equal(text, texts.setdefault(id(ids), text))
             return tokens, seconds
 

@@ -1,4 +1,4 @@
-"""How fast is the ratio test? ``python -m bench.bench_rejection_sample [--device cuda] [--quick] [--json FILE]``
+"""How fast is rejection sampling? ``python -m bench.bench_rejection_sample [--device cuda] [--quick] [--json FILE]``
 
 ``rejection_sample`` with a drawn draft token in every column but the first, against the same in torch: two softmaxes in float32,
 the test, and a draw from the residual for the one column of each row that needs it; on a GPU also FlashInfer's
@@ -21,7 +21,7 @@ from pipespec_kernels.noise import DRAFT, Noise
 def eager(
     logits: torch.Tensor, draft: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Torch's own way for rows that are fed full width, all but the first token draft tokens."""
+    """Rejection sampling in plain torch, for rows of full width in which all tokens but the first are draft tokens."""
     p = torch.softmax(logits.float() * scale[:, None, None], -1)
     q = torch.softmax(draft.float() * scale[:, None, None], -1)
     draft_tokens = tokens[:, 1:, None]
@@ -32,7 +32,7 @@ def eager(
     accepted = (torch.rand_like(p_draft_token) * q_draft_token < p_draft_token).int().cumprod(1).sum(1)
     here = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     residual = (p.gather(1, here) - q.gather(1, here)).clamp(min=0)[:, 0]
-    # Behind the last draft token there is no q; nor where nothing is left.
+    # Without q: behind the last draft token, and where the residual is empty.
     whole = (accepted == tokens.shape[1] - 1)[:, None] | (residual.sum(-1, keepdim=True) <= 0)
     residual = torch.where(whole, p.gather(1, here)[:, 0], residual)
     drawn = (residual / torch.empty_like(residual).exponential_()).argmax(-1)

@@ -34,7 +34,7 @@ _USUAL = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "top_k":
 
 @dataclass
 class SamplingRow:
-    """A way to choose tokens, and what it took: per pipeline and repeat seconds and tokens of all prompts."""
+    """A way to choose tokens, and its measurements: per pipeline and repeat the seconds and tokens of all prompts."""
 
     name: str
     arguments: dict[str, Any]
@@ -44,7 +44,7 @@ class SamplingRow:
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
-    differ: int = 0  # texts that are not those of the other way, or of the target alone: near-ties
+    differ: int = 0  # number of texts that differ from the other path or from the target alone, by near-ties
 
     def rate(self, which: str) -> float:
         return statistics.median(t / s for t, s in zip(self.tokens[which], self.seconds[which], strict=True))

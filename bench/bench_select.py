@@ -21,7 +21,7 @@ def race(logits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def multinomial(logits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The same as samplers in torch do it on the CPU."""
+    """A draw in every column as samplers in torch do it on the CPU."""
     p = torch.softmax(logits.float() * scale[:, None, None], -1)
     return torch.multinomial(p.flatten(0, 1), 1).view(logits.shape[:2])
 

@@ -4,7 +4,7 @@ Measure and write the results::
 
     python -m bench.bench_spd --json bench/results/spd.json --docs docs/spd.md
 
-The bundled target in stages, on held-out prompts, greedily, in fp32; every drafter there is, in one process with all cores, and on
+The bundled target in stages, on held-out prompts, greedily, in fp32; every drafter, in one process with all cores, and on
 ranks (torchrun, gloo) with one thread each. ``--quick`` shows that it runs. Plain decoding is our own (``schedule="plain"``), which is
 faster than ``generate()``; a row of ranks is compared with as many threads as it has ranks, at most one per core.
 
@@ -219,7 +219,7 @@ def row(
     cost = max(0.0, calibrated.decoding / calibrated.cycles - step / n)
     simulated = together = parallel = None
     if not setting.ranks:
-        # Equal stages: the last one runs in no other cycles than those that decide on a token.
+        # The stages are equal. The last one runs exactly in the cycles that verify a token.
         stage = median(c.last_stage_seconds / c.decided for c in repeats)
         draft = median(c.phases["draft"] / c.cycles for c in repeats)
         fixed = median((c.phases["verify"] + c.phases["other"]) / c.cycles for c in repeats)

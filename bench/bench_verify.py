@@ -19,7 +19,7 @@ from pipespec_kernels.noise import Noise
 
 
 def eager(choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
-    """Verification in torch for rows that are fed full width, all but the first token draft tokens."""
+    """Verification in plain torch, for rows of full width in which all tokens but the first are draft tokens."""
 
     def verify(logits: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         choice = choose(logits, scale)

@@ -2,8 +2,8 @@
 
 One pipeline with captured rounds generates the same text again and again; each step replays its graph. Tokens, keys and values of all layers are compared
 bit by bit with the first run alone: again alone; while graphs of other models run in another thread; after torch's cuBLAS work spaces are cleared, the
-allocator's free memory is returned, and that memory is allocated and filled with something else; and with all of it at once. What was filled in is
-compared, too: a graph that keeps an address of memory that is no longer its own may compute the right bits and overwrite another's.
+allocator's free memory is returned, and that memory is allocated and filled with something else; and with all of it at once. The filled memory is
+compared, too: a graph that keeps the address of memory that it no longer owns may compute the right bits and overwrite another owner's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEW_TOKENS, ROUND = 40, 5
 """Of each run; most tokens of a round."""
 
 JUNK_BYTES = 6 << 30
-"""Filled with a pattern that is no sensible number in any dtype of a model."""
+"""The fill pattern: no plausible number in any dtype of a model."""
 
 _PATTERN = 0x7F
 
@@ -110,7 +110,7 @@ class Corruption:
             self._compare(figures, "beside", self.runs)
 
     def after_clearing(self, figures: Figures) -> None:
-        """Behind a release of everything that torch believes to be unused."""
+        """After a release of all memory that torch counts as unused."""
         self._clear()
         self._compare(figures, "after_clearing", self.runs)
         self._check_junk(figures)
@@ -124,7 +124,7 @@ class Corruption:
                 self._check_junk(figures)
 
     def _check_junk(self, figures: Figures) -> None:
-        """Whether all pieces of memory that were filled are as they were. Lets go of them."""
+        """Whether all filled pieces of memory are unchanged. Releases them."""
         overwritten = sum(bool((piece != _PATTERN).any()) for piece in self.junk)
         figure = "corruption.overwritten"
         figures.add(figure, figures.record["figures"].get(figure, 0) + overwritten)

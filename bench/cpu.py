@@ -1,4 +1,4 @@
-"""What the CPU benchmarks of kernels share: timing in turn on cold data, a plain read's bandwidth.
+"""Helpers of the kernels' CPU benchmarks: interleaved timing on cold data, the bandwidth of a plain read.
 
 Our call, a plain vectorised read of as many bytes with the same threads, and the rivals take turns call by call, so that other load
 affects them alike. Times are medians. Every call gets another copy of its inputs, which is cold where the copies exceed the

@@ -123,7 +123,7 @@ def device_for(dry: bool) -> Cuda | Host:
 
 
 def check_captured(pipe: Pipeline, schedule: str) -> None:
-    """Raise unless the last call of ``pipe`` ran as captured steps of ``schedule``: other steps have other figures, and no graph that could be wrong.
+    """Raise unless the last call of ``pipe`` ran as captured steps of ``schedule``: other steps have other figures, and contain no graph to check.
 
     Raises:
         RuntimeError: Says what ran instead, and why.

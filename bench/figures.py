@@ -1,4 +1,4 @@
-"""What a part of ``bench.gpu_check`` writes: named figures, section by section, so that a failed section costs only itself.
+"""The output of a part of ``bench.gpu_check``: named figures, section by section, so that a failed section affects only itself.
 
 The file has ``figures`` (name to number, see ``bench/predictions``), ``details``, ``errors`` by section, and ``left_out`` with reasons. It is written after each section.
 """
@@ -98,10 +98,10 @@ class Figures:
 
 
 def _fault() -> None:
-    """What :data:`FAULT` asks for."""
+    """Cause the fault that :data:`FAULT` names."""
     fault = os.environ.get(FAULT)
     if fault == "hang":
-        # As a driver that never returns: Ctrl-C is not heard.
+        # Like a driver that never returns: Ctrl-C has no effect.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         print("hanging, as asked", flush=True)
         time.sleep(3600)

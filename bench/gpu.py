@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: timing in CUDA graphs on cold data, a copy's bandwidth, a table.
+"""Helpers of the GPU benchmarks: timing in CUDA graphs on cold data, the bandwidth of a copy, a table.
 
 A call is timed inside a graph that contains it many times, each time on another copy of its inputs. So neither Python nor a
 host launch is part of the time, and the inputs are cold where the copies together exceed twice the L2 cache (``cold`` in the
@@ -131,7 +131,7 @@ def measure(
         if "error" in result:
             print(f"{line}FAILED: {result['error'].splitlines()[0][:120]}", flush=True)
             yield result
-            torch.cuda.empty_cache()  # raises where the error destroyed the context
+            torch.cuda.empty_cache()  # raises if the error has destroyed the context
             continue
         result["cold"] = copies * nbytes >= 2 * properties.L2_cache_size
         result["fraction_of_copy"] = result["gb_per_s"] / copy

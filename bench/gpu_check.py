@@ -6,10 +6,10 @@ generations by planted models of LLaMA's sizes (``bench.bench_generate``), a che
 
 Each part is a process with its own time limit; the results of a failed or stopped part are kept. ``DIR/gpu_check.json`` is written after each
 part, ``DIR/gpu_check.log`` has the output of the parts, ``DIR/rounds.json.gz`` a profile of some twenty rounds for Perfetto, and the table the last lines of failed parts.
-What a part that hangs is doing (:mod:`bench.hang`) stands in the log before it is ended. All parts together end within ``--seconds``. At the end
-the figures stand beside those predicted (:mod:`bench.predicted`). The check runs this source tree, with or without git; native modules that lie in it are
-used where they import, otherwise those of an installed pipespec, and otherwise they are built, for this GPU's architecture alone. Exit status: 0, all
-parts passed; 1, a part failed; 2, there is no GPU.
+Before the check ends a part that hangs, it writes the part's state to the log (:mod:`bench.hang`). All parts together end within ``--seconds``. At
+the end the figures stand beside those predicted (:mod:`bench.predicted`). The check runs this source tree, with or without git; native modules that
+lie in it are used where they import, otherwise those of an installed pipespec, and otherwise they are built, for this GPU's architecture alone. Exit
+status: 0, all parts passed; 1, a part failed; 2, there is no GPU.
 
 ``--dry-run`` walks through the same parts on a CPU with small sizes in minutes: its figures mean nothing.
 """
@@ -247,7 +247,7 @@ def results(part: Part, file: Path) -> dict[str, Any]:
 
 
 def has_passed(part: Part, found: dict[str, Any]) -> bool:
-    """Nothing failed, and there was something to run."""
+    """Whether nothing failed and something ran."""
     if part.kind == "tests":
         tests = found["tests"]
         nothing = 5  # pytest's status where it has collected none
@@ -444,7 +444,7 @@ class Check:
 
     def compare(self) -> None:
         """Set the figures beside the predicted ones, and print them."""
-        with suppress(Exception):  # incomplete results must not cost the others
+        with suppress(Exception):  # incomplete results must not affect the others
             rows = predicted.compare(predicted.load(), predicted.measured(self.record["parts"]))
             self.record["predictions"] = [row._asdict() for row in rows]
             print("\npredicted and measured" + (", on a CPU: only the names mean something" if self.dry else ""))

@@ -1,6 +1,6 @@
-"""What a process that hangs is doing: states, stacks and, where the tools are there, the kernels that run on the GPU.
+"""The state of a process that hangs: thread states, stacks and, if the tools exist, the kernels on the GPU.
 
-Nothing here waits longer than a limit, and nothing fails: each tool that is missing or refuses says so.
+Every wait has a limit, and nothing raises: the output reports each tool that is missing or fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def with_descendants(pid: int) -> list[int]:
-    """``pid`` and all processes that it has started and these have, as far as they live."""
+    """``pid`` and all of its living descendants."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _fields(int(entry.name))) and fields[0] != "Z":
@@ -48,7 +48,7 @@ def with_descendants(pid: int) -> list[int]:
 
 
 def describe(pids: Sequence[int], output: IO[bytes], limit: float) -> None:
-    """Write what ``pids`` do into ``output``, a file opened for appending, within ``limit`` seconds."""
+    """Write the state of ``pids`` to ``output``, a file opened for appending, within ``limit`` seconds."""
     deadline = time.monotonic() + limit
     for pid in pids:
         fields = _fields(pid)
@@ -65,7 +65,7 @@ def describe(pids: Sequence[int], output: IO[bytes], limit: float) -> None:
         commands += [("nvidia-smi", fields, "--format=csv") for fields in (_GPU_FIELDS, _MEMORY_FIELDS)]
     python = [pid for pid in pids if "python" in _read(f"/proc/{pid}/cmdline")][:MOST]
     debugging = [command for command in map(_debug, python) if command]
-    if not debugging and shutil.which("py-spy"):  # both at once would refuse each other
+    if not debugging and shutil.which("py-spy"):  # two debuggers cannot attach at once
         debugging = [("py-spy", "dump", "--native", "--pid", str(pid)) for pid in python]
     commands += debugging
     running: list[tuple[tuple[str, ...], subprocess.Popen[bytes]]] = []

@@ -1,4 +1,4 @@
-"""What benchmarks share: cases, timing, results files and tables in documents."""
+"""Helpers of all benchmarks: cases, timing, results files and tables in documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as contenders: what a user of a CPU could pick instead."""
+"""OpenVINO GenAI as contenders: the alternative for a user of a CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OpenVINOContender(Contender):
         if not workload.is_greedy or workload.family.target.dtype != torch.float32:
             raise ValueError("OpenVINO's rows are greedy and in float32")
         counts = NUM_DRAFT_TOKENS if self.drafts or self._lookup else (None,)
-        # The numbers of threads outside: each one builds the pipeline again.
+        # The outer loop is over the numbers of threads, because each one builds the pipeline again.
         self.settings = [TunedSetting(n, count) for n, count in itertools.product(workload.thread_numbers, counts)]
         self._built: int | None = None
         self._server = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -68,7 +68,7 @@ class OpenVINOContender(Contender):
             num_draft_tokens=self.setting.num_draft_tokens,
             lookup=self._lookup,
         )
-        # It does not tell the number of forwards with draft tokens.
+        # It does not report the number of forwards with draft tokens.
         steps = 0 if self.drafts or self._lookup else len(tokens)
         return GeneratedText(tokens, (StepCounts("target", steps, len(tokens) if steps else 0),))
 

@@ -97,7 +97,7 @@ class Physics:
         per_node = self.device.elapsed_us(graph, self.repeats) / self.nodes
         x.zero_()
         graph()
-        # Each node has added 1: where one overtook the one before, additions are lost.
+        # Each node adds 1. If a node overtook the one before, additions are lost.
         if not bool((x == self.nodes).all()):
             raise RuntimeError(f"{self.nodes} nodes have added {x.min().item():g} to {x.max().item():g}")
         return per_node
@@ -113,7 +113,7 @@ class Physics:
         return self.device.elapsed_us(self._chain(node), self.repeats) / self.nodes
 
     def launches(self, figures: Figures) -> None:
-        """What the launch of a graph costs the host, and how soon one follows the other."""
+        """The host's time for the launch of a graph, and the time between two graphs."""
         x = torch.zeros(BLOCK, device=self.device.name)
         labels = (1, 100, 700, 1300)
         # A dry run has the names of a real one.
@@ -250,7 +250,7 @@ class Physics:
             total = 0
             for name, (wide, out) in sizes.items():
                 nbytes = wide * out * device.dtype.itemsize
-                # That of the output is as large as that of the queries.
+                # The product of the output is as large as that of the queries.
                 total += {"qkv": layers, "q": layers, "gate_up": layers, "down": layers, "head": 1}.get(
                     name, 0
                 ) * nbytes
@@ -342,7 +342,7 @@ class Physics:
                 with torch.cuda.stream(streams[i]):
                     events[i][0].record()
             while any(left.values()):
-                # The one that has done the smaller share is next.
+                # The graph with the smaller share done is next.
                 i = max(left, key=lambda i: left[i] / counts[i])
                 with torch.cuda.stream(streams[i]):
                     graphs[i]()
@@ -376,7 +376,7 @@ def main() -> int:
     options = parser("Costs of a GPU's mechanisms.").parse_args()
     figures = Figures(options.json, options.seconds)
     torch.manual_seed(0)
-    # Each capture collects garbage: what was imported is left alone.
+    # Each capture collects garbage, without the imported modules.
     gc.collect()
     gc.freeze()
     begin = time.monotonic()

@@ -206,7 +206,7 @@ def _seeded(shape: Shape, cycle: Cycle, seed: int, device: torch.device, dtype: 
 
 @dataclass(frozen=True)
 class PlantedFigures:
-    """What a chain does, by :func:`measure`.
+    """Measurements of a chain by :func:`measure`.
 
     ``agreement[i][j]``: share of positions of the target's text at which models i and j choose the same token; ``wander``: share of its
     tokens that are mates; ``flips``: share of positions at which the target, fed the text as a whole, chooses another token than step by
@@ -254,7 +254,7 @@ def random_prompts(vocabulary: int, count: int, tokens: int, seed: int) -> torch
 
 
 def nested(agreement: float | Sequence[float], drafts: int) -> tuple[float, ...]:
-    """Agreement of each draft with the target, smallest first: one number is the smallest's, and each next one halves what is missing.
+    """Agreement of each draft with the target, smallest first: one number is that of the smallest draft, and each next draft halves the disagreement.
 
     Raises ``ValueError`` for a wrong number of them, for one outside of ``LEAST .. 1``, and where a larger draft would agree less.
     """
@@ -284,7 +284,7 @@ def write(model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int) -> to
 
 @torch.no_grad()
 def measure(models: Sequence[LlamaForCausalLM], cycle: Cycle, prompts: torch.Tensor, new_tokens: int) -> PlantedFigures:
-    """What ``models`` choose along the text that the last one writes after ``prompts [n, P]``."""
+    """The choices of ``models`` along the text that the last one generates after ``prompts [n, P]``."""
     texts = write(models[-1], prompts, new_tokens)
     written = texts[:, prompts.shape[1] :]
     choices = []

@@ -1,8 +1,8 @@
-"""What is expected of a GPU before it is measured, and the comparison: ``python -m bench.predicted gpu_check.json``
+"""Predictions for a GPU, made before its measurement, and the comparison: ``python -m bench.predicted gpu_check.json``
 
 ``bench/predictions/*.json`` has ``device`` (what it is for), ``parameters`` (numbers that several predictions rest on, each with its reason in ``why``) and
-``figures``: name, ``value``, ``unit``, and ``formula`` over the parameters or ``why``, or both. A prediction is written before the measurement and is not changed
-behind it. Names are those of :mod:`bench.figures`; of whole generations ``generate.ROW.FIELD``.
+``figures``: name, ``value``, ``unit``, and ``formula`` over the parameters or ``why``, or both. A prediction is written before the measurement and
+    does not change after it. Names are those of :mod:`bench.figures`; of whole generations ``generate.ROW.FIELD``.
 """
 
 from __future__ import annotations

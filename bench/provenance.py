@@ -48,7 +48,7 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
     """The commit checked out in ``folder``, with ``-dirty`` behind it where tracked files differ from it; None without git."""
     try:
         head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True)
-        # bench/results is what benchmarks write: it does not change what they measure.
+        # Benchmarks write bench/results, and do not measure it.
         changes = ["git", "-C", str(folder), "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
         dirty = subprocess.run(changes, capture_output=True, text=True).stdout.strip()
     except OSError:
@@ -57,7 +57,7 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache of the first core; 0 where the system does not tell."""
+    """Size of the largest cache of the first core; 0 if the system does not report it."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()

@@ -1,4 +1,4 @@
-"""Published runs of PipeSpec (arXiv 2505.01572): the table re-derived, what the runs did, and what the simulator predicts.
+"""Published runs of PipeSpec (arXiv 2505.01572): the table re-derived, the behaviour of the runs, and the simulator's predictions.
 
     python -m bench.published_runs FOLDER            print the tables
     python -m bench.published_runs FOLDER --json     the same figures as JSON

@@ -1,6 +1,6 @@
 """A pytest plugin: notes each test when it begins and when it has ended, so that a run that is killed loses nothing.
 
-``pytest -p bench.pytest_notes --notes FILE``; :func:`read` says what there is in such a file. Several processes may append to one file.
+``pytest -p bench.pytest_notes --notes FILE``; :func:`read` reads such a file. Several processes may append to one file.
 
 With ``--claims FOLDER`` several such processes share the tests: each runs those that no other has claimed (see :mod:`bench.pytest_workers`). Behind
 a test that failed it waits for the GPU; where that raises, the context is broken, and the process ends with status :data:`BROKEN`.
@@ -70,7 +70,7 @@ class _Notes:
 
 def _why(report: pytest.TestReport | pytest.CollectReport) -> list[str]:
     lines = report.longreprtext.strip().splitlines()
-    # pytest marks the lines that say what was wrong.
+    # pytest marks the lines of the error.
     return ([line[1:].strip() for line in lines if line.startswith("E ")] or lines[-1:])[:6]
 
 
@@ -92,7 +92,7 @@ class _SharedTests:
             if not self._claim(item.nodeid):
                 continue
             self._failed = False
-            # No next item: which one it will be is not known, so all fixtures end with the test.
+            # The next item is unknown, so all fixtures end with the test.
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             if self._failed and not _gpu_is_well():
                 print(

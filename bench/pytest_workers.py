@@ -1,8 +1,8 @@
 """Tests of a GPU in several processes, each test with a time limit: ``python -m bench.pytest_workers --notes FILE [--workers 6] [--limit 60] -- ARGUMENTS``
 
 ``ARGUMENTS`` are pytest's. A process that ends during a test (crash, broken context of the GPU), or that is ended because a test takes too long, is
-replaced, and the other tests run. What a test that takes too long does is printed first (:mod:`bench.hang`). Exit status: 0, all tests passed; 1, some
-failed or did not run; 5, there were none.
+replaced, and the other tests run. The state of a test that takes too long is printed first (:mod:`bench.hang`). Exit status: 0, all tests passed; 1,
+some failed or did not run; 5, there were none.
 """
 
 from __future__ import annotations

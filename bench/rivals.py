@@ -88,7 +88,7 @@ class PublishedContender(Contender):
 
     @property
     def threads(self) -> int:
-        """Asynchronous: the threads that the draft processes leave."""
+        """CPU threads of the target: those that the asynchronous draft processes leave."""
         threads = self.workload.threads
         return threads if self.visible else max(1, threads - self._draft_threads(threads) * len(self.drafts))
 
@@ -146,7 +146,7 @@ class AttentionIsolation:
 
     @contextmanager
     def of(self, key: str) -> Iterator[None]:
-        """Set what the contender ``key`` left behind; afterwards restore the original implementations."""
+        """Restore the attention that the contender ``key`` used last; afterwards restore the original implementations."""
         self._set(self._own.get(key, self._first))
         try:
             yield

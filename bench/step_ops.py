@@ -1,11 +1,11 @@
 """The operations of a captured step, counted without a GPU: ``python -m bench.step_ops``.
 
-The step runs on torch's meta tensors: they have shapes and dtypes, and no memory. Every operation of torch and every launch of a Triton kernel is
-logged, from the code that a capture runs. So the log shows what a graph would contain, and what a capture would
-refuse: tensors of the host, copies from it, and waits for the device.
+The step runs on torch's meta tensors, which have shapes and dtypes, and no memory. The log has every operation of torch and every launch of a Triton
+kernel in the code that a capture runs. So it shows the content of a graph, and the operations that a capture would refuse: tensors of the host,
+copies from it, and waits for the device.
 
 An operation of torch counts as one launch. Some take more (a product may split its sum), so the counts are lower bounds; views and allocations
-take none. The kernels over the block count, too. What the driver of CUDA makes of a graph is not measured.
+take none. The kernels over the block count, too. CUDA's own optimisation of a graph is not measured.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Counts(NamedTuple):
     Attributes:
         layer: In each layer.
         outside: Outside of the layers.
-        refused: What a capture would refuse, or record with values that no replay renews.
+        refused: Operations that a capture would refuse, or record with values that no replay updates.
     """
 
     layer: Counter[str]
@@ -107,7 +107,7 @@ class OperationLog(TorchDispatchMode):
         self._made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
 
     def end(self) -> None:
-        """Look which tensors stay. While what the step belongs to lives."""
+        """Record the tensors that remain, while the owner of the step lives."""
         gc.collect()
         self.kept = [name for name, made in self._made if made() is not None]
 
@@ -145,7 +145,7 @@ class OperationLog(TorchDispatchMode):
 
 
 class _Port:
-    """What a step uses of a port. The kernels over the block take the log's place."""
+    """The part of a port that a step uses. It logs the kernels over the block instead of launching them."""
 
     def __init__(self, log: OperationLog, rows: int, width: int) -> None:
         self.width, self._log = width, log
@@ -164,7 +164,7 @@ class _Port:
 
 @contextlib.contextmanager
 def without_gpu(log: OperationLog) -> Iterator[None]:
-    """Code takes tensors without memory for those of a GPU. Launches of Triton kernels are logged."""
+    """Make code treat tensors without memory as a GPU's, and log launches of Triton kernels."""
     from triton.runtime.jit import JITFunction
 
     copy_ = torch.Tensor.copy_
@@ -190,7 +190,7 @@ def without_gpu(log: OperationLog) -> Iterator[None]:
             "torch.cuda.is_current_stream_capturing": lambda: False,
             "pipespec_kernels.triton.launch.check_device": lambda device, what: None,
             "pipespec_kernels.triton.launch.multiprocessors": lambda device: _MULTIPROCESSORS,
-            # The calls go the way that they go on a GPU, and not through torch's dispatcher.
+            # The calls take the same path as on a GPU, and not torch's dispatcher.
             "pipespec_kernels.ops.traced": lambda tensor: False,
             "pipespec_kernels.kv.traced": lambda tensor: False,
         }.items():
@@ -200,7 +200,7 @@ def without_gpu(log: OperationLog) -> Iterator[None]:
 
 
 def launches(model: dict[str, Any], layers: int, width: int, sampling: str = "greedy") -> OperationLog:
-    """Log the second step of a stage: what only the first one does (the warm-up) is no part of a graph.
+    """Log the second step of a stage, because work of the first one alone (the warm-up) is not a part of a graph.
 
     Args:
         model: Sizes, as those in :data:`MODELS`.

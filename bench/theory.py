@@ -69,7 +69,7 @@ def _two_stage_rates(
         lookahead=lookahead, width=2 * lookahead, min_draft_tokens=min_draft_tokens, patience=float("inf")
     )
     stages = [StageModel(draft), StageModel([plain, verify])]
-    # As many rejections for each draft as for one with acceptance .8: rejections dominate the noise.
+    # Each setting has as many rejections as one with acceptance .8, because rejections dominate the noise.
     tokens = int(tokens * max(1.0, 0.2 / (1.0 - a)))
     # Different seeds per setting keep the errors of neighbours in a grid independent.
     first = crc32(repr((a, draft, verify, plain, min_draft_tokens, handshake)).encode())

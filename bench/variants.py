@@ -1,8 +1,8 @@
 """Small checks of one GPU: ``python -m bench.variants [--json FILE] [--seconds S] [--dry]``
 
-Operations through both ways in: ``pipespec_kernels.ops`` and the function of ``pipespec_kernels.triton`` behind it must give the same bits, and the
-difference of the host's time is the price of checks and dispatch. A target in stages on one device (SPD), and a target in NF4 where
-bitsandbytes is installed, must give the text of ``generate()``.
+Operations through ``pipespec_kernels.ops`` and through the function of ``pipespec_kernels.triton`` behind it must give the same bits. The difference
+of the host's time is the cost of checks and dispatch. A target in stages on one device (SPD), and a target in NF4 where bitsandbytes is installed,
+must give the text of ``generate()``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Variants:
             figures.section(section.__name__, section)
         return figures.finish()
 
-    # ---- both ways into a kernel
+    # ---- kernels through ops and directly
 
     def both_ways(self, figures: Figures) -> None:
         raw = importlib.import_module("pipespec_kernels.reference" if self.dry else "pipespec_kernels.triton")
@@ -117,7 +117,7 @@ class Variants:
 
 
 def _outputs(call: functools.partial[Any]) -> list[torch.Tensor]:
-    """What the call returns and what it changes, copied."""
+    """Copies of the results of a call and of the arguments that it changes."""
     arguments = [a.clone() if isinstance(a, torch.Tensor) else a for a in call.args]
     returned = call.func(*arguments)
     found = [*arguments] if returned is None else list(returned) if isinstance(returned, tuple) else [returned]

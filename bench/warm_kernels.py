@@ -1,4 +1,5 @@
-"""Compile in parallel what tests and benchmarks would compile one by one: ``python -m bench.warm_kernels [--json FILE] [--seconds S] [--dry]``
+"""Compile in parallel the kernels that tests and benchmarks would compile one by one: ``python -m bench.warm_kernels [--json FILE] [--seconds S]
+[--dry]``
 
 Each job runs a real call once, so Triton's cache on disk has the variants with exactly the arguments that come later: the kernels' benchmarks with
 their quick shapes, and captured pipelines with the layers of the 1B and 8B models, one of each.
@@ -99,7 +100,7 @@ def main() -> int:
                     seconds[name] = round(done.result(), 2)
                     print(f"{seconds[name]:6.1f} s  {name}", flush=True)
                 else:
-                    # What cannot be compiled here fails again where it is measured, with its own message.
+                    # A kernel that does not compile here fails again in its measurement, with its own message.
                     figures.leave_out(name, f"{type(error).__name__}: {error}")
         except TimeoutError:
             figures.leave_out("the rest", "the time was over")

@@ -1,4 +1,4 @@
-"""What the site needs beyond the Markdown files: figures of bench/results, files of the repository's root, and the help of the commands.
+"""Content of the site beyond the Markdown files: figures of bench/results, files of the repository's root, and the help of the commands.
 
 Links in docs/*.md are valid in the repository. On the site a link to a file outside of docs/ leads to the page that shows the file, or becomes plain text.
 """
