@@ -2,8 +2,8 @@
 
 The bundled family on held-out function heads, one at a time. Every row is a way to choose tokens; ``fused`` and ``stepwise`` are the same
 parameters and the same text, once as one threshold and one factor for all positions of a step, once position by position through
-transformers' processors (forced by ``output_scores``). Rows are timed in turn, prompt by prompt, so that other load on the machine meets
-them alike; medians of the repeats. Reported per row:
+transformers' processors (forced by ``output_scores``). Rows take turns prompt by prompt, so that other load on the machine affects them alike;
+medians of the repeats. Reported per row:
 
 * ``tokens/s`` of the chain and of the target alone, and the ratio of the two;
 * ``accepted``: drafts that the target accepted, and how many tokens it got per verification;

@@ -31,7 +31,7 @@ class Cuda:
         return gpu.copy_gb_per_s()
 
     def stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A stream; a lower priority goes first. torch hands out streams of a priority in turn."""
+        """A stream; a lower priority goes first. torch assigns the streams of a priority round-robin."""
         return torch.cuda.Stream(priority=priority)
 
     @contextmanager

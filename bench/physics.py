@@ -324,7 +324,7 @@ class Physics:
     def _times(
         self, graphs: list[Callable[[], object]], streams: list[Any], which: list[int], repeats: list[int] | None = None
     ) -> list[float]:
-        """Microseconds from the first launch of each graph to its last end, the launches of all in turn."""
+        """Microseconds from the first launch of each graph to its last end; the launches of all alternate."""
         counts = repeats or [3, 3]
         if isinstance(self.device, Host):
             return [self.device.elapsed_us(graphs[i], 1) * counts[i] for i in which]

@@ -157,7 +157,7 @@ def _filter(values: Any, batch: int, dtype: torch.dtype, name: str, device: torc
         raise TypeError(f"{name} must be integers, got {values.dtype}")
     if not values.is_cpu and values.device != device:
         raise ValueError(_misplaced(name, values, device))
-    if values.dim() == 0:  # a numpy scalar, say
+    if values.dim() == 0:  # for example a numpy scalar
         values = values.expand(batch)
     if values.shape != (batch,):
         raise ValueError(f"{name} must be a number or [{batch}], got shape {tuple(values.shape)}")

@@ -151,7 +151,7 @@ def _torch() -> dict[str, Any]:
             cuda_available=torch.cuda.is_available(),
             threads=torch.get_num_threads(),
         )
-    except Exception as error:  # a broken torch raises errors of many types; the report must go on
+    except Exception as error:  # a broken torch raises errors of many types; none may stop the report
         facts["error"] = f"{type(error).__name__}: {error}"
     return facts
 

@@ -32,7 +32,7 @@ constexpr int64_t kCoupledMinUnitBytes = 8 << 10;
 
 const SpanKernels* supported(const std::string& name) {
 #if defined(__x86_64__)
-  // The builtin knows the CPU *and* whether the operating system saves the registers (XCR0).
+  // The builtin checks the CPU *and* whether the operating system saves the registers (XCR0).
   if (name == "avx512") {
     const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -249,7 +249,7 @@ class RowTeam {
   const Row* rows_ = nullptr;
   int64_t n_rows_ = 0, parts_ = 1, part_ = 0, group_ = 1;
   std::vector<Packed> best_;
-  Team team_;  // last: helpers may look at the rest
+  Team team_;  // last member: helpers may read the others
 };
 
 // One row of the batch on its way through its draft tokens.

@@ -243,7 +243,7 @@ void CudaLauncher::begin(Notice notice) {
         set_clock(*lane);
       });
     } catch (const std::exception& error) {
-      lane->broken = error.what();  // the other stages begin all the same
+      lane->broken = error.what();  // the other stages begin anyway
     }
   }
 }

@@ -486,7 +486,7 @@ class Reference {
     bool running = false;
     double at = 0.0;       // running: when the step ends; else: no look before
     bool asked = false;    // its request to upstream is not yet acknowledged
-    bool cascade = false;  // has served downstream; goes on once its own request is acknowledged
+    bool cascade = false;  // has served downstream; continues when its own request is acknowledged
     std::vector<std::int32_t> draft_tokens;  // of the running step
     std::size_t same = 0;  // positions known to equal those of the stage downstream
     StageResult result;

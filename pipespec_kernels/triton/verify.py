@@ -173,7 +173,7 @@ def verify(
 
     Row ``r`` was fed ``tokens[r, :query_lens[r]]``, of which the last ``num_draft_tokens[r]`` are draft tokens. With
     ``s = query_lens[r] - 1 - num_draft_tokens[r]``, ``selected[r, j]`` is the choice from ``logits[r, s + j]`` for
-    ``j = 0 .. accepted[r]``; the walk goes on while ``selected[r, j] == tokens[r, s + 1 + j]`` and draft tokens are left.
+    ``j = 0 .. accepted[r]``; the walk continues while ``selected[r, j] == tokens[r, s + 1 + j]`` and draft tokens are left.
 
     A choice is the id of the largest score: of the logit, or with ``noise`` of ``logit * inv_temperature + G`` among the
     logits not below the cutoff. The lowest id wins ties, a NaN is larger than everything and the first one wins, and a

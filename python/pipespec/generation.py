@@ -306,7 +306,7 @@ class Generation:
 
     def finish(self) -> None:
         """Stream the remaining tokens, and stop the clock. After the decoder has run."""
-        # transformers' warning of texts beyond the model's length: at the last length at which it would go on.
+        # transformers' warning of texts beyond the model's length, at the last length from which it would continue.
         reached = min(self._text.input_ids.shape[1] + max(self._text.counts()), int(self._max_length.max_length) - 1)
         self._max_length(self._text.input_ids.new_empty((1, reached)), None)
         if self._stream is not None:
@@ -534,7 +534,7 @@ def _moved(
 
 
 def _cached_texts(cache: Cache | None, counts: Sequence[int]) -> list[np.ndarray]:
-    """Per row int32 ids of the first tokens in a cache, up to ``counts[row]`` of them, as far as they are known."""
+    """Per row int32 ids of the first tokens in a cache, up to ``counts[row]`` of them, without those that are unknown."""
     texts = None
     if isinstance(cache, RowCache):
         texts = cache.text

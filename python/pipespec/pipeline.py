@@ -365,10 +365,10 @@ class Pipeline(BasePipeline):
         drafts: Models or paths, smallest first, all with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same.
         schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
-            ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages in turn in this process. ``"workers"`` runs each draft in a process
-            of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step a
-            captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"auto"`` measures the models once, keeps the profile on
-            disk, and chooses schedule, drafts and numbers for each call.
+            ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
+            process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
+            a captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"auto"`` measures the models once, keeps the profile on disk,
+            and chooses schedule, drafts and numbers for each call.
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: 4 in lockstep, otherwise 8.
         min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``
             and ``"streams"``.

@@ -161,7 +161,7 @@ def test_the_port_is_the_model() -> None:
     assert min(seen.values()) > 20, seen  # everything that can happen has happened
 
 
-@pytest.mark.parametrize("wrong", ["no rollback", "believes anybody", "one draft token more", "own token lost"])
+@pytest.mark.parametrize("wrong", ["no rollback", "follows every neighbour", "one draft token more", "own token lost"])
 def test_a_wrong_model_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong == "no rollback":
         obey = model.Text.obey
@@ -170,7 +170,7 @@ def test_a_wrong_model_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) ->
             "obey",
             lambda self, other: obey(self, other) if len(other) >= len(self.tokens) else None,
         )
-    elif wrong == "believes anybody":
+    elif wrong == "follows every neighbour":
         monkeypatch.setattr(model, "agreement", lambda a, b: min(len(a), len(b)))
     elif wrong == "one draft token more":
         plan = model.Row.plan

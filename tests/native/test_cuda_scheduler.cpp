@@ -182,7 +182,7 @@ class Chain : Runtime, public Models {
   std::shared_ptr<CudaLauncher> launcher_;
 };
 
-// A chain that goes on for a while, with drafts that are always right.
+// A long generation with drafts that are always right.
 struct LongTask : Task {
   LongTask(u32 stages, u32 rows, u64 of, u32 length = 60) : Task(stages, rows, 1, of) {
     truth.eos_rate = 0;

@@ -566,7 +566,7 @@ TEST(eos_at_every_place) {
   check_script(kPrompt, {20, 21, 22, 3, 2, 22}, {9, 2, 3}, 30, kStart + 4);  // a list of ids
   check_script(kPrompt, {20, 21, 22, 23, 2}, {2}, kStart + 5, kStart + 5);   // on the last place
   check_script(kPrompt, {20, 21, 22, 23, 2}, {2}, kStart + 4, kStart + 4);   // just past it
-  check_script({5, 2}, {20, 21, 2}, {2}, 20, 5);   // a prompt that ends in EOS goes on
+  check_script({5, 2}, {20, 21, 2}, {2}, 20, 5);   // a prompt that ends in EOS continues
   check_script({2}, {20, 21, 22, 2}, {2}, 20, 5);  // a prompt that is only EOS
   check_script({2, 2}, {2, 20}, {2}, 20, 3);
   check_script(kPrompt, {20, 21}, {-5}, 20, 20);  // none at all

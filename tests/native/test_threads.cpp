@@ -463,7 +463,8 @@ TEST(parking_ends_with_the_time_and_with_what_rang_before) {
   CHECK(own.park(kForever));
 }
 
-// The stop may come between a stage's look at the generation and its plan(), which notes the bells.
+// The stop may come after a stage has read the generation and before its plan(), which notes the
+// bells.
 TEST(a_stop_ends_the_sleep) {
   fake::BlockMemory memory(2, 1, 16);
   reset(memory.block(), {1}, {1}, {9}, {});

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 
 class Stream:
-    """``torch.cuda.Stream``. torch hands out 32 streams per device and priority in turn: ``getStreamFromPool()`` of c10/cuda/CUDAStream.cpp."""
+    """``torch.cuda.Stream``. torch assigns 32 streams per device and priority round-robin: ``getStreamFromPool()`` of c10/cuda/CUDAStream.cpp."""
 
     numbers: ClassVar = {priority: itertools.cycle(range(32)) for priority in (0, -1)}
 

@@ -37,13 +37,13 @@ from tests.planning.test_planner import captured, chain
 class Machine:
     """Decodes on a clock of its own. ``plain`` and ``drafting`` return the seconds per token at a given time."""
 
-    def __init__(self, plain, drafting, *, believed=None, **more):
+    def __init__(self, plain, drafting, *, predicted=None, **more):
         self.plain, self.drafting = plain, drafting
         self.now = self.tokens = 0
         self.rests = False
         self.rate = MeasuredRate()
         self.steering = CallSteering(
-            self.let_rest, lambda: self.tokens, lambda: self.now, 1 / (believed or plain(0)), self.rate, **more
+            self.let_rest, lambda: self.tokens, lambda: self.now, 1 / (predicted or plain(0)), self.rate, **more
         )
 
     def let_rest(self, rests):
@@ -81,14 +81,14 @@ def test_drafts_that_win_go_on():
 
 
 def test_a_slow_machine_is_not_the_drafts_fault():
-    m = Machine(plain=always(3.0), drafting=always(2.0), believed=1.0)  # three times slower than predicted
+    m = Machine(plain=always(3.0), drafting=always(2.0), predicted=1.0)  # three times slower than predicted
     assert m.run(4000) < 0.05
     assert m.rate.factor == pytest.approx(1 / 3.0)
     assert "back to drafting" in m.steering.decisions[1]
 
 
 def test_plain_decoding_that_is_faster_than_predicted_is_found():
-    m = Machine(plain=always(1.0), drafting=always(1.2), believed=2.0)
+    m = Machine(plain=always(1.0), drafting=always(1.2), predicted=2.0)
     assert m.run(4000) > 0.8
 
 

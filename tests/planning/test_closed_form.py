@@ -107,9 +107,9 @@ def test_the_best_policy_is_a_ceiling_and_is_reached_where_waiting_is_best():
         assert best.rate == pytest.approx(rate, rel=2e-3)
         assert best.threshold == pytest.approx(min_draft_tokens, abs=1)
         assert set(best.actions[: best.threshold]) == {"wait"}
-    dear = bounds.best_policy(0.952, 22.0, 427.0, 120.0)
-    assert dear.rate > max(cf.two_stage(0.952, 22.0, 427.0, 120.0, min_draft_tokens=w).rate for w in range(19))
-    assert set(dear.actions[: dear.threshold]) == {"decode"}
+    expensive = bounds.best_policy(0.952, 22.0, 427.0, 120.0)
+    assert expensive.rate > max(cf.two_stage(0.952, 22.0, 427.0, 120.0, min_draft_tokens=w).rate for w in range(19))
+    assert set(expensive.actions[: expensive.threshold]) == {"decode"}
 
 
 # --- against simulation --------------------------------------------------------------------------------------------

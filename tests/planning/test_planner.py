@@ -374,13 +374,13 @@ def test_wide_captured_steps_cost_what_they_are_padded_to(monkeypatch):
     with monkeypatch.context() as without:
         without.setattr(planner, "columns", lambda candidate, place, width: width)
         assert padded < planner.predict(profile, Answers((0.8,)), streams, CallShape()).rate
-    cheap, dear = (
+    cheap, expensive = (
         plan(captured(chain(1e-3, 1e-2), 1e-3, 5e-3, slope=slope), Answers((0.6,)), captured=EVERY)
         for slope in (0.0, 0.5)
     )
     widest = {c.way: max(c.lookahead, default=0) for c in cheap.candidates}
-    assert all(max(c.lookahead, default=0) <= widest[c.way] for c in dear.candidates if c.captured)
-    rate = {c.way: c.rate for c in dear.candidates}
+    assert all(max(c.lookahead, default=0) <= widest[c.way] for c in expensive.candidates if c.captured)
+    rate = {c.way: c.rate for c in expensive.candidates}
     assert rate["streams"] < max(c.rate for c in cheap.candidates if c.way == "streams")
 
 

@@ -105,7 +105,7 @@ def test_more_stages_than_cores_take_turns():
     for cores, result in ((2, two), (1, one)):
         work = sum(stage.steps * step for stage, step in zip(result.stages, (1.0, 4.0, 10.0), strict=True))
         assert work <= cores * result.seconds * (1 + 1e-9)
-    assert work >= 0.9 * one.seconds  # one core is hardly ever idle
+    assert work >= 0.9 * one.seconds  # one core is rarely idle
     # One shared core equals a device with contention 1.
     assert one.seconds == pytest.approx(run(1.0).seconds)
 
@@ -226,8 +226,8 @@ def test_the_reference_pays_for_its_handshake():
     theirs = [simulate("reference", stages, (0.94,), 20_000, lookahead=look) for look in (0, 3)]
     for result in theirs:  # the verifier idles for a large part of the time
         assert result.stages[-1].busy_s < 0.9 * result.seconds
-    dearer = simulate("reference", stages, (0.94,), 20_000, lookahead=0, handshake_s=2.0)
-    assert dearer.rate < theirs[0].rate
+    slower = simulate("reference", stages, (0.94,), 20_000, lookahead=0, handshake_s=2.0)
+    assert slower.rate < theirs[0].rate
 
 
 def test_the_reference_waits_for_its_lookahead():

@@ -63,7 +63,7 @@ class GenerationRequest:
         eos: Token ids that end a row.
         on_commit: Called after each step of the target with the text so far; what it raises ends the call.
         record: Where the target stores scores and logits.
-        cache: Keys and values that the target goes on with.
+        cache: Keys and values that the target continues.
         returns_cache: Whether the caller gets the target's keys and values after the call.
         converts_cache: Whether the caller gets them in a cache of another class than ``RowCache``.
     """

@@ -17,7 +17,7 @@ from pipespec.errors import DoesNotFit
 from pipespec.process.signals import pass_on
 
 DAMAGE = (SafetensorError, StrictDataclassError, RuntimeError, ArithmeticError, LookupError)
-"""What transformers raises over damaged files. A size of 0 in config.json, say, shows in the arithmetic of a constructor."""
+"""Errors of transformers for damaged files. For example, a size of 0 in config.json fails in the arithmetic of a constructor."""
 
 
 def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:

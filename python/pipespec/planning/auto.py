@@ -551,7 +551,7 @@ class AutoDriver(Decoder):
             self._store()
 
     def _agreement_on(self, text: np.ndarray, first: int, **how: Any) -> np.ndarray | None:
-        """Table of agreement, or None. A model that fails gives a warning, and the call goes on.
+        """Table of agreement, or None. A model that fails gives a warning, and the call continues.
 
         Positions with dynamic RoPE are left out: one forward over all of them gives other logits than decoding.
         """

@@ -167,7 +167,7 @@ class Profiler:
         self._steps.setdefault((stage, place, threads, width), []).append(seconds)
 
     def beside(self, driver: WorkersDriver) -> None:
-        """Measure how much each draft in its worker process and the target slow each other down, at once and alone in turn.
+        """Measure how much each draft in its worker process and the target slow each other down: steps at the same time alternate with steps alone.
 
         Args:
             driver: Of the whole chain.

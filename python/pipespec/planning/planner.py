@@ -229,7 +229,7 @@ def predict(
     def prompt_s(i: int, threads: int) -> float:
         return load * profile.stages[i].prompt_s(call.prompt, threads=threads, **shape)
 
-    # Until the target's first step: stages in one process read their prompts in turn.
+    # Until the target's first step: stages in one process read their prompts one after the other.
     start = sum(prompt_s(i, candidate.threads) for i in (*(() if in_processes else candidate.drafts), target))
     stages = []
     for place, i in enumerate((*candidate.drafts, target)):

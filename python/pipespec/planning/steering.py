@@ -1,7 +1,7 @@
 """Comparison of drafting with plain decoding while a call runs.
 
 The rate of the last tokens is compared with the measured rate of plain decoding. Drafts that lose rest, and plain decoding is measured in the
-same call. If it is no faster, the machine was slow, and the drafts go on. Each rest is longer than the one before, and after a few the
+same call. If it is no faster, the machine was slow, and the drafts continue. Each rest is longer than the one before, and after a few the
 drafts rest to the end of the call.
 """
 
@@ -79,7 +79,7 @@ class CallSteering:
         self._rate_before = 0.0  # with drafts, when they began to rest
 
     def after_step(self) -> None:
-        """Compare, and let the drafts rest or go on."""
+        """Compare, and let the drafts rest or continue."""
         self._steps += 1
         if self._steps % 4:
             return

@@ -322,7 +322,7 @@ class SpeculativeDriver(Decoder):
 
 
 class LocalDriver(SpeculativeDriver):
-    """All stages run in this process, in turn."""
+    """All stages run in this process, one after the other."""
 
     def __init__(self, model: PreTrainedModel, partition: Partition, drafter: Drafter) -> None:
         super().__init__(partition, Verifier.of(model), drafter)

@@ -314,7 +314,7 @@ class Link:
     def failed(self, what: str, ended: int | None = None) -> RankError:
         """Mark the group as broken, publish the cause, and return the error to raise. ``ended``: a rank whose connection broke.
 
-        Rank 0 waits until the others know the cause. They would find a broken connection and no store otherwise.
+        Rank 0 waits until the others have read the cause. Otherwise they would find a broken connection and no store.
         """
         self.broken = True
         cause = self._watchdog.cause

@@ -29,7 +29,7 @@ class SpeculativePipeline(BasePipeline):
 
     The text depends on target, prompt and seed only, and not on the partition, on the drafter or on its failure.
 
-    All stages run in this process, in turn. The text, the acceptance and the times of the parts are those of stages on separate devices;
+    All stages run in this process, one after the other. The text, the acceptance and the times of the parts are those of stages on separate devices;
     the wall-clock time is not. On one device SPD cannot beat plain decoding, since each cycle reads all weights.
 
     Args:

@@ -25,7 +25,7 @@ _DRAFT_PRIORITY = -1
 """Priority of the drafts' streams: their small grids should not queue behind the target's."""
 
 _TORCH_STREAMS = 32
-"""Streams per device and priority from which torch hands them out in turn."""
+"""Number of streams per device and priority. torch assigns them round-robin."""
 
 
 class RecordedStep:

@@ -1,6 +1,6 @@
 """Streams: all stages in one process, each with a C++ thread and steps without Python. On a GPU each step is a captured graph.
 
-On a CPU the stages are threads of this process that call the same steps without capture. That is for tests and for trying things out: the threads share
+On a CPU the stages are threads of this process that call the same steps without capture. That is for tests and experiments: the threads share
 Python's lock and torch's threads, and ``workers`` is faster.
 """
 
