@@ -63,7 +63,7 @@ def texts_of(
     drafts = [models[name] for name in setting.drafts]
     form = {name: options.pop(name) for name in ("exact", "native") if name in options}
     with Pipeline(models["target"], drafts, schedule=setting.schedule, **form) as pipe:
-        pipe.generate(rows[0][None], max_new_tokens=4, do_sample=False)  # packs the weights, starts the processes
+        pipe.generate(rows[0][None], max_new_tokens=4, do_sample=False)  # packs weights and starts processes
         began = time.perf_counter()
         for begin in range(0, len(rows), setting.batch):
             some = rows[begin : begin + setting.batch]

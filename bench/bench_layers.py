@@ -6,8 +6,8 @@ One layer of Llama-3-8B, ``Q`` columns for each of ``B`` rows:
 * ``silu_mul``: gate and up as one tensor, ``I`` numbers of each per column;
 * ``rope_append``: 32 heads of queries and 8 of keys and values from one tensor, rotated and written into storage of ``S`` tokens per row.
 
-The rival is what transformers' modules do, in torch. On a GPU in bfloat16; on the CPU in float32 with small shapes, where ours is plain
-torch, too, but for ``add_rms_norm``.
+The rival is the code of transformers' modules, in torch. On a GPU in bfloat16; on the CPU in float32 with small shapes, where ours is also plain
+torch, except ``add_rms_norm``.
 Bytes: each input read once and each result written once, without weights and tables.
 """
 
@@ -83,7 +83,7 @@ CALLS = {"add_rms_norm": norm_call, "silu_mul": activation_call, "rope_append": 
 
 
 def check(call: Call) -> None:
-    """Both give the same. In 16 bits, a number may be rounded to its neighbour."""
+    """Check that both give the same. In 16 bits, a number may be rounded to its neighbour."""
     mine = [x.clone() for x in call(True)]
     for ours, theirs in zip(mine, call(False), strict=True):
         tolerance = 1e-5 if theirs.dtype is torch.float32 else 2e-2

@@ -1,13 +1,13 @@
-"""What a decoder layer does between its matrix products and its attention, each in one launch on a GPU.
+"""The operations of a decoder layer between its matrix products and its attention, each in one launch on a GPU.
 
-The numbers are rounded where HuggingFace's modules round them, so that a layer made of these operations gives what the modules give, apart
-from the order of sums and, on a GPU, from the last bit of an exponential. Arithmetic is float32 (float64 for float64). A row's result
-depends on the row alone: neither on the batch nor on what else is fed (on a GPU also on whether the tensors are aligned to 16 bytes).
+The numbers are rounded where HuggingFace's modules round them, so a layer made of these operations gives the modules' results, apart from the order
+of sums and, on a GPU, from the last bit of an exponential. Arithmetic is float32 (float64 for float64). A row's result depends only on the row, and
+not on the batch or on other columns (on a GPU also on whether the tensors are aligned to 16 bytes).
 
 Tensors on a GPU go to the Triton kernels. On the CPU :func:`add_rms_norm` of float32 and bfloat16 goes to the native code, whose order of sums
 depends on the instructions in use. The rest goes to torch: other operations and dtypes on the CPU, float64, and heads of more than 256
-dimensions in :func:`rope_append`. (Torch's sum of a row of 32768 elements or more may depend on the batch and the threads.) ``PIPESPEC_OPS`` is
-as for :mod:`pipespec_kernels.ops`, where these functions are found, too. None has a backward pass.
+dimensions in :func:`rope_append`. (Torch's sum of a row of 32768 elements or more may depend on the batch and the threads.) ``PIPESPEC_OPS`` works as
+for :mod:`pipespec_kernels.ops`, which exports these functions, too. None has a backward pass.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def _check_outs(x: Tensor, residual: Tensor | None, out: Tensor | None, residual
 def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = None) -> Tensor:
     """``activation(gate) * up`` of rows that hold the gate and, behind it, the other half (Shazeer, "GLU Variants Improve Transformer", 2020).
 
-    The activation is computed in float32 and rounded to the dtype of ``gate_up``, as is its product with ``up``: what transformers'
-    ``act_fn(gate_proj(x)) * up_proj(x)`` gives for one product with both matrices.
+    The activation is computed in float32 and rounded to the dtype of ``gate_up``, as is its product with ``up``: the result of transformers'
+    ``act_fn(gate_proj(x)) * up_proj(x)``, for one product with both matrices.
 
     Args:
         gate_up: ``[..., 2 * I]``, as ``x`` of :func:`add_rms_norm`.
@@ -299,8 +299,8 @@ def rope_append(
         keys: ``[B, Hkv, Q, D]``, likewise.
         values: like ``keys``.
         cos: ``[P, R]``, the cosines of position ``p`` in row ``p``, in the order of transformers' rotary embeddings and with their scaling; the
-            dtype of ``q`` or float32, contiguous in the last dimension. ``R`` is even, ``2 <= R <= D``. Where angles belong to tokens
-            and not to positions, make a table of these and number its rows by ``positions``.
+            dtype of ``q`` or float32, contiguous in the last dimension. ``R`` is even, ``2 <= R <= D``. If angles belong to tokens and not to
+            positions, make a table of them and give its rows in ``positions``.
         sin: like ``cos``.
         k_cache: as for :func:`kv_append`.
         v_cache: likewise.
@@ -447,7 +447,7 @@ def _rope_append(
 
 
 def _in_tables(lengths: Tensor, n_new: Tensor | None, positions: Tensor | None, width: int, size: int) -> None:
-    """ValueError for a position that is not in the tables; waits for the device."""
+    """Raise ``ValueError`` for a position that is not in the tables. Waits for the device."""
     counts = [width] * len(lengths) if n_new is None else n_new.tolist()
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts, strict=True)):
         if positions is None:
@@ -473,7 +473,7 @@ def _check_rows(x: Any, name: str) -> None:
 
 
 def _check_row_stride(x: Tensor, name: str) -> None:
-    """ValueError unless a view ``[N, H]`` of these rows exists."""
+    """Raise ``ValueError`` unless a view ``[N, H]`` of these rows exists."""
     if x.is_contiguous() or x.numel() == 0:
         return
     _dense(x, name)

@@ -1,8 +1,8 @@
 """``add_rms_norm``: the residual stream of a layer and its RMS norm, in one launch.
 
-A block of threads owns a row. It adds, rounds the sum to the dtype of the tensors, stores it and normalises what it has stored, so
-that two launches would give the same bits. The order of a row's sum depends on the hidden size and the alignment of the tensors:
-neither on the number of rows nor on the place of a row among them. Products and sums are not fused, as they are not in torch.
+A block of threads owns a row. It adds, rounds the sum to the dtype of the tensors, stores it and normalises the stored numbers, so that two launches
+would give the same bits. The order of a row's sum depends on the hidden size and the alignment of the tensors: not on the number of rows or on the
+place of a row among them. As in torch, products and sums are not fused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_AT_ONCE = 16384  # elements of a row that registers hold; longer rows are r
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """What float32 numbers are in ``dtype``, as float32."""
+    """Round float32 numbers to ``dtype``. Returns float32."""
     if INTERPRETED and dtype == tl.bfloat16:
         # The interpreter cuts the low bits off. A NaN must not carry into the exponent.
         bits = x.to(tl.uint32, bitcast=True)
@@ -119,7 +119,7 @@ def add_rms_norm_kernel(
             squares += y * y
             start += BLOCK
         factor = inverse_rms(tl.sum(squares, 0), eps, HIDDEN)
-        tl.debug_barrier()  # what is read back may have been stored by another thread
+        tl.debug_barrier()  # another thread may have stored the elements that are read back
         start = 0
         while start < HIDDEN:
             y = add_part(residual_out_row, residual_row, residual_out_row, start, False, HIDDEN, BLOCK)

@@ -1,7 +1,7 @@
 """``rope_append``: norms of queries and keys, their rotation, and keys and values into storage, in one launch.
 
-A block of threads takes some heads of one column: queries, keys or values. How many depends on the sizes of a head alone, so that a column has
-the same bits whatever is fed with it. Norm and rotation are rounded where HuggingFace's modules round.
+A block of threads takes some heads of one column: queries, keys or values. Their number depends only on the sizes of a head, so that a column has the
+    same bits whatever the other columns are. Norm and rotation are rounded where HuggingFace's modules round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def turn(x, partner, cos, sin, table: tl.constexpr, dtype: tl.constexpr):
     return rounded(rounded(rounded(x * cos, table) + rounded(partner * sin, table), table), dtype)
 
 
-# Not specialised: each value of 1 or multiple of 16 would be a kernel of its own, for nothing.
+# Not specialised: each value of 1 or multiple of 16 would compile a further kernel without a gain.
 @triton.jit(do_not_specialize=["positions_stride_b", "positions_stride_q", "table_size", "width", "capacity"])
 def rope_append_kernel(
     queries,
@@ -162,7 +162,7 @@ def rope_append_kernel(
         b = turn(b, a, high_cos, high_sin, table, dtype)
         a = turned
 
-    # Padding of queries is zero, and what cannot be computed NaN. Storage is written where a column belongs, and nowhere else.
+    # Padding of queries is zero, and queries that cannot be computed are NaN. Only a column's own place in storage is written.
     broken = is_q & ~(good & (known | ~fed))
     a = tl.where(broken, float("nan"), a)
     b = tl.where(broken, float("nan"), b)
@@ -192,7 +192,7 @@ def rope_append(
     one_plus_weight: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :func:`pipespec_kernels.ops.rope_append`, which checks the arguments; here they are taken as good."""
+    """See :func:`pipespec_kernels.ops.rope_append`, which checks the arguments."""
     launch.check_device(q.device, "q")
     batch, heads_q, width, dim = q.shape
     heads, rotary = keys.shape[1], cos.shape[1]
@@ -248,6 +248,6 @@ def rope_append(
 
 
 def tile_of(dim: int, rotary: int) -> dict[str, int]:
-    """A tile of heads: lanes for half of what is rotated, lanes for what is not, heads."""
+    """A tile of heads: lanes for half of the rotated dimensions, lanes for the others, heads."""
     half, rest = triton.next_power_of_2(rotary // 2), triton.next_power_of_2(max(dim - rotary, 1))
     return {"BLOCK_D": half, "BLOCK_REST": rest, "BLOCK_H": max(1, _TILE // max(half, rest // 2))}

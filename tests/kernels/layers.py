@@ -1,4 +1,4 @@
-"""What the tests of a layer's operations share: random arguments, and how far results may lie apart."""
+"""Helpers for the tests of a layer's operations: random arguments, and tolerances."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rope_case(
         "q": q,
         "keys": keys,
         "values": values,
-        # Halves of their own: the rotation takes each from its place.
+        # The two halves differ, so that an error in their order shows.
         "cos": torch.cat((angles.cos(), angles.cos() * 0.5), 1).to(tables).to(device),
         "sin": torch.cat((angles.sin(), angles.sin() * 0.5), 1).to(tables).to(device),
         "k_cache": k_cache,
@@ -79,6 +79,6 @@ def rope_case(
         there = torch.randint(0, capacity + 3, (width, batch), generator=generator).t().to(device)
         there[on_device(counts, where)[:, None] <= torch.arange(width, device=device)] = -(
             10**9
-        )  # of padding: not looked at
+        )  # of padding: not read
         case["positions"] = there
     return case

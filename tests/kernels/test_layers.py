@@ -1,4 +1,4 @@
-"""The operations of a layer as the package offers them, on the CPU: transformers' modules, rows by themselves, arguments that are refused."""
+"""The public operations of a layer, on the CPU: equality with transformers' modules, independence of rows, arguments that are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = settings(max_examples=trials(ci=25, nightly=150))
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_the_oracle_is_transformers(dtype: torch.dtype) -> None:
-    """To the last bit, where its modules round."""
+    """Bit for bit, with the roundings of its modules."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
     phi = pytest.importorskip("transformers.models.phi3.modeling_phi3")
@@ -114,7 +114,7 @@ def test_silu_mul(shape, dtype, activation, seed) -> None:
     st.integers(0, 2**31),
 )
 def test_rope_append(dims, dtype, layout, heads, norms, positions, float32, seed) -> None:
-    """Row by row and column by column: nothing depends on what is fed with it, and nothing else is written."""
+    """Row by row and column by column: no result depends on other rows or columns, and nothing else is written."""
     width, capacity = seed % 5, 4 + seed % 7
     tables = torch.float32 if float32 and dtype is not torch.float64 else None
     options = {"layout": layout, "tables": tables, "norms": norms, "positions": positions}
@@ -143,7 +143,7 @@ def test_rope_append(dims, dtype, layout, heads, norms, positions, float32, seed
 
 @pytest.mark.parametrize("variant", simd_variants())
 def test_the_native_norm_with_all_instructions(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where sums are exact, the reference's bits, roundings, NaN and infinity included; long rows alone and in a batch."""
+    """With exact sums it gives the reference's bits, roundings, NaN and infinity included. Long rows alone and in a batch."""
     monkeypatch.setattr(dispatch, "forced", "")
     for dtype, hidden, one_plus, with_bias in itertools.product(
         DTYPES[:2], (1, 15, 64, 100), (False, True), (False, True)
@@ -192,7 +192,7 @@ def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 
 def test_views_of_rows() -> None:
-    """The last column of each row, and a part of a wider tensor: strides, no copies. What has no rows at one distance is refused."""
+    """The last column of each row, and a part of a wider tensor: strides, no copies. Rows without a common stride are refused."""
     wide, weight = normal(1, 4, 5, 60), normal(2, 20)
     for view in (wide[:, -1:, 20:40], wide[..., 3:23], wide[2, 1, :20], wide[:1, :1, :20].expand(4, 5, 20)):
         normed, total = ops.add_rms_norm(view, view, weight, EPS)

@@ -1,4 +1,4 @@
-"""``exact=True``: texts in bfloat16 that depend on target, prompt and seed alone, and calls that are refused because theirs would not."""
+"""``exact=True``: texts in bfloat16 depend on target, prompt and seed alone, and other calls are refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_targets_without_a_native_form_are_refused_by_name(target):
     with pytest.raises(ValueError, match=r"exact=True: .*model\.layers\.0 has hooks"):
         Pipeline(model, exact=True)
     handle.remove()
-    # One that changes later is refused by the next call, before anything is generated.
+    # If the model changes later, the next call is refused before anything is generated.
     ids = PROMPTS[0][None]
     with Pipeline(model, exact=True) as pipe:
         wanted = pipe.generate(ids, max_new_tokens=4, do_sample=False)

@@ -99,7 +99,7 @@ def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -
 
 
 def not_native(model: PreTrainedModel) -> str | None:
-    """Why the next sequence of a model will not run in the native form; None if it will. The form is chosen now, which packs the weights."""
+    """Why the next sequence of a model will not run in the native form; None if it will. This call chooses the form, which packs the weights."""
     like = RowCache(model.config, 1, 16, dtype=compute_dtype(model), device=model.device)
     reason = _unusual(like)
     if reason is not None:

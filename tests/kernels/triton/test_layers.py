@@ -1,4 +1,4 @@
-"""The operations of a layer with the kernels behind them, against the reference: bit for bit where no sum or exponential comes between."""
+"""The operations of a layer on the kernels, against the reference: bit for bit except after a sum or an exponential."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..storage import CACHE_LAYOUTS
 from .conftest import some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Not made smaller when one fails: in the interpreter that takes minutes.
+# Hypothesis does not shrink a failing example, which would take minutes in the interpreter.
 EXAMPLES = settings(max_examples=trials(ci=8, nightly=30), phases=[Phase.explicit, Phase.generate])
 norm = importlib.import_module("pipespec_kernels.triton.norm")
 
@@ -65,7 +65,7 @@ def test_add_rms_norm(device, count, hidden, dtype, with_residual, one_plus, wit
         if exact:
             assert torch.equal(normed.cpu(), expected[0])
         else:
-            # Where weight and bias cancel, what is left of a rounding shows.
+            # Where weight and bias cancel, the rounding error remains.
             close(normed, expected[0], near_zero=4 * STEP[dtype] if with_bias else 0)
         assert torch.equal(total.cpu(), expected[1])
         assert (total is there[0]) == (residual is None)
@@ -88,7 +88,7 @@ def test_silu_mul(device, count, size, dtype, activation, seed) -> None:
     if count:
         gate_up[0, 0] = [0.0, -100.0, 100.0][seed % 3]
     got = ops.silu_mul(gate_up.to(device), activation=activation)
-    # In float32, 1 + tanh and 1 + erf lose what is below a millionth.
+    # In float32, 1 + tanh and 1 + erf lose values below a millionth.
     close(got, reference.silu_mul(gate_up, activation), near_zero=1e-5 if dtype is torch.float32 else 2**-12)
 
 
@@ -161,7 +161,7 @@ def test_rope_append(device, dims, dtype, layout, heads, norms, positions, float
     expected = reference.rope_append(**case)
     assert got.transpose(1, 2).is_contiguous()
     if norms:
-        # What the norm rounds otherwise, the rotation mixes.
+        # The rotation mixes the norm's rounding differences.
         mixed = 8 * STEP[dtype]
         close(got, expected, near_zero=mixed)
         close(
@@ -182,7 +182,7 @@ def test_rope_append(device, dims, dtype, layout, heads, norms, positions, float
 
 @pytest.mark.parametrize("dim", some([64, 80, 96, 128, 256], 1, 2))
 def test_columns_and_rows_by_themselves_have_the_same_bits(dim: int, device: torch.device) -> None:
-    """As a verification and a decoding step, in any order of the rows, with norms."""
+    """A verification equals decoding steps, in any order of the rows, with norms."""
     case = moved(rope_case(dim, 3, (4, 2), 2, 8, dim, dim, torch.bfloat16, norms=True), device)
     case["lengths"] = torch.tensor([4, 0, 5], device=device)
     case["n_new"] = torch.tensor([2, 1, 2], device=device)
@@ -204,7 +204,7 @@ def test_columns_and_rows_by_themselves_have_the_same_bits(dim: int, device: tor
 
 
 def test_numbers_that_lead_out_write_nothing(device: torch.device) -> None:
-    """Only the device sees them: queries are NaN, storage stays as it is, and the neighbours are served."""
+    """The host does not read such numbers. Queries are NaN, storage does not change, and the other rows are processed."""
     huge = 2**63 - 1
     case = moved(rope_case(0, 6, (2, 1), 3, 8, 16, 8, torch.float32), device)
     for lengths, counts in (
@@ -224,7 +224,7 @@ def test_numbers_that_lead_out_write_nothing(device: torch.device) -> None:
         if device.type == "cpu":
             with pytest.raises(ValueError, match="row 0: "):
                 ops.rope_append(**there, check_counts=True)
-    # Positions that are not in the tables: their columns alone.
+    # Positions outside the tables affect only their own columns.
     there = moved(case, device)
     there |= {"lengths": torch.zeros(6, dtype=torch.int32, device=device), "n_new": None}
     there["positions"] = torch.tensor([[0, 11, 1], [-1, 2, 3], [huge, 10, -huge]] * 2, device=device)
