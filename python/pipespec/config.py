@@ -38,7 +38,8 @@ class SpeculationConfig:
         graphs: Captured steps in ``"plain"`` and ``"lockstep"``; ``"streams"`` always captures.
         trace: Steps per stage that the trace of a call keeps. 0: no trace.
         threads: CPU threads of the target beside worker processes. None: those that the workers leave, or all while the drafts rest.
-        native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`.
+        native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`; captured steps in the fused
+            form, see :mod:`pipespec.engine.fused`.
         exact: The target runs in a form whose bits depend on neither batch nor width, or a call is refused.
 
     Raises:

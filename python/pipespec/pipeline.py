@@ -384,7 +384,7 @@ class Pipeline(BasePipeline):
         trust_remote_code: Allow the Python code in a model's folder to run.
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
-            False: forwards with the bits of transformers' own.
+            Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For models on the CPU that run in the native form.
 

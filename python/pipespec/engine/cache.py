@@ -277,6 +277,11 @@ class RowCache(Cache):
         return tuple(self._lengths)
 
     @property
+    def is_static(self) -> bool:
+        """Whether addresses and capacity are fixed, and lengths lie on the device."""
+        return self._static
+
+    @property
     def uses_device_lengths(self) -> bool:
         """Whether attention reads ``device_lengths`` instead of a mask."""
         return self._static or (self._device.type == "cuda" and self._config._attn_implementation == ATTENTION)

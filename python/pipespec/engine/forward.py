@@ -16,6 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
+from pipespec.engine.fused import FUSED, FusedForm, fused_form, fused_signature
 from pipespec.engine.native import NATIVE, Form, native_form, native_signature
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import compute_dtype, has_hooks, has_own_forward
@@ -55,7 +56,7 @@ def forward(
     if rows != cache.rows:
         raise ValueError(f"{rows} rows of tokens for a RowCache of {cache.rows} rows")
     if _unusual(cache) is not None:
-        call: Form = _WholeModel(model)
+        call: Form = _fused(model, cache) or _WholeModel(model)
     else:
         # The native decoder takes a token's index in the cache for its position.
         native = native and not cache.is_displaced
@@ -83,11 +84,45 @@ def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
 def release(model: PreTrainedModel) -> None:
     """Free what the forms of a model have copied. The next forward chooses again."""
     _callers.pop(model, None)
+    _fused_choices.pop(model, None)
+
+
+def choose_fused(model: PreTrainedModel) -> FusedForm | None:
+    """Choose the form of the forwards over static caches: the fused one, or None for the model's modules. Not within a capture.
+
+    The form is kept until the model changes. Its caches are to be added before their first forward.
+    """
+    choice, form, reason = _fused_choices.get(model, _NO_CHOICE), None, ""
+    identity: Any
+    try:
+        identity = fused_signature(model)
+    except NotReadable as error:
+        identity = reason = str(error)
+    if choice.identity != identity:
+        if not reason:
+            try:
+                form = fused_form(model, _WholeModel(model))
+            except NotReadable as error:
+                reason = str(error)
+        choice = _fused_choices[model] = _FusedChoice(identity, form, reason)
+    return choice.form
+
+
+def _fused(model: PreTrainedModel, cache: RowCache) -> FusedForm | None:
+    """The fused form, if it was chosen and takes this cache now."""
+    form = _fused_choices.get(model, _NO_CHOICE).form
+    if form is None or not form.takes(cache) or torch.is_autocast_enabled(cache.device.type):
+        return None
+    return form
 
 
 def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> str:
-    """The form that :func:`forward` uses now: ``"native"``, or ``"transformers: "`` and why it is not native. Empty before the first."""
+    """The form that :func:`forward` uses now: ``"native"``, ``"fused"``, or ``"transformers: "`` and the reason. Empty before the first."""
+    if _fused(model, cache) is not None:
+        return FUSED
     reason = _unusual(cache)
+    if cache.is_static and reason != _AUTOCAST:
+        reason = (_fused_choices.get(model, _NO_CHOICE).reason if native else "native=False") or reason
     if reason is None and native and cache.is_displaced:
         reason = "the prompt ends with padding"
     if reason is None:
@@ -110,9 +145,9 @@ def not_native(model: PreTrainedModel) -> str | None:
 
 def _unusual(cache: RowCache) -> str | None:
     """Why a forward calls the model as a whole, whatever the model is: autocast changes what modules do, and only modules read device lengths."""
-    if cache.uses_device_lengths:
-        return "the lengths are on the device"
-    return "autocast" if torch.is_autocast_enabled(cache.device.type) else None
+    if torch.is_autocast_enabled(cache.device.type):
+        return _AUTOCAST
+    return "the lengths are on the device" if cache.uses_device_lengths else None
 
 
 class _Identity(NamedTuple):
@@ -397,6 +432,26 @@ _LOOP_UP_TO = 300_000_000
 
 _callers: weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, Form]] = weakref.WeakKeyDictionary()
 """Per model its forms, by ``native``. All pipelines on a model share them."""
+
+_AUTOCAST = "autocast"
+
+
+class _FusedChoice(NamedTuple):
+    """What :func:`choose_fused` has chosen for a model.
+
+    Attributes:
+        identity: of :func:`pipespec.engine.fused.fused_signature`, or why the model has none. A change of it is a reason to choose again.
+        form: the form, or None.
+        reason: why there is no form, else empty.
+    """
+
+    identity: tuple[Any, ...] | str | None
+    form: FusedForm | None
+    reason: str
+
+
+_NO_CHOICE = _FusedChoice(None, None, "")
+_fused_choices: weakref.WeakKeyDictionary[PreTrainedModel, _FusedChoice] = weakref.WeakKeyDictionary()
 
 
 def _identify(model: PreTrainedModel, native: bool) -> _Identity:

@@ -86,17 +86,21 @@ def family_of(model: PreTrainedModel) -> Family:
     return family
 
 
-def identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a packed copy of the weights depends on: where each one is, its version, and the numbers in the modules.
+def identity(model: PreTrainedModel, *, packed: bool = True) -> tuple[Any, ...]:
+    """What a form of a model depends on: where each weight is, and the numbers in the modules.
 
-    A change that goes past the version counters (through ``.data``) does not change it, see :func:`samples`.
+    Args:
+        model: the model.
+        packed: the form copies the weights, for the CPU: their versions count, too. A change that goes past the version counters (through
+            ``.data``) does not show, see :func:`samples`.
 
     Raises:
-        NotReadable: the model is not on the CPU in float32 or bfloat16; it is in training; a module is not of its family's classes (an
-            adapter, a quantised layer), has hooks or a forward of its own; a parameter has a class of its own.
+        NotReadable: for a packed copy, the model is not on the CPU in float32 or bfloat16; it is on several devices or in training; a module
+            is not of its family's classes (an adapter, a quantised layer), has hooks or a forward of its own; a parameter has a class of its
+            own.
     """
     # First, as most models that are not taken lie on a GPU.
-    if model.device.type != "cpu":
+    if packed and model.device.type != "cpu":
         raise NotReadable(f"it is on {model.device}")
     own, classes = family_of(model).classes
     seen: list[Any] = []
@@ -115,15 +119,17 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
             if parameter is None:
                 continue
             # Quantised and sharded parameters have classes of their own.
-            if type(parameter) is not nn.Parameter or not parameter.is_cpu:
+            if type(parameter) is not nn.Parameter or parameter.device != model.device:
                 raise NotReadable(f"a weight of {where} is of class {type(parameter).__name__} on {parameter.device}")
             dtypes.add(parameter.dtype)
             # Inference tensors have no version.
-            seen.append((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version))
+            has_version = packed and not parameter.is_inference()
+            seen.append((parameter.data_ptr(), parameter._version if has_version else 0))
         seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
         if kind in own:
             seen += map(vars(module).get, _NUMBERS)
-    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+    taken = {torch.float32, torch.bfloat16} if packed else {torch.float32, torch.bfloat16, torch.float16}
+    if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
     return (*dtypes, *seen)
 

@@ -100,7 +100,10 @@ class GraphedDriver(Driver):
         self._ran_captured = False
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
-        self._stages = [GraphedStage(model, self.block, i, self._trace_of(i)) for i, model in enumerate(models)]
+        self._stages = [
+            GraphedStage(model, self.block, i, self._trace_of(i), native=config.native)
+            for i, model in enumerate(models)
+        ]
         for i in range(len(models)):
             self.block.set_alive(i, True)
         self.scheduled = ScheduledChain(self.block, config.trace)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pipespec.drivers.graphed.buffers import StaticBuffers, StaticSampler
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import forward
+from pipespec.engine.forward import choose_fused, forward
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names, static_capacity
 from pipespec.preflight.memory import HEADROOM
@@ -40,15 +40,22 @@ class GraphedStage(Stage):
         block: The state block of the chain.
         index: Place in the chain, from 0.
         trace: Where the steps are recorded. None: nowhere.
+        native: Whether the model may run in the fused form, see :mod:`pipespec.engine.fused`.
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
     """
 
     def __init__(
-        self, model: PreTrainedModel, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None
+        self,
+        model: PreTrainedModel,
+        block: StateBlock,
+        index: int,
+        trace: _native.TraceBuffer | None = None,
+        *,
+        native: bool = True,
     ) -> None:
-        super().__init__(model, block, index, trace)
+        super().__init__(model, block, index, trace, native=native)
         self._buffers: dict[int, StaticBuffers] = {}  # by rows, the last used one last
         self._current: StaticBuffers | None = None
         self._callers_cache: RowCache | None = None
@@ -85,9 +92,9 @@ class GraphedStage(Stage):
         rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
         self._fit_vocabulary(inputs.vocabulary)
         self._scored = inputs.vocabulary
-        weights = hash(
-            tuple(tensor.data_ptr() for tensor in itertools.chain(self.model.parameters(), self.model.buffers()))
-        )
+        form = choose_fused(self.model) if self._native else None
+        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
+        weights = hash((form and form.number, *(tensor.data_ptr() for tensor in tensors)))
         self._current = None
         found = self._buffers.pop(rows, None)
         if found is None or not found.cache.fits(rows, capacity) or not found.cache.matches(self.model):
@@ -99,9 +106,11 @@ class GraphedStage(Stage):
             sampler = StaticSampler(rows, cache.device, self.is_target)
             found = StaticBuffers(cache, sampler, next(_versions), weights, {})
         elif found.weights != weights:
-            # The graphs read the old weights.
+            # The graphs read the old weights, or the tables of another form.
             found = found._replace(version=next(_versions), weights=weights, graphs={})
         self._buffers[rows] = self._current = found
+        if form is not None:
+            form.add_cache(found.cache)
         while len(self._buffers) > _MAX_BUFFERS:
             del self._buffers[next(iter(self._buffers))]
         found.sampler.set(inputs.sampling_params)

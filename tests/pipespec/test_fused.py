@@ -1,0 +1,119 @@
+"""The fused form of a forward over a static cache: which models take it, and that its logits and texts are those of the model's modules."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import pipespec
+from pipespec.engine import fused, native
+from pipespec.engine.attention import ATTENTION
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import choose_fused, described, forward, release
+from pipespec_kernels import ops
+from tests.conftest import noisy
+from tests.pipespec.test_native import MODELS, ids, make
+
+WITHOUT = {"biases": "its MLP has biases"}
+"""Models that keep their modules, and why."""
+
+
+def static_logits(model, tokens, *, chosen=True):
+    """Logits of a prefill, a block and a single token, with equal and with different lengths, over a static cache."""
+    cache = RowCache.for_model(model, tokens.shape[0], 64, static=True)
+    form = choose_fused(model) if chosen else None
+    if form is not None:
+        form.add_cache(cache)
+    parts = [forward(model, tokens[:, :20], cache, keep=2), forward(model, tokens[:, 20:24], cache, keep=4)]
+    cache.truncate([22, 7, 15])
+    for q in (5, 1):
+        fed = torch.stack([row[n : n + q] for row, n in zip(tokens, cache.lengths, strict=True)])
+        parts.append(forward(model, fed, cache, keep=q))
+    keys, values = cache._held(1)
+    held = [(keys[row, :, :n], values[row, :, :n]) for row, n in enumerate(cache.lengths)]
+    return torch.cat(parts, 1), torch.cat([x.flatten() for both in held for x in both]), described(model, cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_caches_are_those_of_the_modules(name, dtype):
+    model = make(name, dtype, attn_implementation=ATTENTION)
+    tokens = ids(3, 40)
+    wanted, wanted_cache, before = static_logits(model, tokens, chosen=False)
+    got, cache, form = static_logits(model, tokens)
+    assert before.startswith("transformers: ")
+    assert form == (f"transformers: {WITHOUT[name]}" if name in WITHOUT else "fused")
+    assert got.dtype == wanted.dtype
+    tolerance = native.TOLERANCE if dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
+    torch.testing.assert_close(cache, wanted_cache, rtol=0, atol=tolerance * float(wanted_cache.abs().max()))
+
+
+@pytest.mark.parametrize("options", [{"schedule": "lockstep", "graphs": True}, {"schedule": "streams"}])
+def test_texts_of_captured_steps(options):
+    model = make("llama 3 RoPE, tied")
+    prompt = ids(3, 9)
+    wanted = model.generate(prompt, max_new_tokens=24, do_sample=False)
+    for use in (True, False):
+        with pipespec.Pipeline(model, [noisy(model, 0.05)], native=use, **options) as pipe:
+            assert torch.equal(pipe.generate(prompt, max_new_tokens=24, do_sample=False), wanted)
+            forms = {stage.forward for stage in pipe.report.stages}
+            assert forms == ({"fused"} if use else {"transformers: native=False"})
+
+
+def test_a_changed_model_is_looked_at_again():
+    model = make(attn_implementation=ATTENTION)
+    tokens = ids(3, 40)
+    form = choose_fused(model)
+    assert form is not None
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)  # in place: the form reads it there
+    assert choose_fused(model) is form
+    torch.testing.assert_close(static_logits(model, tokens)[0], static_logits(model, tokens, chosen=False)[0])
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert choose_fused(model) is None
+    hook.remove()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+    other = choose_fused(model)
+    assert other is not None
+    assert other.number != form.number
+    release(model)
+    assert described(model, RowCache.for_model(model, 1, 16, static=True)).startswith("transformers: ")
+
+
+def test_a_form_without_the_cache_is_not_used():
+    model = make(attn_implementation=ATTENTION)
+    choose_fused(model)
+    cache = RowCache.for_model(model, 2, 16, static=True)
+    forward(model, ids(2, 3), cache, keep=1)
+    assert described(model, cache).startswith("transformers: ")
+
+
+def test_autocast_keeps_the_modules():
+    model = make(attn_implementation=ATTENTION)
+    form, cache = choose_fused(model), RowCache.for_model(model, 2, 16, static=True)
+    form.add_cache(cache)
+    assert described(model, cache) == "fused"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert described(model, cache) == "transformers: autocast"
+        assert choose_fused(copy.deepcopy(model)) is not None
+
+
+@pytest.mark.parametrize("operation", ["add_rms_norm", "rope_append", "silu_mul"])
+def test_a_wrong_operation_is_found(operation, monkeypatch):
+    """Logits that do not agree keep the model's modules."""
+    model = make(attn_implementation=ATTENTION)
+    right = getattr(ops, operation)
+
+    def wrong(*arguments, **options):
+        result = right(*arguments, **options)
+        first = result[0] if isinstance(result, tuple) else result
+        first.mul_(1.001)
+        return result
+
+    monkeypatch.setattr(fused.ops, operation, wrong)
+    assert choose_fused(model) is None
+    cache = RowCache.for_model(model, 1, 16, static=True)
+    assert "differ from the model's own" in described(model, cache)
