@@ -278,13 +278,16 @@ class Simulation final : public simulated::Watch {
       if (is_lost_[s]) block_.control(s).alive = 0;
     machine_->refresh();
     has_deadline_ = false;
+    bool waits_in_vain = lost || std::any_of(is_ended_.begin(), is_ended_.begin() + rows_,
+                                             [](bool is_ended) { return is_ended; });
     while (failure_.empty() && !is_finished_ && !is_stopping_) {
       machine_->wake(target());
       const Machine::Why why = machine_->run(kAll, kBudget);
       if (why == Machine::Why::kBudget) return fail("no end after %u steps", kBudget);
       if (why != Machine::Why::kRest || is_finished_ || is_stopping_) break;
-      // It may have seen the lost stage alive, in the plan that it was in.
-      if (!std::exchange(lost, false)) {
+      // It may have seen a lost stage alive, or an ended row's old limit, in the plan that it was
+      // in: neither has a bell, so its deadline ends the wait.
+      if (!std::exchange(waits_in_vain, false)) {
         if (waiting_must_end()) return fail("all wait for each other");
         has_deadline_ = true;
       }
