@@ -122,11 +122,14 @@ PIPESPEC_HD inline std::uint32_t follow_target(Own& own, Progress& at, const Seq
 // The neighbour may rewrite the tokens past its committed length. The trap is stale agreement: it
 // may have rewritten positions after this stage compared them, so a new epoch of the neighbour
 // restarts the comparison at the committed length. The neighbour may also not have seen the
-// target's correction yet. Then its tokens past that point continue another text.
+// target's correction yet. Then its tokens past that point continue another text. A neighbour with
+// damaged memory may publish any length: nothing past the limit is adopted, the ring has no room
+// for it.
 template <typename Own, typename Lanes>
 PIPESPEC_HD inline std::uint32_t follow_neighbour(Own& own, Progress& at, const Sequence& neighbour,
-                                                  const Lanes& lanes) {
-  const Word seen = neighbour.word(lanes);
+                                                  std::uint32_t limit, const Lanes& lanes) {
+  Word seen = neighbour.word(lanes);
+  seen.length = min(seen.length, limit);
   const std::uint32_t committed = own.committed();
   const std::uint32_t common = min(seen.length, own.length());
   const std::uint32_t known = min(committed, common);
@@ -160,7 +163,8 @@ PIPESPEC_HD inline Step plan_for(const Block& block, std::uint32_t stage, std::u
   if (!is_target) {
     std::uint32_t reached = follow_target(own, at, Sequence(block, block.target(), row), lanes);
     if (stage + 1 != block.target())
-      reached = max(reached, follow_neighbour(own, at, Sequence(block, stage + 1, row), lanes));
+      reached =
+          max(reached, follow_neighbour(own, at, Sequence(block, stage + 1, row), limit, lanes));
     // min(limit, reached + lookahead) could overflow, and `reached` may lie past a lowered limit.
     if (reached < limit && policy.lookahead < limit - reached) bound = reached + policy.lookahead;
   }

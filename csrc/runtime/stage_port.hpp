@@ -91,16 +91,21 @@ class StagePort {
     return appended;
   }
 
-  // Also returns true when the generation is no longer the one that generation() last returned: a
-  // stage reads it before plan() notes the bells, and must not sleep through a stop in between.
+  // Also returns true when the generation or the lookahead is no longer the one that generation()
+  // or lookahead() last returned: a stage reads them before plan() notes the bells, and must not
+  // sleep through a stop or at an old bound if they change in between.
   bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
     if (asked_ && load_acquire(&block_.header().generation) != generation_) return true;
+    if (is_bounded_ && load_acquire(&block_.control(stage_).lookahead) != lookahead_) return true;
     return bells_.park(timeout_ns, awaited);
   }
   void ring() { bells_.ring(); }
 
   // The caller's present limits: this stage's lookahead, and that of its upstream.
-  std::uint32_t lookahead() const { return load_acquire(&block_.control(stage_).lookahead); }
+  std::uint32_t lookahead() {
+    is_bounded_ = true;
+    return lookahead_ = load_acquire(&block_.control(stage_).lookahead);
+  }
   std::uint32_t upstream_lookahead() const {
     return stage_ == 0 ? 0 : load_acquire(&block_.control(stage_ - 1).lookahead);
   }
@@ -171,6 +176,8 @@ class StagePort {
   bool published_ = false;
   bool asked_ = false;
   std::uint32_t generation_ = 0;
+  bool is_bounded_ = false;
+  std::uint32_t lookahead_ = 0;
   std::uint32_t columns_ = 0;
   TraceBuffer* trace_ = nullptr;
   std::int64_t planned_ns_ = 0, start_ns_ = 0;  // of the present step

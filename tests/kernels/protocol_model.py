@@ -68,7 +68,7 @@ class Row:
             me.obey(truth)
             reached = len(truth)
             if stage + 2 < len(self.texts):
-                neighbour = self.texts[stage + 1].tokens
+                neighbour = self.texts[stage + 1].tokens[: self.limit]
                 reached = max(reached, len(neighbour))
                 # The stage ignores a neighbour that is behind the target or on another text.
                 if neighbour[: len(truth)] == truth:

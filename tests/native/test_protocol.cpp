@@ -668,6 +668,24 @@ TEST(a_limit_that_is_lowered_during_a_step_holds) {
   }
 }
 
+TEST(a_neighbour_of_any_length_fills_no_ring) {
+  for (u32 length : {41u, 1000u, kEverything}) {
+    Chain chain(kTruth, {right(), right(), right()}, kPrompt, 40);
+    for (int i = 0; i < 5; ++i) chain.step(2, policy());
+    Published& neighbour = chain.block().published(1, 0);
+    neighbour.word = pack({7, length});  // as a stage with damaged memory may publish it
+    neighbour.committed = length;
+    for (u32 i = 0; i < chain.block().capacity(); ++i) chain.block().ring(1, 0)[i] = 77;
+    chain.step(0, policy());
+    CHECK(chain.length(0) <= 40);
+    CHECK_EQ(chain.sequence(0).committed(), kStart + 5);
+    for (int i = 0; i < 3; ++i) chain.step(2, policy());
+    chain.step(0, policy());
+    CHECK_EQ(chain.sequence(0).committed(), kStart + 8);
+    CHECK(chain.good());
+  }
+}
+
 // --- back-pressure and waiting -----------------------------------------------------------------
 
 TEST(a_slow_target_stalls_the_drafts) {
@@ -925,6 +943,25 @@ TEST(ports_run_several_rows_of_different_length) {
       }
     }
   }
+}
+
+// A draft reads its lookahead, and the caller raises it before plan() notes the bells.
+TEST(a_lookahead_raised_ahead_of_a_plan_ends_the_sleep) {
+  fake::BlockMemory memory(2, 1, 16);
+  reset(memory.block(), {3}, {16}, {7}, {2});
+  set_lookahead(memory.block(), 0, 1);
+  StagePort port(memory.base(), 0, 4);
+  const u32 lookahead = port.lookahead();
+  CHECK_EQ(port.plan(lookahead, 0, 0), Action::kStep);
+  const std::int32_t selected[4] = {9, 9, 9, 9};
+  CHECK_EQ(port.commit(selected, 4), 1u);
+  set_lookahead(memory.block(), 0, 8);
+  CHECK_EQ(port.plan(lookahead, 0, 0), Action::kIdle);
+  constexpr std::int64_t kMoment = 1000;
+  CHECK(port.park(kMoment));
+  CHECK_EQ(port.plan(port.lookahead(), 0, 0), Action::kStep);
+  CHECK_EQ(port.commit(selected, 4), 1u);
+  CHECK(!port.park(kMoment));
 }
 
 TEST(arguments_are_checked) {
