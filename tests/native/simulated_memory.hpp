@@ -290,7 +290,7 @@ class Machine {
   // All words lie in the arena.
   Machine(void* arena, std::size_t bytes) : arena_(static_cast<char*>(arena)), table_(bytes / 4) {}
 
-  // Everything starts anew. Threads and words are to be named again.
+  // Back to the state of a new memory: without threads, and without names of words.
   void begin(u64 seed, Watch& watch) {
     random_ = {seed};
     watch_ = &watch;
