@@ -86,7 +86,7 @@ class DevicePort:
             raise ValueError("this memory holds no pipespec state block")
         header = block[:_HEADER_BYTES].cpu().numpy()
         sizes = _native.Block(header.ctypes.data)  # raises if it is no block
-        if block.numel() < _native.Block.bytes(sizes.stages, sizes.rows, sizes.capacity):
+        if block.numel() < sizes.size:
             raise ValueError(f"block has {block.numel()} bytes, fewer than its own header says")
         if not 0 <= stage < sizes.stages:
             raise ValueError(f"the block has {sizes.stages} stages, none of number {stage}")

@@ -1,16 +1,20 @@
 """Python's handle on the state block (``csrc/protocol/state.hpp``): the memory, and each stage's port onto it.
 
-A block that no other process maps lies in private memory. Shared memory is an anonymous file (``memfd``), so it can be handed to other
-processes as a file descriptor, needs no name, no space under ``/dev/shm``, and disappears with the last process that maps it.
+A block that no other process maps lies in private memory. Shared memory is anonymous files (``memfd``), so it can be handed to other
+processes as file descriptors, needs no name, no space under ``/dev/shm``, and disappears with the last process that maps it. It is one file per part
+of the block, so that a process can get the right to write only some of them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -27,80 +31,116 @@ class Memory(Protocol):
 
     array: np.ndarray
     address: int
+    alignment: int
+    """Of the block's parts, in bytes."""
 
-    def remap(self, size: int | None = None) -> None: ...
+    def remap(self, sizes: Sequence[int]) -> None:
+        """Provide parts of these sizes, one behind the other. They are multiples of :attr:`alignment` and never shrink."""
 
 
 class PrivateMemory:
     """Memory of this process alone. The child of a fork has a copy, as of all memory."""
 
+    alignment = _native.LINE
+
     def __init__(self) -> None:
         self.array = np.empty(0, dtype=np.uint8)
-        self.remap(1)
+        self.remap([1])
 
-    def remap(self, size: int | None = None) -> None:
-        """Provide at least ``size`` bytes, zeroed if there were fewer."""
-        if size is not None and size > self.array.size:
-            self.array = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    def remap(self, sizes: Sequence[int]) -> None:
+        """Provide at least as many bytes, zeroed if there were fewer."""
+        if sum(sizes) > self.array.size:
+            self.array = np.frombuffer(_anonymous(sum(sizes)), dtype=np.uint8)
             self.address = int(self.array.ctypes.data)
 
 
 class SharedMemory:
-    """Memory shared by processes: ``fd`` is its file descriptor, ``address`` where this process maps it.
+    """Memory shared by processes, in one or several parts. Each part is a file, and the files are mapped one behind the other.
 
-    Processes that get the descriptor share it. The child of a fork gets a copy instead, at the same address and with a descriptor of its own, so that
+    Processes that get the descriptors share it. Parts whose descriptor is read-only are mapped read-only: a process that writes there dies by
+    SIGSEGV and cannot change the mapping. The child of a fork gets a copy instead, at the same address and with descriptors of its own, so that
     nothing that the child does reaches its parent.
 
     Args:
-        fd: file descriptor of a memfd; this object owns it from here on.
+        fds: file descriptors of memfds; this object owns them from here on.
         copied_by_forks: False: a child of a fork shares the memory. For memory that is written once.
+
+    Attributes:
+        fds: one file descriptor per part.
+        sizes: bytes per part. All but the last are whole pages.
+        array: all parts, uint8.
+        address: where this process maps the first part.
     """
 
+    alignment = mmap.PAGESIZE
     _copied_by_forks: ClassVar[weakref.WeakSet[SharedMemory]] = weakref.WeakSet()
 
-    def __init__(self, fd: int, *, copied_by_forks: bool = True) -> None:
-        self.fd = fd
+    def __init__(self, fds: Sequence[int], *, copied_by_forks: bool = True) -> None:
+        self.fds = list(fds)
         self._at_fork = b""
-        self._map()
+        self._map([os.fstat(fd).st_size for fd in fds])
         if copied_by_forks:
             self._copied_by_forks.add(self)
 
     @classmethod
-    def create(cls, size: int, name: str = "pipespec", *, copied_by_forks: bool = True) -> SharedMemory:
-        """New zeroed memory of ``size`` bytes."""
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        return cls(fd, copied_by_forks=copied_by_forks)
+    def create(cls, sizes: Sequence[int], *, copied_by_forks: bool = True) -> SharedMemory:
+        """New zeroed memory, a part for each of the ``sizes`` in bytes."""
+        return cls([_memory_file(size) for size in sizes], copied_by_forks=copied_by_forks)
 
-    def _map(self) -> None:
-        size = os.fstat(self.fd).st_size
-        # The mapping exists as long as the numpy array or a view of it.
-        array = np.frombuffer(mmap.mmap(self.fd, size), dtype=np.uint8)
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    def _map(self, sizes: Sequence[int]) -> None:
+        # The mapping exists as long as the numpy array or a view of it: the files replace pages of Python's object.
+        array = np.frombuffer(_anonymous(sum(sizes)), dtype=np.uint8)
+        address = int(array.ctypes.data)
+        for fd, begin, size in zip(self.fds, _offsets(sizes), sizes, strict=True):
+            _map_file(address + begin, size, fd)
         # Under the lock, because another thread may fork.
-        self.size, self.array, self.address = size, array, int(array.ctypes.data)
+        self.sizes, self.array, self.address = list(sizes), array, address
 
-    def remap(self, size: int | None = None) -> None:
-        """Grow the file to ``size`` bytes (never shrinks) and map it again; without ``size`` follow a growth by another process."""
-        if size is not None and size > os.fstat(self.fd).st_size:
-            os.ftruncate(self.fd, size)
-        if os.fstat(self.fd).st_size != self.size:
-            self._map()
+    def remap(self, sizes: Sequence[int]) -> None:
+        """Map parts of these sizes. Files that are smaller or missing grow.
+
+        Raises:
+            OSError: a file cannot grow, for example as its descriptor is read-only.
+        """
+        if list(sizes) == self.sizes:
+            return
+        self.fds += [_memory_file(size) for size in sizes[len(self.fds) :]]
+        for fd, size in zip(self.fds, sizes, strict=True):
+            if os.fstat(fd).st_size < size:
+                os.ftruncate(fd, size)
+        self._map(sizes)
+
+    @contextmanager
+    def lent(self, writable: Container[int]) -> Iterator[list[int]]:
+        """Descriptors for another process, read-only but for the parts whose numbers are in ``writable``. They are valid within the block."""
+        opened: list[int] = []
+        try:
+            for part, fd in enumerate(self.fds):
+                # A copy of the descriptor would be as writable as the first one.
+                opened.append(
+                    os.dup(fd) if part in writable else os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+                )
+            yield opened
+        finally:
+            for fd in opened:
+                os.close(fd)
 
     def _copy(self) -> None:
         """Replace the mapping by one of a copy, at the same address."""
-        size = self.array.nbytes
-        content = self._at_fork if len(self._at_fork) == size else self.array.tobytes()
+        content = self._at_fork if len(self._at_fork) == self.array.nbytes else self.array.tobytes()
         self._at_fork = b""
-        fd = os.memfd_create("pipespec", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        # Python's mmap cannot choose the address, to which ports and arrays refer.
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        if _libc.mmap(self.address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != self.address:
-            raise OSError(ctypes.get_errno(), "mmap")
+        for part, (begin, size) in enumerate(zip(_offsets(self.sizes), self.sizes, strict=True)):
+            fd = _memory_file(size)
+            # Ports and arrays refer to the address.
+            _map_file(self.address + begin, size, fd)
+            if self.fds:
+                os.dup2(fd, self.fds[part], inheritable=False)
+            os.close(fd)
         self.array[:] = np.frombuffer(content, dtype=np.uint8)
-        if self.fd >= 0:
-            os.dup2(fd, self.fd, inheritable=False)
-        os.close(fd)
 
     @classmethod
     def _keep(cls) -> None:
@@ -126,13 +166,37 @@ class SharedMemory:
                 os._exit(1)
 
     def close(self) -> None:
-        """Close the descriptor. The mapping remains as long as an object of this process refers to it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Close the descriptors. The mapping remains as long as an object of this process refers to it."""
+        while self.fds:
+            os.close(self.fds.pop())
 
     def __del__(self) -> None:
         self.close()
+
+
+def _anonymous(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _memory_file(size: int) -> int:
+    """A new file in memory. It can grow and never shrinks: who maps a file that another process shortens dies."""
+    fd = os.memfd_create("pipespec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+def _map_file(address: int, size: int, fd: int) -> None:
+    """Map a file in place of other pages of this process, which Python's mmap cannot. Read-only if the descriptor is."""
+    read_only = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), "mmap")
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each part begins, behind the whole pages of those before it."""
+    return [0, *accumulate(sizes)][: len(sizes)]
 
 
 _MAP_FIXED = 0x10  # the value on Linux, x86-64 and arm64
@@ -153,7 +217,7 @@ class StateBlock:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._native = _native.Block(memory.address)
+        self.refresh()
 
     @classmethod
     def create(cls, stages: int, rows: int, capacity: int, memory: Memory | None = None) -> Self:
@@ -165,17 +229,12 @@ class StateBlock:
             raise ValueError(f"a pipeline has 1 to {MAX_STAGES} stages, not {stages}")
         if rows < 1 or capacity < 1:
             raise ValueError(f"rows and capacity must be positive, got rows={rows}, capacity={capacity}")
-        capacity = _power_of_two(capacity)
-        size = _native.Block.bytes(stages, rows, capacity)
-        if memory is None:
-            memory = PrivateMemory()
-        memory.remap(size)
-        memory.array[:] = 0
-        _native.Block.create(memory.address, stages, rows, capacity)
+        memory = memory or PrivateMemory()
+        _lay_out(memory, stages, rows, _power_of_two(capacity))
         return cls(memory)
 
     def ensure(self, rows: int, capacity: int) -> None:
-        """Grow the block in place (same descriptor) so that it holds at least ``rows`` x ``capacity``. While no stage runs.
+        """Grow the block in place (same descriptors) so that it holds at least ``rows`` x ``capacity``. While no stage runs.
 
         Ports made before are stale afterwards if :attr:`address` changed or the sizes did.
         """
@@ -183,17 +242,30 @@ class StateBlock:
         if (rows, capacity) == (self.rows, self.capacity):
             return
         alive = [self.is_alive(stage) for stage in range(self.stages)]
-        stages = self.stages
-        self.memory.remap(_native.Block.bytes(stages, rows, capacity))
-        self.memory.array[:] = 0
-        self._native = _native.Block.create(self.memory.address, stages, rows, capacity)
+        self._native = _lay_out(self.memory, self.stages, rows, capacity)
         for stage, value in enumerate(alive):
             self.set_alive(stage, value)
 
     def refresh(self) -> None:
-        """Follow a growth that another process made."""
-        self.memory.remap()
+        """Follow a growth that another process made.
+
+        Raises:
+            ValueError: the memory holds no block, or one of another version.
+            OSError: the memory is smaller than the block.
+        """
+        block = _native.Block(self.memory.address)
+        self.memory.remap(_native.Block.part_bytes(block.stages, block.rows, block.capacity, self.memory.alignment))
         self._native = _native.Block(self.memory.address)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the block's header still holds its sizes. False: something has overwritten it, see :meth:`renew`."""
+        value: bool = self._native.is_intact
+        return value
+
+    def renew(self) -> None:
+        """Lay the block out again, with no stage alive. While no stage runs."""
+        self._native = _lay_out(self.memory, self.stages, self.rows, self.capacity)
 
     @property
     def stages(self) -> int:
@@ -214,9 +286,13 @@ class StateBlock:
     def target(self) -> int:
         return self.stages - 1
 
+    def parts_of(self, stage: int) -> set[int]:
+        """Numbers of the parts of the memory that a process of the draft ``stage`` writes."""
+        return {_native.PARKED_PART, _native.FIRST_STAGES_PART + stage}
+
     def port(self, stage: int, width: int) -> _native.StagePort:
         """The access of ``stage`` to the block; at most ``width`` tokens per row and step."""
-        port = _native.StagePort(self.memory.address, stage, width)
+        port = _native.StagePort(self._native, stage, width)
         port.memory = self.memory.array  # stays mapped as long as the port exists
         return port
 
@@ -278,6 +354,12 @@ class StateBlock:
     def end_row(self, row: int) -> None:
         """End ``row`` at the target's present length."""
         self._native.end_row(row)
+
+
+def _lay_out(memory: Memory, stages: int, rows: int, capacity: int) -> _native.Block:
+    memory.remap(_native.Block.part_bytes(stages, rows, capacity, memory.alignment))
+    memory.array[:] = 0
+    return _native.Block.create(memory.address, stages, rows, capacity, memory.alignment)
 
 
 def _power_of_two(n: int) -> int:

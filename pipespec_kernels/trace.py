@@ -16,13 +16,14 @@ class TraceMemory:
     Args:
         stages: number of buffers.
         entries: steps per buffer, at most :data:`MOST_ENTRIES`.
-        memory: the memory of another process's object of the same sizes, to share it; default: new memory.
+        memory: the memory of another process's object of the same sizes, to share it; default: new memory. Its parts are the stages' buffers.
     """
 
     def __init__(self, stages: int, entries: int, memory: SharedMemory | None = None) -> None:
         self.entries = entries
-        each = _native.TraceBuffer.bytes(entries)
-        self.memory = memory or SharedMemory.create(stages * each, "pipespec-trace")
+        pages = -(-_native.TraceBuffer.bytes(entries) // SharedMemory.alignment)
+        each = pages * SharedMemory.alignment
+        self.memory = memory or SharedMemory.create([each] * stages)
         self._buffers = [
             _native.TraceBuffer(self.memory.array[stage * each : (stage + 1) * each], entries)
             for stage in range(stages)

@@ -64,6 +64,9 @@ py::dict counters(const Block& block, std::uint32_t stage, std::uint32_t row) {
 void bind_state(py::module_& m) {
   m.attr("MAX_EOS") = kMaxEos;
   m.attr("MAX_STAGES") = kMaxStages;
+  m.attr("LINE") = kLine;
+  m.attr("PARKED_PART") = kParkedPart;
+  m.attr("FIRST_STAGES_PART") = kFirstStagesPart;
 
   py::enum_<Action>(m, "Action")
       .value("IDLE", Action::kIdle)
@@ -74,17 +77,31 @@ void bind_state(py::module_& m) {
 
   py::class_<Block>(m, "Block")
       .def(py::init([](std::uintptr_t base) { return attach(pointer(base)); }), py::arg("base"))
-      .def_static("bytes", &Block::bytes, py::arg("stages"), py::arg("rows"), py::arg("capacity"))
+      .def_static("bytes", &Block::bytes, py::arg("stages"), py::arg("rows"), py::arg("capacity"),
+                  py::arg("alignment") = kLine)
+      .def_static(
+          "part_bytes",
+          [](std::uint32_t stages, std::uint32_t rows, std::uint32_t capacity,
+             std::uint32_t alignment) {
+            std::vector<std::size_t> out;
+            for (std::uint32_t part = 0; part < stages + kFirstStagesPart; ++part)
+              out.push_back(Block::part_bytes(part, stages, rows, capacity, alignment));
+            return out;
+          },
+          py::arg("stages"), py::arg("rows"), py::arg("capacity"), py::arg("alignment"))
       .def_static(
           "create",
-          [](std::uintptr_t base, std::uint32_t stages, std::uint32_t rows,
-             std::uint32_t capacity) {
-            return Block::create(pointer(base), stages, rows, capacity);
+          [](std::uintptr_t base, std::uint32_t stages, std::uint32_t rows, std::uint32_t capacity,
+             std::uint32_t alignment) {
+            return Block::create(pointer(base), stages, rows, capacity, alignment);
           },
-          py::arg("base"), py::arg("stages"), py::arg("rows"), py::arg("capacity"))
+          py::arg("base"), py::arg("stages"), py::arg("rows"), py::arg("capacity"),
+          py::arg("alignment") = kLine)
       .def_property_readonly("stages", &Block::stages)
       .def_property_readonly("rows", &Block::rows)
       .def_property_readonly("capacity", &Block::capacity)
+      .def_property_readonly("size", &Block::size)
+      .def_property_readonly("is_intact", &is_intact)
       .def("reset", &reset, py::arg("starts"), py::arg("limits"), py::arg("last"), py::arg("eos"))
       .def("start", &start, py::arg("generation"))
       .def("length", checked([](const Block& b, std::uint32_t s, std::uint32_t r) {
@@ -119,7 +136,7 @@ void bind_state(py::module_& m) {
       .def("step_ns",
            [](const Block& b, std::uint32_t s) {
              check_stage(b, s);
-             return load_relaxed(&b.control(s).step_ns);
+             return load_relaxed(&b.status(s).step_ns);
            })
       .def("set_lookahead", &set_lookahead, py::arg("stage"), py::arg("lookahead"))
       .def(
@@ -132,10 +149,8 @@ void bind_state(py::module_& m) {
 
   // Python keeps the block's memory as an attribute.
   py::class_<StagePort>(m, "StagePort", py::dynamic_attr())
-      .def(py::init([](std::uintptr_t base, std::uint32_t stage, std::uint32_t width) {
-             return new StagePort(pointer(base), stage, width);
-           }),
-           py::arg("base"), py::arg("stage"), py::arg("width"))
+      .def(py::init<const Block&, std::uint32_t, std::uint32_t>(), py::arg("block"),
+           py::arg("stage"), py::arg("width"))
       .def("plan", &StagePort::plan, py::arg("lookahead"), py::arg("max_draft_tokens"),
            py::arg("min_draft_tokens"))
       .def(

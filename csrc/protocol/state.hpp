@@ -1,13 +1,14 @@
 // The state block: the state that the stages of one chain share, in one flat piece of memory.
 // Threads, processes (shared memory) and GPUs (pinned or device memory) map it in the same way.
 //
-//   Header
-//   RowSpan[rows]
-//   StageControl[stages]
-//   per stage:  Published[rows]  Private[rows]  ring[rows][capacity]
+//   the caller's part:    Header  RowSpan[rows]  StageControl[stages]
+//   the part of sleepers: Parked[stages]
+//   a part per stage:     StageStatus  Published[rows]  Private[rows]  ring[rows][capacity]
 //
-// Every word has one writer, named beside it. Words of different writers lie on different cache
-// lines.
+// Every word has one writer, named beside it; Parked is the exception. Words of different writers
+// lie on different cache lines. In memory that processes share, parts begin on page boundaries, so
+// that a process can map as writable only what it writes: the target is the caller's, a draft
+// writes its own part and Parked.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +20,11 @@ namespace pipespec {
 
 // Two 64-byte lines: x86 prefetches lines in pairs, and some arm64 parts have lines of 128 bytes.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint64_t kMagic = 0x34636570'73657069;  // changes with the layout
+inline constexpr std::uint64_t kMagic = 0x35636570'73657069;  // changes with the layout
 inline constexpr std::uint32_t kMaxEos = 64;
 inline constexpr std::uint32_t kMaxStages = 16;
 inline constexpr std::uint32_t kHistogram = 64;
+inline constexpr std::uint32_t kCallersPart = 0, kParkedPart = 1, kFirstStagesPart = 2;
 
 // Writer: the caller of generate(), while no stage runs. `generation` may also change while stages
 // run: 0 stops them.
@@ -33,6 +35,7 @@ struct alignas(kLine) Header {
   std::uint32_t rows;         // rows that the block has room for
   std::uint32_t active_rows;  // rows of the present generation
   std::uint32_t capacity;     // tokens per ring, a power of two
+  std::uint32_t alignment;    // of the parts, a power of two
   std::uint32_t generation;   // 0: stop; else the number of the generation that runs
   std::uint32_t n_eos;
   std::int32_t eos[kMaxEos];
@@ -47,24 +50,29 @@ struct alignas(kLine) RowSpan {
   std::uint32_t limit;
 };
 
-// One per stage, on three cache lines.
-struct StageControl {
-  // Writer: the caller. 0: the stage's process or thread has failed.
-  alignas(kLine) std::uint32_t alive;
-  // Writer: the caller, at any time. For a draft in a process of its own: how many tokens it may be
-  // ahead of the stage downstream, and the most draft tokens that downstream takes from it. The
-  // draft sleeps on this word while it is 0.
+// Writer: the caller, at any time.
+struct alignas(kLine) StageControl {
+  // 0: the stage's process or thread has failed.
+  std::uint32_t alive;
+  // For a draft in a process of its own: how many tokens it may be ahead of the stage downstream,
+  // and the most draft tokens that downstream takes from it. The draft sleeps on this word while it
+  // is 0.
   std::uint32_t lookahead;
+};
 
-  // Writer: the stage. Counts publications; readers only compare it with an earlier value.
-  alignas(kLine) std::uint32_t bell;
-  // Writer: the stage. Running mean of the duration of a step, which bounds the neighbour's wait.
+// Writers: the sleeping stage stores 1, the stage that wakes it stores 0. Any other value only ends
+// a sleep early, or delays its end up to its time limit.
+struct alignas(kLine) Parked {
+  std::uint32_t word;  // of a futex
+};
+
+// Writer: the stage.
+struct alignas(kLine) StageStatus {
+  // Counts publications; readers only compare it with an earlier value.
+  std::uint32_t bell;
+  // Running mean of the duration of a step, which bounds the neighbour's wait.
   std::uint32_t step_ns;
-
-  // Writers: the sleeping stage stores 1, the stage that wakes it stores 0. The futex word.
-  alignas(kLine) std::uint32_t parked;
-  // Writer: the stage. Number of draft tokens from upstream that end the sleep; 0: any publication
-  // does.
+  // Number of draft tokens from upstream that end the stage's sleep; 0: any publication does.
   std::uint32_t awaited;
 };
 
@@ -104,7 +112,8 @@ struct alignas(kLine) Private {
 };
 
 static_assert(sizeof(Header) % kLine == 0 && sizeof(RowSpan) == kLine);
-static_assert(sizeof(StageControl) == 3 * kLine && sizeof(Published) == kLine &&
+static_assert(sizeof(StageControl) == kLine && sizeof(Parked) == kLine &&
+              sizeof(StageStatus) == kLine && sizeof(Published) == kLine &&
               sizeof(Private) % kLine == 0);
 
 struct Word {
@@ -128,23 +137,46 @@ class Block {
         stages_(header().stages),
         rows_(header().rows),
         capacity_(header().capacity),
-        scope_(scope) {}
+        alignment_(header().alignment),
+        scope_(scope) {
+    parked_offset_ = part_bytes(kCallersPart, stages_, rows_, capacity_, alignment_);
+    stages_offset_ =
+        parked_offset_ + part_bytes(kParkedPart, stages_, rows_, capacity_, alignment_);
+    stage_bytes_ = part_bytes(kFirstStagesPart, stages_, rows_, capacity_, alignment_);
+  }
 
-  // Room for `capacity` tokens per row and stage; capacity must be a power of two.
+  // Room for `capacity` tokens per row and stage. Capacity and alignment must be powers of two, the
+  // alignment kLine or more.
   PIPESPEC_HD static std::size_t bytes(std::uint32_t stages, std::uint32_t rows,
-                                       std::uint32_t capacity) {
-    return stages_offset(stages, rows) + stages * stage_bytes(rows, capacity);
+                                       std::uint32_t capacity, std::uint32_t alignment = kLine) {
+    return part_bytes(kCallersPart, stages, rows, capacity, alignment) +
+           part_bytes(kParkedPart, stages, rows, capacity, alignment) +
+           stages * part_bytes(kFirstStagesPart, stages, rows, capacity, alignment);
+  }
+  // Of one of the stages + 2 parts. All stages' parts have one size.
+  PIPESPEC_HD static std::size_t part_bytes(std::uint32_t part, std::uint32_t stages,
+                                            std::uint32_t rows, std::uint32_t capacity,
+                                            std::uint32_t alignment) {
+    const std::size_t used =
+        part == kCallersPart
+            ? sizeof(Header) + rows * sizeof(RowSpan) + stages * sizeof(StageControl)
+        : part == kParkedPart
+            ? stages * sizeof(Parked)
+            : sizeof(StageStatus) + rows * (sizeof(Published) + sizeof(Private) +
+                                            ring_words(capacity) * sizeof(std::int32_t));
+    return (used + alignment - 1) & ~(std::size_t{alignment} - 1);
   }
 
   // Lays the block out in zeroed memory of at least bytes(...) bytes.
   PIPESPEC_HD static Block create(void* base, std::uint32_t stages, std::uint32_t rows,
-                                  std::uint32_t capacity) {
+                                  std::uint32_t capacity, std::uint32_t alignment = kLine) {
     Header& h = *static_cast<Header*>(base);
     h.magic = kMagic;
-    h.bytes = bytes(stages, rows, capacity);
+    h.bytes = bytes(stages, rows, capacity, alignment);
     h.stages = stages;
     h.rows = rows;
     h.capacity = capacity;
+    h.alignment = alignment;
     return Block(base);
   }
 
@@ -155,25 +187,38 @@ class Block {
   PIPESPEC_HD StageControl& control(std::uint32_t stage) const {
     return reinterpret_cast<StageControl*>(base_ + sizeof(Header) + rows_ * sizeof(RowSpan))[stage];
   }
+  PIPESPEC_HD std::uint32_t& parked(std::uint32_t stage) const {
+    return reinterpret_cast<Parked*>(base_ + parked_offset_)[stage].word;
+  }
+  PIPESPEC_HD StageStatus& status(std::uint32_t stage) const {
+    return *reinterpret_cast<StageStatus*>(base_ + stages_offset_ + stage * stage_bytes_);
+  }
   PIPESPEC_HD Published& published(std::uint32_t stage, std::uint32_t row) const {
-    return reinterpret_cast<Published*>(stage_base(stage))[row];
+    return reinterpret_cast<Published*>(&status(stage) + 1)[row];
   }
   PIPESPEC_HD Private& priv(std::uint32_t stage, std::uint32_t row) const {
-    return reinterpret_cast<Private*>(stage_base(stage) + rows_ * sizeof(Published))[row];
+    return reinterpret_cast<Private*>(&published(stage, rows_))[row];
   }
   PIPESPEC_HD std::int32_t* ring(std::uint32_t stage, std::uint32_t row) const {
-    char* rings = stage_base(stage) + rows_ * (sizeof(Published) + sizeof(Private));
+    Private* rings = &priv(stage, rows_);
     return reinterpret_cast<std::int32_t*>(rings) + std::size_t{row} * ring_words(capacity_);
   }
   PIPESPEC_HD std::uint32_t stages() const { return stages_; }
   PIPESPEC_HD std::uint32_t rows() const { return rows_; }
   PIPESPEC_HD std::uint32_t capacity() const { return capacity_; }
+  PIPESPEC_HD std::uint32_t alignment() const { return alignment_; }
+  PIPESPEC_HD std::size_t size() const { return stages_offset_ + stages_ * stage_bytes_; }
+  // Rows of the present generation. In damaged memory, too, no row that does not exist.
+  PIPESPEC_HD std::uint32_t active_rows() const {
+    const std::uint32_t rows = header().active_rows;
+    return rows < rows_ ? rows : rows_;
+  }
   PIPESPEC_HD std::uint32_t target() const { return stages_ - 1; }
   PIPESPEC_HD Scope scope() const { return scope_; }
 
   PIPESPEC_HD bool is_eos(std::int32_t token) const {
     const Header& h = header();
-    for (std::uint32_t i = 0; i < h.n_eos; ++i)
+    for (std::uint32_t i = 0; i < kMaxEos && i < h.n_eos; ++i)
       if (h.eos[i] == token) return true;
     return false;
   }
@@ -184,22 +229,16 @@ class Block {
     constexpr std::size_t per_line = kLine / sizeof(std::int32_t);
     return (capacity + per_line - 1) / per_line * per_line;
   }
-  PIPESPEC_HD static std::size_t stages_offset(std::uint32_t stages, std::uint32_t rows) {
-    return sizeof(Header) + rows * sizeof(RowSpan) + stages * sizeof(StageControl);
-  }
-  PIPESPEC_HD static std::size_t stage_bytes(std::uint32_t rows, std::uint32_t capacity) {
-    return rows *
-           (sizeof(Published) + sizeof(Private) + ring_words(capacity) * sizeof(std::int32_t));
-  }
-  PIPESPEC_HD char* stage_base(std::uint32_t stage) const {
-    return base_ + stages_offset(stages_, rows_) + stage * stage_bytes(rows_, capacity_);
-  }
 
   char* base_ = nullptr;
   std::uint32_t stages_ = 0;
   std::uint32_t rows_ = 0;
   std::uint32_t capacity_ = 0;
+  std::uint32_t alignment_ = kLine;
   Scope scope_ = Scope::kSystem;
+  std::size_t parked_offset_ = 0;
+  std::size_t stages_offset_ = 0;
+  std::size_t stage_bytes_ = 0;
 };
 
 }  // namespace pipespec

@@ -13,11 +13,24 @@
 
 namespace pipespec {
 
+// Whether the header still has the sizes with which the block was attached or laid out.
+inline bool is_intact(const Block& block) {
+  const Header& h = block.header();
+  return h.magic == kMagic && h.bytes == block.size() && h.stages == block.stages() &&
+         h.rows == block.rows() && h.capacity == block.capacity() &&
+         h.alignment == block.alignment();
+}
+
+// A view of the block at `base`.
 inline Block attach(void* base) {
-  if (static_cast<const Header*>(base)->magic != kMagic)
+  const Block block(base);
+  const auto is_power_of_two = [](std::uint32_t n) { return n != 0 && (n & (n - 1)) == 0; };
+  if (!is_intact(block) || block.stages() < 1 || block.stages() > kMaxStages || block.rows() < 1 ||
+      !is_power_of_two(block.capacity()) || !is_power_of_two(block.alignment()) ||
+      block.alignment() < kLine)
     throw std::invalid_argument(
         "this memory holds no pipespec state block, or one of another version");
-  return Block(base);
+  return block;
 }
 
 // starts[r]: prompt length; limits[r]: position at which the row ends at the latest; last[r]: the

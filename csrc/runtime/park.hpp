@@ -53,7 +53,7 @@ class Bells {
     std::uint32_t* own = bell(stage_);
     __atomic_store_n(own, __atomic_load_n(own, __ATOMIC_RELAXED) + 1, __ATOMIC_SEQ_CST);
     for (std::uint32_t s = 0; s < block_.stages(); ++s) {
-      std::uint32_t* parked = &block_.control(s).parked;
+      std::uint32_t* parked = &block_.parked(s);
       if (s == stage_ || __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0 || !concerns(s)) continue;
       __atomic_store_n(parked, 0u, __ATOMIC_SEQ_CST);
       futex_wake(parked);
@@ -65,8 +65,8 @@ class Bells {
   // whether a bell rang since note().
   bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
     if (timeout_ns <= 0) return rung();
-    store_relaxed(&block_.control(stage_).awaited, awaited);
-    std::uint32_t* parked = &block_.control(stage_).parked;
+    store_relaxed(&block_.status(stage_).awaited, awaited);
+    std::uint32_t* parked = &block_.parked(stage_);
     __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
     if (!rung()) futex_wait(parked, 1, timeout_ns);
     __atomic_store_n(parked, 0u, __ATOMIC_SEQ_CST);
@@ -77,10 +77,10 @@ class Bells {
   // Whether stage `s` waits for what this stage has published. Draft tokens that will be rejected
   // count, too: then the wake-up is spurious.
   bool concerns(std::uint32_t s) const {
-    const std::uint32_t awaited = load_relaxed(&block_.control(s).awaited);
+    const std::uint32_t awaited = load_relaxed(&block_.status(s).awaited);
     if (awaited == 0 || stage_ > s) return true;
     if (stage_ + 1 < s) return false;
-    for (std::uint32_t row = 0; row < block_.header().active_rows; ++row) {
+    for (std::uint32_t row = 0; row < block_.active_rows(); ++row) {
       const Sequence own(block_, stage_, row);
       const std::uint32_t length = own.word().length;
       const std::uint32_t enough = Sequence(block_, s, row).word().length + awaited;
@@ -91,7 +91,7 @@ class Bells {
     return true;
   }
   std::uint32_t* bell(std::uint32_t s) const {
-    return s == kCaller ? &block_.header().bell : &block_.control(s).bell;
+    return s == kCaller ? &block_.header().bell : &block_.status(s).bell;
   }
   std::uint32_t listen(std::uint32_t s) const { return __atomic_load_n(bell(s), __ATOMIC_SEQ_CST); }
   bool rung() const {

@@ -212,7 +212,7 @@ Scheduler::Decision Scheduler::decide_target(const StepPolicy& all) {
     const std::int64_t time = now_ns();
     if (lane.deadline_ns == 0) {
       const Block block = launcher_->shadow();
-      const double step = load_relaxed(&block.control(target_ - 1).step_ns);
+      const double step = load_relaxed(&block.status(target_ - 1).step_ns);
       lane.deadline_ns =
           time + static_cast<std::int64_t>(std::min(options_.patience * now.min_draft_tokens * step,
                                                     static_cast<double>(kLongest)));
@@ -362,7 +362,7 @@ void Scheduler::harvest(u32 stage) {
     if (outcome.fed > 0) {
       const double took = static_cast<double>(outcome.end_ns - outcome.start_ns);
       lane.step_ns = lane.step_ns == 0.0 ? took : 0.9 * lane.step_ns + 0.1 * took;
-      store_relaxed(&launcher_->shadow().control(stage).step_ns,
+      store_relaxed(&launcher_->shadow().status(stage).step_ns,
                     static_cast<u32>(std::min(lane.step_ns, 0x1p32 - 1)));
     }
     if (lane.trace != nullptr)

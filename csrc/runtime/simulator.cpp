@@ -161,7 +161,7 @@ class Chain {
     ports_.reserve(target_ + 1);
     for (u32 s = 0; s <= target_; ++s) {
       block_.control(s).alive = 1;
-      ports_.emplace_back(memory_.get(), s, setting.width);
+      ports_.emplace_back(block_, s, setting.width);
     }
   }
 
@@ -392,7 +392,7 @@ class Workers {
   // Returns whether all is done.
   bool look(u32 s) {
     Runner& r = runners_[s];
-    const u32 bell = chain_.block().control(s).bell;
+    const u32 bell = chain_.block().status(s).bell;
     u32 min_draft_tokens = setting_.stages[s].min_draft_tokens;
     if (r.waiting && now_ >= r.deadline) min_draft_tokens = 0;
     Action action = plan(s, min_draft_tokens);
@@ -403,7 +403,7 @@ class Workers {
       }
       if (r.deadline <= now_) action = chain_.plan(s, 0);
     }
-    if (chain_.block().control(s).bell != bell) wake_others(s);
+    if (chain_.block().status(s).bell != bell) wake_others(s);
     if (action == Action::kStep) {
       r.waiting = false;
       begin(s);

@@ -18,10 +18,8 @@ class StagePort {
   // Movable, not copyable: arrays_ points to the vectors' data, which keeps its address in a move.
   StagePort(StagePort&&) = default;
   // `width`: columns of the rectangle, i.e. the most tokens one row feeds in one step.
-  StagePort(void* block, std::uint32_t stage, std::uint32_t width)
+  StagePort(const Block& block, std::uint32_t stage, std::uint32_t width)
       : block_(block), stage_(stage), width_(width), bells_(block_, stage) {
-    if (block_.header().magic != kMagic)
-      throw std::invalid_argument("this memory holds no pipespec state block");
     if (stage >= block_.stages()) throw std::invalid_argument("the block has no such stage");
     if (width < 1) throw std::invalid_argument("width must be at least 1");
     const std::size_t rows = block_.rows();
@@ -43,9 +41,10 @@ class StagePort {
     if (trace_ != nullptr) planned_ns_ = now_ns();
     bells_.note();
     const StepPolicy policy{lookahead, max_draft_tokens, min_draft_tokens, width_};
-    const std::uint32_t active = block_.header().active_rows;
+    const std::uint32_t active = block_.active_rows();
     if (block_.header().rows != block_.rows() || block_.header().capacity != block_.capacity())
-      throw std::logic_error("the block has grown: make a new port");
+      throw std::logic_error(
+          "the state block has grown, or something has overwritten it: make a new port");
     bool waits = false, works = false, all_finished = true;
     columns_ = 0;
     for (std::uint32_t row = 0; row < active; ++row) {
@@ -73,7 +72,7 @@ class StagePort {
 
   // Whether the planned step selects tokens in some row.
   bool selects() const {
-    const std::size_t active = block_.header().active_rows;
+    const std::size_t active = block_.active_rows();
     for (std::size_t row = 0; row < active && row < n_select_.size(); ++row)
       if (n_select_[row] > 0) return true;
     return false;
@@ -83,7 +82,7 @@ class StagePort {
   // Returns tokens appended.
   std::uint32_t commit(const std::int32_t* selected, std::int64_t stride) {
     std::uint32_t appended = 0;
-    const std::uint32_t active = block_.header().active_rows;
+    const std::uint32_t active = block_.active_rows();
     for (std::uint32_t row = 0; row < active; ++row)
       appended += commit_row(block_, stage_, row, width_, arrays_, selected + row * stride);
     bells_.ring();
@@ -122,7 +121,7 @@ class StagePort {
     asked_ = true;
     return generation_ = load_acquire(&block_.header().generation);
   }
-  void set_step_ns(std::uint32_t ns) { store_relaxed(&block_.control(stage_).step_ns, ns); }
+  void set_step_ns(std::uint32_t ns) { store_relaxed(&block_.status(stage_).step_ns, ns); }
 
   // From here on each step writes an entry to `buffer`, and so does each plan that rolls back
   // without a step; null: no entries. `buffer` belongs to this stage and outlives the port.
@@ -140,7 +139,7 @@ class StagePort {
  private:
   TraceTotals totals() const {
     TraceTotals sum{};
-    for (std::uint32_t row = 0; row < block_.header().active_rows; ++row) {
+    for (std::uint32_t row = 0; row < block_.active_rows(); ++row) {
       const Counters& c = block_.priv(stage_, row).counters;
       sum.fed += load_relaxed(&c.fed);
       sum.draft_tokens += load_relaxed(&c.drafted);

@@ -209,15 +209,22 @@ def test_kernels_without_a_device_say_so() -> None:
 
 
 def without_controls(memory: np.ndarray, block: StateBlock) -> np.ndarray:
-    """The block's bytes without the words that only the host writes: bells and parked words."""
-
-    def size(stages: int, rows: int) -> int:
-        return _native.Block.bytes(stages, rows, 1)  # type: ignore[no-any-return]
-
-    begin = size(0, block.rows)
+    """The block's bytes without the words that only the host writes: those of the caller behind the header, parked words and bells."""
+    callers, parked, *stages = parts_of(block)
     rest = memory.copy()
-    rest[begin : begin + size(block.stages, 0) - size(0, 0)] = 0
+    rest[HEADER : callers + parked] = 0
+    for stage, size in enumerate(stages):
+        begin = callers + parked + stage * size
+        rest[begin : begin + _native.LINE] = 0
     return rest
+
+
+HEADER: int = _native.Block.bytes(0, 0, 1)
+
+
+def parts_of(block: StateBlock) -> list[int]:
+    sizes: list[int] = _native.Block.part_bytes(block.stages, block.rows, block.capacity, block.memory.alignment)
+    return sizes
 
 
 def device_history(seed: int, pinned: bool) -> None:
@@ -228,15 +235,13 @@ def device_history(seed: int, pinned: bool) -> None:
     ports = [history.block.port(stage, history.width) for stage in range(history.stages)]
     device = [DevicePort(there, stage, history.width) for stage in range(history.stages)]
     stream = torch.cuda.Stream()
-    begin = _native.Block.bytes(0, 0, 1)
-    spans = _native.Block.bytes(0, history.block.rows, 1)
-    controls = spans + _native.Block.bytes(history.stages, 0, 1) - begin
+    callers = slice(HEADER, parts_of(history.block)[0])
     with torch.cuda.stream(stream):
         for event in history.events(80):
             history.before(event)
             # The caller's words, which on the host are written in place.
             torch.cuda.synchronize()
-            there[begin:controls].copy_(memory[begin:controls])
+            there[callers].copy_(memory[callers])
             port, other = ports[event.stage], device[event.stage]
             fed = history.plan(event)
             port.plan(*event.policy)
@@ -323,9 +328,9 @@ def test_a_port_keeps_its_block():
 
 
 def test_a_port_from_before_a_growth():
-    block = StateBlock.create(1, 1, 16, SharedMemory.create(1))
+    block = StateBlock.create(1, 1, 16, SharedMemory.create([1]))
     port = block.port(0, 4)
     block.ensure(8, 1 << 16)
     block.reset([1] * 8, [9] * 8, [5] * 8, [])
-    with pytest.raises(RuntimeError, match="has grown: make a new port"):
+    with pytest.raises(RuntimeError, match=r"has grown, .*make a new port"):
         port.plan(0, 0, 0)

@@ -165,14 +165,14 @@ TEST(draft_tokens_are_used) {
       task.pauses_us = {0, 0, 0};
       // The target's first step finds no draft tokens. Then it waits for tokens that are certain to
       // come: long steps make the deadline longer than any machine needs.
-      const StageControl* draft = nullptr;
+      const StageStatus* draft = nullptr;
       const Hook hook = [&](u32 stage, u32 step) {
         if (stage == 1) usleep(100);
         if (stage == 2 && step == 0)
           CHECK(check::eventually([&] { return load_relaxed(&draft->step_ns) > 0; }));
       };
       Chain chain(task, {1, 2, 4, 8, 16}, shadowed, hook);
-      draft = &chain.launcher()->shadow().control(1);
+      draft = &chain.launcher()->shadow().status(1);
       Scheduler scheduler(chain.launcher(), {.schedule = schedule, .patience = 1e6},
                           {.lookahead = {8, 8}, .min_draft_tokens = 8});
       scheduler.start();
@@ -257,14 +257,14 @@ TEST(the_target_gets_the_draft_tokens_it_waits_for) {
   task.limits = {static_cast<u32>(task.prompts[0].size()) + 100};
   task.models[0].accuracy = 1.0;
   task.pauses_us = {0, 0};
-  const StageControl* draft = nullptr;
+  const StageStatus* draft = nullptr;
   const Hook hook = [&](u32 stage, u32 step) {
     if (stage == 0) usleep(100);  // the deadline is long, on any machine
     if (stage == 1 && step == 0)
       CHECK(check::eventually([&] { return load_relaxed(&draft->step_ns) > 0; }));
   };
   Chain chain(task, {1, 2, 8}, true, hook);
-  draft = &chain.launcher()->shadow().control(0);
+  draft = &chain.launcher()->shadow().status(0);
   Scheduler scheduler(chain.launcher(), {.ahead = 2, .patience = 1e6, .trace = 1000},
                       {.lookahead = {7}, .min_draft_tokens = 5});
   scheduler.start();

@@ -901,7 +901,7 @@ TEST(ports_run_several_rows_of_different_length) {
     std::vector<std::vector<fake::Cache>> caches(stages);
     for (u32 s = 0; s < stages; ++s) {
       const Model model{&truth, s + 1 < stages ? 0.8 : 1.0, s};
-      ports.emplace_back(memory.base(), s, 2 + random.below(8));
+      ports.emplace_back(memory.block(), s, 2 + random.below(8));
       for (u32 r = 0; r < rows; ++r) {
         caches[s].emplace_back(model);
         caches[s][r].prefill(prompts[r]);
@@ -950,7 +950,7 @@ TEST(a_lookahead_raised_ahead_of_a_plan_ends_the_sleep) {
   fake::BlockMemory memory(2, 1, 16);
   reset(memory.block(), {3}, {16}, {7}, {2});
   set_lookahead(memory.block(), 0, 1);
-  StagePort port(memory.base(), 0, 4);
+  StagePort port(memory.block(), 0, 4);
   const u32 lookahead = port.lookahead();
   CHECK_EQ(port.plan(lookahead, 0, 0), Action::kStep);
   const std::int32_t selected[4] = {9, 9, 9, 9};
@@ -977,11 +977,61 @@ TEST(arguments_are_checked) {
   CHECK_THROWS(tokens(block, 1, 0, 2, 4));
   CHECK_THROWS(tokens(block, 1, 0, 3, 2));
   CHECK_EQ(tokens(block, 1, 0, 2, 3), Tokens{7});
-  CHECK_THROWS(StagePort(memory.base(), 2, 8));
-  CHECK_THROWS(StagePort(memory.base(), 0, 0));
+  CHECK_THROWS(StagePort(memory.block(), 2, 8));
+  CHECK_THROWS(StagePort(memory.block(), 0, 0));
   alignas(kLine) static unsigned char garbage[1024] = {};
-  CHECK_THROWS(StagePort(garbage, 0, 8));
   CHECK_THROWS(attach(garbage));
+}
+
+// Each part begins at a multiple of the alignment, and no part reaches into the next one.
+TEST(parts_of_a_block) {
+  for (const u32 alignment : {u32{kLine}, 4096u, 65536u})
+    for (const u32 rows : {1u, 7u, 100u})
+      for (const u32 stages : {1u, 2u, 16u}) {
+        const u32 capacity = 64;
+        const std::size_t size = Block::bytes(stages, rows, capacity, alignment);
+        std::vector<char> memory(size + alignment);
+        char* base = memory.data() +
+                     (alignment - reinterpret_cast<std::uintptr_t>(memory.data()) % alignment);
+        const Block block = Block::create(base, stages, rows, capacity, alignment);
+        CHECK_EQ(block.size(), size);
+        CHECK(is_intact(attach(base)));
+        const auto at = [&](const auto& word) {
+          return static_cast<std::size_t>(reinterpret_cast<const char*>(&word) - base);
+        };
+        std::size_t end = at(block.control(stages - 1)) + sizeof(StageControl);
+        CHECK(at(block.parked(0)) % alignment == 0 && at(block.parked(0)) >= end);
+        end = at(block.parked(stages - 1)) + sizeof(Parked);
+        for (u32 s = 0; s < stages; ++s) {
+          CHECK(at(block.status(s)) % alignment == 0 && at(block.status(s)) >= end);
+          CHECK(at(block.published(s, 0)) >= at(block.status(s)) + sizeof(StageStatus));
+          CHECK(at(block.priv(s, 0)) >= at(block.published(s, rows - 1)) + sizeof(Published));
+          CHECK(at(*block.ring(s, 0)) >= at(block.priv(s, rows - 1)) + sizeof(Private));
+          end = at(block.ring(s, rows - 1)[capacity - 1]) + sizeof(std::int32_t);
+        }
+        CHECK(end <= size);
+      }
+}
+
+TEST(a_damaged_header_is_noticed) {
+  fake::BlockMemory memory(2, 2, 16);
+  const Block block = memory.block();
+  reset(block, {3, 1}, {18, 16}, {7, 8}, {2});
+  CHECK(is_intact(block));
+  Header& header = block.header();
+  for (u32* word : {&header.stages, &header.rows, &header.capacity, &header.alignment}) {
+    for (const u32 garbage : {0u, 1u << 20, ~0u}) {
+      const u32 right = *word;
+      *word = garbage;
+      CHECK(!is_intact(block));
+      CHECK_THROWS(attach(memory.base()));
+      *word = right;
+    }
+  }
+  header.active_rows = header.n_eos = ~0u;  // a stage finds no more rows and ids than there are
+  CHECK_EQ(block.active_rows(), 2u);
+  CHECK(!block.is_eos(-5));
+  CHECK(is_intact(block));
 }
 
 TEST_MAIN()

@@ -145,9 +145,9 @@ class Simulation final : public simulated::Watch {
     for (std::uint8_t s = 0; s < stages_ && !copy; ++s) {
       machine_->name(&block.control(s).alive, {Kind::kAlive, copy, s});
       machine_->name(&block.control(s).lookahead, {Kind::kLookahead, copy, s});
-      machine_->name(&block.control(s).bell, {Kind::kBell, copy, s});
-      machine_->name(&block.control(s).parked, {Kind::kParked, copy, s});
-      machine_->name(&block.control(s).awaited, {Kind::kAwaited, copy, s});
+      machine_->name(&block.status(s).bell, {Kind::kBell, copy, s});
+      machine_->name(&block.parked(s), {Kind::kParked, copy, s});
+      machine_->name(&block.status(s).awaited, {Kind::kAwaited, copy, s});
     }
   }
 
@@ -234,7 +234,7 @@ class Simulation final : public simulated::Watch {
     const u32 crashing = random_.pick({0u, 20u, 60u});
     for (u32 s = 0; s < stages_; ++s) {
       if (!is_here_[s]) continue;
-      ports_[s].emplace(arena_, s, width_);
+      ports_[s].emplace(block_, s, width_);
       machine_->start(s, [] { running->stage(running->machine_->current()); });
       Machine::Thread& t = machine_->thread(s);
       t.weight = random_.pick({1u, 3u, 3u, 20u, 500u});

@@ -148,11 +148,13 @@ TEST(L2_within_one_epoch_a_reader_sees_one_text) {
 // consistent; with acquire and release alone each store could wait in its core's store buffer.
 TEST(L3_bell_or_parked_word_is_seen) {
   constexpr u32 kPairs = 2048;  // of bell and parked word; both threads walk along them
-  std::vector<StageControl> control(kPairs);
+  std::vector<StageStatus> status(kPairs);
+  std::vector<Parked> parked(kPairs);
   std::vector<u32> seen_parked(kPairs), seen_bell(kPairs);
   u32 lost = 0;
   for (u32 round = 0; round < trials(25, 100); ++round) {
-    for (StageControl& c : control) c.bell = c.parked = 0;
+    for (StageStatus& s : status) s.bell = 0;
+    for (Parked& p : parked) p.word = 0;
     std::atomic<u32> ready{0};
     const auto both_ready = [&] {
       ready.fetch_add(1);
@@ -161,14 +163,14 @@ TEST(L3_bell_or_parked_word_is_seen) {
     std::thread publisher([&] {
       both_ready();
       for (u32 i = 0; i < kPairs; ++i) {
-        __atomic_store_n(&control[i].bell, 1u, __ATOMIC_SEQ_CST);
-        seen_parked[i] = __atomic_load_n(&control[i].parked, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&status[i].bell, 1u, __ATOMIC_SEQ_CST);
+        seen_parked[i] = __atomic_load_n(&parked[i].word, __ATOMIC_SEQ_CST);
       }
     });
     both_ready();
     for (u32 i = 0; i < kPairs; ++i) {
-      __atomic_store_n(&control[i].parked, 1u, __ATOMIC_SEQ_CST);
-      seen_bell[i] = __atomic_load_n(&control[i].bell, __ATOMIC_SEQ_CST);
+      __atomic_store_n(&parked[i].word, 1u, __ATOMIC_SEQ_CST);
+      seen_bell[i] = __atomic_load_n(&status[i].bell, __ATOMIC_SEQ_CST);
     }
     publisher.join();
     for (u32 i = 0; i < kPairs; ++i) lost += seen_parked[i] == 0 && seen_bell[i] == 0;
@@ -388,7 +390,7 @@ TEST(ring_and_park_at_the_same_instant) {
       line_up(2 * i + 1);
       // Reading the sleeper's word keeps it in this core's cache, too, so that the sleeper's store
       // takes longer.
-      for (u32 n = random.below(60); n > 0; --n) load_relaxed(&memory.block().control(0).parked);
+      for (u32 n = random.below(60); n > 0; --n) load_relaxed(&memory.block().parked(0));
       bells.ring();
       line_up(2 * i + 2);
     }
@@ -470,7 +472,7 @@ TEST(a_stop_ends_the_sleep) {
   reset(memory.block(), {1}, {1}, {9}, {});
   for (u32 stage : {0u, 1u}) {  // the target's thread may be another one than the caller's
     start(memory.block(), 7);
-    StagePort port(memory.base(), stage, 4);
+    StagePort port(memory.block(), stage, 4);
     CHECK_EQ(port.generation(), 7u);
     start(memory.block(), 0);
     port.plan(4, 4, 0);
@@ -487,7 +489,7 @@ TEST(a_stop_ends_the_sleep) {
 TEST(ports_wake_each_other) {
   fake::BlockMemory memory(3, 1, 64);
   reset(memory.block(), {1}, {50}, {9}, {});
-  StagePort first(memory.base(), 0, 8), middle(memory.base(), 1, 8), target(memory.base(), 2, 8);
+  StagePort first(memory.block(), 0, 8), middle(memory.block(), 1, 8), target(memory.block(), 2, 8);
   const Tokens selected(8, 100);
   CHECK_EQ(first.plan(0, 8, 0), Action::kIdle);
   CHECK(!first.park(1000));
@@ -510,9 +512,9 @@ TEST(ports_wake_each_other) {
 TEST(the_last_awaited_draft_token_wakes_the_target) {
   fake::BlockMemory memory(3, 1, 64);
   reset(memory.block(), {1}, {50}, {9}, {});
-  StagePort first(memory.base(), 0, 8), middle(memory.base(), 1, 8), target(memory.base(), 2, 8);
+  StagePort first(memory.block(), 0, 8), middle(memory.block(), 1, 8), target(memory.block(), 2, 8);
   for (const u32 s : {0u, 1u, 2u}) memory.block().control(s).alive = 1;
-  std::uint32_t* parked = &memory.block().control(2).parked;
+  std::uint32_t* parked = &memory.block().parked(2);
   const Tokens selected(8, 100);
   const auto wakes = [&](StagePort& port) {  // whether a step of `port` wakes the target
     __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
@@ -561,7 +563,7 @@ TEST(ports_take_turns) {
   reset(block, {1}, {limit}, {9}, {});
   start(block, 1);
   const auto run = [&](u32 stage) {
-    StagePort port(memory.base(), stage, 4);
+    StagePort port(memory.block(), stage, 4);
     Random random{stage};
     while (port.generation() == 1) {
       const Action action = port.plan(1, 1, stage);
@@ -608,7 +610,7 @@ TEST(lookahead_0_is_a_pause) {
       port.commit(selected.data(), port.columns());
     };
     std::thread draft([&] {
-      StagePort port(memory.base(), 0, 8);
+      StagePort port(memory.block(), 0, 8);
       while (port.generation() == 1) {
         const std::int64_t asleep = now_ns();
         const u32 lookahead = port.lookahead();
@@ -622,7 +624,7 @@ TEST(lookahead_0_is_a_pause) {
         if (!CHECK(now_ns() - asleep < kForever / 2)) return;
       }
     });
-    StagePort port(memory.base(), 1, 8);
+    StagePort port(memory.block(), 1, 8);
     Random random{round};
     while (port.plan(0, block.control(0).lookahead, 0) == Action::kStep) {
       select(port);
@@ -664,7 +666,7 @@ class Worker {
   // Runs until the generation is over, the target until the text is complete. A stage with
   // `dies_after` stops for good in the middle of that step.
   void run(u32 generation, u64 seed, u32 dies_after = ~0u) {
-    StagePort port(&block_.header(), stage_, width_);
+    StagePort port(block_, stage_, width_);
     Random random{seed * 31 + stage_};
     u32 steps = 0;
     const std::int64_t began = now_ns();

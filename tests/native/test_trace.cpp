@@ -125,7 +125,7 @@ TEST(ports_trace_what_the_counters_count) {
     std::vector<std::vector<fake::Cache>> caches(kStages);
     for (u32 s = 0; s < kStages; ++s) {
       const fake::Model model{&truth, s + 1 < kStages ? 0.7 : 1.0, s};
-      ports.emplace_back(memory.base(), s, 6);
+      ports.emplace_back(memory.block(), s, 6);
       traces.push_back(std::make_unique<TraceBuffer>(4096));
       ports[s].trace(traces[s].get());
       for (u32 r = 0; r < kRows; ++r) {

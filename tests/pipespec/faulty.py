@@ -5,9 +5,11 @@ A model's buffers are shared with its worker, so a test turns the switches of a 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import time
+from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM
@@ -54,3 +56,19 @@ class Telling(LlamaForCausalLM):
         os.write(1, b"to stdout")
         os.write(2, b"to stderr")
         raise RuntimeError([os.environ.get("DEED"), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getppid()])
+
+
+class Stray(Faulty):
+    """A draft whose worker, in each forward while ``strays`` is set, writes to shared memory that it must not write."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("strays", torch.zeros(1), persistent=False)
+
+    def forward(self, *args, **kwargs):
+        if self.strays.item() == 1 and os.getpid() != self.config.caller:
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                addresses, rights, *_, name = line.split(maxsplit=5)
+                if rights == "r--s" and "memfd:pipespec" in name:
+                    ctypes.memset(int(addresses.split("-")[0], 16) + 8, 255, 8)
+        return super().forward(*args, **kwargs)

@@ -308,18 +308,19 @@ def test_a_fork_while_a_worker_starts(models, monkeypatch):
 
 
 def test_shared_memory_is_copied_for_a_child():
-    block = StateBlock.create(2, 1, 64, SharedMemory.create(1))
+    block = StateBlock.create(2, 1, 64, SharedMemory.create([1]))
     block.reset([3], [60], [5], [])
-    kept = SharedMemory.create(64, copied_by_forks=False)
-    address, fd = block.memory.address, block.memory.fd
+    kept = SharedMemory.create([64], copied_by_forks=False)
+    address, fds = block.memory.address, list(block.memory.fds)
+    assert len(fds) == 4
 
     def write() -> None:
         assert block.length(1, 0) == 3
-        assert (block.memory.address, block.memory.fd) == (address, fd)
-        assert os.fstat(fd).st_size == block.memory.size
+        assert (block.memory.address, block.memory.fds) == (address, fds)
+        assert [os.fstat(fd).st_size for fd in fds] == block.memory.sizes
         block.memory.array[:] = 255
         kept.array[:] = 255
-        other = SharedMemory(os.dup(fd))  # the view of a process that gets the descriptor
+        other = SharedMemory([os.dup(fd) for fd in fds])  # the view of a process that gets the descriptors
         assert (other.array == 255).all()
 
     Child(write).check()
@@ -337,7 +338,7 @@ os.register_at_fork(after_in_child=lambda: os.read(written, 1))  # before pipesp
 
 from pipespec_kernels.state import SharedMemory
 
-memory = SharedMemory.create(64)
+memory = SharedMemory.create([64])
 memory.array[:] = 1
 child = os.fork()
 if child == 0:

@@ -462,7 +462,7 @@ def test_no_pool_is_used_after_its_last_graph(model, gpu):
 def test_pinned_memory_is_for_every_mode(gpu):
     with torch.inference_mode():
         memory = PinnedMemory()
-        memory.remap(64)
+        memory.remap([64])
     memory.tensor.copy_(torch.ones(64, dtype=torch.uint8))
     assert memory.array.all()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from pipespec_kernels.scheduler import Scheduler
-from pipespec_kernels.state import StateBlock
+from pipespec_kernels.state import PrivateMemory, StateBlock
 
 
 class HostShadow(StateBlock):
@@ -34,13 +36,16 @@ class PinnedMemory:
         address: The same as an address.
     """
 
+    alignment = PrivateMemory.alignment
+
     def __init__(self) -> None:
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.remap(1)
+        self.remap([1])
 
-    def remap(self, size: int | None = None) -> None:
-        """Provide at least ``size`` bytes of any content, at the same address if the memory is large enough."""
-        if size is None or size <= self.tensor.numel():
+    def remap(self, sizes: Sequence[int]) -> None:
+        """Provide at least as many bytes of any content, at the same address if the memory is large enough."""
+        size = sum(sizes)
+        if size <= self.tensor.numel():
             return
         # Later calls write it outside of inference mode.
         with torch.inference_mode(False):

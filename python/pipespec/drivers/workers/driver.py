@@ -11,17 +11,19 @@ import socket
 import struct
 import subprocess
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from multiprocessing.connection import Connection
 
 from transformers import PreTrainedModel
 
 from pipespec.config import PATIENCE, SpeculationConfig
-from pipespec.drivers.base import Driver, GenerationRequest
+from pipespec.drivers.base import Driver, GenerationRequest, StageFailure
 from pipespec.drivers.workers import template
 from pipespec.drivers.workers.process import Failed, Setup, WorkerCall
 from pipespec.drivers.workers.weights import SharedWeights, share
@@ -32,6 +34,7 @@ from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
 from pipespec.process.signals import from_handler, pass_on, suppressed
 from pipespec.process.threads import restored_threads, set_threads, target_threads
+from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
@@ -73,23 +76,25 @@ class _Worker:
         self.index = index
         ours, theirs = socket.socketpair()
         assert isinstance(block.memory, SharedMemory)
-        fds = [theirs.fileno(), memory.fd, block.memory.fd]
+        parts = [(memory, {0}), (block.memory, block.parts_of(index))]
         if trace is not None:
-            fds.append(trace.memory.fd)
+            parts.append((trace.memory, {index}))
         # A stopped worker reads nothing, and prompts larger than the socket's buffer must not block the caller.
         timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self.conn = Connection(ours.detach())
         _open_workers.add(self)  # before the start, because another thread may fork
-        with theirs:
+        with theirs, ExitStack() as stack:
+            lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
             # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
-            self.process = template.start(fds, fork=weights.device.type == "cpu")
+            self.process = template.start([theirs.fileno(), *chain(*lent)], fork=weights.device.type == "cpu")
         self.cache = (0, 0)  # rows, and a lower bound of the positions
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
         self.last_error: Failed | None = None
         self.form = ""
         with suppressed(OSError):  # the worker is dead: await_ready() raises
-            self.conn.send(Setup(index, weights, threads, trace.entries if trace is not None else 0, native))
+            entries = trace.entries if trace is not None else 0
+            self.conn.send(Setup(index, weights, threads, [len(fds) for fds in lent], entries, native))
 
     def await_ready(self) -> None:
         """Wait until the worker has built its model.
@@ -211,7 +216,7 @@ class WorkersDriver(Driver):
             raise failure
 
     def _make_block(self) -> StateBlock:
-        return StateBlock.create(len(self.models), 1, 64, SharedMemory.create(1))
+        return StateBlock.create(len(self.models), 1, 64, SharedMemory.create([1]))
 
     @property
     def target(self) -> Stage:
@@ -242,6 +247,15 @@ class WorkersDriver(Driver):
 
     def _begin(self, request: GenerationRequest) -> None:
         """Start the generation in every worker that runs or can be started."""
+        if not self.block.is_intact:
+            self.close()
+            self.block.renew()
+            self.block.set_alive(self.block.target, True)
+            warnings.warn(
+                "something has overwritten the state block, so it is made again and all drafts are started again. The text is not affected, only its speed",
+                StageFailure,
+                stacklevel=user_stacklevel(),
+            )
         for i, worker in list(self._workers.items()):
             if not worker.await_idle():
                 cause = worker.exit_reason() if worker.is_dead() or worker.last_error else "it did not answer"
@@ -363,8 +377,10 @@ class WorkersDriver(Driver):
         if action == Action.WAIT and config.decode_meanwhile:
             return self._target.step(0, 0)
         if action == Action.WAIT:
-            # Wait for the time that the missing draft tokens should take, with some slack. Then verify the available ones.
-            patience = int(PATIENCE * config.min_draft_tokens * self.block.step_ns(upstream))
+            # Wait for the time that the missing draft tokens should take, with some slack. Then verify the available ones. The draft writes its
+            # own time, which may be wrong; no wait is longer than the target needs for the tokens itself.
+            each = min(PATIENCE * self.block.step_ns(upstream), self.block.step_ns(self.block.target))
+            patience = int(config.min_draft_tokens * each)
             deadline = time.perf_counter_ns() + patience
             while action == Action.WAIT:
                 left = deadline - time.perf_counter_ns()

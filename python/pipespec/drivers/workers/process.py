@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -42,6 +43,7 @@ class Setup:
         index: Stage of the draft.
         weights: The model's tensors in the shared memory.
         threads: Number of torch's threads.
+        parts: Number of file descriptors of the weights, of the state block and, where the calls are traced, of the trace.
         trace: Entries of the trace for each stage; 0: no trace.
         native: Whether the model may run in the native form.
     """
@@ -49,6 +51,7 @@ class Setup:
     index: int
     weights: SharedWeights
     threads: int
+    parts: Sequence[int]
     trace: int = 0
     native: bool = True
 
@@ -70,10 +73,11 @@ class Failed:
     details: str
 
 
-def _serve(conn: Connection, memories: Sequence[SharedMemory], parent: int) -> None:
+def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
     setup: Setup = conn.recv()
     torch.set_num_threads(setup.threads)
-    weights, shared_block, *shared_trace = memories
+    left = iter(fds)
+    weights, shared_block, *shared_trace = (SharedMemory(list(islice(left, count))) for count in setup.parts)
     model = setup.weights.build(weights)
     block = StateBlock(shared_block)
     trace = None
@@ -121,7 +125,7 @@ def main(conn_fd: int, *memory_fds: int, parent: int | None = None) -> NoReturn:
     conn = Connection(conn_fd)
     status = 0
     try:
-        _serve(conn, [SharedMemory(fd) for fd in memory_fds], parent)
+        _serve(conn, memory_fds, parent)
     except (EOFError, ConnectionError):
         pass  # the caller closed the pipeline, or died
     except BaseException as error:

@@ -38,7 +38,7 @@ _IDLE_S = 300.0
 LOST = 255
 """Exit status of a worker whose template ended before it could report the true one."""
 
-_MAX_FDS = 16
+_MAX_FDS = 64
 
 _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "DNNL_", "ONEDNN_"),

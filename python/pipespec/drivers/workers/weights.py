@@ -100,7 +100,7 @@ def share(model: PreTrainedModel) -> tuple[SharedWeights, SharedMemory]:
             return known
     weights = SharedWeights.describe(model)
     # A fork of this process and its own workers only read the shared weights.
-    memory = SharedMemory.create(weights.size, "pipespec-weights", copied_by_forks=False)
+    memory = SharedMemory.create([weights.size], copied_by_forks=False)
     weights.store(model, memory)
     _shared[model] = weights, memory
     return weights, memory
