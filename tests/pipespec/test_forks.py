@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 
-from pipespec import Pipeline
+from pipespec import Pipeline, attach, detach
 from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
@@ -185,6 +187,48 @@ def test_a_fork_inside_of_a_call(models, schedule, put):
         )
         assert verdict == b"same"
         generates(pipe, texts, 1)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_a_server_that_forks(models, schedule):
+    """As a web server that loads before it forks: the parent attaches and generates, four children accept requests from one socket."""
+    target, draft, texts = models
+    answers = [text.numpy().tobytes() for text in texts]
+    end = len(answers)
+
+    def serve() -> None:
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                which = connection.recv(1)[0]
+                if which == end:
+                    return
+                got = target.generate(PROMPTS[which][None], max_new_tokens=NEW, do_sample=False)
+                connection.sendall(got.numpy().tobytes())
+
+    def ask(which: int) -> bytes:
+        with socket.create_connection(listener.getsockname(), timeout=SECONDS) as connection:
+            connection.sendall(bytes([which]))
+            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+    attach(target, drafts=[draft], schedule=schedule)
+    try:
+        assert target.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False).numpy().tobytes() == answers[0]
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+            children = [Child(serve) for _ in range(4)]
+            asked = [i % end for i in range(trials(ci=40, nightly=1000))]
+            with ThreadPoolExecutor(8) as clients:
+                wrong = sum(
+                    answer != answers[which] for which, answer in zip(asked, clients.map(ask, asked), strict=True)
+                )
+            for _ in children:
+                ask(end)
+        for child in children:
+            child.check()
+        assert wrong == 0
+        assert target.generate(PROMPTS[1][None], max_new_tokens=NEW, do_sample=False).numpy().tobytes() == answers[1]
+    finally:
+        detach(target)
 
 
 @pytest.fixture

@@ -154,9 +154,10 @@ class _Worker:
             while self.last_error is None and self.conn.poll(0):
                 self._receive()
 
-    def await_idle(self) -> bool:
-        """Wait until the worker has ended its last generation. Return False if it is dead or does not answer."""
-        deadline = time.monotonic() + _FINISH_TIMEOUT_S
+    def await_idle(self, deadline: float | None = None) -> bool:
+        """Wait until the worker has ended its last generation. Return False if it is dead or does not answer until ``deadline``."""
+        if deadline is None:
+            deadline = time.monotonic() + _FINISH_TIMEOUT_S
         try:
             while self.busy and not self.last_error and self.conn.poll(max(0.0, deadline - time.monotonic())):
                 self._receive()
@@ -256,8 +257,9 @@ class WorkersDriver(Driver):
                 StageFailure,
                 stacklevel=user_stacklevel(),
             )
+        deadline = time.monotonic() + _FINISH_TIMEOUT_S  # of all workers together
         for i, worker in list(self._workers.items()):
-            if not worker.await_idle():
+            if not worker.await_idle(deadline):
                 cause = worker.exit_reason() if worker.is_dead() or worker.last_error else "it did not answer"
                 worker.kill()
                 del self._workers[i]
