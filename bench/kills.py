@@ -70,10 +70,12 @@ class Strikes(threading.Thread):
         templates = [pid for pid, parent in parents.items() if parent == own]
         # A worker that was stopped before lives on until the next call.
         workers = [pid for pid, parent in parents.items() if parent != own and _fields(pid)[:1] != ["T"]]
+        if not workers:
+            return
         number = self._random.choice(_SIGNALS)
         if templates and number != signal.SIGSTOP and self._random.random() < _TEMPLATE:
             self._signal("template", self._random.choice(templates), number)
-        elif workers:
+        else:
             for pid in workers if self._random.random() < 0.3 else [self._random.choice(workers)]:
                 self._signal("worker", pid, number)
 

@@ -43,6 +43,21 @@ def test_workflows_run_what_there_is(path: Path) -> None:
                 assert (ROOT / script).is_file(), command
 
 
+SOURCES = [
+    path
+    for folder in ("python", "pipespec_kernels", "csrc")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".cpp", ".hpp", ".cu", ".cuh")
+]
+
+
+def test_no_wait_depends_on_the_clock_of_the_day() -> None:
+    """It may be set forwards and backwards at any time."""
+    words = re.compile(r"\btime\.time(_ns)?\(|system_clock|CLOCK_REALTIME|gettimeofday|datetime\.now|FUTEX_CLOCK")
+    assert len(SOURCES) > 100
+    assert [str(path) for path in SOURCES if words.search(path.read_text())] == []
+
+
 def test_citation_and_changelog_have_the_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == __version__

@@ -259,6 +259,14 @@ def test_trace_refuses_before_it_generates(family, capsys, tmp_path, monkeypatch
     assert "--out" in capsys.readouterr().err
 
 
+def test_trace_onto_a_full_disk(family, capsys):
+    arguments = ["trace", "--target", str(family / "target"), "--prompt", "xy", "--max-new-tokens", "4"]
+    assert main([*arguments, "--out", "/dev/full"]) == 2
+    captured = capsys.readouterr()
+    assert "No space left on device" in captured.err
+    assert "Traceback" not in captured.err
+
+
 def test_debug_shows_where(capsys):
     assert main(["generate", "--prompt", "", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import gc
 import os
 import queue
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -502,6 +503,23 @@ def test_a_worker_whose_model_fails(rig, stage, call):
     rig.check_recovered()
 
 
+def test_a_worker_without_memory(rig):
+    """Its cache of long prompts does not fit its limit."""
+    ids = torch.randint(2, VOCABULARY, (20, 256), generator=torch.Generator().manual_seed(0))
+    with Pipeline(rig.target, schedule="plain") as plain:
+        wanted = plain.generate(ids, max_new_tokens=2)
+    rig.await_ends_of_call()
+    resource.prlimit(rig.pids[0], resource.RLIMIT_AS, (1, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with drafts_keep_up(rig.pipeline, [258] * 20):  # it is dead before the text is complete
+            assert torch.equal(rig.pipeline.generate(ids, max_new_tokens=2), wanted)
+    (message,) = [str(warning.message) for warning in caught]
+    assert "draft stage 0 has ended" in message
+    assert "alloc" in message.lower() or "memory" in message.lower() or "killed by" in message
+    rig.check_recovered()
+
+
 def test_a_target_that_fails(rig):
     for fail_at in (1, 5):
         rig.target.set(fail_at=fail_at)
@@ -571,6 +589,24 @@ def test_a_fork_has_what_the_caller_has_at_present(rig, monkeypatch, tmp_path, c
     assert told == f"RuntimeError: {['environment', str(tmp_path), sorted(one), before]}"
     assert capfd.readouterr() == ("to stdout", "to stderr")
     assert template_pid() == before
+
+
+@pytest.fixture
+def deleted_directory(tmp_path, monkeypatch):
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+
+
+def test_a_callers_directory_that_was_deleted(rig, deleted_directory, monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(template, "_templates", [])  # a new template has to import
+    try:
+        with Pipeline(rig.target, noisy(random_llama(3), 0.1), schedule="workers") as pipe:
+            assert torch.equal(pipe.generate(rig.prompts[0][None], max_new_tokens=60)[0], rig.texts[0])
+    finally:
+        template._end_templates()
 
 
 @pytest.mark.parametrize("what", ["path", "environment"])

@@ -106,7 +106,8 @@ class _Template:
         # numpy's OpenBLAS would start threads.
         environment = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
         with theirs:
-            self.process = _command("pipespec.drivers.workers.template", [theirs.fileno()], environment)
+            # Not in the caller's directory, which may have been deleted: transformers cannot be imported there.
+            self.process = _command("pipespec.drivers.workers.template", [theirs.fileno()], environment, directory="/")
 
     def fork(self, fds: Sequence[int]) -> ForkedProcess:
         """Fork a worker. Raises ``OSError`` or ``EOFError`` if the template does not answer; it is closed then."""
@@ -224,14 +225,26 @@ def _has_pidfd() -> bool:
 
 
 def _environment() -> dict[str, str]:
-    # '' is the current directory, which -P would leave out.
-    return os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    # The process may run in another directory, and -P would leave out '', the current one.
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(_absolute, sys.path)))}
 
 
-def _command(module: str, fds: Sequence[int], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _absolute(entry: str) -> str:
+    """An entry of ``sys.path`` that means the same in any directory; empty if it is relative to a directory that was deleted."""
+    try:
+        return os.path.abspath(entry) if not entry or os.path.isdir(entry) else entry
+    except FileNotFoundError:
+        return ""
+
+
+def _command(
+    module: str, fds: Sequence[int], environment: dict[str, str], directory: str | None = None
+) -> subprocess.Popen[bytes]:
     code = f"import sys; from {module} import main; main(*map(int, sys.argv[1:]))"
     command = [sys.executable, "-P", "-c", code, *map(str, fds)]
-    return subprocess.Popen(command, pass_fds=fds, env=environment, process_group=0, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, pass_fds=fds, env=environment, process_group=0, stdin=subprocess.DEVNULL, cwd=directory
+    )
 
 
 def _is_open(fd: int) -> bool:
