@@ -170,7 +170,7 @@ def check_written(
 def check_noise(
     noise: Noise | None, batch: int, width: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Contiguous seeds, positions and scales, and the cutoff as it is; all None without noise."""
+    """Contiguous seeds, positions (without the offset) and scales, and the cutoff as it is; all None without noise."""
     if noise is None:
         return None, None, None, None
     if not isinstance(noise, Noise):
@@ -180,7 +180,7 @@ def check_noise(
     cutoff = noise.cutoff
     return (
         check(noise.seeds, "noise.seeds", (torch.int64,), rows, device).contiguous(),
-        check(noise.positions, "noise.positions", (torch.int64,), rows, device).contiguous(),
+        check(noise.positions, "noise.positions", INTEGERS, rows, device).contiguous(),
         check(noise.inv_temperature, "noise.inv_temperature", (torch.float32,), rows, device).contiguous(),
         None if cutoff is None else check(cutoff, "noise.cutoff", (torch.float32,), (batch, width), device),
     )

@@ -396,6 +396,9 @@ def rejection_sample(
     if not isinstance(noise, Noise):
         raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
     seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
+    assert positions is not None
+    if noise.offset or positions.dtype is not torch.int64:
+        positions = positions.long() + noise.offset
     check_streams(streams)
     streams = Streams(*streams)
     if draft_inv_temperature is None:
