@@ -165,10 +165,10 @@ def cases() -> Iterator[CompileCase]:
     filters |= {"GROUP": group_of(VOCAB), "GROUPS_BLOCK": MOST_GROUPS}
     one_tile = Config(TILE, SCAN_WARPS, triton.cdiv(VOCAB, TILE))
     for dtype, shift in (("bf16", 16), ("fp32", 0)):
-        yield CompileCase("cutoff, scan", cutoff_scan_kernel, dtype, one_tile, filters, 30)
+        yield CompileCase("cutoff, scan", cutoff_scan_kernel, dtype, one_tile, filters, 21)
         search = filters | {"SHIFT": shift, "BLOCK": TILE}
         yield CompileCase(
-            "cutoff, search", cutoff_search_kernel, dtype, None, search, None, SEARCH_WARPS, instructions=4000
+            "cutoff, search", cutoff_search_kernel, dtype, None, search, None, SEARCH_WARPS, instructions=3200
         )
     yield from kv_cases()
     yield from layer_cases()
