@@ -50,7 +50,7 @@ from pipespec_kernels.triton.cutoff import (
     group_of,
 )
 from pipespec_kernels.triton.kv import append_kernel, compact_kernel, gather_kernel, truncate_kernel
-from pipespec_kernels.triton.launch import Config, choose_config, cut
+from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, Config, choose_config, cut
 from pipespec_kernels.triton.norm import add_rms_norm_kernel
 from pipespec_kernels.triton.norm import tile_of as norm_tile
 from pipespec_kernels.triton.rejection_sample import rejection_choose_kernel, rejection_test_kernel
@@ -141,7 +141,7 @@ def cases() -> Iterator[CompileCase]:
     busy = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=True)
     assert len({small, wide, busy}) == 3
     greedy = {"HAS_STATE": True, "COUPLED": False, "HAS_CUTOFF": False, "FAST": True, "WALK": True}
-    greedy |= {"WIDTH_BLOCK": 8, "HAS_UNDRAWN": False}
+    greedy |= {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "HAS_UNDRAWN": False}
     coupled = greedy | {"COUPLED": True, "HAS_UNDRAWN": True}
     cutoff = coupled | {"HAS_CUTOFF": True}
     for dtype in BYTES:
@@ -155,7 +155,7 @@ def cases() -> Iterator[CompileCase]:
     yield CompileCase("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
     ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
     certain = dict.fromkeys(ratio, False)
-    test = {"WIDTH_BLOCK": 8, "SPLITS_BLOCK": 8}
+    test = {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "SPLITS_BLOCK": 16}
     choose = {"HAS_STATE": True, "FAST": True}
     yield CompileCase("rejection_sample, test", rejection_test_kernel, "bf16", wide, ratio | test, 14)
     yield CompileCase("rejection_sample, test, certain", rejection_test_kernel, "bf16", wide, certain | test, 14)

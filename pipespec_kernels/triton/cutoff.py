@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels import reference
-from pipespec_kernels.triton.launch import INTEGERS, check, check_logits, check_written, on
+from pipespec_kernels.triton.launch import INTEGERS, UNSPECIALIZED, check, check_logits, check_written, on
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Logits that a block of threads reads at once, and warps of a block. Not tuned on a device.
@@ -97,7 +97,7 @@ def _filters(
     return wanted, k, p, least
 
 
-@triton.jit
+@triton.jit(**UNSPECIALIZED)
 def cutoff_scan_kernel(
     logits,
     logits_stride_b,
@@ -224,7 +224,7 @@ def _smallest(source, groups, n, vocab, floor, least, largest, scale, GROUP: tl.
     return tl.min(kept)
 
 
-@triton.jit
+@triton.jit(**UNSPECIALIZED)
 def cutoff_search_kernel(
     logits,
     logits_stride_b,

@@ -24,6 +24,8 @@ from pipespec_kernels.arguments import check_undrawn
 from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.launch import (
     INTEGERS,
+    LEAST_WIDTH_BLOCK,
+    UNSPECIALIZED,
     Config,
     RowState,
     Workspace,
@@ -41,8 +43,7 @@ from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
 from pipespec_kernels.triton.selection import advance, as_words, better, invalid, no_scale, pack_best, unpack_id
 
 
-# Not specialised: each value of 1 or multiple of 16 would be a kernel of its own, for nothing.
-@triton.jit(do_not_specialize=["width", "stream", "splits", "offset"])
+@triton.jit(**UNSPECIALIZED)
 def verify_kernel(
     logits,
     logits_stride_b,
@@ -369,6 +370,6 @@ def _launch(
             FAST=not (exact or INTERPRETED),
             WALK=fed is not None,
             BLOCK=config.block,
-            WIDTH_BLOCK=triton.next_power_of_2(width),
+            WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
             num_warps=config.warps,
         )
