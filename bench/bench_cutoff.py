@@ -1,7 +1,7 @@
 """How fast are thresholds? ``python -m bench.bench_cutoff [--device cuda] [--quick] [--json FILE]``
 
-``cutoff`` for top-k 50 and top-p 0.9 together, against a sort and a cumulative sum in torch. Bytes: the logits once. Further passes of the search
-read them from a cache and do not count.
+``cutoff`` for top-k 50 and top-p 0.9 together, against a sort and a cumulative sum in torch. Bytes: the logits once. What the search reads
+again comes from a cache and does not count.
 """
 
 from __future__ import annotations

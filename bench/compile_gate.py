@@ -5,11 +5,12 @@ code with its cuobjdump. For each it prints
 
 * registers per thread, bytes spilled to local memory, bytes of shared memory, instructions;
 * the loop's instructions per logit: those between its label and its branch, divided by the logits that it loads (of
-  several loops, the most expensive one; ``cutoff`` runs its loop up to 16 times);
+  several loops, the most expensive one; without a loop, all instructions);
 * ``all``: the same with all instructions outside the loop added once, divided by the logits of a thread in a launch for
   B=16, Q=5, V=128256 on 132 multiprocessors. This is an upper bound: few threads walk along draft tokens.
 
-Attention, the KV kernels and those of layers have no logits, so their last three columns are empty. Attention must load asynchronously, 16 bytes
+Attention, the KV kernels and those of layers have no logits, and the second kernel of ``cutoff`` reads few of them, so their last three columns are
+empty. Attention must load asynchronously, 16 bytes
 at a time, and multiply 16-bit numbers on tensor cores. Kernels of layers must load 16 bytes at a time where the size of a row allows it; they have
 budgets for registers and for all their instructions.
 
@@ -39,9 +40,17 @@ from bench.harness import save
 from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import COMBINED, attention_kernel, combine_kernel, tiling
-from pipespec_kernels.triton.cutoff import BLOCK, WARPS, cutoff_kernel
+from pipespec_kernels.triton.cutoff import (
+    MOST_GROUPS,
+    SCAN_WARPS,
+    SEARCH_WARPS,
+    TILE,
+    cutoff_scan_kernel,
+    cutoff_search_kernel,
+    group_of,
+)
 from pipespec_kernels.triton.kv import append_kernel, compact_kernel, gather_kernel, truncate_kernel
-from pipespec_kernels.triton.launch import Config, choose_config, cut
+from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, Config, choose_config, cut
 from pipespec_kernels.triton.norm import add_rms_norm_kernel
 from pipespec_kernels.triton.norm import tile_of as norm_tile
 from pipespec_kernels.triton.rejection_sample import rejection_choose_kernel, rejection_test_kernel
@@ -53,8 +62,10 @@ ARCHS = (80, 90, 100)
 # Per block of threads: CUDA C++ Programming Guide, table of capabilities.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # What a quick run compiles for the architectures other than sm_90, in bf16: one or two variants of each kind of kernel.
-IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose", "cutoff")
+IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose")
 IN_QUICK += (
+    "cutoff, scan",
+    "cutoff, search",
     "attention, D=128, M=32",
     "attention, D=128, M=128",
     "attention, D=128, M=16, invariant",
@@ -71,9 +82,10 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
-    "*i64": "tokens best ticket next_token length epoch seeds positions",
-    "*i32": "query_lens num_draft_tokens selected accepted top_k lengths n_new to rows begin n_keep",
-    "*fp32": "inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff top_p min_p out maxima weights",
+    "*i64": "tokens best ticket next_token length epoch seeds undrawn top_k",
+    "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep",
+    "*fp32": "inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights",
+    "*fp64": "top_p min_p",
     "fp32": "scale_log2 eps",
 }
 POINTERS = {name: kind for kind, names in _BY_TYPE.items() for name in names.split()}
@@ -129,8 +141,8 @@ def cases() -> Iterator[CompileCase]:
     busy = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=True)
     assert len({small, wide, busy}) == 3
     greedy = {"HAS_STATE": True, "COUPLED": False, "HAS_CUTOFF": False, "FAST": True, "WALK": True}
-    greedy |= {"WIDTH_BLOCK": 8}
-    coupled = greedy | {"COUPLED": True}
+    greedy |= {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "HAS_UNDRAWN": False}
+    coupled = greedy | {"COUPLED": True, "HAS_UNDRAWN": True}
     cutoff = coupled | {"HAS_CUTOFF": True}
     for dtype in BYTES:
         yield CompileCase("verify, greedy", verify_kernel, dtype, wide, greedy, 12)
@@ -143,15 +155,21 @@ def cases() -> Iterator[CompileCase]:
     yield CompileCase("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
     ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
     certain = dict.fromkeys(ratio, False)
-    test = {"WIDTH_BLOCK": 8, "SPLITS_BLOCK": 8}
+    test = {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "SPLITS_BLOCK": 16}
     choose = {"HAS_STATE": True, "FAST": True}
     yield CompileCase("rejection_sample, test", rejection_test_kernel, "bf16", wide, ratio | test, 14)
     yield CompileCase("rejection_sample, test, certain", rejection_test_kernel, "bf16", wide, certain | test, 14)
     yield CompileCase("rejection_sample, choose", rejection_choose_kernel, "bf16", busy, ratio | choose, 30)
     yield CompileCase("rejection_sample, choose, certain", rejection_choose_kernel, "bf16", busy, certain | choose, 44)
     filters = {"HAS_COUNTS": True, "HAS_K": True, "HAS_P": True, "HAS_MIN": True}
+    filters |= {"GROUP": group_of(VOCAB), "GROUPS_BLOCK": MOST_GROUPS}
+    one_tile = Config(TILE, SCAN_WARPS, triton.cdiv(VOCAB, TILE))
     for dtype, shift in (("bf16", 16), ("fp32", 0)):
-        yield CompileCase("cutoff", cutoff_kernel, dtype, Config(BLOCK, WARPS, 1), filters | {"SHIFT": shift}, 22)
+        yield CompileCase("cutoff, scan", cutoff_scan_kernel, dtype, one_tile, filters, 21)
+        search = filters | {"SHIFT": shift, "BLOCK": TILE}
+        yield CompileCase(
+            "cutoff, search", cutoff_search_kernel, dtype, None, search, None, SEARCH_WARPS, instructions=3200
+        )
     yield from kv_cases()
     yield from layer_cases()
 
@@ -257,10 +275,10 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
     sass, usage = disassemble(compiled.asm["cubin"])
     loop_per_logit = all_per_logit = None
     if case.config is not None:
-        loop, logits = main_loop(sass, BYTES[case.dtype])
         span = cut(case.config, VOCAB).span
         rows_read = 2 if constants.get("HAS_DRAFT") else 1
         per_thread = rows_read * span / (32 * warps)
+        loop, logits = main_loop(sass, BYTES[case.dtype]) or (len(sass), per_thread)
         loop_per_logit = loop / logits
         all_per_logit = loop_per_logit + (len(sass) - loop) / per_thread
     report = {
@@ -329,8 +347,8 @@ def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
     return sass, usage
 
 
-def main_loop(sass: list[tuple[int, str]], itemsize: int) -> tuple[int, int]:
-    """Return the instructions of the most expensive innermost loop that loads, and the logits of one iteration."""
+def main_loop(sass: list[tuple[int, str]], itemsize: int) -> tuple[int, int] | None:
+    """Return the instructions of the most expensive innermost loop that loads, and the logits of one iteration. None: there is no such loop."""
     found = []
     for end, instruction in sass:
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
@@ -343,8 +361,7 @@ def main_loop(sass: list[tuple[int, str]], itemsize: int) -> tuple[int, int]:
     innermost = [
         loop for loop in found if not any(o is not loop and loop[2] <= o[2] and o[3] <= loop[3] for o in found)
     ]
-    assert innermost, "no loop that loads"
-    return max(innermost, key=lambda loop: loop[0] / loop[1])[:2]
+    return max(innermost, key=lambda loop: loop[0] / loop[1])[:2] if innermost else None
 
 
 def loaded_bytes(instruction: str) -> int:

@@ -185,6 +185,7 @@ def without_gpu(log: OperationLog) -> Iterator[None]:
         for place, value in {
             "torch.Tensor.is_cuda": property(lambda tensor: tensor.is_meta),
             "torch.Tensor.pin_memory": lambda tensor: tensor,
+            "torch.Tensor.is_pinned": lambda tensor: not tensor.is_meta,
             "torch.Tensor.copy_": copy,
             "torch.is_autocast_enabled": lambda kind: False,
             "torch.cuda.is_current_stream_capturing": lambda: False,

@@ -45,6 +45,7 @@ _PER_ROW = {
     "num_draft_tokens": (INT32, "count"),
     "noise.seeds": (INT64, "value"),
     "noise.positions": (INT64, "value"),
+    "noise.positions on a GPU": (INT32, "value"),
     "noise.inv_temperature": (FLOAT32, "value"),
     "noise.cutoff": (FLOAT32, "value"),
     "draft_inv_temperature": (FLOAT32, "value"),
@@ -166,9 +167,22 @@ def _filter(values: Any, batch: int, dtype: torch.dtype, name: str, device: torc
 
 
 def fields(noise: Noise) -> tuple[Any, Any, Any, Any, int]:
+    """The fields of a Noise, with its offset added to the positions."""
     if not isinstance(noise, Noise):
         raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
-    return noise.seeds, noise.positions, noise.inv_temperature, noise.cutoff, noise.stream
+    positions = noise.positions
+    if isinstance(positions, Tensor) and positions.dtype is INT32:
+        positions = positions.long()
+    if noise.offset:
+        positions = positions + noise.offset
+    return noise.seeds, positions, noise.inv_temperature, noise.cutoff, noise.stream
+
+
+def fields_for_kernel(noise: Noise) -> tuple[tuple[Any, Any, Any, Any, int], int]:
+    """As :func:`fields`, and the offset that remains: positions on a GPU stay as they are, because an operation on them would be a launch."""
+    if not isinstance(noise, Noise) or not isinstance(noise.positions, Tensor) or noise.positions.is_cpu:
+        return fields(noise), 0
+    return (noise.seeds, noise.positions, noise.inv_temperature, noise.cutoff, noise.stream), noise.offset
 
 
 def check_noise(noise: tuple[Any, Any, Any, Any, int], batch: int, width: int, device: torch.device) -> FlatNoise:
@@ -176,13 +190,25 @@ def check_noise(noise: tuple[Any, Any, Any, Any, int], batch: int, width: int, d
     seeds, positions, inv_temperature, cutoff, stream = noise
     check_stream(stream)
     rows = (batch,)
+    short = isinstance(positions, Tensor) and positions.dtype is INT32 and not positions.is_cpu
     return (
         per_row("noise.seeds", seeds, rows, device),
-        per_row("noise.positions", positions, rows, device),
+        per_row("noise.positions on a GPU" if short else "noise.positions", positions, rows, device),
         per_row("noise.inv_temperature", inv_temperature, rows, device),
         None if cutoff is None else per_row("noise.cutoff", cutoff, (batch, width), device),
         stream,
     )
+
+
+def check_undrawn(undrawn: Any, logits: Tensor, noise: Noise | None) -> None:
+    if noise is None:
+        raise ValueError("undrawn goes with noise: greedy choices are not drawn")
+    if not isinstance(undrawn, Tensor) or undrawn.dtype is not INT64:
+        raise TypeError(f"undrawn must be an int64 tensor, got {getattr(undrawn, 'dtype', type(undrawn).__name__)}")
+    if undrawn.shape != logits.shape[:1] or not undrawn.is_contiguous():
+        raise ValueError(f"undrawn must be contiguous [{logits.shape[0]}], got shape {tuple(undrawn.shape)}")
+    if undrawn.device != logits.device and not undrawn.is_pinned():
+        raise ValueError(f"undrawn must be on {logits.device} like the logits, or pinned, is on {undrawn.device}")
 
 
 def addresses(noise: FlatNoise) -> tuple[int, int, int, int, int]:
@@ -196,10 +222,10 @@ def addresses(noise: FlatNoise) -> tuple[int, int, int, int, int]:
     )
 
 
-def moved(noise: FlatNoise, device: torch.device) -> Noise:
+def moved(noise: FlatNoise, device: torch.device, offset: int = 0) -> Noise:
     seeds, positions, inv_temperature, cutoff, stream = noise
     cutoff = None if cutoff is None else cutoff.to(device)
-    return Noise(seeds.to(device), positions.to(device), inv_temperature.to(device), cutoff, stream)
+    return Noise(seeds.to(device), positions.to(device), inv_temperature.to(device), cutoff, stream, offset)
 
 
 def as_tensors(values: Iterable[Any]) -> list[Any]:

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ACCEPT", "DRAFT", "INDEPENDENT", "RESIDUAL", "TARGET", "Noise", "Streams"]
+__all__ = ["ACCEPT", "ALL_DRAWN", "DRAFT", "INDEPENDENT", "RESIDUAL", "TARGET", "Noise", "Streams"]
 
 # The streams of random numbers at one position: csrc/protocol/philox.hpp.
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
+
+ALL_DRAWN = 2**63 - 1
+"""In ``undrawn`` of :func:`pipespec_kernels.ops.verify`: every token of the row came from a distribution."""
 
 
 @dataclass(slots=True)
@@ -27,12 +30,13 @@ class Noise:
         seeds: int64 ``[B]``; its 64 bits are the key. Several samples of one prompt need several seeds. Like the other fields, it is a tensor on the
             CPU or on the device of the logits, or a numpy array.
         positions: int64 ``[B]``, ``>= 0``: the absolute index, in its sequence, of the token that the logits of column 0
-            choose.
+            choose. A tensor may be int32.
         inv_temperature: float32 ``[B]``, finite and positive: 1 / temperature.
         cutoff: float32 ``[B, Q]`` or None. Logits below it cannot be chosen (:func:`ops.cutoff` makes one
             of top-k, top-p and min-p); -inf: all can.
         stream: :data:`TARGET` for coupled sampling, in drafts and target alike. Independent draws, such as those of a draft under rejection sampling,
             take another stream.
+        offset: is added to the positions: 1 where they are those of the first fed tokens, as the lengths of storage are.
     """
 
     seeds: Tensor
@@ -40,6 +44,7 @@ class Noise:
     inv_temperature: Tensor | Any
     cutoff: Tensor | None = None
     stream: int = TARGET
+    offset: int = 0
 
 
 class Streams(NamedTuple):

@@ -274,7 +274,7 @@ def _cutoff(
     threads: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    batch, width, vocab, native = arguments.check_logits(logits)
+    batch, width, _, native = arguments.check_logits(logits)
     device = logits.device
     filters = scales, ks, ps, min_ps = arguments.filters((inv_temperature, top_k, top_p, min_p), batch, device)
     query_lens, num_draft_tokens = arguments.both_counts(query_lens, num_draft_tokens, batch, device)
@@ -299,9 +299,9 @@ def _cutoff(
         logits,
         inv_temperature=scales.to(device),
         # A filter on the CPU that is off in all rows is left out.
-        top_k=0 if arguments.is_everywhere(ks, 0) else ks.clamp(max=vocab).to(device, INT32),
-        top_p=1.0 if arguments.is_everywhere(ps, 1) else ps.to(device, FLOAT32),
-        min_p=0.0 if arguments.is_everywhere(min_ps, 0) else min_ps.to(device, FLOAT32),
+        top_k=0 if arguments.is_everywhere(ks, 0) else ks.to(device),
+        top_p=1.0 if arguments.is_everywhere(ps, 1) else ps.to(device),
+        min_p=0.0 if arguments.is_everywhere(min_ps, 0) else min_ps.to(device),
         query_lens=None if query_lens is None else query_lens.to(device),
         num_draft_tokens=None if num_draft_tokens is None else num_draft_tokens.to(device),
         out=out,
@@ -322,6 +322,7 @@ def verify(
     threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Any | None = None,
+    undrawn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Verification: each row's own choices up to the first draft token that they contradict.
 
@@ -344,6 +345,9 @@ def verify(
             argument. Saves the two allocations, which are a third of the cost of a small call.
         workspace: on a GPU, a :class:`pipespec_kernels.triton.Workspace` of at least ``B`` and ``Q``: saves the launch that clears one.
             Calls that may run at the same time need different ones. Ignored elsewhere, and where torch traces the call.
+        undrawn: contiguous int64 ``[B]``, on the device of ``logits`` or pinned, with ``noise`` only. A row whose tokens are not all drawn from a
+            distribution (a chosen logit is NaN or infinite, so that the row of logits has a NaN, has +inf or is all -inf) lowers its entry to the
+            position of the first of them; begin with :data:`pipespec_kernels.noise.ALL_DRAWN`. On a GPU the same launch writes it.
 
     Returns:
         ``(selected[B, Q], accepted[B])``, int32 on the device of ``query_lens``. With ``query_lens`` on the CPU the call copies
@@ -361,11 +365,21 @@ def verify(
         >>> verify(logits, fed, n, n - 1)
         (tensor([[ 3,  1,  4, -1]], dtype=torch.int32), tensor([2], dtype=torch.int32))
     """
-    flat = _NO_NOISE if noise is None else arguments.fields(noise)
     if traced(logits):
+        flat = _NO_NOISE if noise is None else arguments.fields(noise)
         given = arguments.as_tensors((tokens, query_lens, num_draft_tokens, *flat))
-        return arguments.both_into(out, torch.ops.pipespec.verify(logits.detach(), *given, threads))
-    return _verify(logits, tokens, query_lens, num_draft_tokens, *flat, threads, out, workspace)
+        found = arguments.both_into(out, torch.ops.pipespec.verify(logits.detach(), *given, threads))
+        if undrawn is not None:
+            arguments.check_undrawn(undrawn, logits, noise)
+            _, query_lens, num_draft_tokens, _, positions, *_ = given
+            reference.note_undrawn(undrawn, logits, found[0], query_lens, num_draft_tokens, positions)
+        return found
+    flat, offset = _NO_NOISE, 0
+    if noise is not None:
+        flat, offset = arguments.fields_for_kernel(noise)
+    if undrawn is not None:
+        arguments.check_undrawn(undrawn, logits, noise)
+    return _verify(logits, tokens, query_lens, num_draft_tokens, *flat, threads, out, workspace, offset, undrawn)
 
 
 _NO_NOISE: tuple[Any, Any, Any, Any, int] = (None, None, None, None, 0)
@@ -449,6 +463,8 @@ def _verify(
     threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Any | None = None,
+    offset: int = 0,
+    undrawn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, width, _, native = arguments.check_logits(logits)
     device = CPU if native is not None else logits.device
@@ -461,22 +477,29 @@ def _verify(
             arguments.native.verify(*call)
         else:
             arguments.native.verify_coupled(*call, *arguments.addresses(noise))
+            if undrawn is not None:
+                reference.note_undrawn(undrawn, logits, selected, query_lens, num_draft_tokens, noise[1])
         return selected, accepted
     arguments.check_count_values(query_lens, num_draft_tokens, width)
     if noise is not None:
         arguments.check_noise_values(noise, arguments.busy_rows(query_lens), width)
     kernels = dispatch.kernels(logits)
     if kernels is None:
-        found = reference.verify(logits, tokens, query_lens, num_draft_tokens, None if noise is None else Noise(*noise))
+        drawn = None if noise is None else Noise(*noise, offset)
+        found = reference.verify(logits, tokens, query_lens, num_draft_tokens, drawn)
+        if undrawn is not None and noise is not None:
+            counts = query_lens.to(CPU), num_draft_tokens.to(CPU)
+            reference.note_undrawn(undrawn, logits, found[0], *counts, noise[1].to(CPU) + offset)
     else:
         found = kernels.verify(
             logits,
             tokens,
             query_lens.to(device),
             num_draft_tokens.to(device),
-            noise=None if noise is None else arguments.moved(noise, device),
+            noise=None if noise is None else arguments.moved(noise, device, offset),
             out=(selected, accepted) if selected.device == device else None,
             workspace=workspace,
+            undrawn=undrawn,
             exact=True,
             check_counts=False,
         )

@@ -47,6 +47,22 @@ def verify(
     return selected, accepted
 
 
+def note_undrawn(
+    undrawn: Tensor, logits: Tensor, selected: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, positions: Tensor
+) -> None:
+    """Lower ``undrawn`` to the first position of each row whose chosen logit is not finite; see :func:`pipespec_kernels.ops.verify`.
+
+    ``positions``: of the tokens that column 0 chooses. Reading results on a device waits for it.
+    """
+    rows, steps = (selected >= 0).nonzero(as_tuple=True)
+    columns = (query_lens - 1 - num_draft_tokens)[rows] + steps
+    rows, columns, ids = (index.to(logits.device) for index in (rows, columns, selected[selected >= 0].long()))
+    bad = ~torch.isfinite(logits[rows, columns, ids])
+    if bool(bad.any()):
+        rows, columns = rows[bad].to(undrawn.device), columns[bad].to(undrawn.device)
+        undrawn.scatter_reduce_(0, rows, positions.to(undrawn.device)[rows] + columns, "amin")
+
+
 def sample(logits: Tensor, noise: Noise) -> Tensor:
     """Gumbel-max sampling of every row; see :func:`pipespec_kernels.ops.sample`."""
     batch, width, _ = logits.shape
@@ -58,7 +74,7 @@ def _sample_row(logits: Tensor, noise: Noise, row: int, column: int) -> int:
     x = logits[row, column]
     x = x if x.dtype is torch.float64 else x.float()
     ids = torch.arange(x.numel(), device=x.device)
-    g = gumbel(philox_draw(int(noise.seeds[row]), int(noise.positions[row]) + column, noise.stream, ids))
+    g = gumbel(philox_draw(int(noise.seeds[row]), int(noise.positions[row]) + noise.offset + column, noise.stream, ids))
     y = x * float(noise.inv_temperature[row]) + g.to(x.dtype)
     if noise.cutoff is not None:
         y = torch.where(x < float(noise.cutoff[row, column]), -torch.inf, y)

@@ -15,6 +15,13 @@ from pipespec_kernels.triton.philox import INTERPRETED
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 MOST_VOCAB = 1 << 30  # ids and tiles are counted in int32
+# Arguments whose values do not change the code worth mentioning: each value of 1, or multiple of 16, would be a kernel of its own.
+_NUMBERS = "width stream splits offset tokens_stride_b tokens_stride_q cutoff_stride_b cutoff_stride_q draft_cutoff_stride_b draft_cutoff_stride_q"
+_FEW_VALUES = "tokens query_lens num_draft_tokens selected accepted best ticket next_token length epoch seeds positions inv_temperature"
+_FEW_VALUES += " draft_inv_temperature cutoff draft_cutoff undrawn lse top_k top_p min_p out"
+UNSPECIALIZED = {"do_not_specialize": _NUMBERS.split(), "do_not_specialize_on_alignment": _FEW_VALUES.split()}
+LEAST_WIDTH_BLOCK = 32
+"""Columns in a walk along draft tokens, so that the usual widths share a kernel."""
 MOST_ROWS = 65535  # CUDA's limit for the outer dimensions of a grid
 
 
@@ -170,7 +177,7 @@ def check_written(
 def check_noise(
     noise: Noise | None, batch: int, width: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Contiguous seeds, positions and scales, and the cutoff as it is; all None without noise."""
+    """Contiguous seeds, positions (without the offset) and scales, and the cutoff as it is; all None without noise."""
     if noise is None:
         return None, None, None, None
     if not isinstance(noise, Noise):
@@ -180,7 +187,7 @@ def check_noise(
     cutoff = noise.cutoff
     return (
         check(noise.seeds, "noise.seeds", (torch.int64,), rows, device).contiguous(),
-        check(noise.positions, "noise.positions", (torch.int64,), rows, device).contiguous(),
+        check(noise.positions, "noise.positions", INTEGERS, rows, device).contiguous(),
         check(noise.inv_temperature, "noise.inv_temperature", (torch.float32,), rows, device).contiguous(),
         None if cutoff is None else check(cutoff, "noise.cutoff", (torch.float32,), (batch, width), device),
     )

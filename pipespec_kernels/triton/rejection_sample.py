@@ -23,6 +23,8 @@ from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import (
     INTEGERS,
+    LEAST_WIDTH_BLOCK,
+    UNSPECIALIZED,
     Config,
     RowState,
     Workspace,
@@ -53,6 +55,8 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _FLOOR = tl.constexpr(-1e30)
 # Logits that a lane adds up between two comparisons with the running maximum, each of which costs one more exponential.
 _GROUP = tl.constexpr(8)
+# Splits of a row whose sums the last block adds up at once, so that the usual divisions share a kernel.
+_LEAST_SPLITS_BLOCK = 16
 
 
 @triton.jit
@@ -66,7 +70,7 @@ def _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK: tl.const
     return higher, s
 
 
-@triton.jit(do_not_specialize=["width", "stream", "splits"])
+@triton.jit(**UNSPECIALIZED)
 def rejection_test_kernel(
     logits,
     logits_stride_b,
@@ -221,7 +225,7 @@ def rejection_test_kernel(
             tl.store(ticket + row, 0)
 
 
-@triton.jit(do_not_specialize=["width", "stream", "splits"])
+@triton.jit(**UNSPECIALIZED)
 def rejection_choose_kernel(
     logits,
     logits_stride_b,
@@ -396,6 +400,9 @@ def rejection_sample(
     if not isinstance(noise, Noise):
         raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
     seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
+    assert positions is not None
+    if noise.offset or positions.dtype is not torch.int64:
+        positions = positions.long() + noise.offset
     check_streams(streams)
     streams = Streams(*streams)
     if draft_inv_temperature is None:
@@ -472,8 +479,8 @@ def rejection_sample(
             HAS_CUTOFF=has_cutoff,
             HAS_DRAFT_CUTOFF=has_draft_cutoff,
             BLOCK=test_config.block,
-            WIDTH_BLOCK=triton.next_power_of_2(width),
-            SPLITS_BLOCK=triton.next_power_of_2(test_cut.splits),
+            WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
+            SPLITS_BLOCK=max(_LEAST_SPLITS_BLOCK, triton.next_power_of_2(test_cut.splits)),
             num_warps=test_config.warps,
         )
         rejection_choose_kernel[(choose_cut.splits, batch)](

@@ -11,15 +11,21 @@ without Communication and Drafter-Invariant Speculative Decoding" (2024), sectio
 
 from __future__ import annotations
 
+import operator
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels import reference
+from pipespec_kernels.arguments import check_undrawn
 from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.launch import (
     INTEGERS,
+    LEAST_WIDTH_BLOCK,
+    UNSPECIALIZED,
     Config,
     RowState,
     Workspace,
@@ -37,8 +43,7 @@ from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
 from pipespec_kernels.triton.selection import advance, as_words, better, invalid, no_scale, pack_best, unpack_id
 
 
-# Not specialised: each value of 1 or multiple of 16 would be a kernel of its own, for nothing.
-@triton.jit(do_not_specialize=["width", "stream", "splits"])
+@triton.jit(**UNSPECIALIZED)
 def verify_kernel(
     logits,
     logits_stride_b,
@@ -64,9 +69,12 @@ def verify_kernel(
     cutoff_stride_b,
     cutoff_stride_q,
     stream,
+    offset,
+    undrawn,
     splits,
     span,
     HAS_STATE: tl.constexpr,
+    HAS_UNDRAWN: tl.constexpr,
     COUPLED: tl.constexpr,
     HAS_CUTOFF: tl.constexpr,
     FAST: tl.constexpr,
@@ -101,7 +109,7 @@ def verify_kernel(
         begin = split * span
         if COUPLED:
             seed = tl.load(seeds + row)
-            position = tl.load(positions + row) + first + column
+            position = tl.load(positions + row).to(tl.int64) + offset + first + column
             if HAS_CUTOFF:
                 lowest = tl.load(
                     cutoff + row.to(tl.int64) * cutoff_stride_b + (first + column).to(tl.int64) * cutoff_stride_q
@@ -150,6 +158,14 @@ def verify_kernel(
             if HAS_STATE:
                 last = tl.sum(tl.where(columns == agreed, choice, 0), axis=0)
                 advance(next_token, length, epoch, row, last, agreed, draft_tokens)
+            if HAS_UNDRAWN:
+                chosen = logits + row.to(tl.int64) * logits_stride_b + (first + columns).to(tl.int64) * logits_stride_q
+                x = tl.load(chosen + choice, mask=columns <= agreed, other=0.0).to(tl.float32)
+                # The difference is NaN where the logit is not finite.
+                at = tl.min(tl.where(x - x == 0.0, WIDTH_BLOCK, columns), axis=0)
+                if at < WIDTH_BLOCK:
+                    before = tl.load(undrawn + row)
+                    tl.store(undrawn + row, tl.minimum(before, position - column + at))
             tl.debug_barrier()  # every thread has read its words and its state before they are overwritten
             tl.store(words, 0, mask=columns <= draft_tokens)
             tl.store(ticket + row, 0)
@@ -165,6 +181,7 @@ def verify(
     state: RowState | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Workspace | None = None,
+    undrawn: Tensor | None = None,
     exact: bool = False,
     check_counts: bool | None = None,
     config: Config | None = None,
@@ -190,6 +207,7 @@ def verify(
         state: written in place by the same launch.
         out: contiguous int32 tensors ``[B, Q]`` and ``[B]``; must overlap no other argument.
         workspace: with it a call is exactly one launch, without it one more clears memory.
+        undrawn: int64 ``[B]``, on the device or pinned; see :func:`pipespec_kernels.ops.verify`.
         exact: take logarithms as the host does: the choices are then those of the CPU, bit for bit, and the noise costs
             more than twice the instructions. The default differs in the noise's last bits.
         check_counts: whether to raise for bad counts, at the price of waiting for the device; default: where the
@@ -211,6 +229,8 @@ def verify(
     seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
     check_state(state, batch, device)
     check_out(out, batch, width, device)
+    if undrawn is not None:
+        check_undrawn(undrawn, logits, noise)
     config = config or default_config(batch * width, vocab, device, noise is not None)
     cut(config, vocab)
     if workspace is not None:
@@ -228,8 +248,9 @@ def verify(
     _launch(
         logits,
         (tokens, query_lens, num_draft_tokens),
-        (seeds, positions, inv_temperature, cutoff, 0 if noise is None else noise.stream),
+        _Noise(seeds, positions, inv_temperature, cutoff, *_numbers(noise)),
         state,
+        undrawn,
         selected,
         accepted,
         workspace,
@@ -262,7 +283,7 @@ def select(
     """
     batch, width, vocab = check_logits(logits)
     device = logits.device
-    flat = (*check_noise(noise, batch, width, device), 0 if noise is None else noise.stream)
+    flat = _Noise(*check_noise(noise, batch, width, device), *_numbers(noise))
     if out is not None:
         check_written(out, "out", (torch.int32,), (batch, width), device)
     config = config or default_config(batch * width, vocab, device, noise is not None)
@@ -271,15 +292,31 @@ def select(
         workspace.pieces(batch, width, device)
     selected = torch.empty((batch, width), dtype=torch.int32, device=device) if out is None else out
     if batch > 0 and width > 0:
-        _launch(logits, None, flat, None, selected, selected, workspace, exact, config)
+        _launch(logits, None, flat, None, None, selected, selected, workspace, exact, config)
     return selected
+
+
+class _Noise(NamedTuple):
+    """The checked fields of a Noise; None without one."""
+
+    seeds: Tensor | None
+    positions: Tensor | None
+    inv_temperature: Tensor | None
+    cutoff: Tensor | None
+    stream: int
+    offset: int
+
+
+def _numbers(noise: Noise | None) -> tuple[int, int]:
+    return (0, 0) if noise is None else (noise.stream, operator.index(noise.offset))
 
 
 def _launch(
     logits: Tensor,
     fed: tuple[Tensor, Tensor, Tensor] | None,
-    noise: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int],
+    noise: _Noise,
     state: RowState | None,
+    undrawn: Tensor | None,
     selected: Tensor,
     accepted: Tensor,
     workspace: Workspace | None,
@@ -290,7 +327,7 @@ def _launch(
     batch, width, vocab = logits.shape
     device = logits.device
     splits, span = cut(config, vocab)
-    seeds, positions, inv_temperature, cutoff, stream = noise
+    seeds, positions, inv_temperature, cutoff, stream, offset = noise
     best, ticket = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
     # Arguments that this mode does not read: any pointer works.
     unused = accepted
@@ -322,14 +359,17 @@ def _launch(
             0 if cutoff is None else cutoff.stride(0),
             0 if cutoff is None else cutoff.stride(1),
             stream,
+            offset,
+            unused if undrawn is None else undrawn,
             splits,
             span,
             HAS_STATE=state is not None,
+            HAS_UNDRAWN=undrawn is not None,
             COUPLED=seeds is not None,
             HAS_CUTOFF=cutoff is not None,
             FAST=not (exact or INTERPRETED),
             WALK=fed is not None,
             BLOCK=config.block,
-            WIDTH_BLOCK=triton.next_power_of_2(width),
+            WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
             num_warps=config.warps,
         )

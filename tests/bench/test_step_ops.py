@@ -11,9 +11,9 @@ from bench import step_ops
 
 BUDGET = {
     "greedy": (13, 8),
-    "sampled": (13, 24),
-    "top-k": (13, 27),
-    "all filters": (13, 29),
+    "sampled": (13, 8),
+    "top-k": (13, 10),
+    "all filters": (13, 10),
 }
 """Launches per layer and outside of the layers. A change that needs fewer lowers them."""
 
@@ -32,6 +32,15 @@ def test_launches_of_a_step(name, sampling, width):
     assert counts.outside["verify_kernel"] == 1
     # No step clears memory: the work space stays zero between steps.
     assert not {"zeros", "zero_", "full", "fill_", "arange", "scalar_tensor"} & {*counts.layer, *counts.outside}
+
+
+@pytest.mark.parametrize("sampling", BUDGET)
+def test_launches_behind_the_head(sampling):
+    """The selection is one kernel, with filters three."""
+    names = step_ops.launches(step_ops.MODELS["1B"], 2, 5, sampling).launches
+    behind = names[len(names) - names[::-1].index("mm") :]
+    assert behind[-3:] == ["verify_kernel", "commit", "close"]
+    assert behind[:-3] == ([] if BUDGET[sampling][1] == 8 else ["cutoff_scan_kernel", "cutoff_search_kernel"])
 
 
 def test_every_layer_counts_alike():

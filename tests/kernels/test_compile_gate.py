@@ -38,7 +38,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
         "verify, coupled, cutoff",
         "rejection_sample, test",
         "rejection_sample, choose",
-        "cutoff",
+        "cutoff, scan",
     )
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
@@ -49,10 +49,12 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
         assert 0 < r["registers"] <= 255
         assert r["shared"] <= (163 << 10 if r["arch"] == 80 else 227 << 10)
         if r["loop_per_logit"] is None:
-            assert r["name"].startswith(("attention", "kv_", "add_rms_norm", "silu_mul", "rope_append"))
+            assert r["name"].startswith(
+                ("attention", "kv_", "add_rms_norm", "silu_mul", "rope_append", "cutoff, search")
+            )
             continue
         # The counting sees whole loops: one load of 16 bytes or several, and not more instructions than there are.
-        assert 4 < r["loop_per_logit"] < r["all_per_logit"] < r["instructions"]
+        assert 4 < r["loop_per_logit"] <= r["all_per_logit"] < r["instructions"]
 
     # A budget that no kernel meets is reported.
     ran = gate("--arch", "90", "--kernel", "verify, coupled, small", "silu_mul, silu", "--tighten", "0.5")

@@ -4,6 +4,7 @@ acceptance that theory promises."""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,12 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, TARGET, Noise
 from tests.trials import trials
 
-from .selection import DTYPES, KINDS, LAYOUTS, make_logits, ragged_counts, simd, simd_variants, strided
+from .selection import (
+    DTYPES,
+    KINDS,
+    LAYOUTS,
+    UNDRAWN,
+    make_logits,
+    ragged_counts,
+    simd,
+    simd_variants,
+    strided,
+    undrawn_case,
+)
 
 VARIANTS = simd_variants()
 
@@ -322,7 +335,7 @@ GOOD = {"seeds": torch.tensor([1, 2]), "positions": torch.tensor([3, 4]), "inv_t
         ({"seeds": torch.tensor([1.0, 2.0])}, TypeError, "noise.seeds must be int64"),
         ({"seeds": torch.tensor([1])}, ValueError, r"noise.seeds must be \[2\]"),
         ({"seeds": torch.tensor([1, 2], device="meta")}, ValueError, "noise.seeds must be on the CPU"),
-        ({"positions": int32(3, 4)}, TypeError, "noise.positions must be int64"),
+        ({"positions": int32(3, 4).short()}, TypeError, "noise.positions must be int64"),
         ({"positions": torch.tensor([3, -4])}, ValueError, "row 1: positions must not be negative, is -4"),
         ({"positions": torch.tensor([2**63 - 1, 0])}, ValueError, "row 0: positions"),
         ({"inv_temperature": torch.tensor([1.0, 2.0]).double()}, TypeError, "inv_temperature must be float32"),
@@ -358,3 +371,52 @@ def test_an_idle_rows_noise_is_ignored_and_a_dict_is_not_a_noise() -> None:
         assert ops.verify(logits, tokens, int32(3, 0), int32(2, 0), noise=noise)[0][1].eq(-1).all()
     with pytest.raises(TypeError, match="noise must be a Noise"):
         ops.sample(torch.zeros(2, 3, 4), GOOD)  # type: ignore[arg-type]
+
+
+def test_positions_of_the_first_fed_tokens() -> None:
+    """Lengths of storage serve as positions, in int32, with an offset of 1."""
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(9))
+    tokens, query_lens = torch.zeros(2, 3, dtype=torch.int64), int32(3, 2)
+    lengths = Noise(**(GOOD | {"positions": int32(6, 700), "offset": 1}))
+    expected = Noise(**(GOOD | {"positions": torch.tensor([7, 701])}))
+    certain = (None, lengths), (None, expected)
+    for dtype in (torch.float32, torch.float64):
+        x = logits.to(dtype)
+        assert torch.equal(ops.sample(x, lengths), ops.sample(x, expected))
+        fed = x, tokens, query_lens, query_lens - 1
+        for a, b in (
+            (ops.verify(*fed, noise=lengths), ops.verify(*fed, noise=expected)),
+            tuple(ops.rejection_sample(*fed, *more) for more in certain),
+        ):
+            assert torch.equal(a[0], b[0])
+            assert torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("traced", [False, True])
+def test_tokens_that_no_distribution_gave(dtype: torch.dtype, traced: bool) -> None:
+    """``undrawn`` has the first position of each row whose chosen logit is not finite, and stays as it is elsewhere."""
+    undrawn, logits, noise, counts = undrawn_case(dtype)
+    with FlopCounterMode(display=False) if traced else nullcontext():
+        ops.verify(logits, torch.zeros(6, 3, dtype=torch.int64), *counts, noise=noise, undrawn=undrawn)
+    assert undrawn.tolist() == UNDRAWN
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"undrawn": torch.zeros(2)}, TypeError, "undrawn must be an int64 tensor, got torch.float32"),
+        ({"undrawn": [0, 0]}, TypeError, "undrawn must be an int64 tensor, got list"),
+        (
+            {"undrawn": torch.zeros(3, dtype=torch.int64)},
+            ValueError,
+            r"undrawn must be contiguous \[2\], got shape \(3,\)",
+        ),
+        ({"undrawn": torch.zeros(2, dtype=torch.int64, device="meta")}, ValueError, "undrawn must be on cpu"),
+        ({"noise": None}, ValueError, "undrawn goes with noise"),
+    ],
+)
+def test_errors_of_undrawn(change, error, message) -> None:
+    given = {"noise": Noise(**GOOD), "undrawn": torch.zeros(2, dtype=torch.int64)} | change
+    with pytest.raises(error, match=message):
+        ops.verify(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64), int32(3, 2), int32(2, 0), **given)

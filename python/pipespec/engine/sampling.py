@@ -17,7 +17,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from pipespec_kernels import ops
-from pipespec_kernels.noise import Noise
+from pipespec_kernels.noise import ALL_DRAWN, Noise
 
 _Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -284,7 +284,7 @@ class Sampler:
         raw, sampling_params = logits, self._sampling_params
         if self._penalty != 1.0:
             logits = self._penalised(logits, query_lens, num_draft_tokens, positions)
-        noise = None
+        noise = undrawn = None
         if sampling_params.seeds is not None:
             cutoff = None
             if sampling_params.cuts:
@@ -292,32 +292,17 @@ class Sampler:
                     logits, self._inverse_temperature, query_lens=query_lens, num_draft_tokens=num_draft_tokens
                 )
             noise = Noise(self._keys, positions, self._inverse_temperature, cutoff)
-        selected, accepted = ops.verify(logits, fed, query_lens, num_draft_tokens, noise=noise)
-        if self._is_target and noise is not None:
-            self._check_drawn(logits, selected.numpy(), accepted.numpy(), query_lens, num_draft_tokens, positions)
+            if self._is_target:
+                undrawn = torch.full(query_lens.shape, ALL_DRAWN, dtype=torch.int64, device=logits.device)
+        selected, accepted = ops.verify(logits, fed, query_lens, num_draft_tokens, noise=noise, undrawn=undrawn)
+        if undrawn is not None:
+            check_drawn(undrawn)
         if self._record is not None and self._record.logits is not None:
             for row, kept in enumerate(accepted.tolist()):
                 if query_lens[row] > 0:
                     first = int(query_lens[row]) - 1 - int(num_draft_tokens[row])
                     self._record.logits[row].extend(raw[row, first : first + kept + 1].float().clone().unbind(0))
         return selected
-
-    def _check_drawn(
-        self,
-        logits: torch.Tensor,
-        selected: np.ndarray,
-        accepted: np.ndarray,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-    ) -> None:
-        """Raises ``ValueError`` where a token was drawn from logits that are no distribution."""
-        rows, steps = np.nonzero(selected >= 0)
-        columns = (query_lens - 1 - num_draft_tokens)[rows] + steps
-        best = logits[rows, columns, selected[rows, steps]].float()
-        if not bool(torch.isfinite(best).all()):
-            at = int((~torch.isfinite(best)).nonzero()[0])
-            raise nothing_to_draw(int(rows[at]), int(positions[rows[at]] + columns[at]))
 
     def _cutoff(self, logits: torch.Tensor, inverse_temperature: torch.Tensor, **counts: Any) -> torch.Tensor:
         s = self._sampling_params
@@ -407,6 +392,13 @@ class Sampler:
                     scores = warp(ids, scores)
             record.scores[row].append(scores[0])
         return token
+
+
+def check_drawn(undrawn: torch.Tensor) -> None:
+    """Raise ``ValueError`` for the first row with an entry in ``undrawn`` of :func:`pipespec_kernels.ops.verify`."""
+    for row, position in enumerate(undrawn.tolist()):
+        if position < ALL_DRAWN:
+            raise nothing_to_draw(row, position)
 
 
 def nothing_to_draw(row: int, position: int) -> ValueError:

@@ -87,6 +87,83 @@ def test_a_real_vocabulary(device: torch.device) -> None:
     assert weights[top >= bar.item()].sum() >= 0.9 > weights[top > bar.item()].sum()
 
 
+def zipf(vocab: int, exponent: float, dtype: torch.dtype, order: str, seed: int = 0) -> torch.Tensor:
+    """A row like a language model's: probabilities fall as a power of the rank. ``order``: of the ids, random or by probability."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 12 - exponent * torch.arange(1, vocab + 1).log() + 0.3 * torch.randn(vocab, generator=generator)
+    x = x[torch.randperm(vocab, generator=generator)] if order == "random" else x.sort(descending=True).values
+    return x.to(dtype)[None, None]
+
+
+FILTERS = [{"k": 50}, {"p": 0.9}, {"k": 50, "p": 0.9}, {"p": 0.8, "least": 0.01}, {"least": 0.02}, {"p": 0.0}]
+
+
+ROWS = list(
+    itertools.product([1, 7, 1000, 4097, 32001], zip((1.2, 2.0, 4.0), DTYPES, strict=True), ["random", "sorted"])
+)
+
+
+@pytest.mark.parametrize(("vocab", "row", "order"), some(ROWS, 1, 4), ids=str)
+def test_rows_of_language_models(vocab: int, row: tuple[float, torch.dtype], order: str, device: torch.device) -> None:
+    """Sorted, the kept logits lie in the same groups, whose largest tells little of the others."""
+    logits = zipf(vocab, *row, order)
+    for filters in FILTERS:
+        check_equal(logits, device, scale=[0.8], **filters)
+
+
+@pytest.mark.parametrize("kind", ["random", "sorted", "flat", "two values", "a NaN", "minus inf", "infinite"])
+def test_real_vocabularies(kind: str, device: torch.device) -> None:
+    vocab = 128256
+    logits = zipf(vocab, 2.0, torch.bfloat16, kind if kind == "sorted" else "random", seed=1)
+    if kind == "flat":
+        logits.fill_(1.5)
+    elif kind == "two values":
+        logits = (logits > logits.median()).bfloat16()
+    elif kind == "a NaN":
+        logits[..., -1] = math.nan
+    elif kind == "minus inf":
+        logits[..., : vocab - 20] = -math.inf
+    elif kind == "infinite":
+        logits[..., [5, 100_000]] = math.inf
+    for filters in FILTERS[2:4]:
+        check_equal(logits, device, scale=[0.8], **filters)
+
+
+def passes(monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, **filters: float) -> float:
+    """How often a call reads each logit, on average."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    begin = logits.data_ptr()
+    end = begin + logits.numel() * logits.element_size()
+    load, read = InterpreterBuilder.create_masked_load, []
+
+    def counted(builder, pointers, mask, *rest):
+        at = pointers.data
+        read.append(int(((at >= begin) & (at < end) & mask.data).sum()))
+        return load(builder, pointers, mask, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InterpreterBuilder, "create_masked_load", counted)
+        cutoff(logits, **filters)
+    return sum(read) / logits.numel()
+
+
+def test_rows_are_read_once(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The search reads few groups of a language model's row. In a flat row it ends early."""
+    if device.type != "cpu":
+        pytest.skip("the interpreter counts")
+    k, p, both = {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9, "min_p": 0.02}
+    for dtype, most in ((torch.bfloat16, 1.3), (torch.float32, 1.7)):
+        logits = zipf(128256, 2.0, dtype, "random")
+        for filters in (k, p, both, {"min_p": 0.02}):
+            assert 1 <= passes(monkeypatch, logits, **filters) < most, (dtype, filters)
+    flat = torch.zeros(1, 1, 128256, dtype=torch.bfloat16)
+    assert passes(monkeypatch, flat, **k) == 1
+    assert passes(monkeypatch, flat, **p) == 2
+    normal = torch.randn(1, 1, 128256, generator=torch.Generator().manual_seed(1)).bfloat16() * 3
+    assert passes(monkeypatch, normal, **p) <= 10
+
+
 def test_what_is_cut_is_never_chosen(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     logits = make_logits("normal", (8, 1, 100), torch.float32, generator).to(device)

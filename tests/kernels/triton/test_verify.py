@@ -14,7 +14,17 @@ from pipespec_kernels.noise import DRAFT, Noise
 from pipespec_kernels.triton import Config, RowState, Workspace, select, verify
 from tests.trials import trials
 
-from ..selection import DTYPES, KINDS, LAYOUTS, drafted_tokens, make_logits, ragged_counts, strided
+from ..selection import (
+    DTYPES,
+    KINDS,
+    LAYOUTS,
+    UNDRAWN,
+    drafted_tokens,
+    make_logits,
+    ragged_counts,
+    strided,
+    undrawn_case,
+)
 
 MODES = ["greedy", "coupled", "cutoff"]
 VOCABS = [1, 7, 1000, 1024, 4097]  # and 128256, below
@@ -51,7 +61,7 @@ def on_device(noise: Noise | None, device: torch.device) -> Noise | None:
         return None
     cutoff = None if noise.cutoff is None else noise.cutoff.to(device)
     tensors = [t.to(device) for t in (noise.seeds, noise.positions, noise.inv_temperature)]
-    return Noise(*tensors, cutoff, noise.stream)
+    return Noise(*tensors, cutoff, noise.stream, noise.offset)
 
 
 def draft_tokens_for(
@@ -310,6 +320,23 @@ def test_bad_temperatures_on_the_device_stay_in_their_row(scale: float, device: 
     every = select(arguments[0], noise=there, exact=True, config=Config(8, 1, 1)).cpu()
     assert torch.equal(every[:1], expected[:1])
     assert every[1:].eq(-1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_that_no_distribution_gave(dtype: torch.dtype, device: torch.device) -> None:
+    """In the same launch, whatever the division of the row, and with positions in int32."""
+    for config in (Config(16, 1, 3), Config(128, 1, 1)):
+        undrawn, logits, noise, counts = (
+            x.to(device) if isinstance(x, torch.Tensor) else x for x in undrawn_case(dtype)
+        )
+        noise = on_device(noise, device)
+        tokens = torch.zeros(6, 3, dtype=torch.int64, device=device)
+        counts = [count.to(device) for count in counts]
+        workspace = Workspace(6, 3, device)
+        got = verify(logits, tokens, *counts, noise=noise, undrawn=undrawn, workspace=workspace, config=config)
+        assert undrawn.tolist() == UNDRAWN
+        assert not workspace.words.any()
+        assert torch.equal(got[0], verify(logits, tokens, *counts, noise=noise, config=config)[0])
 
 
 def test_ids_are_compared_whole(device: torch.device) -> None:

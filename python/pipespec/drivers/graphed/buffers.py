@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampling import SamplingParams, nothing_to_draw
+from pipespec.engine.sampling import SamplingParams, check_drawn
 from pipespec_kernels import dispatch, ops
-from pipespec_kernels.noise import Noise
-
-_NO_POSITION = 2**62
-"""Stands for no position: greater than all of them."""
+from pipespec_kernels.noise import ALL_DRAWN, Noise
 
 
 class SamplingKind(NamedTuple):
@@ -53,20 +50,15 @@ class StaticSampler:
     def __init__(self, rows: int, device: torch.device, is_target: bool) -> None:
         self.kind, self._is_target = SamplingKind(), is_target
         # By width, since graphs keep the addresses.
-        self._of_width: dict[int, tuple[Tensor, Any]] = {}
-        self._rows = torch.arange(rows, device=device)[:, None]
-        self._one = torch.ones(rows, dtype=torch.int64, device=device)
-        self._nowhere = torch.full((), _NO_POSITION, dtype=torch.int64, device=device)
+        self._workspaces: dict[int, Any] = {}
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._inverse_temperature = torch.ones(rows, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(rows, dtype=torch.int64, device=device)
         self._top_p = torch.ones(rows, dtype=torch.float64, device=device)
         self._min_p = torch.zeros(rows, dtype=torch.float64, device=device)
-        # Per row the first position without a distribution, on the device and where the host reads it.
-        self._undrawn = torch.full((rows,), _NO_POSITION, dtype=torch.int64, device=device)
-        self._undrawn_on_host = (
-            self._undrawn if device.type == "cpu" else torch.empty_like(self._undrawn, device="cpu").pin_memory()
-        )
+        # Per row the first position without a distribution, where the host reads it. Kernels write it over the bus, in this case only.
+        undrawn = torch.full((rows,), ALL_DRAWN, dtype=torch.int64, device="cpu")
+        self._undrawn = undrawn if device.type == "cpu" else undrawn.pin_memory()
 
     def set(self, sampling_params: SamplingParams) -> None:
         """Use these parameters from the next step on. The numbers overwrite the old ones in place."""
@@ -78,8 +70,7 @@ class StaticSampler:
         self._top_k.fill_(sampling_params.top_k)
         self._top_p.fill_(sampling_params.top_p)
         self._min_p.fill_(sampling_params.min_p)
-        self._undrawn.fill_(_NO_POSITION)
-        self._undrawn_on_host.fill_(_NO_POSITION)
+        self._undrawn.fill_(ALL_DRAWN)
 
     def __call__(
         self, logits: Tensor, tokens: Tensor, kv: Tensor, n_select: Tensor, num_draft_tokens: Tensor
@@ -96,46 +87,35 @@ class StaticSampler:
         Returns:
             ``selected``, int32 ``[rows, width]``.
         """
-        kind, (columns, workspace) = self.kind, self._constants(logits)
-        if not kind.sampled:
-            return ops.verify(logits, tokens, n_select, num_draft_tokens, workspace=workspace)[0]
-        cutoff = None
-        if kind.top_k or kind.top_p or kind.min_p:
-            # Which filters run is fixed in a graph, so a filter that is off is left out here.
-            cutoff = ops.cutoff(
-                logits,
-                inv_temperature=self._inverse_temperature,
-                top_k=self._top_k if kind.top_k else 0,
-                top_p=self._top_p if kind.top_p else 1.0,
-                min_p=self._min_p if kind.min_p else 0.0,
-                query_lens=n_select,
-                num_draft_tokens=num_draft_tokens,
-            )
-        positions = kv + self._one  # int64; of the token that column 0 chooses
-        noise = Noise(self._seeds, positions, self._inverse_temperature, cutoff)
-        selected = ops.verify(logits, tokens, n_select, num_draft_tokens, noise=noise, workspace=workspace)[0]
-        if self._is_target:
-            first = n_select - 1 - num_draft_tokens
-            self._note_undrawn(logits, selected, positions, first[:, None] + columns)
-        return selected
+        kind, noise, undrawn = self.kind, None, None
+        if kind.sampled:
+            cutoff = None
+            if kind.top_k or kind.top_p or kind.min_p:
+                # Which filters run is fixed in a graph, so a filter that is off is left out here.
+                cutoff = ops.cutoff(
+                    logits,
+                    inv_temperature=self._inverse_temperature,
+                    top_k=self._top_k if kind.top_k else 0,
+                    top_p=self._top_p if kind.top_p else 1.0,
+                    min_p=self._min_p if kind.min_p else 0.0,
+                    query_lens=n_select,
+                    num_draft_tokens=num_draft_tokens,
+                )
+            # Column 0 chooses the token behind the first one that is fed.
+            noise = Noise(self._seeds, kv, self._inverse_temperature, cutoff, offset=1)
+            undrawn = self._undrawn if self._is_target else None
+        workspace = self._workspace(logits)
+        return ops.verify(
+            logits, tokens, n_select, num_draft_tokens, noise=noise, workspace=workspace, undrawn=undrawn
+        )[0]
 
-    def _constants(self, logits: Tensor) -> tuple[Tensor, Any]:
-        """Allocate once what each step would otherwise allocate: the column indices and, on a GPU, the work space of verification."""
+    def _workspace(self, logits: Tensor) -> Any:
+        """The work space of verification on a GPU, which each launch leaves zero; None on a CPU."""
         rows, width, _ = logits.shape
-        if width not in self._of_width:
+        if width not in self._workspaces:
             kernels = dispatch.kernels(logits)
-            workspace = None if kernels is None else kernels.Workspace(rows, width, logits.device)
-            self._of_width[width] = torch.arange(width, device=logits.device), workspace
-        return self._of_width[width]
-
-    def _note_undrawn(self, logits: Tensor, selected: Tensor, positions: Tensor, columns: Tensor) -> None:
-        best = logits[self._rows, columns.clamp(0, logits.shape[1] - 1), selected.clamp(min=0)]
-        # The difference is NaN where the number is not finite.
-        bad = (selected >= 0) & (best - best != 0)
-        found = torch.where(bad, positions[:, None] + columns, self._nowhere).amin(1)
-        torch.minimum(self._undrawn, found, out=self._undrawn)
-        if self._undrawn_on_host is not self._undrawn:
-            self._undrawn_on_host.copy_(self._undrawn, non_blocking=True)
+            self._workspaces[width] = None if kernels is None else kernels.Workspace(rows, width, logits.device)
+        return self._workspaces[width]
 
     def check_drawn(self) -> None:
         """Check the steps that have ended.
@@ -144,9 +124,7 @@ class StaticSampler:
             ValueError: A token was drawn from logits that are no distribution.
         """
         if self.kind.sampled:
-            for row, position in enumerate(self._undrawn_on_host.tolist()):
-                if position < _NO_POSITION:
-                    raise nothing_to_draw(row, position)
+            check_drawn(self._undrawn)
 
 
 class StaticBuffers(NamedTuple):
