@@ -40,7 +40,6 @@ from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import (
     COMBINED,
-    COMBINED_TILE,
     ONE_LAUNCH,
     attention_kernel,
     combine_kernel,
@@ -175,7 +174,7 @@ def kv_cases() -> Iterator[CompileCase]:
             "SPAN": cut.span,
             "BLOCK_M": cut.block_m,
             "BLOCK_N": cut.block_n,
-            "SPANS": COMBINED_TILE,
+            "SPANS": cut.combined,
         }
         constants |= {"DIRECT": how == "whole", "COMBINES": how == "" and width * 4 <= ONE_LAUNCH}
         name = ", ".join(filter(None, (f"attention, D={dim}, M={cut.block_m}", "invariant" if invariant else "", how)))

@@ -33,8 +33,7 @@ from pipespec_kernels.triton.philox import INTERPRETED as _INTERPRETED
 
 INVARIANT_SPAN = 256  # keys: partial sums cost an eighth of the bytes that the keys and values do (4 heads, 8 bit more)
 INVARIANT_WIDTH = 32  # columns of one launch: bounds the memory for partial sums, of which each span has its own
-COMBINED = 16  # spans of a pair that are loaded at a time
-COMBINED_TILE = 4  # the same of a tile of pairs; the registers hold no more
+COMBINED = 16  # spans that the second launch loads at a time
 ONE_LAUNCH = 32  # pairs up to which one block combines: alone, at the rate of one multiprocessor
 
 # The interpreter multiplies bfloat16 as if its bits were integers, and ``range`` takes no numbers of its kind. Compiled, only a
@@ -413,6 +412,11 @@ class Tiling(NamedTuple):
     stages: int
     span: int
 
+    @property
+    def combined(self) -> int:
+        """Spans of a tile that its last block loads at a time. With more, registers spill."""
+        return 32 // self.warps
+
 
 def tiling(pairs: int, dim: int, itemsize: int, invariant: bool) -> Tiling:
     """The tiling for a number of (column, query head) pairs per head of keys.
@@ -510,7 +514,7 @@ def verify_attention(
                 **constants,
                 DIRECT=direct,
                 COMBINES=combines,
-                SPANS=COMBINED_TILE,
+                SPANS=cut.combined,
                 BLOCK_M=cut.block_m,
                 num_warps=cut.warps,
                 num_stages=cut.stages,
