@@ -30,16 +30,12 @@ def merged(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided(shape, (*shape[1:], 1))
 
 
-def merge(groups: Iterable[Sequence[nn.Parameter]]) -> bool:
+def merge(groups: Iterable[Sequence[nn.Parameter]]) -> None:
     """Give the parameters of each group one memory. The extra memory is that of one group.
-
-    Returns:
-        Whether a parameter has moved.
 
     Raises:
         NotReadable: there is no memory for a group. Those before it are merged.
     """
-    moved = False
     for group in groups:
         if merged(group) is not None:
             continue
@@ -51,8 +47,6 @@ def merge(groups: Iterable[Sequence[nn.Parameter]]) -> bool:
                     parameter.data = part
         except torch.OutOfMemoryError as error:
             raise NotReadable("there is no memory to merge its matrices") from error
-        moved = True
-    return moved
 
 
 def check_separate(model: nn.Module, groups: Iterable[Sequence[nn.Parameter]]) -> None:
