@@ -39,7 +39,13 @@ from triton.compiler import ASTSource
 from bench.harness import save
 from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
-from pipespec_kernels.triton.attention import COMBINED, attention_kernel, combine_kernel, tiling
+from pipespec_kernels.triton.attention import (
+    COMBINED,
+    ONE_LAUNCH,
+    attention_kernel,
+    combine_kernel,
+    tiling,
+)
 from pipespec_kernels.triton.cutoff import (
     MOST_GROUPS,
     SCAN_WARPS,
@@ -67,7 +73,7 @@ IN_QUICK += (
     "cutoff, scan",
     "cutoff, search",
     "attention, D=128, M=32",
-    "attention, D=128, M=128",
+    "attention, D=128, M=128, parts",
     "attention, D=128, M=16, invariant",
     "attention, combine, D=128",
     "kv_append",
@@ -83,7 +89,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
     "*i64": "tokens best ticket next_token length epoch seeds undrawn top_k",
-    "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep",
+    "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets",
     "*fp32": "inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights",
     "*fp64": "top_p min_p",
     "fp32": "scale_log2 eps",
@@ -175,14 +181,21 @@ def cases() -> Iterator[CompileCase]:
 
 
 def kv_cases() -> Iterator[CompileCase]:
-    """Attention: the tilings of invariant, narrow and wide steps, one each, and one more of each other type; 4 query heads to
-    each of 8 of keys, as in Llama-3-8B."""
+    """Attention: the tilings of invariant, narrow and wide steps, and one more of each other type; 4 query heads to each of 8 of keys, as in
+    Llama-3-8B. ``whole``: one block takes all keys. ``parts``: a second launch combines, as without a work space."""
     heads = {"GROUP": 4, "HEADS": 8, "HAS_QUERY_LENS": True}
 
-    def attention(dtype: str, dim: int, invariant: bool, width: int, direct: bool = False) -> CompileCase:
+    def attention(dtype: str, dim: int, invariant: bool, width: int, how: str = "") -> CompileCase:
         cut = tiling(width * 4, dim, BYTES[dtype], invariant)
-        constants = {"DIM": dim, "SPAN": cut.span, "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "DIRECT": direct}
-        name = f"attention, D={dim}, M={cut.block_m}{', invariant' if invariant else ''}{', whole' if direct else ''}"
+        constants = {
+            "DIM": dim,
+            "SPAN": cut.span,
+            "BLOCK_M": cut.block_m,
+            "BLOCK_N": cut.block_n,
+            "SPANS": cut.combined,
+        }
+        constants |= {"DIRECT": how == "whole", "COMBINES": how == "" and width * 4 <= ONE_LAUNCH}
+        name = ", ".join(filter(None, (f"attention, D={dim}, M={cut.block_m}", "invariant" if invariant else "", how)))
         block_d = triton.next_power_of_2(dim)
         constants |= heads | {"BLOCK_D": block_d}
         return CompileCase(
@@ -191,12 +204,14 @@ def kv_cases() -> Iterator[CompileCase]:
 
     for dim in (128, 256):
         yield attention("bf16", dim, True, 5)
-    for dim in (64, 128, 256):
+    for dim in (64, 80, 96, 128, 256):
         yield attention("bf16", dim, False, 5)
-    yield attention("bf16", 128, False, 32)
-    yield attention("fp16", 96, False, 5, direct=True)
+    yield attention("bf16", 128, False, 1)
+    yield attention("bf16", 128, False, 5, "parts")
+    yield attention("bf16", 128, False, 32, "parts")
+    yield attention("fp16", 96, False, 5, "whole")
     yield attention("fp32", 256, True, 5)
-    combined = heads | {"DIM": 128, "BLOCK_D": 128, "SPAN": 0, "BLOCK_N": 64, "BLOCK_S": COMBINED}
+    combined = heads | {"DIM": 128, "BLOCK_D": 128, "SPAN": 0, "BLOCK_N": 64, "SPANS": COMBINED}
     yield CompileCase("attention, combine, D=128", combine_kernel, "bf16", None, combined, None)
     blocks = {"DIM": 128, "BLOCK_D": 128}
     yield CompileCase("kv_append", append_kernel, "bf16", None, blocks | {"HAS_NEW": True, "BLOCK_Q": 8}, None)

@@ -103,6 +103,7 @@ GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/planning")
 """Folders with tests that need a GPU."""
 
 KERNELS = ("verify greedy", "verify coupled", "attention", "argmax", "kv_append")
+KERNELS += ("add_rms_norm", "silu_mul", "rope_append")
 ROWS = ("plain-graphs", "lockstep-graphs", "streams", "assisted")
 """Beside ``generate()``. On one device the published asynchronous schedule and workers take turns, so they are left out."""
 

@@ -64,7 +64,7 @@ SAMPLING = {
 _VOCABULARY = 128256
 _TEXT = 2048
 _MULTIPROCESSORS = 132
-"""Of an H100 or H200. They decide whether attention is one kernel or two."""
+"""Of an H100 or H200. They decide how many blocks of threads share the keys of a row."""
 
 _WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim")
 _ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")

@@ -78,7 +78,13 @@ class Variants:
             new = [normal(1, width, kv_heads, dim).transpose(1, 2) for _ in range(2)]
             return *new, normal(1, kv_heads, storage, dim), normal(1, kv_heads, storage, dim), count(storage - width)
 
-        return {"verify": verify, "verify_attention": verify_attention, "kv_append": kv_append}
+        def rope_append() -> tuple[Any, ...]:
+            parts = normal(1, width, heads + 2 * kv_heads, dim).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+            tables = normal(storage, dim), normal(storage, dim)
+            caches = normal(1, kv_heads, storage, dim), normal(1, kv_heads, storage, dim)
+            return *parts, *tables, *caches, count(storage - width)
+
+        return {f.__name__: f for f in (verify, verify_attention, kv_append, rope_append)}
 
     # ---- other targets
 
@@ -117,10 +123,10 @@ class Variants:
 
 
 def _outputs(call: functools.partial[Any]) -> list[torch.Tensor]:
-    """Copies of the results of a call and of the arguments that it changes."""
+    """Copies of the results of a call and of its arguments, some of which it changes."""
     arguments = [a.clone() if isinstance(a, torch.Tensor) else a for a in call.args]
     returned = call.func(*arguments)
-    found = [*arguments] if returned is None else list(returned) if isinstance(returned, tuple) else [returned]
+    found = [*arguments, *(returned if isinstance(returned, tuple) else (returned,))]
     return [tensor.clone() for tensor in found if isinstance(tensor, torch.Tensor)]
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from bench.figures import Figures, parser
 
 Job = tuple[str, ...]
-MODULES = ("bench_verify", "bench_attention", "bench_select", "bench_rejection_sample")
+MODULES = ("bench_verify", "bench_attention", "bench_select", "bench_rejection_sample", "bench_layers")
 MOST_PROCESSES = 10
 """Each has a context on the GPU."""
 

@@ -257,6 +257,7 @@ def verify_attention(
     invariant: bool = False,
     out: Tensor | None = None,
     check_counts: bool = False,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Attention of ``Q`` new columns per row over storage that holds their own keys and values already.
 
@@ -279,6 +280,9 @@ def verify_attention(
             last bit for every ``Q`` and ``B``, so a verification equals decoding token by token. It is slower.
         out: ``[B, Hq, Q, D]`` to write to, strides as for ``q``; must overlap no other argument.
         check_counts: check the values of lengths and counts first, which waits for the device. On the CPU always done.
+        workspace: contiguous int32 ``[N]`` of zeros on the device of ``q``, ``N >= 2 * B * Hkv``; zero again after the call. Saves a GPU the second
+            launch that combines the parts of the keys, where ``Q * Hq / Hkv`` is at most 32; the bits are the same. Calls that may run at the same time
+            need different ones. Not used in a traced call and where torch computes.
 
     Returns:
         ``[B, Hq, Q, D]`` in the dtype of ``q``; without ``out`` a view of ``[B, Q, Hq, D]``, which is contiguous.
@@ -297,9 +301,12 @@ def verify_attention(
     """
     _refuse_gradients("verify_attention", q, k_cache, v_cache)
     if not traced(q):
-        return _verify_attention(q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, out)
+        return _verify_attention(
+            q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, out, workspace
+        )
     if out is not None:
         _check_out(out, q)
+    _check_workspace(workspace, q, k_cache)
     result = torch.ops.pipespec.verify_attention(
         q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts
     )
@@ -336,10 +343,12 @@ def _verify_attention(
     invariant: bool = False,
     check_counts: bool = False,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     _check_attention(q, k_cache, v_cache, lengths, query_lens, scale)
     if out is not None:
         _check_out(out, q)
+    _check_workspace(workspace, q, k_cache)
     batch, heads, width, dim = q.shape
     kernels = _kernels(q)
     if check_counts or kernels is None:
@@ -347,7 +356,8 @@ def _verify_attention(
     if out is None:
         out = q.new_empty((batch, width, heads, dim)).transpose(1, 2)
     if kernels is not None:
-        kernels.verify_attention(q, k_cache, v_cache, lengths, query_lens, scale=scale, invariant=invariant, out=out)
+        options = {"scale": scale, "invariant": invariant, "out": out, "workspace": workspace}
+        kernels.verify_attention(q, k_cache, v_cache, lengths, query_lens, **options)
         return out
     if dispatch.forced:
         step = 1 if invariant else max(width, 1)
@@ -383,6 +393,15 @@ def _check_out(out: Any, q: Tensor) -> None:
     _check(out, "out", (q.dtype,), tuple(q.shape), q.device)
     _dense(out, "out")
     _distinct(out, "out")
+
+
+def _check_workspace(workspace: Any, q: Tensor, k_cache: Tensor) -> None:
+    if workspace is None:
+        return
+    least = 2 * q.shape[0] * k_cache.shape[1]
+    size = workspace.shape[0] if isinstance(workspace, Tensor) and workspace.dim() == 1 else 0
+    _check(workspace, "workspace", (torch.int32,), (max(size, least),), q.device, "q")
+    _dense(workspace, "workspace")
 
 
 def _attention(

@@ -8,8 +8,9 @@ of the keys: the heads of a group lie beside the columns in the rows of one matr
 read once for all of them. Softmax runs along the keys with a running maximum (Milakov, Gimelshein, "Online normalizer
 calculation for softmax", 2018; Dao, Fu, Ermon, Rudra, Re, "FlashAttention", 2022, algorithm 1), in float32. Where the
 keys are shared among several blocks, which a long context and few rows need to fill a device (Dao, Haziza, Massa, Sizov,
-"Flash-Decoding for long-context inference", 2023), each writes its sums, and a second launch combines them in the order
-of the keys.
+"Flash-Decoding for long-context inference", 2023), each writes its sums, and they are combined in the order of the keys. Where there are few pairs and
+a work space, the block that takes the last ticket of a tile combines them, in the same launch; otherwise a second launch does, with a block for each
+pair. Both add the same numbers in the same order.
 
 ``invariant``: the tile of the pairs, the block of keys and the span of keys that is summed before it meets the others are
 constants, and keys that a column does not see add exact zeros. The result of a column then depends only on its own query and on the keys and values
@@ -32,7 +33,8 @@ from pipespec_kernels.triton.philox import INTERPRETED as _INTERPRETED
 
 INVARIANT_SPAN = 256  # keys: partial sums cost an eighth of the bytes that the keys and values do (4 heads, 8 bit more)
 INVARIANT_WIDTH = 32  # columns of one launch: bounds the memory for partial sums, of which each span has its own
-COMBINED = 16  # spans that the second launch takes at a time
+COMBINED = 16  # spans that the second launch loads at a time
+ONE_LAUNCH = 32  # pairs up to which one block combines: alone, at the rate of one multiprocessor
 
 # The interpreter multiplies bfloat16 as if its bits were integers, and ``range`` takes no numbers of its kind. Compiled, only a
 # loop over a range overlaps its loads with its products.
@@ -104,6 +106,137 @@ def take_block(
     return highest, weight, acc
 
 
+@triton.jit
+def write(
+    output,
+    output_stride_b,
+    output_stride_h,
+    output_stride_q,
+    row,
+    head,
+    m,
+    real,
+    weight,
+    acc,
+    good,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the results of pairs ``m`` of a head of keys: zeros where no key is seen, NaN in a row that leads out of the tensors."""
+    d = tl.arange(0, BLOCK_D)
+    result = acc / tl.where(weight == 0, 1.0, weight)[:, None]
+    result = tl.where(good, result, float("nan"))
+    tl.store(
+        output
+        + row * output_stride_b
+        + (head * GROUP + m % GROUP).to(tl.int64)[:, None] * output_stride_h
+        + (m // GROUP).to(tl.int64)[:, None] * output_stride_q
+        + d[None, :],
+        result.to(output.dtype.element_ty),
+        mask=real[:, None] & (d < DIM)[None, :],
+    )
+
+
+@triton.jit
+def add_spans(
+    top,
+    weight,
+    acc,
+    start,
+    written,
+    place,
+    sums,
+    maxima,
+    weights,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """The spans ``start .. start + SPANS - 1``, one after the other: the running maximum and sums of pairs."""
+    d = tl.arange(0, BLOCK_D)
+    # Unrolled, so that the loads do not wait for one another. In a loop that is not over a range, Triton would put a barrier between them.
+    for i in tl.static_range(SPANS):
+        there = start + i < written
+        at = place + start + i
+        # .cg: reads from L2, where the other blocks wrote, and not from this multiprocessor's cache.
+        highest = tl.load(maxima + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        partial = tl.load(weights + at, mask=there, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            sums + at[:, None] * DIM + d[None, :],
+            mask=there[:, None] & (d < DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        anchor = tl.maximum(top, highest)
+        anchor = tl.where(anchor == float("-inf"), 0.0, anchor)  # a pair that sees no key
+        shrink = tl.exp2(top - anchor)
+        factor = tl.exp2(highest - anchor)
+        weight = weight * shrink + factor * partial
+        acc = acc * shrink[:, None] + factor[:, None] * part
+        top = tl.maximum(top, highest)
+    return top, weight, acc
+
+
+@triton.jit
+def combine(
+    lengths,
+    query_lens,
+    output,
+    output_stride_b,
+    output_stride_h,
+    output_stride_q,
+    sums,
+    maxima,
+    weights,
+    first,
+    columns,
+    width,
+    capacity,
+    splits,
+    row,
+    head,
+    m,
+    HAS_QUERY_LENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """Add the spans of pairs ``m [BLOCK_M]`` of a head of keys, one after the other, and write the results."""
+    before, fed, good = extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS)
+    column = first + m // GROUP
+    real = m < columns * GROUP
+    sees = tl.where(real & (column < fed), before + column + 1, 0)
+    written = tl.cdiv(sees, span_of(before + fed, splits, SPAN, BLOCK_N))  # spans of which a pair sees some keys
+    most = tl.max(written, 0)
+
+    place = ((row * HEADS + head) * (columns * GROUP) + m) * splits
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if INTERPRETED:
+        start = 0
+        while start < most:
+            top, weight, acc = add_spans(
+                top, weight, acc, start, written, place, sums, maxima, weights, DIM, BLOCK_D, SPANS
+            )
+            start += SPANS
+    else:
+        for start in range(0, most, SPANS):
+            top, weight, acc = add_spans(
+                top, weight, acc, start, written, place, sums, maxima, weights, DIM, BLOCK_D, SPANS
+            )
+    write(
+        output, output_stride_b, output_stride_h, output_stride_q, row, head, m, real, weight, acc, good,
+        GROUP, DIM, BLOCK_D,
+    )  # fmt: skip
+
+
 # Not specialised: each value of 1 or multiple of 16 would compile a further kernel without a gain.
 @triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits"])
 def attention_kernel(
@@ -128,6 +261,7 @@ def attention_kernel(
     sums,
     maxima,
     weights,
+    tickets,
     first,
     columns,
     width,
@@ -140,10 +274,13 @@ def attention_kernel(
     DIM: tl.constexpr,
     SPAN: tl.constexpr,
     DIRECT: tl.constexpr,
+    COMBINES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
+    """``DIRECT``: no other block has a part of the keys. ``COMBINES``: the last block of a tile combines the sums of all."""
     split = tl.program_id(0)
     head = tl.program_id(1) % HEADS  # of the keys
     tile = tl.program_id(1) // HEADS
@@ -162,8 +299,9 @@ def attention_kernel(
     end = tl.where(first + tile * BLOCK_M // GROUP < fed, before + tl.minimum(last + 1, fed), 0)
     begin = split * span
     stop = tl.minimum(begin + span, end)
+    sharing = tl.maximum(tl.cdiv(end, span), 1)  # blocks that take a part of the tile's keys
 
-    if DIRECT | (begin < end):
+    if split < sharing:
         heads = head * GROUP + m % GROUP
         # Column indices in the whole block, and in this launch's part of the tensors.
         local = (m // GROUP).to(tl.int64)
@@ -201,23 +339,27 @@ def attention_kernel(
                 )  # fmt: skip
 
         real = m < columns * GROUP
+        place = ((row * HEADS + head) * (columns * GROUP) + m) * splits
         if DIRECT:
-            result = acc / tl.where(weight == 0, 1.0, weight)[:, None]
-            result = tl.where(good, result, float("nan"))
-            tl.store(
-                output
-                + row * output_stride_b
-                + heads.to(tl.int64)[:, None] * output_stride_h
-                + local[:, None] * output_stride_q
-                + d[None, :],
-                result.to(output.dtype.element_ty),
-                mask=real[:, None] & whole,
-            )
+            write(
+                output, output_stride_b, output_stride_h, output_stride_q, row, head, m, real, weight, acc, good,
+                GROUP, DIM, BLOCK_D,
+            )  # fmt: skip
         else:
-            place = ((row * HEADS + head) * (columns * GROUP) + m) * splits + split
-            tl.store(sums + place[:, None] * DIM + d[None, :], acc, mask=real[:, None] & whole)
-            tl.store(maxima + place, top, mask=real)
-            tl.store(weights + place, weight, mask=real)
+            tl.store(sums + (place + split)[:, None] * DIM + d[None, :], acc, mask=real[:, None] & whole)
+            tl.store(maxima + place + split, top, mask=real)
+            tl.store(weights + place + split, weight, mask=real)
+            if COMBINES:
+                tl.debug_barrier()  # the sums of all threads come before the ticket of one
+                ticket = tickets + row * tl.num_programs(1) + tl.program_id(1)
+                # Release: our sums before our ticket. Acquire: the sums of all blocks, if ours is the last.
+                if tl.atomic_add(ticket, 1, sem="acq_rel") == sharing - 1:
+                    combine(
+                        lengths, query_lens, output, output_stride_b, output_stride_h, output_stride_q, sums, maxima, weights,
+                        first, columns, width, capacity, splits, row, head, m,
+                        HAS_QUERY_LENS, GROUP, HEADS, DIM, SPAN, BLOCK_M, BLOCK_N, BLOCK_D, SPANS,
+                    )  # fmt: skip
+                    tl.store(ticket, 0)
 
 
 @triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits"])
@@ -243,47 +385,14 @@ def combine_kernel(
     SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
-    m = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    before, fed, good = extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS)
-    column = first + m // GROUP
-    sees = tl.where(column < fed, before + column + 1, 0)
-    written = tl.cdiv(sees, span_of(before + fed, splits, SPAN, BLOCK_N))  # spans of which it sees some keys
-
-    d = tl.arange(0, BLOCK_D)
-    base = ((row * HEADS + head) * (columns * GROUP) + m) * splits
-    top = tl.full([1], float("-inf"), tl.float32)
-    weight = tl.zeros([1], tl.float32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    start = 0
-    while start < written:
-        i = start + tl.arange(0, BLOCK_S)
-        there = i < written
-        highest = tl.load(maxima + base + i, mask=there, other=float("-inf"))
-        partial = tl.load(weights + base + i, mask=there, other=0.0)
-        part = tl.load(
-            sums + (base + i)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0
-        )
-        anchor = tl.maximum(top, tl.max(highest, 0))
-        shrink = tl.exp2(top - anchor)  # the first span has a visible key, so the anchor is a number
-        factor = tl.exp2(highest - anchor)
-        weight = weight * shrink + tl.sum(factor * partial, 0)
-        acc = acc * shrink + tl.sum(factor[:, None] * part, 0)
-        top = anchor
-        start += BLOCK_S
-    result = tl.where(good, acc / tl.where(weight == 0, 1.0, weight), float("nan"))
-    tl.store(
-        output
-        + row * output_stride_b
-        + (head * GROUP + m % GROUP).to(tl.int64) * output_stride_h
-        + (m // GROUP).to(tl.int64) * output_stride_q
-        + d,
-        result.to(output.dtype.element_ty),
-        mask=d < DIM,
-    )
+    combine(
+        lengths, query_lens, output, output_stride_b, output_stride_h, output_stride_q, sums, maxima, weights,
+        first, columns, width, capacity, splits,
+        tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0) + tl.zeros([1], tl.int32),
+        HAS_QUERY_LENS, GROUP, HEADS, DIM, SPAN, 1, BLOCK_N, BLOCK_D, SPANS,
+    )  # fmt: skip
 
 
 class Tiling(NamedTuple):
@@ -302,6 +411,11 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     span: int
+
+    @property
+    def combined(self) -> int:
+        """Spans of a tile that its last block loads at a time. With more, registers spill."""
+        return 32 // self.warps
 
 
 def tiling(pairs: int, dim: int, itemsize: int, invariant: bool) -> Tiling:
@@ -330,6 +444,7 @@ def verify_attention(
     scale: float | None = None,
     invariant: bool = False,
     out: Tensor | None = None,
+    workspace: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """See :func:`pipespec_kernels.ops.verify_attention`, which checks the arguments.
@@ -361,6 +476,7 @@ def verify_attention(
     splits = max(1, min(splits, triton.cdiv(capacity, cut.block_n)))
     block_d = max(16, triton.next_power_of_2(dim))
     direct = splits == 1
+    combines = not direct and workspace is not None and step * group <= ONE_LAUNCH
     shape = (batch, heads, step * group, splits)
     # Only written parts are read, so these are not cleared.
     sums = out if direct else torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
@@ -388,6 +504,7 @@ def verify_attention(
                 sums,
                 maxima,
                 weights,
+                workspace if combines else lengths,
                 first,
                 columns,
                 width,
@@ -396,12 +513,14 @@ def verify_attention(
                 scale_log2,
                 **constants,
                 DIRECT=direct,
+                COMBINES=combines,
+                SPANS=cut.combined,
                 BLOCK_M=cut.block_m,
                 num_warps=cut.warps,
                 num_stages=cut.stages,
                 enable_fp_fusion=not invariant,
             )
-            if not direct:
+            if not (direct or combines):
                 combine_kernel[(columns * group, heads, batch)](
                     lengths,
                     counts,
@@ -416,7 +535,7 @@ def verify_attention(
                     capacity,
                     splits,
                     **constants,
-                    BLOCK_S=COMBINED,
+                    SPANS=COMBINED,
                     num_warps=4,
                     enable_fp_fusion=not invariant,
                 )

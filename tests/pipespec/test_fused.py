@@ -16,9 +16,6 @@ from pipespec_kernels import ops
 from tests.conftest import noisy
 from tests.pipespec.test_native import MODELS, ids, make
 
-WITHOUT = {"biases": "its MLP has biases"}
-"""Models that keep their modules, and why."""
-
 
 def static_logits(model, tokens, *, chosen=True):
     """Logits of a prefill, a block and a single token, with equal and with different lengths, over a static cache."""
@@ -44,7 +41,7 @@ def test_logits_and_caches_are_those_of_the_modules(name, dtype):
     wanted, wanted_cache, before = static_logits(model, tokens, chosen=False)
     got, cache, form = static_logits(model, tokens)
     assert before.startswith("transformers: ")
-    assert form == (f"transformers: {WITHOUT[name]}" if name in WITHOUT else "fused")
+    assert form == "fused"
     assert got.dtype == wanted.dtype
     tolerance = native.TOLERANCE if dtype is torch.float32 else 2**-6
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))

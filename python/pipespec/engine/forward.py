@@ -99,11 +99,19 @@ def choose_fused(model: PreTrainedModel) -> FusedForm | None:
     except NotReadable as error:
         identity = reason = str(error)
     if choice.identity != identity:
+        # The old form may hold weights that nothing else does.
+        choice = _NO_CHOICE
+        _fused_choices.pop(model, None)
         if not reason:
             try:
                 form = fused_form(model, _WholeModel(model))
             except NotReadable as error:
                 reason = str(error)
+            now = fused_signature(model)
+            if now != identity:
+                # The merge has moved weights. Other forms hold them where they were.
+                identity = now
+                _callers.pop(model, None)
         choice = _fused_choices[model] = _FusedChoice(identity, form, reason)
     return choice.form
 

@@ -235,6 +235,25 @@ def _read(model: PreTrainedModel, family: Family) -> ReadModel:
     )
 
 
+def of_one_input(model: PreTrainedModel) -> list[tuple[nn.Parameter, ...]]:
+    """Parameters whose rows may be those of one matrix, or of one bias: of queries, keys and values, and of gate and up.
+
+    Args:
+        model: one that :func:`read` accepts. Phi-3 has such matrices by itself, so it has no groups.
+    """
+    if family_of(model).fused:
+        return []
+    base: Any = model.model
+    groups = []
+    for layer in base.layers[: model.config.num_hidden_layers]:
+        attn, mlp = layer.self_attn, layer.mlp
+        for linears in ((attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            groups.append(tuple(linear.weight for linear in linears))
+            if linears[0].bias is not None:
+                groups.append(tuple(linear.bias for linear in linears))
+    return groups
+
+
 def _eps(norm: Any) -> float:
     eps = getattr(norm, "variance_epsilon", None)
     return float(norm.eps if eps is None else eps)

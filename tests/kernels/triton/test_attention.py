@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels import triton as kernels
+from pipespec_kernels.triton import attention
 from tests.trials import trials
 
 from ..storage import CACHE_LAYOUTS, make_storage, on_device
@@ -59,11 +60,13 @@ def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layou
     scale = data.draw(st.sampled_from([None, 0.3]))
     n, fed = on_device(lengths, device, torch.int64), on_device(query_lens, device)
     splits = data.draw(st.sampled_from([None, 2, 3]))
+    workspace = torch.zeros(2 * batch * heads, dtype=torch.int32, device=device) if data.draw(st.booleans()) else None
     out = torch.full((batch, heads * group, width, dim + 3), -9.0, dtype=dtype, device=device)[..., :dim]
     got = kernels.verify_attention(
-        q, k_cache, v_cache, n, fed, scale=scale, invariant=invariant, splits=splits, out=out
+        q, k_cache, v_cache, n, fed, scale=scale, invariant=invariant, splits=splits, out=out, workspace=workspace
     )
     assert got is out
+    assert workspace is None or not workspace.any()
     check(got, reference.verify_attention(q, k_cache, v_cache, n, fed, scale), dtype)
     for row, count in enumerate(query_lens):
         assert (got[row, :, count:] == 0).all()
@@ -137,6 +140,37 @@ def test_the_other_form_is_not_invariant(device: torch.device) -> None:
     assert not torch.equal(block, steps(q, k_cache, v_cache, n, splits=2))
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(("dtype", "dim", "width"), [(torch.float32, 64, 8), (torch.bfloat16, 96, 5)])
+def test_one_launch_has_the_bits_of_two(dtype, dim, width, invariant, device, monkeypatch) -> None:
+    """Tiles whose rows see different numbers of spans, a row that idles, one that leads out, and one that a single block takes."""
+    k_cache, v_cache = make_storage(4, 2, 610, dim, dtype, "plain", device)
+    q = make_queries(4, 8, width, dim, dtype, device)
+    n, fed = on_device([600 - width, 254, 2**30, 3], device), on_device([width, width, 1, 0], device)
+    options = {"invariant": invariant, "splits": 4}
+    two = kernels.verify_attention(q, k_cache, v_cache, n, fed, **options)
+    workspace = torch.zeros(16, dtype=torch.int32, device=device)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "combine_kernel", None)
+        for _ in range(2):
+            one = kernels.verify_attention(q, k_cache, v_cache, n, fed, **options, workspace=workspace)
+            assert not workspace.any()
+            assert one[2].isnan().all()
+            assert torch.equal(one[[0, 1, 3]], two[[0, 1, 3]])
+        with pytest.raises(TypeError):
+            kernels.verify_attention(q, k_cache, v_cache, n, fed, **options)
+
+
+def test_a_wide_block_takes_two_launches(device: torch.device) -> None:
+    """One block would combine all pairs of a tile."""
+    k_cache, v_cache = make_storage(1, 1, 150, 64, torch.bfloat16, "plain", device)
+    q = make_queries(1, 3, 11, 64, torch.bfloat16, device)
+    tickets = torch.full((2,), 77, dtype=torch.int32, device=device)
+    got = kernels.verify_attention(q, k_cache, v_cache, on_device([130], device), splits=3, workspace=tickets)
+    assert tickets.tolist() == [77, 77]
+    check(got, reference.verify_attention(q, k_cache, v_cache, torch.tensor([130])), torch.bfloat16)
+
+
 def test_rows_that_lead_out_are_nan(device: torch.device) -> None:
     k_cache, v_cache = make_storage(5, 1, 40, 16, torch.float32, "plain", device)
     q = make_queries(5, 2, 4, 16, torch.float32, device)
@@ -171,13 +205,18 @@ def test_nothing_to_do(device: torch.device) -> None:
 def test_long_context(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> None:
     """8k keys in the sizes that models have, all tiles of columns, over the ends of spans."""
     n = on_device([8000, 0, 4096, 511], device)
+    workspace = torch.zeros(16, dtype=torch.int32, device=device)
     k_cache, v_cache = make_storage(4, 2, 8192, dim, dtype, "plain", device)
     for width in (1, 5, 40):
         q = make_queries(4, 2 * group, width, dim, dtype, device)
         fed = on_device([width, width // 2, width, 0], device)
         expected = reference.verify_attention(q, k_cache, v_cache, n, fed)
         for options in ({}, {"invariant": True}):
-            check(ops.verify_attention(q, k_cache, v_cache, n, fed, **options), expected, dtype)
+            two = ops.verify_attention(q, k_cache, v_cache, n, fed, **options)
+            check(two, expected, dtype)
+            one = ops.verify_attention(q, k_cache, v_cache, n, fed, **options, workspace=workspace)
+            assert torch.equal(one, two)
+            assert not workspace.any()
         check(kernels.verify_attention(q, k_cache, v_cache, n, fed, splits=1), expected, dtype)
 
 
@@ -199,11 +238,12 @@ def test_replay(device: torch.device) -> None:
     q = torch.randn(4, 8, 5, 128, dtype=torch.bfloat16, device=device)
     n, fed = on_device([0] * 4, device), on_device([0] * 4, device)
     out = torch.empty_like(q)
-    for invariant in (False, True):
-        kernels.verify_attention(q, k_cache, v_cache, n, fed, invariant=invariant, out=out)
+    workspace = torch.zeros(64, dtype=torch.int32, device=device)
+    for options in ({}, {"invariant": True}, {"workspace": workspace}):
+        kernels.verify_attention(q, k_cache, v_cache, n, fed, **options, out=out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernels.verify_attention(q, k_cache, v_cache, n, fed, invariant=invariant, out=out)
+            kernels.verify_attention(q, k_cache, v_cache, n, fed, **options, out=out)
         for lengths, counts in (([8000, 0, 33, 1], [5, 1, 0, 3]), ([1, 7, 700, (1 << 19) - 5], [5, 5, 4, 5])):
             n.copy_(torch.tensor(lengths))
             fed.copy_(torch.tensor(counts))
