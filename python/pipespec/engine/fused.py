@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
-from pipespec.engine.native import Form, check_logits, probe, probe_texts
+from pipespec.engine.native import Form, check_outputs, probe, probe_cache, probe_inputs
 from pipespec.models import families
 from pipespec.models.families import NotReadable
-from pipespec.models.properties import compute_dtype
+from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
 
 FUSED = "fused"
@@ -109,7 +109,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def fused_form(model: PreTrainedModel, modules: Form) -> FusedForm:
-    """The fused form of a model, after its logits agreed with those of the model's own modules, see :func:`check_logits`.
+    """The fused form of a model, after its logits agreed with those of the model's own modules, see :func:`check_outputs`.
 
     Args:
         model: one that has a :func:`fused_signature`.
@@ -118,11 +118,11 @@ def fused_form(model: PreTrainedModel, modules: Form) -> FusedForm:
     Raises:
         NotReadable: a part of the model has no operation here, or the logits do not agree.
     """
-    form = FusedForm(model)
-    texts = probe_texts(model)
+    form, parts = FusedForm(model), ModelParts.of(model)
+    texts = probe_inputs(parts)
 
     def logits(call: Form) -> torch.Tensor:
-        cache = RowCache(model.config, 2, 16, dtype=compute_dtype(model), device=model.device, static=True)
+        cache = probe_cache(parts, static=True)
         form.add_cache(cache)
         return probe(call, cache, texts)
 
@@ -133,5 +133,5 @@ def fused_form(model: PreTrainedModel, modules: Form) -> FusedForm:
             ours = logits(form)
         except (TypeError, ValueError) as error:
             raise NotReadable(f"an operation does not take it: {error}") from error
-        check_logits(model, texts, own, ours)
+        check_outputs(parts, texts, own, ours)
     return form
