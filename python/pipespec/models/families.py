@@ -20,6 +20,9 @@ from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
 
+DTYPES = frozenset((torch.float32, torch.bfloat16))
+"""Dtypes of models that the native decoder packs."""
+
 _NUMBERS = ("scaling", "variance_epsilon", "eps", "attention_scaling")
 """Attributes of modules that the decoder takes over."""
 
@@ -135,7 +138,7 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
         seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
         if kind in own:
             seen += map(vars(module).get, _NUMBERS)
-    taken = {torch.float32, torch.bfloat16} if packed else {torch.float32, torch.bfloat16, torch.float16}
+    taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
     return (*dtypes, *seen)
