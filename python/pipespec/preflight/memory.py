@@ -88,8 +88,8 @@ class Estimate:
             rows.append((n.name, n.device, weights, caches, activations, headroom, total, packed))
         lines = [aligned(rows, left=2)]
         for fact in facts:
-            needed, packed = _gib(self.on(fact.name)), sum(n.packed for n in self.needs if n.device == fact.name)
-            copies = f" and up to {_gib(packed)} for packed copies, where there is room" if packed else ""
+            needed, copied = _gib(self.on(fact.name)), sum(n.packed for n in self.needs if n.device == fact.name)
+            copies = f" and up to {_gib(copied)} for packed copies, where there is room" if copied else ""
             lines.append(f"{fact.name}: {needed} GiB needed{copies}, {_gib(fact.free)} free of {_gib(fact.total)}")
         return "\n".join(lines)
 
