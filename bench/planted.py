@@ -42,6 +42,7 @@ class Shape:
 
 
 SHAPES = {
+    "160M": Shape(640, 2560, 12, 10, 10),
     "1B": Shape(2048, 8192, 16, 32, 8),
     "3B": Shape(3072, 8192, 28, 24, 8),
     "8B": Shape(4096, 14336, 32, 32, 8),
@@ -53,7 +54,7 @@ SHAPES = {
     "tiny-medium": Shape(128, 256, 3, 4, 2, vocab_size=512),
     "tiny-target": Shape(160, 320, 4, 8, 2, vocab_size=512),
 }
-"""Llama-3.2-1B, Llama-3.2-3B and Llama-3-8B."""
+"""Llama-3.2-1B, Llama-3.2-3B and Llama-3-8B; and a draft of 160 million weights per step with their vocabulary."""
 
 SCALE = 18.0
 """``S``: approximate logit of the likelier token; other logits are around 0."""
@@ -163,7 +164,9 @@ def _seeded(shape: Shape, cycle: Cycle, seed: int, device: torch.device, dtype: 
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
     model = model.to_empty(device=device).eval()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)  # the tables were on meta, too
+    model.model.rotary_emb = (
+        type(model.model.rotary_emb)(config=config).to(device).eval()
+    )  # the tables were on meta, too
     generator = torch.Generator(device).manual_seed(seed)
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
 

@@ -100,6 +100,7 @@ class NativeDecoder:
         norm: The last norm ``[H]``, together with ``head``.
         head: ``[V, H]``; copied.
         head_bias: ``[V]``.
+        threads: Upper bound while the weights are packed; default ``torch.get_num_threads()``.
 
     Attributes:
         shape: As given.
@@ -122,6 +123,7 @@ class NativeDecoder:
         norm: Tensor | None = None,
         head: Tensor | None = None,
         head_bias: Tensor | None = None,
+        threads: int | None = None,
     ) -> None:
         _check_shape(shape)
         if (norm is None) != (head is None):
@@ -159,6 +161,7 @@ class NativeDecoder:
                 at("head", head, (v, h)),
                 at("head_bias", head_bias, (v,)),
             ],
+            _num_threads(threads),
         )
         self._has_head = head is not None
         self.nbytes: int = self._native.bytes

@@ -37,7 +37,7 @@ cpu::LayerWeights layer(const std::array<WeightsAt, 18>& at) {
 std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes, float eps, float scale,
                                    int activation, float norm_offset,
                                    const std::vector<std::array<WeightsAt, 18>>& layers,
-                                   const std::array<WeightsAt, 4>& ends) {
+                                   const std::array<WeightsAt, 4>& ends, int threads) {
   const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim] = sizes;
   std::vector<cpu::LayerWeights> all;
   for (const auto& at : layers) all.push_back(layer(at));
@@ -45,7 +45,8 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes, flo
   return std::make_unique<cpu::Decoder>(
       cpu::DecoderShape{hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim,
                         eps, scale, cpu::Activation(activation), norm_offset},
-      all, cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3])});
+      all, cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3])},
+      threads);
 }
 
 // Keys, values, dtype; strides of the keys, then of the values.

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "number.hpp"
+#include "pack.hpp"
 #include "pool.hpp"
 
 namespace pipespec::cpu {
@@ -102,14 +103,6 @@ uint16_t bfloat16_of(float x) {
   const uint32_t bits = bits_of(x);
   if ((bits & 0x7FFFFFFF) > 0x7F800000) return uint16_t(bits >> 16 | 0x40);
   return uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-bool is_bfloat16(const Weights& w, int64_t count) {
-  if (w.dtype == DType::kBFloat16 || w.data == nullptr) return true;
-  const float* const x = static_cast<const float*>(w.data);
-  uint32_t low = 0;
-  for (int64_t i = 0; i < count; ++i) low |= bits_of(x[i]);
-  return (low & 0xFFFF) == 0;
 }
 
 std::vector<float> floats(const Weights& w, int64_t count, float offset = 0.0f) {
@@ -472,20 +465,18 @@ struct Decoder::Job {
 };
 
 Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
-                 const EndWeights& ends)
+                 const EndWeights& ends, int threads)
     : shape_(shape), embedding_(ends.embedding), packed_(std::make_unique<Packed>()) {
   const DecoderShape& s = shape_;
   const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
   const int64_t group = s.heads / s.kv_heads;
-  bool bfloat16 = is_bfloat16(ends.head, s.vocabulary * s.hidden);
+  std::vector<WeightSpan> spans{{ends.head, s.vocabulary * s.hidden}};
   for (const LayerWeights& l : layers) {
-    bfloat16 = bfloat16 && is_bfloat16(l.q, q_size * s.hidden) &&
-               is_bfloat16(l.k, kv_size * s.hidden) && is_bfloat16(l.v, kv_size * s.hidden) &&
-               is_bfloat16(l.o, q_size * s.hidden) &&
-               is_bfloat16(l.gate, s.intermediate * s.hidden) &&
-               is_bfloat16(l.up, s.intermediate * s.hidden) &&
-               is_bfloat16(l.down, s.intermediate * s.hidden);
+    for (const Weights& w : {l.q, l.o}) spans.push_back({w, q_size * s.hidden});
+    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * s.hidden});
+    for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
   }
+  const bool bfloat16 = are_bfloat16(spans, threads);
   Packed& p = *packed_;
   p.weight_bits = bfloat16 ? 16 : 32;
 
@@ -513,26 +504,22 @@ Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& lay
     lay_out(p.head, s.vocabulary, s.hidden, 1, ends.head_bias.data != nullptr);
   p.allocate();
 
-  // Output `row` of the weights becomes output `at` of the matrix, counted in panels of outputs.
-  const auto put = [&p](Matrix& m, int64_t at, const Weights& weights, const Weights& bias,
-                        int64_t row) {
-    const int64_t lane = at % kPanel, first = at / kPanel * kPanel * m.inputs;
-    unsigned char* const data = p.begin() + m.offset;
-    for (int64_t k = 0; k < m.inputs; ++k) {
-      const float x = value(weights, row * m.inputs + k);
-      if (p.weight_bits == 16) {
-        const int64_t i = first + k * kPanel + lane % 8 * 2 + lane / 8;
-        reinterpret_cast<uint16_t*>(data)[i] = uint16_t(bits_of(x) >> 16);
-      } else {
-        reinterpret_cast<float*>(data)[first + k * kPanel + lane] = x;
-      }
-    }
-    m.data = data;
+  std::vector<PanelMatrix> matrices;
+  const auto begin = [&](Matrix& m) {
+    m.data = p.begin() + m.offset;
+    matrices.push_back(
+        {m.inputs, std::vector<MatrixRow>(size_t(m.panels() * kPanel)), p.begin() + m.offset});
+  };
+  // Output `row` of the weights becomes output `at` of the matrix that was begun last.
+  const auto put = [&](Matrix& m, int64_t at, const Weights& weights, const Weights& bias,
+                       int64_t row) {
+    matrices.back().rows[size_t(at)] = {weights, row};
     if (bias.data != nullptr) m.bias[size_t(at)] = value(bias, row);
   };
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights& from = layers[i];
     Layer& l = p.layers[i];
+    begin(l.qkv);
     for (int64_t h = 0; h < s.kv_heads; ++h) {
       int64_t at = h * l.qkv.group_panels() * kPanel;
       for (int64_t r = 0; r < group * s.head_dim; ++r)
@@ -542,20 +529,26 @@ Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& lay
       for (int64_t r = 0; r < s.head_dim; ++r)
         put(l.qkv, at++, from.v, from.v_bias, h * s.head_dim + r);
     }
+    begin(l.o);
     for (int64_t r = 0; r < s.hidden; ++r) put(l.o, r, from.o, from.o_bias, r);
+    begin(l.gate_up);
     for (int64_t r = 0; r < s.intermediate; ++r) {
       const int64_t at = r / kPanel * 2 * kPanel + r % kPanel;
       put(l.gate_up, at, from.gate, from.gate_bias, r);
       put(l.gate_up, at + kPanel, from.up, from.up_bias, r);
     }
+    begin(l.down);
     for (int64_t r = 0; r < s.hidden; ++r) put(l.down, r, from.down, from.down_bias, r);
     l.input_norm = floats(from.input_norm, s.hidden, s.norm_offset);
     l.post_norm = floats(from.post_norm, s.hidden, s.norm_offset);
     l.q_norm = floats(from.q_norm, s.head_dim, s.norm_offset);
     l.k_norm = floats(from.k_norm, s.head_dim, s.norm_offset);
   }
-  if (ends.head.data != nullptr)
+  if (ends.head.data != nullptr) {
+    begin(p.head);
     for (int64_t r = 0; r < s.vocabulary; ++r) put(p.head, r, ends.head, ends.head_bias, r);
+  }
+  pack(matrices, p.weight_bits, threads);
   p.norm = floats(ends.norm, s.hidden, s.norm_offset);
 }
 

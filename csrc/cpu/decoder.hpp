@@ -67,7 +67,7 @@ struct Columns {
 class Decoder {
  public:
   Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
-          const EndWeights& ends);
+          const EndWeights& ends, int threads);
   ~Decoder();
 
   int64_t bytes() const;  // of the packed weights

@@ -275,6 +275,49 @@ def test_one_weight_makes_it_32_bits() -> None:
     assert model.native().weight_bits == 32
 
 
+LARGE = dataclasses.replace(ODD, hidden=200, vocabulary=2001)
+"""A head of several units of work while it is checked and packed, and rows of several tiles."""
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("bits", "dtype"), [(32, torch.float32), (16, torch.float32), (16, torch.bfloat16)])
+def test_packing_by_several_threads(bits: int, dtype: torch.dtype, threads: int) -> None:
+    head, hidden = torch.randn(LARGE.vocabulary, LARGE.hidden), torch.randn(3, LARGE.hidden)
+    if bits == 16:
+        head = head.bfloat16().float()
+    decoder = NativeDecoder(LARGE, [], norm=torch.ones(LARGE.hidden), head=head.to(dtype), threads=threads)
+    assert decoder.weight_bits == bits
+    normed = torch.nn.functional.rms_norm(hidden.double(), (LARGE.hidden,), eps=LARGE.eps)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    wanted = normed * (1 + LARGE.norm_offset) @ head.double().T
+    torch.testing.assert_close(decoder.logits(hidden).double(), wanted, rtol=rounding, atol=1e-4)
+
+
+def test_the_last_weight_makes_it_32_bits() -> None:
+    head = torch.ones(LARGE.vocabulary, LARGE.hidden)
+    head[-1, -1] = 1 + 2**-20
+    assert NativeDecoder(LARGE, [], norm=torch.ones(LARGE.hidden), head=head, threads=2).weight_bits == 32
+
+
+def test_matrices_of_different_dtypes() -> None:
+    """Those of bfloat16 are packed as float32 if another one needs it."""
+    for bits in (16, 32):
+        model = Model(FEW, bits=bits)
+        results = []
+        for cast in (torch.Tensor.float, torch.Tensor.bfloat16):
+            layers = [
+                dataclasses.replace(layer, k=cast(layer.k.bfloat16()), up=cast(layer.up.bfloat16()))
+                for layer in model.layers
+            ]
+            decoder = NativeDecoder(FEW, layers)
+            assert decoder.weight_bits == bits
+            shape = (3, 1, FEW.kv_heads, 8, FEW.head_dim)
+            cache, tables = (torch.zeros(shape), torch.zeros(shape)), angles(FEW)
+            hidden = torch.randn(1, 5, FEW.hidden, generator=torch.Generator().manual_seed(1))
+            results.append(decoder.run_layers(hidden, *cache, [0], *tables))
+        assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 2, 5])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_keeps_the_last_columns(keep: int, threads: int) -> None:

@@ -159,7 +159,7 @@ TEST(forwards_of_all_shapes_give_the_same_bits) {
     const std::string before = set_simd(name);
     for (int bits : {16, 32}) {
       const Model model(bits);
-      const Decoder decoder(kShape, model.layers, model.ends);
+      const Decoder decoder(kShape, model.layers, model.ends, 2);
       CHECK_EQ(decoder.weight_bits(), bits);
       for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
         const std::vector<float> expected = feed(decoder, kCapacity, 1, dtype, 1);
@@ -178,7 +178,7 @@ TEST(forwards_of_all_shapes_give_the_same_bits) {
 
 TEST(several_callers_share_a_decoder) {
   const Model model(16);
-  const Decoder decoder(kShape, model.layers, model.ends);
+  const Decoder decoder(kShape, model.layers, model.ends, 2);
   const std::vector<float> expected = feed(decoder, kCapacity, 3, DType::kFloat32, 1);
   std::vector<std::thread> callers;
   for (int c = 0; c < 3; ++c) {
@@ -193,7 +193,7 @@ TEST(several_callers_share_a_decoder) {
 
 TEST(refuses_tokens_before_it_writes) {
   const Model model(32);
-  const Decoder decoder(kShape, model.layers, model.ends);
+  const Decoder decoder(kShape, model.layers, model.ends, 2);
   for (int64_t id : {int64_t{-1}, kShape.vocabulary, int64_t{1} << 40}) {
     const int64_t tokens[] = {0, id};
     std::vector<float> hidden(2 * size_t(kShape.hidden), -7.0f);

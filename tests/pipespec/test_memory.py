@@ -16,9 +16,10 @@ from pipespec import Pipeline, pipeline
 from pipespec.cli.main import main
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
+from pipespec.engine.native import NativeForm
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit
-from pipespec.models import loading
+from pipespec.models import families, loading
 from pipespec.models.properties import weight_bytes
 from pipespec.preflight.devices import DeviceFacts
 from pipespec.preflight.memory import HEADROOM, check_memory, estimate
@@ -74,6 +75,19 @@ def test_tied_weights_count_once(tmp_path):
         config.tie_word_embeddings = tied
         sizes.append(StageFacts.of_path("target", folder_of(config, tmp_path / str(tied)), "bfloat16").weights)
     assert sizes[0] - sizes[1] == 2 * config.vocab_size * config.hidden_size
+
+
+def test_packed_copies_are_counted_where_the_native_form_makes_them(model, tmp_path):
+    for dtype in ("float32", "bfloat16", "float16"):
+        folder = save(model, tmp_path / dtype)
+        facts, loaded = StageFacts.of_path("target", folder, dtype), loading.load_model(folder, dtype=dtype)
+        counted = 0 if dtype == "float16" else families.packed_bytes(loaded)
+        assert facts.packed == StageFacts.of_model("target", loaded).packed == counted
+        assert estimate([facts], 1, 10).needs[0].packed == counted
+    made = NativeForm(loaded.float(), 0).nbytes
+    assert estimate([StageFacts.of_model("target", loaded)], 1, 10).needs[0].packed >= made / 1.3  # padding to panels
+    on_a_gpu = estimate([StageFacts.of_model("target", on_gpu(model, "cuda:0"))], 1, 10).needs[0]
+    assert on_a_gpu.packed == 0
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("1B", 1235814400), ("8B", 8030261248), ("70B", 70553706496)])
@@ -178,11 +192,15 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, monkeypa
         Pipeline(target, draft, schedule="lockstep")
     lines = str(caught.value).splitlines()
     assert "148 GiB" in lines[0]
-    assert lines[1].split() == ["on", "weights", "caches", "activations", "headroom", "sum"]
+    assert lines[1].split() == ["on", "weights", "caches", "activations", "headroom", "sum", "packed", "copy"]
     name, _, where, weights, caches, *_ = lines[2].split()
     assert (name, where, weights) == ("draft", "cpu", f"{2 * 8030261248 / GIB:.2f}")
     assert caches == f"{1088 * (128 << 10) / GIB:.2f}"
     assert lines[3].split()[:3] == ["target", "cpu", f"{2 * 70553706496 / GIB:.0f}"]
+    # The whole weights but for the draft's embedding, which its head does not share.
+    copies = [2 * (8030261248 - 128256 * 4096) / GIB, 2 * (70553706496 - 128256 * 8192) / GIB]
+    assert [lines[2].split()[-1], lines[3].split()[-1]] == [f"{copies[0]:.2f}", f"{copies[1]:.0f}"]
+    assert f"148 GiB needed and up to {sum(copies):.0f} for packed copies" in lines[4]
     assert "60.00 free of 64.00" in lines[4]
     assert "quantised weights" in lines[-1]
     assert "smaller dtype" not in lines[-1]  # it is bfloat16
@@ -201,7 +219,7 @@ def test_the_command_line_shows_the_table(tmp_path, monkeypatch, capsys):
     assert main(["generate", "--target", str(target), "--prompt", "x"]) == 2
     lines = capsys.readouterr().err.splitlines()
     begin = next(i for i, line in enumerate(lines) if "error: the stages need" in line)
-    assert lines[begin + 1].split() == ["on", "weights", "caches", "activations", "headroom", "sum"]
+    assert lines[begin + 1].split() == ["on", "weights", "caches", "activations", "headroom", "sum", "packed", "copy"]
     assert lines[begin + 2].startswith("target")
     assert lines[-1].startswith("What helps")
 

@@ -30,8 +30,9 @@ import pipespec
 from pipespec.engine import forward as forward_module
 from pipespec.engine import native
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.forward import ModelSection, described, forward, open_sections, recheck, release
 from pipespec.models import families
+from pipespec.models.parts import ModelParts
 from tests.conftest import left_pad, noisy
 from tests.trials import trials
 from tests.waiting import drafts_keep_up
@@ -577,3 +578,127 @@ def test_pipelines_share_one_copy():
             pipe.generate(ids(1, 5), max_new_tokens=2)
             forms.add(forward_module._callers[model][True])
     assert len(forms) == 1
+
+
+# --- parts of a model --------------------------------------------------------------------------------------------------
+
+
+def sections(model):
+    """Embedding and first layer, second layer, norm and head."""
+    whole = ModelParts.of(model)
+    empty = ModelParts(model.config)
+    parts = [
+        whole._replace(layers=whole.layers[:1], norm=None, head=None),
+        whole._replace(layers=whole.layers[1:], first=1, embed=None, norm=None, head=None),
+        empty._replace(norm=whole.norm, head=whole.head),
+    ]
+    return [ModelSection(part) for part in parts]
+
+
+def through(model_sections, tokens, columns):
+    """Logits of all columns, and the hidden states behind each layer, the columns of each call from ``columns``."""
+    *spans, head = model_sections
+    caches = [RowCache(s.parts.cache_config(), len(tokens), 64, dtype=s.parts.dtype, device="cpu") for s in spans]
+    logits, streams, begin = [], {1: [], 2: []}, 0
+    for q in columns:
+        hidden = spans[0].embed(tokens[:, begin : begin + q])
+        for span, cache in zip(spans, caches, strict=True):
+            hidden, seen = span.run_layers(hidden, cache, (1, 2))
+            for k, stream in seen.items():
+                streams[k].append(stream)
+        logits.append(head.logits(hidden))
+        begin += q
+    return torch.cat(logits, 1), {k: torch.cat(parts, 1) for k, parts in streams.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_sections_have_the_bits_of_the_whole(name, dtype):
+    model = make(name, dtype)
+    tokens, parts = ids(3, 24), sections(model)
+    assert open_sections(parts) == "native"
+    logits, streams = through(parts, tokens, (1, 7, 1, 2, 13))
+    assert torch.equal(logits, logits_of(model, tokens))
+    # Features for draft modules. transformers' last hidden state comes after the final norm.
+    exact = copy.deepcopy(model).float()
+    with torch.no_grad():
+        wanted, own = (m(tokens, output_hidden_states=True).hidden_states[1] for m in (exact, model))
+    bound = native.TOLERANCE * float(wanted.abs().max()) if dtype == torch.float32 else (own - wanted).abs().max()
+    assert streams[1].dtype == torch.float32
+    assert (streams[1] - wanted).abs().max() <= bound
+
+
+def test_features_between_the_layers_of_a_section():
+    model = make(num_hidden_layers=5)
+    whole = ModelParts.of(model)
+    tokens, section = ids(2, 9), ModelSection(whole._replace(layers=whole.layers[1:], first=1, embed=None))
+    assert open_sections([section]) == "native"
+    with torch.no_grad():
+        wanted = model(tokens, output_hidden_states=True).hidden_states
+    for features in ((), (3,), (2, 4), (0, 1, 2, 3, 4, 5), (5,)):
+        cache = RowCache(section.parts.cache_config(), 2, 16, dtype=torch.float32, device="cpu")
+        out, streams = section.run_layers(wanted[1], cache, features)
+        assert sorted(streams) == [k for k in features if k > 1]
+        assert cache.lengths == (9, 9)
+        for k, stream in streams.items():
+            if k < 5:
+                bound = native.TOLERANCE * float(wanted[k].abs().max())
+                torch.testing.assert_close(stream, wanted[k], rtol=0, atol=bound)
+            else:
+                assert torch.equal(stream, out)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_sections_are_all_native_or_none(change):
+    model, tokens = make(), ids(1, 9)
+    parts = sections(model)
+    assert open_sections(parts) == "native"
+    change(model)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    reason = open_sections(parts)
+    assert reason.startswith("transformers: ")
+    assert CHANGES[change].split(" ", 1)[1] in reason
+    logits, _ = through(parts, tokens, (9,))
+    assert torch.equal(logits, wanted)
+    assert "NativeForm" not in {type(part._call).__name__ for part in parts}
+
+
+@pytest.mark.parametrize("change", WEIGHTS, ids=lambda change: change.__name__)
+def test_changed_weights_of_sections_are_noticed(change):
+    model, tokens = make(), ids(1, 9)
+    parts = sections(model)
+    for _ in range(2):
+        assert open_sections(parts) == "native"
+        logits, _ = through(parts, tokens, (9,))
+        with torch.no_grad():
+            wanted = model(tokens).logits
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=native.TOLERANCE * float(wanted.abs().max()))
+        change(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_sections_that_compute_something_else_are_not_used(monkeypatch, fault, dtype):
+    FAULTS[fault](monkeypatch)
+    model = make(dtype=dtype)
+    parts = sections(model)
+    assert open_sections(parts).startswith("transformers: its hidden states differ from the model's own by ")
+    with torch.no_grad():
+        assert torch.equal(through(parts, ids(1, 9), (9,))[0], model(ids(1, 9)).logits)
+
+
+def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):
+    model = make()
+    size = families.packed_bytes(model)
+    for free, form in ((2 * size, "native"), (2 * size - 2, "transformers: there is no room for a packed copy")):
+        monkeypatch.setattr(native, "host_memory", lambda free=free: (1 << 30, free))
+        parts = sections(model)
+        assert open_sections(parts).startswith(form)
+        assert {"NativeForm" in str(part._forms) for part in parts} == {form == "native"}
+
+
+def test_sections_without_native_forms():
+    parts = sections(make())
+    assert open_sections(parts, native=False) == "transformers: native=False"
+    assert {type(part._call).__name__ for part in parts} == {"_FlatLoop"}

@@ -1,6 +1,6 @@
 """Ranks without torchrun's start-up: one process that has imported everything forks them. ``python -m tests.spd.ranks_harness ...``
 
-``FOLDER texts WORLD:STAGES:DRAFTER ...``: calls of several kinds; rank 0 prints what came out. ``FOLDER kill TIMES [SEED]``: three ranks, one of
+``FOLDER texts WORLD:STAGES:DRAFTER:DTYPE ...``: calls of several kinds; rank 0 prints what came out. ``FOLDER kill TIMES [SEED]``: three ranks, one of
 them killed (the last time, and every fifth before it, stopped) at a random cycle; prints how the others ended. ``FOLDER fail``: three ranks, of which
 some cannot load; prints the error of each. ``FOLDER late``: the same for one that hangs. ``FOLDER phases PHASE:HOW:VICTIM ...``: the same for one
 that is killed, raises or is interrupted at a given place. ``FOLDER slow``: a long prompt on slow stages. ``FOLDER twice``: one pipeline after another
@@ -162,9 +162,9 @@ def made(kind: str, rank: int = 0):
     return ChainDrafter([noisy(random_llama(3, layers=LAYERS), 0.02)]) if kind == "model" and rank == 0 else "ngram"
 
 
-def texts(folder: str, world: int, stages: int, kind: str) -> None:
+def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -> None:
     def work(rank: int) -> None:
-        with patient(folder, made(kind, rank), stages=stages) as pipe:
+        with patient(folder, made(kind, rank), stages=stages, dtype=dtype) as pipe:
             if not pipe.is_controller:
                 pipe.serve()
                 return
@@ -183,7 +183,8 @@ def texts(folder: str, world: int, stages: int, kind: str) -> None:
                 text = got if isinstance(got, torch.Tensor) else got.sequences
                 report = pipe.report
                 sums = sorted(getattr(pipe._driver.drafter, "sums", {}).items())
-                out.append([text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds)])
+                form = report.stages[0].forward
+                out.append([text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form])
             print(json.dumps(out), flush=True)
 
     with tempfile.TemporaryDirectory() as logs:
@@ -472,8 +473,8 @@ def main() -> None:
         folder, command, *rest = part.split()
         if command == "texts":
             for case in rest:
-                world, stages, kind = case.split(":")
-                texts(folder, int(world), int(stages), kind)
+                world, stages, kind, dtype = case.split(":")
+                texts(folder, int(world), int(stages), kind, getattr(torch, dtype))
         elif command == "kill":
             kill(folder, int(rest[0]), int(rest[1]) if rest[1:] else 0)
         elif command == "phases":

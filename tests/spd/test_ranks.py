@@ -41,7 +41,13 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-CASES = ["3:2:model", "2:2:ngram", "3:3:reader", "1:1:reader", "3:2:{module}", "2:2:{module}"]
+CASES = [
+    *(
+        f"{case}:float32"
+        for case in ("3:2:model", "2:2:ngram", "3:3:reader", "1:1:reader", "3:2:{module}", "2:2:{module}")
+    ),
+    "3:2:ngram:bfloat16",
+]
 PHASES = ["connect:kill:1", "load:kill:0", "load:interrupt:1", "prefill:kill:2", "prefill:raise:1", "cycle:raise:2"]
 PHASES += ["cycle:interrupt:1", "end:kill:1", "end:raise:0", "second:kill:0"]
 KILLS = trials(ci=3, nightly=50)
@@ -103,13 +109,14 @@ def found(folder, incomplete, cases):
 def test_the_text_of_one_process(folder, cases, found):
     """n + 1 ranks, n ranks, one rank; several calls on the same ranks; streams that come from all of them."""
     for case, texts in zip(cases, found["texts"], strict=True):
-        _, stages, kind = case.split(":")
-        pipeline = SpeculativePipeline(folder, made(kind), stages=int(stages))
-        for (ids, options), (text, cycles, accepted, sums, busy) in zip(calls(), texts, strict=True):
+        _, stages, kind, dtype = case.split(":")
+        pipeline = SpeculativePipeline(folder, made(kind), stages=int(stages), dtype=dtype)
+        for (ids, options), (text, cycles, accepted, sums, busy, form) in zip(calls(), texts, strict=True):
             wanted = pipeline.generate(ids, **options)
             assert text == (wanted if isinstance(wanted, torch.Tensor) else wanted.sequences).tolist(), case
             assert (cycles, accepted) == (pipeline.report.cycles, pipeline.report.accepted)
             assert busy == int(stages)
+            assert form == pipeline.report.stages[0].forward == "native"
             if kind == "reader":
                 seen = sorted(pipeline.drafter.sums.items())
                 assert [key for key, _ in sums] == [list(key) for key, _ in seen]

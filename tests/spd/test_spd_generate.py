@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import warnings
@@ -23,6 +24,7 @@ from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_lla
 from tests.pipespec.faulty import Faulty
 from tests.pipespec.test_conformance import word_tokenizer
 from tests.spd.drafters import Blind, Failing, Known
+from tests.trials import trials
 
 LAYERS = 5
 PARTITIONS = [1, 2, 3, 4, LAYERS, [3, 1, 1]]
@@ -540,8 +542,8 @@ def stale_keys(pipeline) -> None:
     """A flush does not cut the first stage's keys and values, and the next token is appended to them."""
     stage = pipeline._driver.stages[0]
     real = stage.step
-    stage.step = lambda fed, held, see: real(
-        fed, [max(h, n) for h, n in zip(held, stage.cache.lengths, strict=True)], see
+    stage.step = lambda fed, held, features: real(
+        fed, [max(h, n) for h, n in zip(held, stage.cache.lengths, strict=True)], features
     )
 
 
@@ -680,6 +682,36 @@ def test_the_report(model, good):
     assert report.draft_acceptance_rate == report.acceptance_rate
     assert "stages of 2, 3 layers, drafts by ChainDrafter" in str(report)
     assert report.to_dict()["phases"] == report.phases
+
+
+# ---- the native form
+
+
+@pytest.mark.parametrize("stages", [1, 3, [3, 1, 1]], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5, "seed": 5}], ids=str
+)
+def test_texts_in_bfloat16_are_those_of_plain_decoding(model, stages, sampling):
+    """To the last bit, also where two logits are nearly equal: hidden states between stages are float32, as within the native form."""
+    half, new = copy.deepcopy(model).to(torch.bfloat16), trials(40, 120)
+    ids, mask = left_pad(random_prompts(3, seed=21, longest=9))
+    wanted = Pipeline(half).generate(ids, attention_mask=mask, max_new_tokens=new, **sampling)
+    for drafter in ("ngram", noisy(half, 0.01)):
+        pipeline = SpeculativePipeline(half, drafter, stages=stages)
+        assert torch.equal(pipeline.generate(ids, attention_mask=mask, max_new_tokens=new, **sampling), wanted)
+        assert pipeline.report.stages[0].forward == "native"
+
+
+def test_without_the_native_form(model):
+    wanted = greedy(model)
+    pipeline = SpeculativePipeline(model, stages=2, native=False)
+    assert torch.equal(greedy(pipeline), wanted)
+    assert pipeline.report.stages[0].forward == "transformers: native=False"
+    hooked = copy.deepcopy(model)
+    hooked.model.layers[4].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    pipeline = SpeculativePipeline(hooked, stages=2)
+    assert torch.equal(greedy(pipeline), greedy(hooked))
+    assert pipeline.report.stages[0].forward == "transformers: model.layers.4.mlp has hooks or is compiled"
 
 
 # ---- n-grams

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,10 @@ from transformers.models.llama import modeling_llama
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.fused import FUSED, FusedForm, fused_form, fused_signature
-from pipespec.engine.native import NATIVE, Form, native_form, native_signature
-from pipespec.models.families import NotReadable
+from pipespec.engine.native import NATIVE, Form, PartsForm, native_form, native_signature, probe_cache
+from pipespec.models.families import NotReadable, packed_bytes
+from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, has_hooks, has_own_forward
-
-OnLayer = Callable[[int, torch.Tensor], None]
-"""Called after each layer with its index in transformers' ``hidden_states`` (k + 1 after layer k) and the residual stream ``[rows, q, H]``."""
 
 
 def forward(
@@ -159,7 +156,7 @@ def _unusual(cache: RowCache) -> str | None:
 
 
 class _Identity(NamedTuple):
-    """What the form of a model depends on, so that a change is noticed.
+    """What the form of a model, or of parts of one, depends on, so that a change is noticed.
 
     Attributes:
         reason: why there is no native form; None where there may be one.
@@ -195,73 +192,21 @@ class _WholeModel(Form):
         return logits[:, logits.shape[1] - keep :]
 
 
-class ModelParts(NamedTuple):
-    """Parts of a LLaMA that run one after the other; None for a part that is elsewhere.
-
-    Attributes:
-        config: of the whole model.
-        layers: decoder layers.
-        first: index of ``layers[0]`` in the whole model.
-        rotary: rotary embedding.
-        embed: token embedding.
-        norm: last norm.
-        head: language-model head.
-    """
-
-    config: Any
-    layers: Sequence[Any] = ()
-    first: int = 0
-    rotary: Any = None
-    embed: Any = None
-    norm: Any = None
-    head: Any = None
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelParts:
-        """All of a ``LlamaForCausalLM``."""
-        base = model.model
-        layers = list(base.layers[: model.config.num_hidden_layers])
-        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, base.norm, model.lm_head)
-
-    def cache_config(self) -> Any:
-        """The configuration of a ``RowCache`` for these layers alone."""
-        config = copy.copy(self.config)
-        config.num_hidden_layers = len(self.layers)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[self.first : self.first + len(self.layers)]
-        return config
-
-
-class _LlamaLoop(Form):
-    """What both loops share: the parts, and a table of RoPE.
+class _LlamaLoop(PartsForm):
+    """What both loops share: a table of RoPE.
 
     Args:
         parts: those that run.
-        signature: see ``_signature_of_parts``.
         tabled: False calls the rotary embedding in each forward, as the model does.
     """
 
-    def __init__(self, parts: ModelParts, signature: tuple[Any, ...] | None, tabled: bool = True) -> None:
-        self.parts, self.signature, self.rotary = parts, signature, parts.rotary
+    def __init__(self, parts: ModelParts, tabled: bool = True) -> None:
+        super().__init__(parts, parts.dtype)
+        self.rotary = parts.rotary
         # RoPE of these types depends on the position alone. The others depend on the longest position of a forward, too.
         self.tabled = tabled and getattr(parts.rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
         """Cosines and sines, each ``[1, positions, head_dim]``."""
-
-    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        return self.logits(self.run_layers(self.embed(tokens), cache), keep)
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
-        raise NotImplementedError
-
-    def run_layers(self, hidden: torch.Tensor, cache: RowCache, on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Run the layers on ``hidden [rows, q, H]``, which is not changed. ``cache``, of these layers alone, grows by ``q``."""
-        raise NotImplementedError
-
-    def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
-        """Logits ``[rows, keep, vocabulary]`` of the last columns of ``hidden [rows, q, H]``."""
-        raise NotImplementedError
 
     def rope(self, hidden: torch.Tensor, cache: RowCache, q: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the fed columns, ``[1 or rows, q, head_dim]``, from the model's own rotary embedding."""
@@ -307,8 +252,11 @@ class _LayerLoop(_LlamaLoop):
         hidden: torch.Tensor = self.parts.embed(tokens)
         return hidden
 
-    def run_layers(self, hidden: torch.Tensor, cache: RowCache, on_layer: OnLayer | None = None) -> torch.Tensor:
+    def run_layers(
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         q, first = hidden.shape[1], self.parts.first
+        streams: dict[int, torch.Tensor] = {}
         mask = cache.mask(q)
         positions = cache.positions(q)
         rope = self.rope(hidden, cache, q)
@@ -322,9 +270,9 @@ class _LayerLoop(_LlamaLoop):
                 past_key_values=own,
                 use_cache=True,
             )
-            if on_layer is not None:
-                on_layer(i, hidden)
-        return hidden
+            if i in features:
+                streams[i] = hidden
+        return hidden, streams
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
         logits: torch.Tensor = self.parts.head(self.parts.norm(hidden)[:, hidden.shape[1] - keep :])
@@ -339,8 +287,8 @@ class _FlatLoop(_LlamaLoop):
     Results are written in place, and scalars are tensors. Only for plain LLaMA layers without biases, under sdpa.
     """
 
-    def __init__(self, parts: ModelParts, signature: tuple[Any, ...] | None) -> None:
-        super().__init__(parts, signature)
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
         config = parts.config
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.attend = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -378,8 +326,11 @@ class _FlatLoop(_LlamaLoop):
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, self.embedding)
 
-    def run_layers(self, hidden: torch.Tensor, cache: RowCache, on_layer: OnLayer | None = None) -> torch.Tensor:
+    def run_layers(
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         rows, q, width = hidden.shape
+        streams: dict[int, torch.Tensor] = {}
         n, heads, kv_heads, dim = rows * q, self.heads, self.kv_heads, self.head_dim
         depth, half, scale, ragged = len(self.steps), dim // 2, self.scale, cache.ragged
         mm, mul, normed, sdpa = torch.mm, torch.mul, self.normed, F.scaled_dot_product_attention
@@ -422,10 +373,10 @@ class _FlatLoop(_LlamaLoop):
             hidden = hidden + mm(out.reshape(n, heads * dim), w_o)
             x = normed(hidden, norm2)
             hidden.add_(mm(act(mm(x, w_gate)).mul_(mm(x, w_up)), w_down))
-            if on_layer is not None:
-                on_layer(self.parts.first + i + 1, hidden.view(rows, q, width))
+            if self.parts.first + i + 1 in features:
+                streams[self.parts.first + i + 1] = hidden.view(rows, q, width)
         cache.close()
-        return hidden.view(rows, q, width)
+        return hidden.view(rows, q, width), streams
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
         rows, q, width = hidden.shape
@@ -462,7 +413,7 @@ _NO_CHOICE = _FusedChoice(None, None, "")
 _fused_choices: weakref.WeakKeyDictionary[PreTrainedModel, _FusedChoice] = weakref.WeakKeyDictionary()
 
 
-def _identify(model: PreTrainedModel, native: bool) -> _Identity:
+def _identify(model: PreTrainedModel | ModelParts, native: bool) -> _Identity:
     try:
         if not native:
             raise NotReadable("native=False")
@@ -471,11 +422,13 @@ def _identify(model: PreTrainedModel, native: bool) -> _Identity:
         return _Identity(str(error), _signature(model))
 
 
-def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
-    """What a loop over the whole model depends on, so that a change is noticed; None for a model that cannot be looped over.
+def _signature(model: PreTrainedModel | ModelParts) -> tuple[Any, ...] | None:
+    """What a loop depends on, so that a change is noticed; None for models and parts that cannot be looped over.
 
-    That is: every class but ``LlamaForCausalLM``, and what ``_signature_of_parts`` excludes.
+    Models of every class but ``LlamaForCausalLM``, and those with excluded parts.
     """
+    if isinstance(model, ModelParts):
+        return _signature_of_parts(model)
     if type(model) is not LlamaForCausalLM or model.training:
         return None
     wholes: list[tuple[nn.Module, type]] = [(model, LlamaForCausalLM), (model.model, modeling_llama.LlamaModel)]
@@ -485,7 +438,7 @@ def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
 
 
 def _signature_of_parts(parts: ModelParts) -> tuple[Any, ...] | None:
-    """What a loop depends on, so that a change is noticed; None for parts that cannot be looped over.
+    """:func:`_signature` of parts; None for parts that cannot be looped over.
 
     Those are parts of another architecture; parts that are replaced (adapters, quantised layers, kernels), hooked (offloading, several
     devices), compiled or in training; and parts with attention other than sdpa and eager.
@@ -541,7 +494,7 @@ def _choose(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
     with torch.inference_mode():
         if reason is None:
             try:
-                form = native_form(model, cache)
+                form = native_form(model, lambda texts: model(input_ids=texts, use_cache=False).logits, cache.nbytes)
             except NotReadable as error:
                 reason = str(error)
         chosen: Form = form or _with_the_same_bits(model, cache)
@@ -552,13 +505,13 @@ def _choose(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
 
 def _with_the_same_bits(model: PreTrainedModel, cache: RowCache) -> Form:
     """The fastest form that gives bit for bit the logits of ``model(...)`` on a few probes."""
-    ordinary, signature = _WholeModel(model), _signature(model)
-    if signature is None or (model.device.type == "cpu" and model.num_parameters() > _LOOP_UP_TO):
+    ordinary = _WholeModel(model)
+    if _signature(model) is None or (model.device.type == "cpu" and model.num_parameters() > _LOOP_UP_TO):
         return ordinary
     parts = ModelParts.of(model)
-    candidates: list[Callable[[], _LayerLoop | _FlatLoop]] = [lambda: _LayerLoop(parts, signature)]
+    candidates: list[Callable[[], _LlamaLoop]] = [lambda: _LayerLoop(parts)]
     if _plain(parts):
-        candidates.insert(0, lambda: _FlatLoop(parts, signature))
+        candidates.insert(0, lambda: _FlatLoop(parts))
     expected = _probe(ordinary, model, cache)
     for candidate in candidates:
         call = candidate()
@@ -576,79 +529,138 @@ def _probe(call: Form, model: PreTrainedModel, like: RowCache) -> list[torch.Ten
     return [*logits, call(ids[:, 10:13], scratch, 2), call(ids[:, 13:14], scratch, 1)]
 
 
-class ModelSection:
-    """Parts of a model, called in the fastest form that gives bit for bit what its own modules give.
+def stream_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of hidden states between the sections of a model of ``dtype``: on the CPU at least float32, as within the native form."""
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
-    The parts are modules of any LLaMA-like model. Plain ones run in the form that :func:`forward` uses, after the same kind of probe. The
-    form is chosen in :meth:`open`, when a sequence begins. Results are inference tensors, and arguments are not changed.
+
+class ModelSection:
+    """Parts of a model, called in the native form or in the fastest form that gives bit for bit what their own modules give.
+
+    The parts are modules of any LLaMA-like model. Their form is chosen as :func:`forward` chooses that of a whole model, in :func:`open_sections`,
+    when a sequence begins. Hidden states have the dtype of :func:`stream_dtype`. Results are inference tensors, and arguments are not changed.
     """
 
     def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
-        self._modules = _LayerLoop(parts, None, tabled=False)
-        self._call: _LayerLoop | _FlatLoop | None = None
+        self._forms: dict[bool, PartsForm] = {}
+        self._use(_LayerLoop(parts, tabled=False))
 
-    def open(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Choose the form, if the modules have changed.
+    def _use(self, call: PartsForm) -> None:
+        self._modules, self._call = _LayerLoop(self.parts, tabled=False), call
+        self.stream_dtype = stream_dtype(self.parts.dtype, self.parts.device)
+
+    def open(self, native: bool = True, beside: int = 0) -> str | None:
+        """Choose the form, if the modules have changed, see :func:`open_sections`.
 
         Args:
-            dtype: of the modules.
-            device: of the modules.
+            native: False: only forms with the bits of the parts' own modules.
+            beside: bytes that are to be allocated beside a packed copy.
+
+        Returns:
+            Why the form is not native; None if it is.
         """
-        signature = _signature_of_parts(self.parts)
-        if self._call is None or self._call.signature != signature:
-            self._call = self._choose(signature, dtype, torch.device(device))
+        identity = _identify(self.parts, native)
+        form = self._forms.get(native)
+        if form is None or form.identity != identity or not form.is_current():
+            self._forms.pop(native, None)  # before another copy is made
+            form = self._forms[native] = self._choose(identity, beside)
+        self._use(form)
+        return form.reason
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
         with torch.inference_mode():
-            return self._form(tokens).embed(tokens)
+            return self._form(tokens).embed(tokens).to(self.stream_dtype)
 
-    def run_layers(self, hidden: torch.Tensor, cache: RowCache, on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Run the layers on ``hidden [rows, q, H]``. Returns the same shape; ``cache``, of ``parts.cache_config()``, grows by ``q``."""
+    def run_layers(
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run the layers on ``hidden [rows, q, H]``, see :meth:`PartsForm.run_layers`. ``cache`` is one of ``parts.cache_config()``."""
         with torch.inference_mode():
-            return self._form(hidden, cache).run_layers(hidden, cache, on_layer)
+            form = self._form(hidden, cache)
+            hidden, streams = form.run_layers(hidden.to(form.dtype), cache, features)
+            return hidden.to(self.stream_dtype), {k: stream.to(self.stream_dtype) for k, stream in streams.items()}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Norm and head of ``hidden [rows, q, H]``. Returns ``[rows, q, vocabulary]``."""
         with torch.inference_mode():
-            return self._form(hidden).logits(hidden, hidden.shape[1])
+            form = self._form(hidden)
+            return form.logits(hidden.to(form.dtype), hidden.shape[1])
 
-    def _form(self, given: torch.Tensor, cache: RowCache | None = None) -> _LayerLoop | _FlatLoop:
+    def _form(self, given: torch.Tensor, cache: RowCache | None = None) -> PartsForm:
         # Autocast changes what the modules do. The loops do not read lengths on the device.
         on_device = cache is not None and cache.uses_device_lengths
-        if self._call is None or on_device or torch.is_autocast_enabled(given.device.type):
-            return self._modules
-        return self._call
+        return self._modules if on_device or torch.is_autocast_enabled(given.device.type) else self._call
 
-    def _choose(
-        self, signature: tuple[Any, ...] | None, dtype: torch.dtype, device: torch.device
-    ) -> _LayerLoop | _FlatLoop:
-        parts, modules = self.parts, _LayerLoop(self.parts, signature, tabled=False)
-        size = sum(p.numel() for layer in parts.layers for p in layer.parameters())
-        if signature is None or not _plain(parts) or (device.type == "cpu" and size > _LOOP_UP_TO):
-            return modules
+    def _choose(self, identity: _Identity, beside: int) -> PartsForm:
+        reason, form = identity.reason, None
+        modules = _LayerLoop(self.parts, tabled=False)
         with torch.inference_mode():
-            flat = _FlatLoop(parts, signature)
-            expected, got = (_probe_parts(call, dtype, device) for call in (modules, flat))
+            if reason is None:
+                # Parts without layers do not read the cache.
+                def own(given: torch.Tensor) -> torch.Tensor:
+                    return modules(given, probe_cache(self.parts), given.shape[1])
+
+                try:
+                    form = native_form(self.parts, own, beside)
+                except NotReadable as error:
+                    reason = str(error)
+            chosen: PartsForm = form or self._with_the_same_bits(modules)
+        chosen.identity, chosen.reason = identity, reason
+        return chosen
+
+    def _with_the_same_bits(self, modules: _LayerLoop) -> PartsForm:
+        parts = self.parts
+        size = sum(p.numel() for layer in parts.layers for p in layer.parameters())
+        large = parts.device.type == "cpu" and size > _LOOP_UP_TO
+        if _signature_of_parts(parts) is None or not _plain(parts) or large:
+            return modules
+        flat = _FlatLoop(parts)
+        expected, got = _probe_parts(modules), _probe_parts(flat)
         return flat if all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) else modules
 
 
-def _probe_parts(call: _LayerLoop | _FlatLoop, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def open_sections(sections: Sequence[ModelSection], *, native: bool = True, beside: int = 0) -> str:
+    """Choose the forms of sections that run one after the other: all native, or none, so that a cut does not change the text.
+
+    Args:
+        sections: of one model.
+        native: False: only forms with the bits of the model's own modules.
+        beside: bytes that are to be allocated beside the packed copies, for caches.
+
+    Returns:
+        The form, as :func:`described`.
+    """
+    reason = None if native else "native=False"
+    sizes = [packed_bytes(section.parts) for section in sections]
+    for i, section in enumerate(sections):
+        if reason is None:
+            reason = section.open(True, sum(sizes[i + 1 :], beside))
+    if reason is None:
+        return NATIVE
+    for section in sections:
+        section.open(False)
+    return f"transformers: {reason}"
+
+
+def _probe_parts(call: PartsForm) -> list[torch.Tensor]:
     """Outputs of a prefill, a block and a single token, with equal and with different lengths."""
     parts, out = call.parts, []
     width = parts.config.hidden_size
-    values = torch.randn((2, 16, width), generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
+    values = torch.randn((2, 16, width), generator=torch.Generator().manual_seed(0), device="cpu")
+    values = values.to(parts.device, parts.dtype)
     if parts.embed is not None:
-        ids = (torch.arange(2 * 16, device=device).view(2, 16) * 7919 + 11) % parts.config.vocab_size
+        ids = (torch.arange(2 * 16, device=parts.device).view(2, 16) * 7919 + 11) % parts.config.vocab_size
         values = call.embed(ids)
         out.append(values)
     if parts.layers:
-        scratch = RowCache(parts.cache_config(), 2, 16, dtype=dtype, device=device)
-        left = [call.run_layers(values[:, :6], scratch), call.run_layers(values[:, 6:9], scratch)]
-        left.append(call.run_layers(values[:, 9:10], scratch))
-        scratch.truncate([10, 7])
-        out += [*left, call.run_layers(values[:, 10:13], scratch), call.run_layers(values[:, 13:14], scratch)]
+        scratch = RowCache(parts.cache_config(), 2, 16, dtype=parts.dtype, device=parts.device)
+        runs = [(0, 6), (6, 9), (9, 10), (10, 13), (13, 14)]
+        for begin, end in runs:
+            if begin == 10:
+                scratch.truncate([10, 7])
+            out.append(call.run_layers(values[:, begin:end], scratch)[0])
     if parts.head is not None:
         out += [call.logits(values[:, :6], 2), call.logits(values[:1, :1], 1), call.logits(values[:, :1], 1)]
     return out

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
-from pipespec.engine.native import Form, check_logits, probe, probe_texts
+from pipespec.engine.native import Form, check_outputs, probe, probe_cache, probe_inputs
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
-from pipespec.models.properties import compute_dtype
+from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
 from pipespec_kernels.decoder import LayerWeights
 
@@ -156,7 +156,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def fused_form(model: PreTrainedModel, modules: Form) -> FusedForm:
-    """The fused form of a model, after its logits agreed with those of the model's own modules, see :func:`check_logits`.
+    """The fused form of a model, after its logits agreed with those of the model's own modules, see :func:`check_outputs`.
 
     It merges the weights of the model, see :mod:`pipespec.models.merging`.
 
@@ -177,10 +177,11 @@ def fused_form(model: PreTrainedModel, modules: Form) -> FusedForm:
 
 def _check(model: PreTrainedModel, modules: Form) -> None:
     """Raise :class:`NotReadable` unless the logits agree. The form of the check has the operations and the sums of the later one."""
-    form, texts = FusedForm(model), probe_texts(model)
+    form, parts = FusedForm(model), ModelParts.of(model)
+    texts = probe_inputs(parts)
 
     def logits(call: Form) -> torch.Tensor:
-        cache = RowCache(model.config, 2, 16, dtype=compute_dtype(model), device=model.device, static=True)
+        cache = probe_cache(parts, static=True)
         form.add_cache(cache)
         return probe(call, cache, texts)
 
@@ -191,4 +192,4 @@ def _check(model: PreTrainedModel, modules: Form) -> None:
             ours = logits(form)
         except (TypeError, ValueError) as error:
             raise NotReadable(f"an operation does not take it: {error}") from error
-        check_logits(model, texts, own, ours)
+        check_outputs(parts, texts, own, ours)

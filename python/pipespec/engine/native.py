@@ -1,12 +1,14 @@
 """The native form of a model's forward: one call into C++ per step, on packed copies of the weights.
 
-A model of :data:`pipespec.models.families.FAMILIES` on the CPU takes this form after its logits were compared with the model's own forward. The
-native sums are independent of the number of rows and columns, so a text does not depend on batch, drafts or schedule, in bfloat16 either.
+A model of :data:`pipespec.models.families.FAMILIES` on the CPU, or parts of one, take this form after their outputs were compared with those of
+the model's own modules. The native sums are independent of the number of rows and columns, so a text does not depend on batch, drafts, schedule or
+cuts into parts, in bfloat16 either.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.models import families
 from pipespec.models.families import NotReadable
+from pipespec.models.parts import ModelParts
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.env import host_memory
 
@@ -52,20 +55,66 @@ class Form:
         return True
 
 
-class NativeForm(Form):
-    """A model packed for the native decoder.
+class PartsForm(Form):
+    """One way to call parts of a model.
+
+    Attributes:
+        parts: those that run.
+        dtype: of the hidden states that it takes and returns.
+    """
+
+    def __init__(self, parts: ModelParts, dtype: torch.dtype) -> None:
+        self.parts, self.dtype = parts, dtype
+
+    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+        """Run all parts. Without an embedding, ``tokens`` are hidden states; without a head, hidden states are returned."""
+        hidden = tokens.to(self.dtype) if self.parts.embed is None else self.embed(tokens)
+        if self.parts.layers:
+            hidden, _ = self.run_layers(hidden, cache)
+        if self.parts.head is None:
+            return hidden[:, hidden.shape[1] - keep :]
+        return self.logits(hidden, keep)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
+        raise NotImplementedError
+
+    def run_layers(
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run the layers.
+
+        Args:
+            hidden: ``[rows, q, H]``; is not changed.
+            cache: of these layers alone; it grows by ``q``.
+            features: indices in transformers' ``hidden_states`` (k + 1 after layer k). Those of other layers do not matter.
+
+        Returns:
+            The hidden states behind the last layer, and by index those of ``features``, each ``[rows, q, H]``.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        """Logits ``[rows, keep, vocabulary]`` of the last columns of ``hidden [rows, q, H]``."""
+        raise NotImplementedError
+
+
+class NativeForm(PartsForm):
+    """A model, or parts of one, packed for the native decoder. Hidden states are float32.
 
     Args:
         model: one that :func:`pipespec.models.families.identity` accepts.
-        like: a cache of the model.
+        beside: bytes that are to be allocated beside the packed weights, for caches and other parts.
 
     Raises:
         NotReadable: the decoder cannot take the model, or the copy would take more than half of the free memory.
     """
 
-    def __init__(self, model: PreTrainedModel, like: RowCache) -> None:
+    def __init__(self, model: PreTrainedModel | ModelParts, beside: int) -> None:
+        parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
+        super().__init__(parts, torch.float32)
         read = families.read(model)
-        need, (total, free) = families.packed_bytes(model) + like.nbytes, host_memory()
+        need, (total, free) = families.packed_bytes(parts) + beside, host_memory()
         # The other half is for caches that grow, and for the rest of the machine.
         if total and need > free // 2:
             raise NotReadable(
@@ -83,7 +132,9 @@ class NativeForm(Form):
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take it: {error}") from error
         self._scaled, self._rotary = read.scaled, read.rotary
-        self._samples = families.samples(model)
+        # One call runs all parts.
+        self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
+        self._samples = families.samples(parts)
         self._sampled = torch.cat(self._samples)
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         """Cosines and sines, float32 ``[positions, rotary_dim]``."""
@@ -98,15 +149,36 @@ class NativeForm(Form):
         return torch.equal(torch.cat(self._samples), self._sampled)
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        keys, values, lengths = cache.open_storage(tokens.shape[1])
-        cos, sin = self._rope(cache.capacity)
-        if self._scaled is None:
-            logits = self.decoder.step(tokens, keys, values, lengths, cos, sin, keep=keep)
-        else:
-            hidden = self.decoder.run_layers(self._scaled(tokens).float(), keys, values, lengths, cos, sin)
-            logits = self.decoder.logits(hidden[:, hidden.shape[1] - keep :])
+        if not self._steps:
+            return super().__call__(tokens, cache, keep)
+        storage = cache.open_storage(tokens.shape[1])
+        logits = self.decoder.step(tokens, *storage, *self._rope(cache.capacity), keep=keep)
         cache.close()
         return logits
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self._scaled is None:
+            return self.decoder.embed(tokens)
+        hidden: torch.Tensor = self._scaled(tokens).float()
+        return hidden
+
+    def run_layers(
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        first, count = self.parts.first, self.decoder.num_layers
+        storage, rope = cache.open_storage(hidden.shape[1]), self._rope(cache.capacity)
+        begin, streams = 0, {}
+        # One call up to each feature, and one up to the end.
+        for end in sorted({count, *(index - first for index in features if 0 < index - first <= count)}):
+            hidden = self.decoder.run_layers(hidden, *storage, *rope, begin=begin, end=end)
+            if first + end in features:
+                streams[first + end] = hidden
+            begin = end
+        cache.close()
+        return hidden, streams
+
+    def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
+        return self.decoder.logits(hidden[:, hidden.shape[1] - keep :])
 
     def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The table for at least ``capacity`` positions, from the model's own rotary embedding."""
@@ -118,99 +190,109 @@ class NativeForm(Form):
         return table
 
 
-def native_signature(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What the native form of a model depends on. Raises :class:`NotReadable`, with the reason, where it has none."""
+def native_signature(model: PreTrainedModel | ModelParts) -> tuple[Any, ...]:
+    """What the native form of a model, or of parts, depends on. Raises :class:`NotReadable`, with the reason, where there is none."""
     if mask_kind(model.config) is MaskKind.NONE:
         raise NotReadable(f"its attention is {model.config._attn_implementation!r}")
     return (*families.identity(model), model.config._attn_implementation)
 
 
-def native_form(model: PreTrainedModel, like: RowCache) -> NativeForm:
-    """Pack a model, and compare its logits with those of the model's own forward.
-
-    In float32 no logit may differ by more than :data:`TOLERANCE` of the largest. In bfloat16 both forwards are compared with a computation in
-    float32, and the native one's root mean square error must not be larger, see :func:`check_logits`.
+def native_form(
+    model: PreTrainedModel | ModelParts, own: Callable[[torch.Tensor], torch.Tensor], beside: int = 0
+) -> NativeForm:
+    """Pack a model or parts of one, and compare the outputs with those of the model's own modules, see :func:`check_outputs`.
 
     Args:
         model: one that has a :func:`native_signature`.
-        like: a cache of the model.
+        own: calls the model's own modules on the inputs of the probes. Returns the outputs of all columns.
+        beside: as for :class:`NativeForm`.
 
     Raises:
-        NotReadable: the decoder cannot take the model, or the logits do not agree.
+        NotReadable: the decoder cannot take the model, or the outputs do not agree.
     """
-    form = NativeForm(model, like)
-    texts = probe_texts(model)
-    cache = RowCache(model.config, 2, 16, dtype=like.dtype, device=like.device)
-    check_logits(model, texts, _probed(model(input_ids=texts, use_cache=False).logits), probe(form, cache, texts))
+    form = NativeForm(model, beside)
+    given = probe_inputs(form.parts)
+    check_outputs(form.parts, given, _probed(own(given)), probe(form, probe_cache(form.parts), given))
     return form
 
 
-def check_logits(model: PreTrainedModel, texts: torch.Tensor, own: torch.Tensor, ours: torch.Tensor) -> None:
-    """Compare the logits of a form on the probes with those of the model's own forward.
+def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, ours: torch.Tensor) -> None:
+    """Compare the outputs of a form on the probes, logits or hidden states, with those of the model's own modules.
 
-    In float32 no logit may differ by more than :data:`TOLERANCE` of the largest. In 16 bits both forwards are compared with a computation in
+    In float32 no number may differ by more than :data:`TOLERANCE` of the largest. In 16 bits both are compared with a computation in
     float32, and the form's root mean square error must not be larger by more than :data:`BY_CHANCE`.
 
     Args:
-        model: the model.
-        texts: of :func:`probe_texts`.
-        own: logits of the model's own forward, ``[12, V]`` as from :func:`probe`.
+        parts: what has run.
+        given: of :func:`probe_inputs`.
+        own: outputs of the model's own modules, ``[12, ...]`` as from :func:`probe`.
         ours: likewise, of the form.
 
     Raises:
-        NotReadable: the logits do not agree.
+        NotReadable: the outputs do not agree.
     """
     if own.dtype == torch.float32:
         error, allowed = (ours - own).abs().amax(), TOLERANCE * own.abs().amax()
     elif torch.equal(ours, own):
         return
     else:
-        exact = _probed(_in_float32(model, texts))
-        error, allowed = ((logits.float() - exact).square().mean().sqrt() for logits in (ours, own))
+        exact = _probed(_in_float32(parts, given))
+        error, allowed = ((outputs.float() - exact).square().mean().sqrt() for outputs in (ours, own))
         allowed = BY_CHANCE * allowed
     # Not a number compares false.
     if not bool(error <= allowed):
+        what = "hidden states" if parts.head is None else "logits"
         raise NotReadable(
-            f"its logits differ from the model's own by {float(error):.2g}, more than {float(allowed):.2g}"
+            f"its {what} differ from the model's own by {float(error):.2g}, more than {float(allowed):.2g}"
         )
 
 
-def probe_texts(model: PreTrainedModel) -> torch.Tensor:
-    """Two texts of 14 tokens, int64 ``[2, 14]``."""
-    return (
-        torch.arange(2 * 14, device=model.device).view(2, 14) * 7919 + 11
-    ) % model.get_output_embeddings().weight.shape[0]
+def probe_inputs(parts: ModelParts) -> torch.Tensor:
+    """Two texts of 14 columns: tokens, int64 ``[2, 14]``, or without an embedding hidden states ``[2, 14, H]`` in the parts' dtype."""
+    if parts.embed is None:
+        noise = torch.Generator().manual_seed(0)
+        hidden = torch.randn((2, 14, parts.config.hidden_size), generator=noise, dtype=torch.float32, device="cpu")
+        return hidden.to(parts.device, parts.dtype)
+    return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % parts.embed.weight.shape[0]
 
 
-def _probed(logits: torch.Tensor) -> torch.Tensor:
-    """The columns ``[12, V]`` of logits ``[2, 14, V]`` that :func:`probe` computes, in its order."""
+def probe_cache(parts: ModelParts, *, static: bool = False) -> RowCache:
+    """A cache for :func:`probe`. Parts without layers do not write to it."""
+    config = parts.cache_config() if parts.layers else parts.config
+    return RowCache(config, 2, 16, dtype=parts.dtype, device=parts.device, static=static)
+
+
+def _probed(outputs: torch.Tensor) -> torch.Tensor:
+    """The columns ``[12, ...]`` of outputs ``[2, 14, ...]`` that :func:`probe` computes, in its order."""
     rows = [*[0] * 4, *[1] * 4, 0, 1, 0, 1]
-    return logits[rows, [5, 7, 8, 9, 5, 7, 8, 9, 12, 9, 13, 10]]
+    return outputs[rows, [5, 7, 8, 9, 5, 7, 8, 9, 12, 9, 13, 10]]
 
 
-def probe(form: Form, cache: RowCache, texts: torch.Tensor) -> torch.Tensor:
-    """Logits ``[12, V]`` of a prefill, a block and a single token, with equal and with different lengths. ``cache``: 2 rows, empty."""
-    first = [form(texts[:, :6], cache, 1), form(texts[:, 6:9], cache, 2), form(texts[:, 9:10], cache, 1)]
-    cache.truncate([10, 7])
-    uneven = [form(torch.stack([texts[0, 10:13], texts[1, 7:10]]), cache, 1)]
-    uneven.append(form(torch.stack([texts[0, 13:14], texts[1, 10:11]]), cache, 1))
+def probe(form: Form, cache: RowCache, given: torch.Tensor) -> torch.Tensor:
+    """Outputs ``[12, ...]`` of a prefill, a block and a single token, with equal and with different lengths. ``cache``: 2 rows, empty."""
+    first = [form(given[:, :6], cache, 1), form(given[:, 6:9], cache, 2), form(given[:, 9:10], cache, 1)]
+    cache.set_lengths([10, 7])  # parts without layers have not filled it
+    uneven = [form(torch.stack([given[0, 10:13], given[1, 7:10]]), cache, 1)]
+    uneven.append(form(torch.stack([given[0, 13:14], given[1, 10:11]]), cache, 1))
     return torch.cat([torch.cat(first, 1).flatten(0, 1), torch.cat([x.flatten(0, 1) for x in uneven])])
 
 
-def _in_float32(model: Any, texts: torch.Tensor) -> torch.Tensor:
-    """Logits ``[rows, q, V]`` of a model of 16 bits, by its own modules on its weights in float32, one layer at a time."""
-    base, columns = model.model, texts.shape[1]
-    hidden = base.embed_tokens(texts).float()
-    positions = torch.arange(columns, device=texts.device)[None]
-    rope = base.rotary_emb(hidden, position_ids=positions)
-    mask = torch.full((columns, columns), -torch.inf, dtype=torch.float32, device=texts.device).triu(1)[None, None]
-    shared = {id(model.config): model.config}
+def _in_float32(parts: ModelParts, given: torch.Tensor) -> torch.Tensor:
+    """Outputs ``[rows, q, ...]`` of parts of 16 bits, by their own modules on their weights in float32, one layer at a time."""
+    hidden, columns = (given if parts.embed is None else parts.embed(given)).float(), given.shape[1]
+    positions = torch.arange(columns, device=given.device)[None]
+    mask = torch.full((columns, columns), -torch.inf, dtype=torch.float32, device=given.device).triu(1)[None, None]
+    shared = {id(parts.config): parts.config}
 
     def wide(module: Any) -> Any:
         return copy.deepcopy(module, dict(shared)).float()
 
-    for layer in base.layers[: model.config.num_hidden_layers]:
+    if parts.layers:
+        rope = parts.rotary(hidden, position_ids=positions)
+    for layer in parts.layers:
         hidden = wide(layer)(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
-    hidden, head = wide(base.norm)(hidden), model.lm_head
+    if parts.head is None:
+        return hidden
+    hidden, head = wide(parts.norm)(hidden), parts.head
     logits = torch.cat([F.linear(hidden, part.float()) for part in head.weight.split(_ROWS)], -1)
     return logits if head.bias is None else logits + head.bias.float()

@@ -16,8 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
+
+DTYPES = frozenset((torch.float32, torch.bfloat16))
+"""Dtypes of models that the native decoder packs."""
 
 _NUMBERS = ("scaling", "variance_epsilon", "eps", "attention_scaling")
 """Attributes of modules that the decoder takes over."""
@@ -77,8 +81,14 @@ def _activations() -> dict[type, str]:
     return {type(ACT2FN[theirs]): ours for theirs, ours in names.items()}
 
 
-def family_of(model: PreTrainedModel) -> Family:
-    """The family of a model. Raises :class:`NotReadable` for a class outside of the table."""
+def family_of(model: PreTrainedModel | ModelParts) -> Family:
+    """The family of a model, or of parts of one. Raises :class:`NotReadable` for a class or a type outside of the table."""
+    if isinstance(model, ModelParts):
+        model_type = model.config.model_type
+        found = next((family for family in FAMILIES.values() if family.folder == model_type), None)
+        if found is None:
+            raise NotReadable(f"model_type {model_type!r} is not in the table of families")
+        return found
     kind = type(model)
     family = FAMILIES.get(kind.__name__)
     if family is None or kind.__module__ != f"transformers.models.{family.folder}.modeling_{family.folder}":
@@ -86,11 +96,11 @@ def family_of(model: PreTrainedModel) -> Family:
     return family
 
 
-def identity(model: PreTrainedModel, *, packed: bool = True) -> tuple[Any, ...]:
+def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tuple[Any, ...]:
     """What a form of a model depends on: where each weight is, and the numbers in the modules.
 
     Args:
-        model: the model.
+        model: the model, or parts of one.
         packed: the form copies the weights, for the CPU: their versions count, too. A change that goes past the version counters (through
             ``.data``) does not show, see :func:`samples`.
 
@@ -128,13 +138,13 @@ def identity(model: PreTrainedModel, *, packed: bool = True) -> tuple[Any, ...]:
         seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
         if kind in own:
             seen += map(vars(module).get, _NUMBERS)
-    taken = {torch.float32, torch.bfloat16} if packed else {torch.float32, torch.bfloat16, torch.float16}
+    taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
     return (*dtypes, *seen)
 
 
-def samples(model: PreTrainedModel) -> list[torch.Tensor]:
+def samples(model: PreTrainedModel | ModelParts) -> list[torch.Tensor]:
     """Views of some values of each weight, as integers ``[n]``: a change of them shows what the version counters miss.
 
     A matrix has one value per row, along a diagonal that wraps around, so that a change of any row, column or block shows. A change of single
@@ -153,27 +163,27 @@ class ReadModel:
     """The parts of a model as the native decoder takes them. The tensors are the model's own.
 
     Attributes:
-        shape: of the decoder.
+        shape: of the decoder. Without layers, the sizes in layers are 1.
         layers: weights per layer.
-        embedding: ``[vocabulary, hidden]``.
-        norm: weight of the last norm.
-        head: ``[vocabulary, hidden]``.
+        embedding: ``[vocabulary, hidden]``, or None.
+        norm: weight of the last norm, or None.
+        head: ``[vocabulary, hidden]``, or None.
         head_bias: ``[vocabulary]``, or None.
-        rotary: the model's rotary embedding.
+        rotary: the model's rotary embedding; None without layers.
         scaled: the embedding's module where it does more than look up rows; else None.
     """
 
     shape: DecoderShape
     layers: tuple[LayerWeights, ...]
-    embedding: torch.Tensor
-    norm: torch.Tensor
-    head: torch.Tensor
+    embedding: Any
+    norm: Any
+    head: Any
     head_bias: torch.Tensor | None
-    rotary: nn.Module
+    rotary: Any
     scaled: nn.Module | None
 
 
-def read(model: PreTrainedModel) -> ReadModel:
+def read(model: PreTrainedModel | ModelParts) -> ReadModel:
     """Read the parts of a model that :func:`identity` accepts.
 
     Raises:
@@ -181,57 +191,34 @@ def read(model: PreTrainedModel) -> ReadModel:
             where they are expected (another version of transformers).
     """
     try:
-        return _read(model, family_of(model))
+        return _read(model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model))
     except AttributeError as error:
         raise NotReadable(f"its modules have other attributes than expected ({error})") from error
 
 
-def _read(model: PreTrainedModel, family: Family) -> ReadModel:
-    base: Any = model.model
-    head: Any = model.lm_head
-    config, rotary = model.config, base.rotary_emb
-    if rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
-        raise NotReadable(f"its RoPE of type {rotary.rope_type} depends on the length of the text")
-    layers = base.layers[: config.num_hidden_layers]
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    first = layers[0]
-    head_dim, scale, eps = first.self_attn.head_dim, first.self_attn.scaling, _eps(base.norm)
-    activation = _activation(first.mlp)
-    for layer in layers:
-        attn = layer.self_attn
-        if (attn.head_dim, attn.scaling, type(_activation(layer.mlp))) != (
-            head_dim,
-            scale,
-            type(_activation(first.mlp)),
-        ):
-            raise NotReadable("its layers differ in more than their weights")
-        if {_eps(layer.input_layernorm), _eps(layer.post_attention_layernorm)} != {eps}:
-            raise NotReadable("its norms differ in more than their weights")
-        if not attn.is_causal:
-            raise NotReadable("its attention is not causal")
+def _read(parts: ModelParts, family: Family) -> ReadModel:
+    config, head, embed = parts.config, parts.head, parts.embed
+    norms = [norm for layer in parts.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    eps = {_eps(norm) for norm in (*norms, parts.norm) if norm is not None}
+    if len(eps) > 1:
+        raise NotReadable("its norms differ in more than their weights")
+    ends = [end.weight for end in (head, embed) if end is not None]
     shape = DecoderShape(
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=head.weight.shape[0],
-        eps=eps,
-        scale=scale,
-        activation=activation,
+        vocabulary=ends[0].shape[0] if ends else 1,
+        eps=eps.pop() if eps else 0.0,
         norm_offset=family.norm_offset,
-        rotary_dim=2 * rotary.inv_freq.numel(),
+        **_layer_sizes(parts),
     )
-    weights = tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in layers)
     return ReadModel(
         shape,
-        weights,
-        base.embed_tokens.weight.detach(),
-        base.norm.weight.detach(),
-        head.weight.detach(),
-        _bias(head),
-        rotary,
-        None if type(base.embed_tokens) is nn.Embedding else base.embed_tokens,
+        tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in parts.layers),
+        None if embed is None else embed.weight.detach(),
+        None if parts.norm is None else parts.norm.weight.detach(),
+        None if head is None else head.weight.detach(),
+        None if head is None else _bias(head),
+        parts.rotary,
+        None if embed is None or type(embed) is nn.Embedding else embed,
     )
 
 
@@ -252,6 +239,30 @@ def of_one_input(model: PreTrainedModel) -> list[tuple[nn.Parameter, ...]]:
             if linears[0].bias is not None:
                 groups.append(tuple(linear.bias for linear in linears))
     return groups
+
+
+def _layer_sizes(parts: ModelParts) -> dict[str, Any]:
+    """What a :class:`DecoderShape` says of the layers."""
+    if not parts.layers:
+        return {"intermediate": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "rotary_dim": 0, "scale": 1.0}
+    config, rotary = parts.config, parts.rotary
+    if rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
+        raise NotReadable(f"its RoPE of type {rotary.rope_type} depends on the length of the text")
+    if not all(layer.self_attn.is_causal for layer in parts.layers):
+        raise NotReadable("its attention is not causal")
+    kinds = {(at.head_dim, at.scaling, _activation(layer.mlp)) for layer in parts.layers for at in [layer.self_attn]}
+    if len(kinds) > 1:
+        raise NotReadable("its layers differ in more than their weights")
+    head_dim, scale, activation = kinds.pop()
+    return {
+        "intermediate": config.intermediate_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "rotary_dim": 2 * rotary.inv_freq.numel(),
+        "scale": scale,
+        "activation": activation,
+    }
 
 
 def _eps(norm: Any) -> float:
@@ -301,9 +312,8 @@ def _fused(layer: Any, shape: DecoderShape) -> LayerWeights:
     )
 
 
-def packed_bytes(model: PreTrainedModel) -> int:
-    """Bytes that a packed copy of a model takes, at most. A float32 model whose weights are all bfloat16's takes half of it."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    size = sum(parameter.nbytes for parameter in model.parameters())
+def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
+    """Bytes that a packed copy takes, at most. A float32 model whose weights are all bfloat16's takes half of it."""
+    parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
     # The embedding is not copied, only a head that is tied to it.
-    return size if head is embedding else size - embedding.nbytes
+    return sum(parameter.nbytes for parameter in parts._replace(embed=None).parameters())

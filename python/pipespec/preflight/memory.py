@@ -1,8 +1,8 @@
 """Memory: the need of a chain's stages on each device, and a comparison with the memory of the device.
 
 The rule: weights, exactly; caches, exactly (:meth:`pipespec.engine.cache.RowCache.bytes_for`); an upper bound of the activations of one
-forward; :data:`HEADROOM` per stage. The packed copy of the native form does not count, because no stage depends on it, see
-:class:`pipespec.engine.native.NativeForm`.
+forward; :data:`HEADROOM` per stage. The packed copies of the native form stand beside the sum, because no stage depends on one: it is made only where
+it takes at most half of the free memory, see :class:`pipespec.engine.native.NativeForm`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class StageNeed:
         headroom: see :data:`HEADROOM`.
         dtype: of the stage.
         loaded: bytes of weights that are there already.
+        packed: bytes of a packed copy of the weights, at most, not in the sum.
     """
 
     name: str
@@ -57,6 +58,7 @@ class StageNeed:
     headroom: int
     dtype: torch.dtype
     loaded: int = 0
+    packed: int = 0
 
     @property
     def sum(self) -> int:
@@ -78,15 +80,17 @@ class Estimate:
 
     def table(self, facts: Sequence[DeviceFacts]) -> str:
         """The numbers in GiB: a line per stage and device, then a line per device."""
-        rows: list[tuple[str, ...]] = [("", "on", "weights", "caches", "activations", "headroom", "sum")]
+        rows: list[tuple[str, ...]] = [("", "on", "weights", "caches", "activations", "headroom", "sum", "packed copy")]
         for n in self.needs:
             weights = _gib(n.weights) if n.weights or not n.loaded else "loaded"
             caches, activations, headroom, total = map(_gib, (n.caches, n.activations, n.headroom, n.sum))
-            rows.append((n.name, n.device, weights, caches, activations, headroom, total))
+            packed = _gib(n.packed) if n.packed else "-"
+            rows.append((n.name, n.device, weights, caches, activations, headroom, total, packed))
         lines = [aligned(rows, left=2)]
         for fact in facts:
-            needed = _gib(self.on(fact.name))
-            lines.append(f"{fact.name}: {needed} GiB needed, {_gib(fact.free)} free of {_gib(fact.total)}")
+            needed, copied = _gib(self.on(fact.name)), sum(n.packed for n in self.needs if n.device == fact.name)
+            copies = f" and up to {_gib(copied)} for packed copies, where there is room" if copied else ""
+            lines.append(f"{fact.name}: {needed} GiB needed{copies}, {_gib(fact.free)} free of {_gib(fact.total)}")
         return "\n".join(lines)
 
     def check(self, facts: Sequence[DeviceFacts]) -> None:
@@ -159,7 +163,10 @@ def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, schedule
             weights, headroom = weights + stage.weights, 2 * HEADROOM
         loaded = stage.weights if stage.loaded else 0
         activations = _activations(stage, rows, capacity)
-        needs.append(StageNeed(stage.name, stage.device, weights, caches, activations, headroom, stage.dtype, loaded))
+        packed = stage.packed if stage.device == "cpu" else 0
+        needs.append(
+            StageNeed(stage.name, stage.device, weights, caches, activations, headroom, stage.dtype, loaded, packed)
+        )
         if shared:
             needs.append(StageNeed(f"{stage.name} (shared)", "cpu", stage.weights, 0, 0, 0, stage.dtype))
     return Estimate(tuple(needs), rows, capacity)

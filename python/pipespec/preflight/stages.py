@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipespec.models import families
 from pipespec.models.loading import DAMAGE, damaged, load_config
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.process.signals import pass_on
@@ -28,6 +29,7 @@ class StageFacts:
         device: where it is, or is to be.
         loaded: whether its weights are on ``device`` already.
         quantised: the method, or None.
+        packed: bytes of the packed copy of the native form on a CPU, at most; 0 where the model's family has none.
     """
 
     name: str
@@ -37,12 +39,14 @@ class StageFacts:
     device: str = "cpu"
     loaded: bool = False
     quantised: str | None = None
+    packed: int = 0
 
     @classmethod
     def of_model(cls, name: str, model: PreTrainedModel) -> StageFacts:
         """Of a model that is loaded, as the stage ``name``."""
         config, dtype = text_config(model.config), compute_dtype(model)
-        return cls(name, config, dtype, weight_bytes(model), str(model.device), True, quantisation(model))
+        weights, packed = weight_bytes(model), _packed_bytes(model)
+        return cls(name, config, dtype, weights, str(model.device), True, quantisation(model), packed)
 
     @classmethod
     def of_path(
@@ -65,7 +69,7 @@ class StageFacts:
         config = load_config(path, trust_remote_code=trust_remote_code)
         quantised = quantisation(config)
         loaded_dtype = _loaded_dtype(dtype, config, path)
-        weights = sum(size for _, size in _stored_tensors(path)) if quantised is not None else 0
+        weights, packed = sum(size for _, size in _stored_tensors(path)) if quantised is not None else 0, 0
         if not weights:
             try:
                 with torch.device("meta"):
@@ -76,8 +80,16 @@ class StageFacts:
                 pass_on(error)
                 raise damaged(path, error) from error
             skeleton.tie_weights()  # transformers 5.0 ties in from_pretrained only
-            weights = weight_bytes(skeleton)
-        return cls(name, text_config(config), loaded_dtype, weights, quantised=quantised)
+            weights, packed = weight_bytes(skeleton), _packed_bytes(skeleton)
+        return cls(name, text_config(config), loaded_dtype, weights, quantised=quantised, packed=packed)
+
+
+def _packed_bytes(model: PreTrainedModel) -> int:
+    try:
+        families.family_of(model)
+    except families.NotReadable:
+        return 0
+    return families.packed_bytes(model) if model.dtype in families.DTYPES else 0
 
 
 def _stored_tensors(path: str | Path) -> list[tuple[str, int]]:

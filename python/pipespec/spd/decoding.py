@@ -12,7 +12,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from pipespec.drivers import GenerationRequest
 from pipespec.drivers.base import Decoder, StageFailure
 from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import open_sections
 from pipespec.engine.sampling import Sampler, SamplingParams
 from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
@@ -99,11 +100,8 @@ class PhaseClock:
         self.saved += draft + sum(stages) - max(draft, *stages)
 
 
-class ResidualStream(NamedTuple):
-    """A residual stream that the drafter reads: HF index and values ``[B, q, H]``."""
-
-    hf_index: int
-    values: torch.Tensor
+Streams = dict[int, torch.Tensor]
+"""Residual streams ``[B, q, H]`` that the drafter reads, by HF index."""
 
 
 class SpeculativeDriver(Decoder):
@@ -116,6 +114,7 @@ class SpeculativeDriver(Decoder):
         partition: Layers of each stage.
         verifier: Final norm and LM head.
         drafter: The drafter.
+        native: Whether sections of the target may run in the native form.
 
     Raises:
         ValueError: The drafter reads a residual stream that the target does not have.
@@ -124,9 +123,9 @@ class SpeculativeDriver(Decoder):
     keeps_cache = True
     ran_as = "spd"
 
-    def __init__(self, partition: Partition, verifier: Verifier, drafter: Drafter) -> None:
+    def __init__(self, partition: Partition, verifier: Verifier, drafter: Drafter, native: bool) -> None:
         super().__init__()
-        self.partition, self.verifier, self.drafter = partition, verifier, drafter
+        self.partition, self.verifier, self.drafter, self.native = partition, verifier, drafter, native
         self.features = tuple(drafter.features)
         for index in self.features:
             partition.owner(index)  # raises ValueError
@@ -134,6 +133,11 @@ class SpeculativeDriver(Decoder):
         self.clock = PhaseClock(partition.stages)
         self.rounds = 0
         self._drafts = False  # whether the drafter works
+        self._form = ""  # how the target runs
+
+    @property
+    def forms(self) -> Sequence[str]:
+        return [self._form]
 
     # ---- where the stages are
 
@@ -142,9 +146,7 @@ class SpeculativeDriver(Decoder):
         """Empty the caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``most`` positions."""
 
     @abstractmethod
-    def _feed(
-        self, columns: np.ndarray, begin: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, list[ResidualStream]]:
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
         """Run columns of tokens through all stages. Cached positions from ``begin`` on are dropped first.
 
         Args:
@@ -161,7 +163,7 @@ class SpeculativeDriver(Decoder):
         """Start a cycle in which stage s runs ``work[s]``."""
 
     @abstractmethod
-    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[ResidualStream], list[float]]:
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         """End the cycle. Return the output of the last stage (``[B, 1, H]`` or None), residual streams, and seconds of each stage."""
 
     # ---- a call
@@ -187,7 +189,6 @@ class SpeculativeDriver(Decoder):
         self._drafts = True
         try:
             with self.clock.phase("prefill"), torch.inference_mode():
-                self.verifier.open()
                 self._guarded(self.drafter.start, prompts, max(inputs.limits), select)
                 self._open(rows, longest, self._most)
                 first = self._prefill(prompts, inputs.chunk)
@@ -235,12 +236,12 @@ class SpeculativeDriver(Decoder):
         at = np.array([len(p) for p in prompts], dtype=np.int64)
         return _choose(self._select, self.verifier.logits(hidden), ones, at, list(range(len(prompts))))
 
-    def _show(self, streams: list[ResidualStream], begin: Sequence[int], real: Sequence[int]) -> None:
+    def _show(self, streams: Streams, begin: Sequence[int], real: Sequence[int]) -> None:
         """Pass the first ``real[r]`` columns of each row r to the drafter, from position ``begin[r]`` on."""
         rows = [row for row, n in enumerate(real) for _ in range(n)]
         places = [i for n in real for i in range(n)]
         positions = [begin[row] + i for row, i in zip(rows, places, strict=True)]
-        for index, values in streams:
+        for index, values in streams.items():
             self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
 
     def _cycle(self) -> bool:
@@ -257,7 +258,7 @@ class SpeculativeDriver(Decoder):
             hidden, streams, took = self._collect(work)
         clock.cycle(drafted, took)
         with clock.phase("draft"):
-            for index, values in streams:
+            for index, values in streams.items():
                 entries = work[self.partition.owner(index)]
                 rows = [e.row for e in entries]
                 self._guarded(self.drafter.observe, index, rows, [e.position for e in entries], values[rows, 0])
@@ -324,8 +325,8 @@ class SpeculativeDriver(Decoder):
 class LocalDriver(SpeculativeDriver):
     """All stages run in this process, one after the other."""
 
-    def __init__(self, model: PreTrainedModel, partition: Partition, drafter: Drafter) -> None:
-        super().__init__(partition, Verifier.of(model), drafter)
+    def __init__(self, model: PreTrainedModel, partition: Partition, drafter: Drafter, native: bool = True) -> None:
+        super().__init__(partition, Verifier.of(model), drafter, native)
         self.model = model
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
         self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
@@ -337,7 +338,7 @@ class LocalDriver(SpeculativeDriver):
 
     def for_fork(self) -> Decoder:
         # A call of another thread may have been under way in the caches.
-        return LocalDriver(self.model, self.partition, self.drafter)
+        return LocalDriver(self.model, self.partition, self.drafter, self.native)
 
     def _generate(self, request: GenerationRequest) -> None:
         self._complete = False
@@ -393,28 +394,23 @@ class LocalDriver(SpeculativeDriver):
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
         for stage in self.stages:
             stage.open(rows, longest, most)
+        sections = [*(stage.section for stage in self.stages), self.verifier.section]
+        beside = sum(stage.cache.nbytes for stage in self.stages)
+        self._form = open_sections(sections, native=self.native, beside=beside)
 
-    def _feed(
-        self, columns: np.ndarray, begin: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, list[ResidualStream]]:
-        streams: list[ResidualStream] = []
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
+        streams: Streams = {}
         hidden = torch.from_numpy(columns)
         for stage in self.stages:
-            hidden = stage.step(hidden, begin, self._see(streams))
+            hidden, more = stage.step(hidden, begin, self.features)
+            streams |= more
         return hidden, streams
-
-    def _see(self, streams: list[ResidualStream]) -> Callable[[int, torch.Tensor], None]:
-        def see(index: int, stream: torch.Tensor) -> None:
-            if index in self.features:
-                streams.append(ResidualStream(index, stream))
-
-        return see
 
     def _launch(self, work: list[list[Entry]]) -> None:
         """The stages run in ``_collect``."""
 
-    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[ResidualStream], list[float]]:
-        streams: list[ResidualStream] = []
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
+        streams: Streams = {}
         outbox: list[torch.Tensor | None] = [None] * (self.partition.stages + 1)
         took = [0.0] * self.partition.stages
         for s, (stage, entries) in enumerate(zip(self.stages, work, strict=True)):
@@ -423,7 +419,8 @@ class LocalDriver(SpeculativeDriver):
             began = time.perf_counter()
             arrived = column(entries, stage.cache.rows) if s == 0 else self._inbox[s]
             assert arrived is not None, "an entry comes from the stage before"
-            outbox[s + 1] = stage.step(arrived, self.machine.held(s), self._see(streams))
+            outbox[s + 1], more = stage.step(arrived, self.machine.held(s), self.features)
+            streams |= more
             took[s] = time.perf_counter() - began
         self._inbox = outbox[:-1]
         return outbox[-1], streams, took

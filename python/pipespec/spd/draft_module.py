@@ -24,8 +24,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import ModelParts, ModelSection
+from pipespec.engine.forward import ModelSection, open_sections
 from pipespec.models.loading import load_config
+from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.process.signals import pass_on
 from pipespec.spd.drafting import Drafter, SampleTokens
@@ -469,8 +470,7 @@ class ModuleDrafter(Drafter):
             self._cache.reset()
         else:
             self._cache = RowCache(self.module.block_config, rows, room, dtype=self._dtype, device=self._device)
-        for section in (self._blocks, self._head):
-            section.open(self._dtype, self._device)
+        open_sections([self._blocks, self._head], beside=self._cache.nbytes)
         self._select = select
         self._small = 2 * (n + 1)
         self._allocate(rows, self._small)
@@ -569,7 +569,7 @@ class ModuleDrafter(Drafter):
             where, slots, columns = (torch.from_numpy(x).to(self._device) for x in (row, at % self._span, column))
             anchors = torch.cat([entered[:, None], self._held[where, slots, :kind]], dim=1)
             fused[where, columns] = module.fuse(anchors, kind)
-        out = self._blocks.run_layers(fused, cache)
+        out, _ = self._blocks.run_layers(fused, cache)
         cache.truncate(done)
         return out
 

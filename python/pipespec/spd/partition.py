@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import cached_file
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import ModelParts, ModelSection
+from pipespec.engine.forward import ModelSection, open_sections
+from pipespec.models.parts import ModelParts
 from pipespec.preflight.checks import check_architecture
 
 _INITIAL_CAPACITY = 1024
@@ -197,13 +198,16 @@ class LayerStage:
         config: Configuration of the model.
         rotary: Rotary embedding of the model.
         embed: Token embedding of the model for stage 0, else None.
+
+    Attributes:
+        section: The layers' forward; :func:`pipespec.engine.forward.open_sections` chooses its form.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], first: int, config: Any, rotary: nn.Module, embed: nn.Module | None
     ) -> None:
         self.layers, self.first, self.config, self.embed = list(layers), first, config, embed
-        self._section = ModelSection(ModelParts(config, self.layers, first, rotary, embed))
+        self.section = ModelSection(ModelParts(config, self.layers, first, rotary, embed))
         weight = next(self.layers[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self._cache: RowCache | None = None
@@ -232,10 +236,9 @@ class LayerStage:
         self._most = most
         if self._cache is None or not self._cache.fits(rows, capacity) or not self._matches(self._cache):
             self._cache = None  # before the new one is allocated
-            config = self._section.parts.cache_config()
+            config = self.section.parts.cache_config()
             self._cache = RowCache(config, rows, capacity, dtype=self.dtype, device=self.device)
         self._cache.reset()
-        self._section.open(self.dtype, self.device)
 
     def _matches(self, cache: RowCache) -> bool:
         weight = next(self.layers[0].parameters())
@@ -247,17 +250,17 @@ class LayerStage:
         self._cache = None
 
     def step(
-        self, fed: torch.Tensor, held: Sequence[int], see: Callable[[int, torch.Tensor], None] | None = None
-    ) -> torch.Tensor:
+        self, fed: torch.Tensor, held: Sequence[int], features: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run ``q`` columns and append them to the cache.
 
         Args:
             fed: Tokens ``[rows, q]`` for stage 0, the output of the stage before for others.
             held: Positions of each row that stay in the cache. Later ones are dropped first.
-            see: Called with the HF index and the values of each residual stream that this stage computes.
+            features: HF indices of the residual streams to return. Those of other stages do not matter.
 
         Returns:
-            The output of the last layer, ``[rows, q, H]``.
+            The output of the last layer, ``[rows, q, H]``, and by HF index the residual streams that this stage computes, likewise.
         """
         cache = self.cache
         cache.truncate(held)
@@ -265,11 +268,11 @@ class LayerStage:
         if need > cache.capacity:
             cache.reserve(max(need, min(2 * cache.capacity, self._most)))
         hidden = fed.to(self.device)
-        if self.embed is not None:
-            hidden = self._section.embed(hidden)
-            if see is not None:
-                see(0, hidden)
-        return self._section.run_layers(hidden, cache, see)
+        if self.embed is None:
+            return self.section.run_layers(hidden, cache, features)
+        embedded = self.section.embed(hidden)
+        hidden, streams = self.section.run_layers(embedded, cache, features)
+        return hidden, {0: embedded} | streams if 0 in features else streams
 
 
 class Verifier:
@@ -277,20 +280,15 @@ class Verifier:
 
     def __init__(self, norm: nn.Module, head: nn.Module, config: Any) -> None:
         self.head = head
-        self._section = ModelSection(ModelParts(config, norm=norm, head=head))
+        self.section = ModelSection(ModelParts(config, norm=norm, head=head))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Verifier:
         return cls(model.model.norm, model.get_output_embeddings(), model.config)
 
-    def open(self) -> None:
-        """Begin a call: read dtype and device of norm and head."""
-        weight = next(self.head.parameters())
-        self._section.open(weight.dtype, weight.device)
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, q, V]`` of the last residual stream, ``hidden [rows, q, H]``."""
-        return self._section.logits(hidden.to(next(self.head.parameters()).device))
+        return self.section.logits(hidden.to(next(self.head.parameters()).device))
 
 
 def layer_seconds(model: PreTrainedModel, repeats: int = 7, context: int = 64) -> list[float]:
@@ -305,6 +303,7 @@ def layer_seconds(model: PreTrainedModel, repeats: int = 7, context: int = 64) -
             # Without the embedding, the first layer takes hidden states like the others.
             stage = LayerStage([base.layers[number]], number, model.config, base.rotary_emb, None)
             stage.open(1, context, context + 1)
+            open_sections([stage.section])
             stage.step(hidden, [0])
             took = []
             for _ in range(repeats + 1):  # the first one warms up
@@ -399,7 +398,7 @@ def load_ends(
 
 def _with_rotary(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
     """Build the rotary embedding, whose buffers follow from the configuration."""
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device).eval()
     return model
 
 

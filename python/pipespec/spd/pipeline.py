@@ -42,6 +42,7 @@ class SpeculativePipeline(BasePipeline):
         dtype: For models given as paths, as for :class:`pipespec.Pipeline`.
         device: As ``dtype``.
         trust_remote_code: As ``dtype``.
+        native: As for :class:`pipespec.Pipeline`. ``report.stages[0].forward`` says how the target ran.
 
     Raises:
         ValueError: Target, drafter and stages do not fit together. Raised before any weight is loaded where possible.
@@ -60,6 +61,7 @@ class SpeculativePipeline(BasePipeline):
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
+        native: bool = True,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         if isinstance(target, (str, Path)):  # before any weight is loaded
@@ -73,7 +75,7 @@ class SpeculativePipeline(BasePipeline):
         self.partition = partition_of(model, stages)
         self.drafter, drafts = resolve_drafter(drafter, model, target, self.partition, **options)
         super().__init__([*drafts, model])
-        self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, self.drafter)
+        self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, self.drafter, native)
 
     def _report(self, generation: Generation) -> SpeculativeReport:
         return speculative_report(generation, self._driver)

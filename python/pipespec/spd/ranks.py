@@ -32,9 +32,11 @@ from transformers import PreTrainedModel
 from pipespec.drivers import GenerationRequest
 from pipespec.drivers.base import Decoder
 from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import open_sections, stream_dtype
+from pipespec.engine.native import NATIVE
 from pipespec.generation import Generation
 from pipespec.pipeline import BasePipeline
-from pipespec.spd.decoding import ResidualStream, SpeculativeDriver
+from pipespec.spd.decoding import SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.link import START_S, TIMEOUT_S, Link, RankError, uninterrupted
 from pipespec.spd.machine import Entry
@@ -89,9 +91,17 @@ class _Server:
     """A stage on its rank."""
 
     def __init__(
-        self, stage: LayerStage, number: int, rank_of: Sequence[int], features: Sequence[int], link: Link
+        self,
+        stage: LayerStage,
+        number: int,
+        rank_of: Sequence[int],
+        features: Sequence[int],
+        link: Link,
+        native: bool,
     ) -> None:
-        self.stage, self._number, self._rank_of, self._link = stage, number, rank_of, link
+        self.stage, self._number, self._rank_of, self._link, self._native = stage, number, rank_of, link, native
+        # Packs the weights now, since the other ranks do not wait that long in a call.
+        self.form = open_sections([stage.section], native=native)
         first, last = stage.first, stage.first + len(stage.layers)
         # Rank 0 computes stream 0 itself.
         self.features = [k for k in features if first < k <= last]
@@ -100,12 +110,11 @@ class _Server:
 
     def open(self, rows: int, longest: int, most: int) -> None:
         self.stage.open(rows, longest, most)
+        self.form = open_sections([self.stage.section], native=self._native, beside=self.stage.cache.nbytes)
         self.busy = 0.0
         self._arrived: torch.Tensor | None = None
 
-    def handle(
-        self, control: Control, tokens: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, list[ResidualStream]]:
+    def handle(self, control: Control, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor | None, Streams]:
         """Run a command, and send the output if it goes to another stage.
 
         Args:
@@ -120,19 +129,15 @@ class _Server:
         self._link.patience = 1 if control.cycle else len(self._rank_of)
         if control.arrives:
             shape = (rows, control.arrives, self._hidden_size)
-            self._arrived = self._link.receive(shape, self.stage.dtype, self._rank_of[self._number - 1], _HIDDEN)
+            self._arrived = self._link.receive(
+                shape, self.stage.section.stream_dtype, self._rank_of[self._number - 1], _HIDDEN
+            )
         if not control.runs:
-            return None, []
+            return None, {}
         began = time.perf_counter()
-        streams: list[ResidualStream] = []
-
-        def see(index: int, stream: torch.Tensor) -> None:
-            if index in self.features:
-                streams.append(ResidualStream(index, stream))
-
         fed = tokens if self._number == 0 else self._arrived
         assert fed is not None
-        hidden = self.stage.step(fed, control.held, see)
+        hidden, streams = self.stage.step(fed, control.held, self.features)
         if control.cycle:
             self.busy += time.perf_counter() - began
         if control.passes and self._number + 1 < len(self._rank_of):
@@ -158,13 +163,14 @@ class _Server:
                         tokens = link.receive((rows, control.q), torch.int64, 0, _TOKENS)
                 hidden, streams = self.handle(control, tokens)
                 if streams:
-                    link.send(torch.stack([s.values for s in streams]), 0, _STREAMS)
+                    link.send(torch.stack(list(streams.values())), 0, _STREAMS)
                 if hidden is not None and last and control.passes:
                     link.send(hidden, 0, _HIDDEN)
                 elif hidden is not None and last:
                     link.send(torch.zeros(1, dtype=torch.uint8), 0, _DONE)
                 if control.word == _END:
-                    link.send(torch.tensor([self.busy], dtype=torch.float64), 0, _BUSY)
+                    ended = torch.tensor([self.busy, self.form == NATIVE], dtype=torch.float64)
+                    link.send(ended, 0, _BUSY)
                     break
 
 
@@ -184,12 +190,19 @@ class RanksDriver(SpeculativeDriver):
     """Rank 0: sends the commands. ``local`` is the first stage if it shares this rank, else None."""
 
     def __init__(
-        self, model: PreTrainedModel, partition: Partition, drafter: Drafter, link: Link, local: _Server | None
+        self,
+        model: PreTrainedModel,
+        partition: Partition,
+        drafter: Drafter,
+        link: Link,
+        local: _Server | None,
+        native: bool,
     ) -> None:
-        super().__init__(partition, Verifier.of(model), drafter)
+        super().__init__(partition, Verifier.of(model), drafter, native)
+        open_sections([self.verifier.section], native=native)
         self._link, self._local = link, local
         self._embed = model.get_input_embeddings()
-        self._dtype, self._hidden_size = model.dtype, model.config.hidden_size
+        self._dtype, self._hidden_size = stream_dtype(model.dtype, model.device), model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
         self._due: list[tuple[int, int, tuple[int, ...]]] = []  # expected messages: source, tag, shape
         self._running = False
@@ -227,9 +240,11 @@ class RanksDriver(SpeculativeDriver):
         self._chunks = 0
         self._link.patience = self.partition.stages
         self._running = True
+        self._form = open_sections([self.verifier.section], native=self.native)
         for s, rank in enumerate(self._rank_of):
             if s == 0 and self._local is not None:
                 self._local.open(rows, longest, most)
+                self._form = self._form if self._form != NATIVE else self._local.form
             else:
                 head = torch.zeros(_HEAD, dtype=torch.int64)
                 head[:4] = torch.tensor([_OPEN, rows, longest, most])
@@ -254,7 +269,10 @@ class RanksDriver(SpeculativeDriver):
         self._due.clear()
         for s, rank in enumerate(self._rank_of):
             if s or self._local is None:
-                self.clock.stage_seconds[s] = float(self._link.receive((1,), torch.float64, rank, _BUSY))
+                busy, native = self._link.receive((2,), torch.float64, rank, _BUSY).tolist()
+                self.clock.stage_seconds[s] = busy
+                if self._form == NATIVE and not native:
+                    self._form = f"transformers: the stage of rank {rank} is not native"
 
     def _await_chunks(self, most: int) -> None:
         """Wait until at most ``most`` chunks of the prompt are under way."""
@@ -262,10 +280,10 @@ class RanksDriver(SpeculativeDriver):
             self._link.receive((1,), torch.uint8, self._rank_of[-1], _DONE)
             self._chunks -= 1
 
-    def _tell_stage(self, s: int, control: Control, tokens: torch.Tensor | None) -> list[ResidualStream]:
+    def _tell_stage(self, s: int, control: Control, tokens: torch.Tensor | None) -> Streams:
         """Send a command to stage ``s``, or run it if the stage is local. Return the residual streams of a local stage."""
         rank, last = self._rank_of[s], s + 1 == self.partition.stages
-        streams: list[ResidualStream] = []
+        streams: Streams = {}
         if s == 0 and self._local is not None:
             hidden, streams = self._local.handle(control, tokens)
             self._own = hidden
@@ -284,9 +302,10 @@ class RanksDriver(SpeculativeDriver):
     def _features_of(self, s: int) -> list[int]:
         return [k for k in self.features if k > 0 and self.partition.owner(k) == s]
 
-    def _gather(self) -> tuple[torch.Tensor | None, list[ResidualStream]]:
+    def _gather(self) -> tuple[torch.Tensor | None, Streams]:
         """Receive all messages to come. Return the output of the last stage, or None, and the residual streams."""
-        hidden, streams = None, []
+        hidden: torch.Tensor | None = None
+        streams: Streams = {}
         while self._due:
             source, tag, shape = self._due[0]
             message = self._link.receive(shape, self._dtype, source, tag)
@@ -295,16 +314,14 @@ class RanksDriver(SpeculativeDriver):
                 hidden = message
             else:
                 indices = self._features_of(self._rank_of.index(source))
-                streams += [ResidualStream(k, values) for k, values in zip(indices, message, strict=True)]
+                streams |= dict(zip(indices, message, strict=True))
         return hidden, streams
 
-    def _embedded(self, tokens: torch.Tensor) -> list[ResidualStream]:
-        return [ResidualStream(0, self._embed(tokens.to(self._embed.weight.device)))] if 0 in self.features else []
+    def _embedded(self, tokens: torch.Tensor) -> Streams:
+        return {0: self._embed(tokens.to(self._embed.weight.device))} if 0 in self.features else {}
 
     @uninterrupted()
-    def _feed(
-        self, columns: np.ndarray, begin: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, list[ResidualStream]]:
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
         tokens = torch.from_numpy(columns).long()
         q, stages = columns.shape[1], self.partition.stages
         streams = self._embedded(tokens)
@@ -315,16 +332,16 @@ class RanksDriver(SpeculativeDriver):
         for s in range(stages):
             passes = answer or s + 1 < stages
             control = Control(_RUN, q, q if s else 0, True, passes, False, begin, columns[:, 0].tolist())
-            streams += self._tell_stage(s, control, tokens if s == 0 else None)
+            streams |= self._tell_stage(s, control, tokens if s == 0 else None)
             self._sent[s] = 0  # the next stage receives it with the same command
         hidden, others = self._gather()
         if stages == 1 and self._local is not None:
             hidden = self._own
-        return hidden, streams + others
+        return hidden, streams | others
 
     @uninterrupted()
     def _launch(self, work: list[list[Entry]]) -> None:
-        self._now: list[ResidualStream] = []
+        self._now: Streams = {}
         self._mine: tuple[Control, torch.Tensor] | None = None
         self._link.patience = 1
         sent = list(self._sent)
@@ -340,21 +357,21 @@ class RanksDriver(SpeculativeDriver):
             control = Control(_RUN, 1, arrives, runs, runs, True, self.machine.held(s), tokens.tolist())
             if s == 0:
                 if entries:
-                    self._now += self._embedded(tokens[:, None])
+                    self._now |= self._embedded(tokens[:, None])
                 if self._local is not None:  # runs after the other commands are sent and after the draft
                     self._mine, self._sent[0] = (control, tokens[:, None]), 0
                     continue
             self._tell_stage(s, control, None)
 
     @uninterrupted()
-    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, list[ResidualStream], list[float]]:
+    def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         streams = self._now
         if self._mine is not None:
-            streams = streams + self._tell_stage(0, *self._mine)
+            streams = streams | self._tell_stage(0, *self._mine)
         hidden, others = self._gather()
         if self.partition.stages == 1 and self._local is not None:
             hidden = self._own
-        return hidden, streams + others, [0.0] * self.partition.stages
+        return hidden, streams | others, [0.0] * self.partition.stages
 
 
 def ranks_of(stages: int, world: int) -> list[int]:
@@ -401,6 +418,7 @@ class RanksPipeline(BasePipeline):
         dtype: Dtype of the weights. None keeps the model's.
         device: Device of each rank: ``"cpu"``; ``"cuda"``, the GPU of number LOCAL_RANK; or one for all, such as ``"cuda:0"``. Messages go
             through host memory (gloo).
+        native: As for ``SpeculativePipeline``, the same on all ranks. Each rank checks and packs its own stage.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: As ``SpeculativePipeline``, on all ranks and before any weight is read.
@@ -419,6 +437,7 @@ class RanksPipeline(BasePipeline):
         start_s: float = START_S,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        native: bool = True,
     ) -> None:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise ValueError(
@@ -440,7 +459,7 @@ class RanksPipeline(BasePipeline):
         features = tuple(getattr(drafter, "features", ())) if config is None else config.anchors[1:]
         for index in features:
             self.partition.owner(index)
-        terms = f"{list(self.partition.counts)} layers per stage, features {list(features)}, dtype {dtype or 'of the model'}"
+        terms = f"{list(self.partition.counts)} layers per stage, features {list(features)}, dtype {dtype or 'of the model'}, native {native}"
         self._link = Link(terms, timeout_s, start_s)
         self.is_controller = rank == 0
         self._server: _Server | None = None
@@ -450,14 +469,14 @@ class RanksPipeline(BasePipeline):
             if rank in rank_of:
                 number = rank_of.index(rank)
                 stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
-                self._server = _Server(stage, number, rank_of, features, self._link)
+                self._server = _Server(stage, number, rank_of, features, self._link, native)
             if self.is_controller:
                 ends = load_ends(target, dtype=dtype, device=device)
                 found, drafts = resolve_drafter(
                     drafter, ends, target, self.partition, dtype=dtype or "auto", device=device
                 )
                 models = [*drafts, ends]
-                self._driver: RanksDriver = RanksDriver(ends, self.partition, found, self._link, self._server)
+                self._driver: RanksDriver = RanksDriver(ends, self.partition, found, self._link, self._server, native)
         except Exception as failure:
             error = failure
         except BaseException as failure:

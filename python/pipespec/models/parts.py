@@ -1,0 +1,71 @@
+"""Parts of a LLaMA-like model that run one after the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class ModelParts(NamedTuple):
+    """Parts of a model; None for a part that is elsewhere.
+
+    Attributes:
+        config: of the whole model.
+        layers: decoder layers.
+        first: index of ``layers[0]`` in the whole model.
+        rotary: rotary embedding.
+        embed: token embedding.
+        norm: last norm.
+        head: language-model head.
+    """
+
+    config: Any
+    layers: Sequence[Any] = ()
+    first: int = 0
+    rotary: Any = None
+    embed: Any = None
+    norm: Any = None
+    head: Any = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelParts:
+        """All of a model with LLaMA's parts."""
+        base: Any = model.model
+        layers = list(base.layers[: model.config.num_hidden_layers])
+        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, base.norm, model.lm_head)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module under its name in the whole model."""
+        named = {f"model.layers.{i}": layer for i, layer in enumerate(self.layers, self.first)}
+        named |= {"model.embed_tokens": self.embed, "model.rotary_emb": self.rotary}
+        for name, part in (named | {"model.norm": self.norm, "lm_head": self.head}).items():
+            if part is not None:
+                yield from part.named_modules(prefix=name)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter. A tied one comes twice."""
+        for _, module in self.named_modules():
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first parameter."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.parameters()).device
+
+    def cache_config(self) -> Any:
+        """The configuration of a ``RowCache`` for these layers alone."""
+        config = copy.copy(self.config)
+        config.num_hidden_layers = len(self.layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[self.first : self.first + len(self.layers)]
+        return config
