@@ -108,8 +108,8 @@ ARGUMENTS: dict[str, Argument] = {
     "return_dict_in_generate": Argument(How.HONOURED, "adds `speculation`, the report of the call"),
     "output_scores": Argument(How.HONOURED, "processed, float32, per generated token; finished rows hold zeros"),
     "output_logits": Argument(How.HONOURED, "raw, float32, per generated token; finished rows hold zeros"),
-    "output_attentions": Argument(How.REFUSED, "a verified block has no attention per token; run the model on the finished text"),
-    "output_hidden_states": Argument(How.REFUSED, "a verified block has no hidden states per token; run the model on the finished text"),
+    "output_attentions": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ; empty unless the attention is `eager`"),
+    "output_hidden_states": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ"),
     # how it is computed
     "use_cache": Argument(How.HONOURED, "False: no cache is returned; the text is the same", (True,)),
     "prefill_chunk_size": Argument(How.HONOURED, "tokens per forward of the prefill, in every stage"),

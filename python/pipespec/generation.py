@@ -23,6 +23,7 @@ from pipespec.models.compat import first_position_behind, mask_columns_of_call
 from pipespec.models.properties import head_size
 from pipespec.models.rope import DynamicRope
 from pipespec.observe import Report
+from pipespec.observe.features import Features, features_of
 from pipespec.observe.report import stage_report
 from pipespec.process import shutdown
 from pipespec_kernels.state import MAX_EOS
@@ -161,6 +162,8 @@ class Generation:
             )
         self._row_cache = None if cache is None else self._adopted(cache)
         self._right_padding = self._behind_padding(input_ids, mask, position_ids)
+        self._mask = mask
+        self._check_features()
 
         pad = getattr(config, "_pad_token_tensor", None)
         self._pad = int(pad) if pad is not None else (self._eos or [0])[0]
@@ -197,6 +200,24 @@ class Generation:
         return RightPadding(
             input_ids, mask, positions, [int(at) if end else None for at, end in zip(new, ends, strict=True)]
         )
+
+    def _check_features(self) -> None:
+        """Check that one forward over the finished text can give what ``output_hidden_states`` and ``output_attentions`` ask for."""
+        config, rope = self.config, DynamicRope.of(self._target)
+        asked = [n for n in ("output_hidden_states", "output_attentions") if getattr(config, n, None)]
+        if not asked or not config.return_dict_in_generate:
+            return
+        where = ""
+        if self._row_cache is not None and any(self._row_cache.lengths):
+            where = "past_key_values that hold tokens"
+        elif self._right_padding is not None:
+            where = "padding at the end of a row"
+        elif rope is not None and max(self.limits) > rope.limit:
+            where = f"RoPE that changes beyond {rope.limit} tokens"
+        elif any(p.is_meta for p in self._target.parameters()):
+            where = "a target whose layers are in other processes"
+        if where:
+            raise UnsupportedInput(asked[0], f"generate(): {asked[0]} is not supported with {where}")
 
     def _adopted(self, cache: Cache) -> RowCache:
         """Convert the caller's cache to a RowCache that holds a part of every prompt."""
@@ -355,8 +376,23 @@ class Generation:
         scores = logits = None
         if self._record is not None:
             scores, logits = self._per_token(self._record.scores, steps), self._per_token(self._record.logits, steps)
+        features = Features(None, None)
+        if self.config.output_hidden_states or self.config.output_attentions:
+            features = features_of(
+                self._target,
+                sequences,
+                self._mask,
+                hidden_states=bool(self.config.output_hidden_states),
+                attentions=bool(self.config.output_attentions),
+            )
         return PipelineOutput(
-            sequences=sequences, scores=scores, logits=logits, past_key_values=cache, speculation=report
+            sequences=sequences,
+            scores=scores,
+            logits=logits,
+            hidden_states=features.hidden_states,
+            attentions=features.attentions,
+            past_key_values=cache,
+            speculation=report,
         )
 
     def _per_token(self, rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:

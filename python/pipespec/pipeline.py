@@ -58,6 +58,17 @@ def _notifying_reader(generate: Callable[..., Any]) -> Callable[..., Any]:
     return notifying
 
 
+_PREPARED = {
+    "past_key_values",
+    "logits_to_keep",
+    "use_cache",
+    "cache_position",
+    "output_hidden_states",
+    "output_attentions",
+}
+"""Arguments of ``forward()`` that transformers adds, and that the call has from elsewhere."""
+
+
 class BasePipeline:
     """The contract of ``generate()`` for any decoder. A subclass sets ``_driver``, which runs the calls.
 
@@ -237,7 +248,7 @@ class BasePipeline:
         """Run a call whose arguments transformers has prepared."""
         # Not parameters: transformers would pass those of a callable twice.
         attention_mask, position_ids = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
-        for name in model_kwargs.keys() - {"past_key_values", "logits_to_keep", "use_cache", "cache_position"}:
+        for name in model_kwargs.keys() - _PREPARED:
             if model_kwargs[name] is not None:
                 raise for_forward(name)
         with self._turn("generate()", "use another Pipeline there"):

@@ -138,7 +138,6 @@ def unsupported(model) -> dict[str, dict]:
     return {
         "num_beams": {"num_beams": 3},
         "assistant_model": {"assistant_model": noisy(model, 0.1)},
-        "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
         "position_ids": {"inputs": half, "position_ids": torch.arange(2, 7)[None]},
         "past_key_values": {"past_key_values": StaticCache(config=model.config, max_cache_len=99)},
         "inputs_embeds": {"inputs": None, "inputs_embeds": model.get_input_embeddings()(half).detach()},
@@ -146,7 +145,7 @@ def unsupported(model) -> dict[str, dict]:
     }
 
 
-NAMES = ["num_beams", "assistant_model", "output_attentions", "position_ids", "past_key_values", "inputs_embeds", "cache_implementation"]  # fmt: skip
+NAMES = ["num_beams", "assistant_model", "position_ids", "past_key_values", "inputs_embeds", "cache_implementation"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

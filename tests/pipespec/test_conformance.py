@@ -146,7 +146,7 @@ TOKENIZER = word_tokenizer()
 
 
 def fingerprint(result: Any) -> Any:
-    """All comparable parts of a result: its fields, the text, scores and logits, the length of the cache."""
+    """All comparable parts of a result: its fields, the text, scores and logits, the newest column of features, the length of the cache."""
     if isinstance(result, torch.Tensor):
         return result.tolist()
     cache = result.past_key_values
@@ -155,6 +155,11 @@ def fingerprint(result: Any) -> Any:
         value = getattr(result, name)
         if value is not None:
             parts[name] = torch.stack(value)
+    for name in ("hidden_states", "attentions"):
+        for i, step in enumerate(getattr(result, name) or ()):
+            # The prompt's other columns may be padding, whose values mean nothing.
+            parts |= {f"{name} {i} {j}": layer[..., -1, :] for j, layer in enumerate(step)}
+            parts[f"{name} {i}"] = [tuple(layer.shape) for layer in step]
     return parts
 
 
@@ -246,6 +251,12 @@ def _chunks(s: Situation) -> Case:
     return Case(given, seen=seen, undo=handle.remove)
 
 
+def _attentions(s: Situation) -> Case:
+    before = s.model.config._attn_implementation
+    s.model.set_attn_implementation("eager")
+    return Case(lambda: {"output_attentions": True}, _DICT, undo=lambda: s.model.set_attn_implementation(before))
+
+
 def _narrow(s: Situation) -> dict[str, Any]:
     return {"inputs": s.ids[:, -1:], "attention_mask": DROP}
 
@@ -303,6 +314,8 @@ CASES: dict[str, Callable[[Situation], Case | None]] = {
     "return_dict_in_generate": lambda s: value("return_dict_in_generate", True),
     "output_scores": lambda s: value("output_scores", True, suppress_tokens=[s.text[0][0]], **_DICT),
     "output_logits": lambda s: value("output_logits", True, suppress_tokens=[s.text[0][0]], **_DICT),
+    "output_hidden_states": lambda s: value("output_hidden_states", True, **_DICT),
+    "output_attentions": _attentions,
     "use_cache": lambda s: value("use_cache", False, **_DICT),
     "prefill_chunk_size": _chunks,
 }  # fmt: skip
@@ -346,8 +359,6 @@ REFUSED = {
     "position_ids": (torch.arange(9)[None] + 3, "derived from attention_mask"),
     "cache_position": (torch.arange(9), "derived from the cache"),
     "guidance_scale": (1.5, "second forward"),
-    "output_attentions": (True, "run the model on the finished text"),
-    "output_hidden_states": (True, "run the model on the finished text"),
     "cache_implementation": ("static", "cache of its own"),
     "cache_config": ({"backend": "quanto"}, "cache of its own"),
     "max_cache_len": (99, "cache of its own"),

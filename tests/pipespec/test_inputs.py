@@ -551,6 +551,27 @@ def test_the_fields_of_the_output(pipes, model, rows):
             assert got.past_key_values.lengths == tuple(int(n) + NEW - 1 for n in mask.sum(dim=1))
 
 
+@pytest.mark.parametrize("new", [1, NEW])
+def test_features_of_a_prompt_without_padding(pipe, model, new):
+    """All columns of the first token, and one of each further one, are transformers'. Nothing else of the result changes."""
+    options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True}
+    ids = prompt(50)
+    got, wanted = pipe.generate(ids, **options), model.generate(ids, **options)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert len(got.hidden_states) == new
+    for ours, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert got.attentions is None
+    cached = {**options, "past_key_values": got.past_key_values}
+    with pytest.raises(NotImplementedError, match="output_hidden_states is not supported with past_key_values that"):
+        pipe.generate(torch.cat([got.sequences, ids], 1), **cached)
+    ends_padded = torch.ones_like(ids)
+    ends_padded[0, -1] = 0
+    with pytest.raises(NotImplementedError, match="output_hidden_states is not supported with padding at the end"):
+        pipe.generate(ids, attention_mask=ends_padded, **options)
+
+
 def test_scores_end_with_each_row(pipe, model):
     ids, mask = left_pad(random_prompts(3, seed=30, shortest=4))
     texts = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
@@ -650,7 +671,7 @@ def test_custom_generate_with_a_seed(pipe, model):
 
 
 def test_custom_generate_refuses_by_name_too(pipe, model):
-    for name, value in {"output_attentions": True, "penalty_alpha": 0.5, "guidance_scale": 1.5}.items():
+    for name, value in {"num_beams": 2, "penalty_alpha": 0.5, "guidance_scale": 1.5}.items():
         with pytest.raises(NotImplementedError, match=name):
             model.generate(prompt(41), max_new_tokens=3, do_sample=False, custom_generate=pipe, **{name: value})
     position_ids = torch.arange(8)[None] + 3

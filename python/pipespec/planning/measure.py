@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ _CAPTURED_STEPS = 16
 _LONG = 1024
 _QUARTER = 0.25
 """Quantile over the rounds that counts as the time of a step. The excess of the mean is the load of the machine."""
-_WARM = 3
+_LOOKAHEAD = 64
+"""Of the draft that publishes random tokens: more than the widest step feeds."""
+_WARM = 8
 """Steps until caches are warm and threads are awake."""
 _ROUNDS, _MOST_ROUNDS = 6, 16
 
@@ -46,6 +49,9 @@ class _StepTimer:
         prompts = [self._random.integers(0, self.vocabulary, context).astype(np.int32) for _ in range(rows)]
         limits = [context + steps + 2 * WIDTHS[-1]] * rows
         self._inputs = StageInputs(prompts, limits, SamplingParams(), self.vocabulary)
+        # Drawn now, so that the pauses between steps are as short as in decoding: the pool's threads sleep in a longer one.
+        drafted = self._random.integers(0, self.vocabulary, (64, rows, _LOOKAHEAD)).astype(np.int32)
+        self._drafted = itertools.cycle(drafted)
         self._block = StateBlock.create(2, rows, steps + 2 * WIDTHS[-1] + 2)
         self._stage = Stage(model, self._block, 1, native=native)
 
@@ -55,7 +61,7 @@ class _StepTimer:
         self._block.reset([self.context] * len(prompts), limits, [int(p[-1]) for p in prompts], [])
         self._block.set_alive(0, True)
         self._block.set_alive(1, True)
-        self._draft = self._block.port(0, 64)
+        self._draft = self._block.port(0, _LOOKAHEAD)
         began = time.perf_counter()
         self._stage.prefill(replace(self._inputs, reuse=reuse))
         if self._stage.model.device.type == "cuda":  # the forward is only queued
@@ -65,9 +71,7 @@ class _StepTimer:
     def step(self, width: int) -> float:
         """Seconds of one step that feeds ``width`` columns."""
         while self._draft.plan(width - 1, 0, 0) == Action.STEP:
-            columns = self._draft.columns
-            tokens = self._random.integers(0, self.vocabulary, (len(self._inputs.prompts), columns)).astype(np.int32)
-            self._draft.commit(tokens.ctypes.data, columns)
+            self._draft.commit(next(self._drafted).ctypes.data, _LOOKAHEAD)
         began = time.perf_counter()
         self._stage.step(0, width - 1)
         return time.perf_counter() - began
