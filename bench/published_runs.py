@@ -3,7 +3,11 @@
     python -m bench.published_runs FOLDER            print the tables
     python -m bench.published_runs FOLDER --json     the same figures as JSON
 
-FOLDER has one JSON file per run, as extracted from the authors' repository (BradMcDanel/pipespec, MIT licence)::
+FOLDER has one JSON file per run, as the authors' program writes it (BradMcDanel/pipespec, MIT licence), or with the fields that are read::
+
+    {"metadata": {"strategy": ..., "lookahead": L, "model_configs": [{"path": ...}, ...]},
+     "results": [{"metrics": {"total_time": s, "tokens_generated": n, "token_times": [...], "model_times": [[...], ...],
+                              "accepted_tokens": [[...], ...]}, "gpustats": [{"gpu_powers": [W, ...]}, ...]}]}
 
     {"strategy": "greedy" | "chain" | "async-chain", "lookahead_recorded": L,
      "models": [{"path": ".../Llama-3.1-8B-Instruct"}, ...],          smallest first, the target last
@@ -12,7 +16,8 @@ FOLDER has one JSON file per run, as extracted from the authors' repository (Bra
                   "stage_step_ms": [[...], ...],                      else, per stage, every step
                   "accepted_per_verification": [[...], ...]}]}        per verifying stage, tokens appended by each step
 
-``chain`` is lockstep, ``async-chain`` the pipeline. The prediction of a pipeline uses the lockstep and plain runs only.
+``chain`` is lockstep, ``async-chain`` the pipeline. The prediction of a pipeline uses the lockstep and plain runs only, that of a lockstep run
+the other lockstep runs of these models, if there are any. A run that cannot be predicted is listed with the reason.
 """
 
 from __future__ import annotations
@@ -34,6 +39,10 @@ from pipespec.process.table import aligned
 
 _STRATEGIES = {"greedy": "plain", "chain": "lockstep", "async-chain": "pipeline"}
 _UNKNOWN = -1
+_EITHER = -2
+"""This token is a disagreement, or this one is an agreement and the next one a disagreement."""
+_SEPARABLE = 1.5
+"""Least time of a step over draft tokens, in one-token steps, for which the time of a single step shows which of both it is."""
 
 LOOKAHEADS = range(9)
 """Lookahead values that :func:`compare` tries in order to find the one that a pipeline ran with."""
@@ -50,12 +59,19 @@ _FILLS = 3
 
 @dataclass(frozen=True)
 class PublishedSample:
-    """One prompt. ``steps_s``: seconds of each step, per stage. ``appended``: tokens of each step, per verifying stage."""
+    """One prompt.
+
+    Attributes:
+        steps_s: Seconds of each step, per stage.
+        appended: Tokens of each step, per verifying stage.
+        watts: Mean power of all GPUs of the machine together; None where it was not logged.
+    """
 
     seconds: float
     tokens: int
     steps_s: tuple[np.ndarray, ...]
     appended: tuple[np.ndarray, ...]
+    watts: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,20 @@ class PublishedRun:
     @property
     def name(self) -> str:
         return f"{self.kind} {'/'.join(self.models)}"
+
+    @property
+    def label(self) -> str:
+        """The name and the recorded lookahead."""
+        return self.name if self.kind == "plain" else f"{self.name} L={self.lookahead}"
+
+    def joules_per_token(self) -> float | None:
+        """Energy of all GPUs of the machine per token; None where the power of a sample was not logged."""
+        powers = [s.watts for s in self.samples]
+        if any(w is None for w in powers):
+            return None
+        return sum(w * s.seconds for w, s in zip(powers, self.samples, strict=True) if w is not None) / sum(
+            s.tokens for s in self.samples
+        )
 
     def ms_per_token(self, count: int | None = None, keep: Sequence[int] | None = None) -> float:
         """Sum of times over sum of tokens: of all samples, of the first ``count``, or of those in ``keep``."""
@@ -93,7 +123,10 @@ def load(folder: Path | str) -> list[PublishedRun]:
         raise FileNotFoundError(f"{folder}: no published runs there (one .json file per run)")
     runs = [_read(file) for file in files]
     order = list(_STRATEGIES.values())
-    return sorted(runs, key=lambda run: (order.index(run.kind), len(run.models), [(len(m), m) for m in run.models]))
+    return sorted(
+        runs,
+        key=lambda run: (order.index(run.kind), len(run.models), [(len(m), m) for m in run.models], run.lookahead),
+    )
 
 
 def _read(file: Path) -> PublishedRun:
@@ -108,6 +141,8 @@ def _read(file: Path) -> PublishedRun:
 
 
 def _run(data: dict[str, Any]) -> PublishedRun:
+    if "metadata" in data:
+        data = _fields_read(data)
     if data["strategy"] not in _STRATEGIES:
         raise ValueError(f"unknown strategy {data['strategy']!r}")
     models = tuple(_short_name(m["path"]) for m in data["models"])
@@ -115,6 +150,34 @@ def _run(data: dict[str, Any]) -> PublishedRun:
         raise ValueError("no models" if not models else "no samples")
     samples = tuple(_sample(i, s, len(models)) for i, s in enumerate(data["samples"]))
     return PublishedRun(_STRATEGIES[data["strategy"]], models, int(data["lookahead_recorded"]), samples)
+
+
+def _fields_read(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are read, of a file as the authors' program writes it, which has seconds."""
+    about = data["metadata"]
+
+    def ms(times: Sequence[float]) -> list[float]:
+        return [1e3 * t for t in times]
+
+    def sample(result: dict[str, Any]) -> dict[str, Any]:
+        metrics = result["metrics"]
+        found = {"total_time_s": metrics["total_time"], "tokens": metrics["tokens_generated"]}
+        if "token_times" in metrics:
+            found["token_times_ms"] = ms(metrics["token_times"])
+        else:
+            found["stage_step_ms"] = [ms(times) for times in metrics["model_times"]]
+            found["accepted_per_verification"] = metrics["accepted_tokens"]
+        powers = [sum(entry["gpu_powers"]) for entry in result.get("gpustats") or ()]
+        if powers:
+            found["watts"] = float(np.mean(powers))
+        return found
+
+    return {
+        "strategy": about["strategy"],
+        "lookahead_recorded": about["lookahead"],
+        "models": about["model_configs"],
+        "samples": [sample(result) for result in data["results"]],
+    }
 
 
 def _short_name(path: str) -> str:
@@ -140,25 +203,18 @@ def _sample(index: int, data: dict[str, Any], stages: int) -> PublishedSample:
             raise ValueError(f"{where}every step appends at least one token")
     if stages > 1 and len(appended[-1]) != len(steps[-1]):
         raise ValueError(f"{where}{len(steps[-1])} steps of the target, but {len(appended[-1])} counts of its tokens")
-    return PublishedSample(seconds, tokens, steps, appended)
+    return PublishedSample(seconds, tokens, steps, appended, data.get("watts"))
 
 
 # --- evidence of the plain and lockstep runs -----------------------------------------------------------------------
 
 
 def step_times(lockstep: PublishedRun, plain: PublishedRun) -> tuple[float, float]:
-    """Median seconds of the target's one-token step and of a wider step.
-
-    Raises:
-        ValueError: Both take about the same time, so that the logs cannot separate them.
-    """
+    """Median seconds of the target's one-token step and of a step over draft tokens."""
     one = float(np.median(np.concatenate([s.steps_s[-1][1:] for s in plain.samples])))
-    wide = float(np.median(np.concatenate([s.steps_s[-1] for s in lockstep.samples])))
-    if wide < 1.5 * one:
-        raise ValueError(
-            f"{lockstep.name}: a step over drafts ({1e3 * wide:.1f} ms) cannot be separated from a one-token step ({1e3 * one:.1f} ms)"
-        )
-    return one, wide
+    # A step that appends several tokens had draft tokens. A run without such a step shows no difference.
+    several = np.concatenate([s.steps_s[-1][s.appended[-1] > 1] for s in lockstep.samples])
+    return one, float(np.median(several)) if len(several) else one
 
 
 def agreement(run: PublishedRun, one_token_s: float, wide_s: float) -> list[np.ndarray]:
@@ -166,23 +222,28 @@ def agreement(run: PublishedRun, one_token_s: float, wide_s: float) -> list[np.n
 
     The rounds verify ``lookahead - 1`` draft tokens. A step that appends j + 1 tokens shows j agreements, then a disagreement. When
     all agree, the next step shows whether the draft predicted the bonus token. If it did not, its draft tokens are unusable and the target
-    decodes a single token, which the time of the step shows. The agreement at that token is unknown.
+    decodes a single token, which the time of the step shows. The agreement at that token is unknown. Where a step over draft tokens takes
+    less than :data:`_SEPARABLE` one-token steps, its time does not show which of both a step of one token was: :data:`_EITHER`.
     """
     if run.kind != "lockstep" or len(run.models) != 2:
         raise ValueError(f"{run.name}: agreement is read from lockstep runs of two models")
     limit = np.sqrt(one_token_s * wide_s)
     out = []
     for sample in run.samples:
-        appended, verified = sample.appended[-1], sample.steps_s[-1] > limit
+        appended, took = sample.appended[-1], sample.steps_s[-1]
+        verified = took > limit if wide_s >= _SEPARABLE * one_token_s else appended > 1
+        is_open = (appended == 1) & (wide_s < _SEPARABLE * one_token_s)
         if appended.max() > run.lookahead:
             raise ValueError(
                 f"{run.name}: a round appended {appended.max()} tokens, more than its lookahead of {run.lookahead}"
             )
         bits = np.full(1 + int(appended.sum()) + 1, _UNKNOWN)
         position, bonus_open = 1, True  # the prefill gives the first token and the draft's prediction of it
-        for n, wide in zip(appended.tolist(), verified.tolist(), strict=True):
+        for n, wide, unknown in zip(appended.tolist(), verified.tolist(), is_open.tolist(), strict=True):
             if bonus_open:
-                bits[position - 1] = int(wide)
+                bits[position - 1] = _EITHER if unknown else int(wide)
+            elif unknown:
+                bits[position] = 0  # there were draft tokens, and the first was wrong
             if wide:
                 bits[position : position + n - 1] = 1
                 bonus_open = n == run.lookahead
@@ -196,16 +257,20 @@ def agreement(run: PublishedRun, one_token_s: float, wide_s: float) -> list[np.n
 
 
 def acceptance(bits: Sequence[np.ndarray]) -> float:
-    """Share of agreements among the known positions.
+    """Share of agreements. Positions of :data:`_EITHER` count with their expectation at that share.
 
     Raises:
         ValueError: No position is known.
     """
-    known = np.concatenate(list(bits)) if bits else np.empty(0)
-    known = known[known != _UNKNOWN]
+    found = np.concatenate(list(bits)) if bits else np.empty(0)
+    known, either = found[found >= 0], int((found == _EITHER).sum())
     if len(known) == 0:
         raise ValueError("no position is known: there is no acceptance rate")
-    return float(known.mean())
+    rate = float(known.mean())
+    for _ in range(50):
+        first = rate / (1 + rate)  # that the first of both agrees
+        rate = float((known.sum() + either * first) / (len(known) + either * (1 + first)))
+    return rate
 
 
 @dataclass(frozen=True)
@@ -235,12 +300,24 @@ class ChainEvidence:
         filled = []
         for bits, rate in zip(self.bits, self.rates, strict=True):
             known = bits[sample][:length]
-            filled.append(np.where(known == _UNKNOWN, rng.random(length) < rate, known == 1))
+            right = np.where(known == _UNKNOWN, rng.random(length) < rate, known == 1)
+            for i in np.flatnonzero(known == _EITHER):
+                right[i] = rng.random() < rate / (1 + rate)
+                if right[i] and i + 1 < length:
+                    right[i + 1] = False
+            filled.append(right)
         return Answers.from_bits(*filled, same_mistake=rng.random(length) < self.same_mistake)
 
 
-def gather(runs: Sequence[PublishedRun], models: tuple[str, ...]) -> ChainEvidence:
+def gather(runs: Sequence[PublishedRun], models: tuple[str, ...], but: PublishedRun | None = None) -> ChainEvidence:
     """Collect the evidence for a chain of ``models`` (two or three) from the lockstep and plain runs.
+
+    Of several lockstep runs of the same models the one with the largest lookahead counts, which verifies the most tokens at once.
+
+    Args:
+        runs: All runs.
+        models: Short names, the target last.
+        but: A run that the evidence shall not come from if there is another one: the one to be predicted.
 
     Raises:
         ValueError: A run that is needed is missing, or the logs do not fit together.
@@ -248,9 +325,24 @@ def gather(runs: Sequence[PublishedRun], models: tuple[str, ...]) -> ChainEviden
     if not 2 <= len(models) <= 3:
         raise ValueError(f"chains of two or three models can be predicted, not {len(models)}")
     target, drafts = models[-1], models[:-1]
-    plain = _find(runs, "plain", (target,))
-    pairs = [_find(runs, "lockstep", (draft, target)) for draft in drafts]
-    whole = _find(runs, "lockstep", models)
+    plain = _found(runs, "plain", (target,))[0]
+    choices = [_found(runs, "lockstep", chain, but) for chain in (*((draft, target) for draft in drafts), models)]
+    failure = None
+    for i in range(max(map(len, choices))):
+        *pairs, whole = (found[min(i, len(found) - 1)] for found in choices)
+        try:
+            return _evidence(models, plain, pairs, whole)
+        except ValueError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _evidence(
+    models: tuple[str, ...], plain: PublishedRun, pairs: Sequence[PublishedRun], whole: PublishedRun
+) -> ChainEvidence:
+    """The evidence of a plain run of the target, the lockstep runs of each draft with it, and that of all models."""
+    target, drafts = models[-1], models[:-1]
     if len({len(run.samples) for run in (*pairs, whole)}) != 1:
         raise ValueError(f"the lockstep runs with {target} have different numbers of samples")
     times = [step_times(pair, plain) for pair in pairs]
@@ -282,18 +374,21 @@ def gather(runs: Sequence[PublishedRun], models: tuple[str, ...]) -> ChainEviden
 def _same_mistake(run: PublishedRun, bits: tuple[list[np.ndarray], ...], same: Sequence[int]) -> float:
     """Probability that two wrong drafts agree: the agreements beyond "both right", divided by "both wrong"."""
     a, b = (np.concatenate([side[i] for i in same]) for side in bits)
-    known = (a != _UNKNOWN) & (b != _UNKNOWN)
+    known = (a >= 0) & (b >= 0)
     both_right, both_wrong = np.mean(a[known] + b[known] == 2), np.mean(a[known] + b[known] == 0)
     counts = np.concatenate([s.appended[0] for s in run.samples])
     agree = (counts - 1).sum() / ((counts - 1).sum() + (counts < run.lookahead).sum())
     return float(np.clip((agree - both_right) / both_wrong, 0.0, 1.0)) if both_wrong > 0 else 0.0
 
 
-def _find(runs: Sequence[PublishedRun], kind: str, models: tuple[str, ...]) -> PublishedRun:
-    for run in runs:
-        if run.kind == kind and run.models == models:
-            return run
-    raise ValueError(f"the run '{kind} {'/'.join(models)}' is needed and not among the published runs")
+def _found(
+    runs: Sequence[PublishedRun], kind: str, models: tuple[str, ...], but: PublishedRun | None = None
+) -> list[PublishedRun]:
+    """The runs of these models, the largest lookahead first, and ``but`` last."""
+    found = [run for run in runs if run.kind == kind and run.models == models]
+    if not found:
+        raise ValueError(f"the run '{kind} {'/'.join(models)}' is needed and not among the published runs")
+    return sorted(found, key=lambda run: (run is but, -run.lookahead))
 
 
 # --- predictions ---------------------------------------------------------------------------------------------------
@@ -384,7 +479,7 @@ def compare(evidence: ChainEvidence, run: PublishedRun) -> PipelineComparison:
     appended = np.concatenate([s.appended[-1] for s in run.samples])
     share = np.bincount(np.minimum(appended, _LONGEST), minlength=_LONGEST + 1) / len(appended)
     tried = {}
-    for lookahead in LOOKAHEADS:
+    for lookahead in sorted({*LOOKAHEADS, run.lookahead}):
         predicted = predict(evidence, run, "reference", lookahead=lookahead)
         tried[lookahead] = (predicted, float(np.abs(predicted.histogram - share).sum() / 2))
     best = min(tried, key=lambda k: tried[k][1])
@@ -454,6 +549,7 @@ class TableRow:
         speedup: As published, over plain decoding of the target, on all samples of each run.
         fair: On the samples that both runs have.
         interval: Bootstrap 95 % interval of ``fair``.
+        joules_per_token: Of all GPUs of the machine; None where it was not logged.
     """
 
     name: str
@@ -462,6 +558,7 @@ class TableRow:
     speedup: float
     fair: float
     interval: tuple[float, float]
+    joules_per_token: float | None = None
 
 
 def table(runs: Sequence[PublishedRun]) -> list[TableRow]:
@@ -469,7 +566,7 @@ def table(runs: Sequence[PublishedRun]) -> list[TableRow]:
     rows = []
     for run in runs:
         try:
-            plain = _find(runs, "plain", run.models[-1:])
+            plain = _found(runs, "plain", run.models[-1:])[0]
         except ValueError:
             continue
         count = min(len(plain.samples), len(run.samples))
@@ -483,58 +580,66 @@ def table(runs: Sequence[PublishedRun]) -> list[TableRow]:
         low, high = np.percentile(theirs / ours_, [2.5, 97.5])
         rows.append(
             TableRow(
-                run.name,
+                run.label,
                 len(run.samples),
                 run.ms_per_token(),
                 plain.ms_per_token() / run.ms_per_token(),
                 plain.ms_per_token(count) / run.ms_per_token(count),
                 (float(low), float(high)),
+                run.joules_per_token(),
             )
         )
     return rows
 
 
 def report(runs: Sequence[PublishedRun]) -> dict[str, Any]:
-    """All figures as plain numbers: the table, the evidence, predictions and measurements."""
-    out: dict[str, Any] = {"table": [vars(row) for row in table(runs)], "lockstep": [], "pipelines": []}
+    """All figures as plain numbers: the table, the evidence, predictions and measurements, and the runs without a prediction."""
+    out: dict[str, Any] = {"table": [vars(row) for row in table(runs)], "lockstep": [], "pipelines": [], "failed": []}
     for run in runs:
         if run.kind == "plain":
             continue
-        evidence = gather(runs, run.models)
-        if run.kind == "lockstep":
-            predicted = predict(evidence, run, "reference-lockstep", lookahead=run.lookahead).ms_per_token
-            measured = run.ms_per_token()
-            out["lockstep"].append(
-                {"run": run.name, "measured_ms": measured, "predicted_ms": predicted, "error": predicted / measured - 1}
-            )
-            continue
-        compared = compare(evidence, run)
-        out["pipelines"].append(
-            {
-                "run": run.name,
-                "step_ms": [[1e3 * t for t in stage.times()] for stage in evidence.stages],
-                "acceptance": list(evidence.rates),
-                "same_mistake": evidence.same_mistake,
-                "start_ms": 1e3 * float(np.mean(evidence.start_s)),
-                "lookahead_recorded": run.lookahead,
-                "lookahead_used": compared.lookahead,
-                "measured_ms": compared.measured,
-                "predicted_ms": compared.predicted.ms_per_token,
-                "error": compared.error,
-                "same_text": {
-                    "samples": len(evidence.same_text),
-                    "measured_ms": compared.same_text[0],
-                    "predicted_ms": compared.same_text[1],
-                },
-                "by_lookahead": {
-                    str(k): {"predicted_ms": ms, "histogram_distance": d}
-                    for k, (ms, d) in compared.by_lookahead.items()
-                },
-                "reference_best": min((ms, k) for k, (ms, _) in compared.by_lookahead.items()),
-                "ours": predict_protocol(evidence, run),
-            }
-        )
+        try:
+            if run.kind == "lockstep":
+                out["lockstep"].append(_lockstep_entry(runs, run))
+            else:
+                out["pipelines"].append(_pipeline_entry(runs, run))
+        except ValueError as error:
+            out["failed"].append({"run": run.label, "reason": str(error)})
     return out
+
+
+def _lockstep_entry(runs: Sequence[PublishedRun], run: PublishedRun) -> dict[str, Any]:
+    evidence = gather(runs, run.models, but=run)
+    predicted = predict(evidence, run, "reference-lockstep", lookahead=run.lookahead).ms_per_token
+    measured = run.ms_per_token()
+    return {"run": run.label, "measured_ms": measured, "predicted_ms": predicted, "error": predicted / measured - 1}
+
+
+def _pipeline_entry(runs: Sequence[PublishedRun], run: PublishedRun) -> dict[str, Any]:
+    evidence = gather(runs, run.models)
+    compared = compare(evidence, run)
+    return {
+        "run": run.label,
+        "step_ms": [[1e3 * t for t in stage.times()] for stage in evidence.stages],
+        "acceptance": list(evidence.rates),
+        "same_mistake": evidence.same_mistake,
+        "start_ms": 1e3 * float(np.mean(evidence.start_s)),
+        "lookahead_recorded": run.lookahead,
+        "lookahead_used": compared.lookahead,
+        "measured_ms": compared.measured,
+        "predicted_ms": compared.predicted.ms_per_token,
+        "error": compared.error,
+        "same_text": {
+            "samples": len(evidence.same_text),
+            "measured_ms": compared.same_text[0],
+            "predicted_ms": compared.same_text[1],
+        },
+        "by_lookahead": {
+            str(k): {"predicted_ms": ms, "histogram_distance": d} for k, (ms, d) in compared.by_lookahead.items()
+        },
+        "reference_best": min((ms, k) for k, (ms, _) in compared.by_lookahead.items()),
+        "ours": predict_protocol(evidence, run),
+    }
 
 
 def as_text(data: dict[str, Any]) -> str:
@@ -547,20 +652,25 @@ def as_text(data: dict[str, Any]) -> str:
     parts = [
         table(
             "The published table, re-derived (sum of times over sum of tokens)",
-            "run|samples|ms/token|speed-up|same samples|95 % interval",
-            "{name}|{samples}|{ms_per_token:.2f}|{speedup:.2f}x|{fair:.2f}x|{interval[0]:.2f}-{interval[1]:.2f}",
-            data["table"],
+            "run|samples|ms/token|speed-up|same samples|95 % interval|J/token",
+            "{name}|{samples}|{ms_per_token:.2f}|{speedup:.2f}x|{fair:.2f}x|{interval[0]:.2f}-{interval[1]:.2f}|{joules}",
+            [
+                r | {"joules": "-" if r["joules_per_token"] is None else f"{r['joules_per_token']:.1f}"}
+                for r in data["table"]
+            ],
         )
     ]
     if data["lockstep"]:
         parts += [
             table(
-                "Lockstep runs, simulated (two models: a check of the reading, the bits come from the same run)",
+                "Lockstep runs, simulated (a run of its own models and lookahead alone: a check of the reading, the bits come from it)",
                 "run|measured ms|simulated ms|error",
                 "{run}|{measured_ms:.2f}|{predicted_ms:.2f}|{error:+.1%}",
                 data["lockstep"],
             )
         ]
+    if data["failed"]:
+        parts += [table("Runs without a prediction", "run|reason", "{run}|{reason}", data["failed"])]
     if not data["pipelines"]:
         return "\n\n".join(parts)
     lookaheads = list(data["pipelines"][0]["by_lookahead"])
