@@ -2,7 +2,8 @@
 
 Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and positions behind them are never
 read. Tensors on a GPU go to the Triton kernels. These calls do not wait for the device and can be captured in a CUDA graph; a
-replay uses the lengths and counts of its own time. Tensors on other devices, float64 and heads of more than 256 dimensions go to torch.
+replay uses the lengths and counts of its own time. Tensors on other devices, float64 and heads of more than 256 dimensions go to torch; on the CPU
+the native code moves keys and values of any dtype.
 ``PIPESPEC_OPS`` works as for :mod:`pipespec_kernels.ops`, which exports these functions, too.
 
 Lengths and counts are on the device. The host reads them only with ``check_counts=True``. Kernels skip a row whose lengths or counts lie outside the
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipespec_kernels import dispatch, reference
+from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.library import register, traced
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -103,9 +104,14 @@ def _kv_append(
     check_counts: bool = False,
 ) -> None:
     _check_append(keys, values, k_cache, v_cache, lengths, n_new)
-    kernels = _kernels(k_cache)
+    kernels, width = _kernels(k_cache), keys.shape[2]
+    if kernels is None and (native := _native(k_cache)) is not None:
+        new = _place(keys), _place(values)
+        if native.kv_append(*_places(k_cache, v_cache), *new, width, _numbers(lengths), _numbers(n_new)) >= 0:
+            _fits(lengths, n_new, width, k_cache.shape[2], "n_new")
+        return
     if check_counts or kernels is None:
-        _fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
+        _fits(lengths, n_new, width, k_cache.shape[2], "n_new")
     (kernels or reference).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
 
 
@@ -178,12 +184,21 @@ def _check_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tenso
 def _kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, check_counts: bool = False) -> None:
     _check_gather(k_cache, v_cache, lengths, rows)
     kernels = _kernels(k_cache)
+    if kernels is None and (native := _native(k_cache)) is not None:
+        where, moved = _places(k_cache, v_cache), len(rows)
+        if native.kv_gather(*where, _numbers(lengths), _numbers(rows), moved, torch.get_num_threads()) >= 0:
+            _check_sources(k_cache, lengths, rows)
+        return
     if check_counts or kernels is None:
-        _fits(lengths, None, 0, k_cache.shape[2], "")
-        for row, source in enumerate(rows.tolist()):
-            if not 0 <= source < len(k_cache):
-                raise ValueError(f"rows[{row}] is {source}, but the storage has {len(k_cache)} rows")
+        _check_sources(k_cache, lengths, rows)
     (kernels or reference).kv_gather(k_cache, v_cache, lengths, rows)
+
+
+def _check_sources(k_cache: Tensor, lengths: Tensor, rows: Tensor) -> None:
+    _fits(lengths, None, 0, k_cache.shape[2], "")
+    for row, source in enumerate(rows.tolist()):
+        if not 0 <= source < len(k_cache):
+            raise ValueError(f"rows[{row}] is {source}, but the storage has {len(k_cache)} rows")
 
 
 def kv_compact(
@@ -233,17 +248,26 @@ def _kv_compact(
 ) -> None:
     _check_compact(k_cache, v_cache, positions, begin, n_keep)
     kernels = _kernels(k_cache)
+    if kernels is None and (native := _native(k_cache)) is not None:
+        table = (*positions.stride(), positions.shape[1])
+        where = _places(k_cache, v_cache)
+        if native.kv_compact(*where, _numbers(positions), *table, _numbers(begin), _numbers(n_keep)) >= 0:
+            _check_positions(k_cache.shape[2], positions, begin, n_keep)
+        return
     if check_counts or kernels is None:
-        capacity = k_cache.shape[2]
-        _fits(begin, n_keep, positions.shape[1], capacity, "n_keep", "begin")
-        for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
-            for j, source in enumerate(positions[row, :count].tolist()):
-                if not first + j <= source < capacity:
-                    raise ValueError(
-                        f"row {row}: positions[{j}] is {source}, but must be at least begin + {j} = {first + j} "
-                        f"and below the capacity {capacity}"
-                    )
+        _check_positions(k_cache.shape[2], positions, begin, n_keep)
     (kernels or reference).kv_compact(k_cache, v_cache, positions, begin, n_keep)
+
+
+def _check_positions(capacity: int, positions: Tensor, begin: Tensor, n_keep: Tensor) -> None:
+    _fits(begin, n_keep, positions.shape[1], capacity, "n_keep", "begin")
+    for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
+        for j, source in enumerate(positions[row, :count].tolist()):
+            if not first + j <= source < capacity:
+                raise ValueError(
+                    f"row {row}: positions[{j}] is {source}, but must be at least begin + {j} = {first + j} "
+                    f"and below the capacity {capacity}"
+                )
 
 
 def verify_attention(
@@ -454,6 +478,28 @@ def _refuse_gradients(operation: str, *tensors: Any) -> None:
 def _kernels(tensor: Tensor) -> Any:
     """The kernels for this storage, or these queries, if there are any; else None."""
     return dispatch.kernels(tensor) if tensor.shape[-1] <= MOST_DIM else None
+
+
+def _native(tensor: Tensor) -> Any:
+    """The native code if it moves tensors like this one, else None."""
+    return None if dispatch.forced or not tensor.is_cpu else arguments.native
+
+
+def _place(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Address and strides in bytes of ``[B, Hkv, S, D]``, for the native code."""
+    size, (row, head, position, _) = tensor.element_size(), tensor.stride()
+    return tensor.data_ptr(), row * size, head * size, position * size
+
+
+def _places(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[int, ...], ...]:
+    """The storage, for the native code."""
+    rows, heads, capacity, dim = k_cache.shape
+    return _place(k_cache), _place(v_cache), (rows, heads, capacity, dim * k_cache.element_size())
+
+
+def _numbers(tensor: Tensor | None) -> tuple[int, bool]:
+    """Integers, for the native code."""
+    return (0, False) if tensor is None else (tensor.data_ptr(), tensor.dtype is torch.int64)
 
 
 def _shape(tensor: Any) -> str:

@@ -1,0 +1,68 @@
+// Bindings of the moves of keys and values: addresses, strides and numbers in. The caller has
+// checked shapes and dtypes; a row whose numbers do not fit is returned, or -1.
+#include "../cpu/kv.hpp"
+
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace pipespec {
+namespace {
+
+using Address = std::uintptr_t;
+using Place =
+    std::tuple<Address, std::int64_t, std::int64_t, std::int64_t>;  // of cpu::StridedTokens
+using Numbers = std::tuple<Address, bool>;                          // of cpu::Integers
+using Sizes = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+cpu::StridedTokens tokens(const Place& place) {
+  const auto [data, row, head, position] = place;
+  return {reinterpret_cast<char*>(data), row, head, position};
+}
+
+cpu::Integers integers(const Numbers& numbers) {
+  return {reinterpret_cast<const void*>(std::get<0>(numbers)), std::get<1>(numbers)};
+}
+
+cpu::KvStorage storage(const Place& keys, const Place& values, const Sizes& sizes) {
+  const auto [rows, heads, capacity, token_bytes] = sizes;
+  return {tokens(keys), tokens(values), rows, heads, capacity, token_bytes};
+}
+
+}  // namespace
+
+void bind_kv(py::module_& m) {
+  using release = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "kv_append",
+      [](const Place& keys, const Place& values, const Sizes& sizes, const Place& new_keys,
+         const Place& new_values, std::int64_t width, const Numbers& lengths,
+         const Numbers& counts) {
+        return cpu::kv_append(storage(keys, values, sizes), tokens(new_keys), tokens(new_values),
+                              width, integers(lengths), integers(counts));
+      },
+      release());
+  m.def(
+      "kv_gather",
+      [](const Place& keys, const Place& values, const Sizes& sizes, const Numbers& lengths,
+         const Numbers& sources, std::int64_t moved, int threads) {
+        return cpu::kv_gather(storage(keys, values, sizes), integers(lengths), integers(sources),
+                              moved, threads);
+      },
+      release());
+  m.def(
+      "kv_compact",
+      [](const Place& keys, const Place& values, const Sizes& sizes, const Numbers& positions,
+         std::int64_t positions_row, std::int64_t positions_column, std::int64_t width,
+         const Numbers& begin, const Numbers& counts) {
+        return cpu::kv_compact(storage(keys, values, sizes), integers(positions), positions_row,
+                               positions_column, width, integers(begin), integers(counts));
+      },
+      release());
+}
+
+}  // namespace pipespec
