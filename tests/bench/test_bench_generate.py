@@ -252,8 +252,10 @@ def test_contenders_leave_shared_state_as_it_was(target: LlamaForCausalLM, monke
 
     def state() -> object:
         attention = [model.config._attn_implementation for model in family.models.values()]
-        weights = [p.data_ptr() for model in family.models.values() for p in model.parameters()]
-        return attention, weights, torch.get_num_threads()
+        # Captured steps merge weights in place, which moves them within this process.
+        weights = [p for model in family.models.values() for p in model.parameters()]
+        places = [(p.is_shared(), p.is_contiguous(), p.sum().item()) for p in weights]
+        return attention, places, torch.get_num_threads()
 
     before = state()
     bench = DeviceComparison(workload, contestants, 1e9)
