@@ -20,6 +20,7 @@ import torch
 
 from pipespec.config import WIDTH
 from pipespec.drivers.workers.weights import SharedWeights
+from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage, StageInputs
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
@@ -44,6 +45,7 @@ class Setup:
         threads: Number of torch's threads.
         trace: Entries of the trace for each stage; 0: no trace.
         native: Whether the model may run in the native form.
+        ngram: The draft upstream, if it is an n-gram index: it runs in this process.
     """
 
     index: int
@@ -51,6 +53,7 @@ class Setup:
     threads: int
     trace: int = 0
     native: bool = True
+    ngram: NgramDraft | None = None
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,12 @@ def _serve(conn: Connection, memories: Sequence[SharedMemory], parent: int) -> N
     weights, shared_block, *shared_trace = memories
     model = setup.weights.build(weights)
     block = StateBlock(shared_block)
-    trace = None
-    if shared_trace:
-        trace = TraceMemory(block.stages, setup.trace, shared_trace[0]).buffer(setup.index)
-    stage = Stage(model, block, setup.index, trace, native=setup.native)
+    traces = TraceMemory(block.stages, setup.trace, shared_trace[0]) if shared_trace else None
+    ngram = None
+    if setup.ngram is not None:
+        ngram = NgramStage(setup.ngram, block, None if traces is None else traces.buffer(0))
+    trace = None if traces is None else traces.buffer(setup.index)
+    stage = Stage(model, block, setup.index, trace, native=setup.native, ngram=ngram)
     conn.send("ready")
     while True:
         while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
