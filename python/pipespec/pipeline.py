@@ -460,8 +460,8 @@ class Pipeline(BasePipeline):
         self._notes: tuple[str, ...] = ()  # for every report
         self._warned_of_rope = False
         if schedule is None:
-            devices = [str(model.device) for model in models]
-            schedule, options["graphs"] = default_schedule(devices, graphs, ngram=ngram is not None)
+            places = [str(model.device) for model in models]
+            schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None)
             config = configure(schedule=schedule, **options)
             self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep", **options))
         else:
