@@ -183,7 +183,8 @@ def test_the_index_in_a_worker_drafts(model, repetitive):
     prompt = repetitive[1]
     draft = noisy(model, 0.0)
     wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
-    corpus = wanted[0].tolist()
+    # Larger than the buffer of the socket to the worker.
+    corpus = np.tile(wanted[0].numpy(), 5000)
     with Pipeline(model, [NgramDraft(corpus=corpus, max_match=32), draft], schedule="workers", trace=256) as pipe:
         for _ in range(2):
             with drafts_keep_up(pipe, [len(prompt) + NEW]):

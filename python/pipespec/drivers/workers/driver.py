@@ -75,7 +75,7 @@ class _Worker:
         native: bool,
         ngram: NgramDraft | None,
     ) -> None:
-        self.index, self.name = index, name
+        self.index, self.name, self._ngram = index, name, ngram
         ours, theirs = socket.socketpair()
         assert isinstance(block.memory, SharedMemory)
         fds = [theirs.fileno(), memory.fd, block.memory.fd]
@@ -95,7 +95,7 @@ class _Worker:
         self.form = ""
         with suppressed(OSError):  # the worker is dead: await_ready() raises
             entries = trace.entries if trace is not None else 0
-            self.conn.send(Setup(index, weights, threads, entries, native, ngram))
+            self.conn.send(Setup(index, weights, threads, entries, native, ngram is not None))
 
     def await_ready(self) -> None:
         """Wait until the worker has built its model.
@@ -114,6 +114,14 @@ class _Worker:
         if isinstance(answer, Failed):
             self.kill()
             raise RuntimeError(f"{self.name} could not start: {answer.cause}\n{answer.details}")
+        if self._ngram is not None:
+            try:
+                # Not in the setup: a corpus is larger than the socket's buffer, and now the worker reads.
+                self.conn.send(self._ngram)
+            except OSError as error:
+                pass_on(error)
+                self.kill()
+                raise RuntimeError(f"{self.name} could not start: it did not receive the n-gram draft") from error
 
     def is_dead(self) -> bool:
         return self.process.poll() is not None

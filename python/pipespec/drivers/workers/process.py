@@ -45,7 +45,7 @@ class Setup:
         threads: Number of torch's threads.
         trace: Entries of the trace for each stage; 0: no trace.
         native: Whether the model may run in the native form.
-        ngram: The draft upstream, if it is an n-gram index: it runs in this process.
+        ngram: Whether the draft upstream is an n-gram index, which runs in this process. It is sent once the worker is ready.
     """
 
     index: int
@@ -53,7 +53,7 @@ class Setup:
     threads: int
     trace: int = 0
     native: bool = True
-    ngram: NgramDraft | None = None
+    ngram: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,13 @@ def _serve(conn: Connection, memories: Sequence[SharedMemory], parent: int) -> N
     model = setup.weights.build(weights)
     block = StateBlock(shared_block)
     traces = TraceMemory(block.stages, setup.trace, shared_trace[0]) if shared_trace else None
+    conn.send("ready")
     ngram = None
-    if setup.ngram is not None:
-        ngram = NgramStage(setup.ngram, block, None if traces is None else traces.buffer(0))
+    if setup.ngram:
+        draft: NgramDraft = conn.recv()
+        ngram = NgramStage(draft, block, None if traces is None else traces.buffer(0))
     trace = None if traces is None else traces.buffer(setup.index)
     stage = Stage(model, block, setup.index, trace, native=setup.native, ngram=ngram)
-    conn.send("ready")
     while True:
         while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
             if os.getppid() != parent:
