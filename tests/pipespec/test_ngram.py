@@ -198,6 +198,15 @@ def test_the_index_in_a_worker_drafts(model, repetitive):
             assert len(entries["ngram"]) == index.steps > 0
 
 
+def test_no_stage_waits_for_the_index(model, repetitive):
+    """What it can draft is there when the target plans, so that ``min_draft_tokens`` changes nothing."""
+    prompt = repetitive[0]
+    with Pipeline(model, "ngram", schedule="workers", min_draft_tokens=5, decode_meanwhile=True) as pipe:
+        got = pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+        stage = pipe.report.stages[-1]
+    assert (stage.steps, stage.drafted, stage.accepted) == verified(got[0].tolist(), len(prompt), NgramDraft(), 8)
+
+
 def test_a_worker_that_dies_takes_the_index_with_it(model, repetitive):
     prompt = repetitive[0]
     wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
