@@ -216,7 +216,8 @@ class DeviceComparison(SpeedComparison):
             if result.tokens_per_second is None:
                 continue
             texts = self.runs[result.key].values()
-            read = sum(self.bytes[stage.name] * stage.steps for text in texts for stage in text.stages)
+            # An n-gram index has no weights.
+            read = sum(self.bytes.get(stage.name, 0) * stage.steps for text in texts for stage in text.stages)
             # No bytes: the row does not report its forwards.
             result.weights_of_copy = read / sum(text.seconds for text in texts) / self.rate if read else None
             result.of_floor = result.tokens_per_second / self.floor

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol, Self
@@ -286,15 +286,23 @@ class StateBlock:
     def target(self) -> int:
         return self.stages - 1
 
-    def parts_of(self, stage: int) -> set[int]:
-        """Numbers of the parts of the memory that a process of the draft ``stage`` writes."""
-        return {_native.PARKED_PART, _native.FIRST_STAGES_PART + stage}
+    def parts_of(self, stages: Iterable[int]) -> set[int]:
+        """Numbers of the parts of the memory that a process of these drafts writes."""
+        return {_native.PARKED_PART, *(_native.FIRST_STAGES_PART + stage for stage in stages)}
 
     def port(self, stage: int, width: int) -> _native.StagePort:
         """The access of ``stage`` to the block; at most ``width`` tokens per row and step."""
         port = _native.StagePort(self._native, stage, width)
         port.memory = self.memory.array  # stays mapped as long as the port exists
         return port
+
+    def ngram_stage(
+        self, width: int, empty: _native.NgramIndex, corpus: _native.NgramIndex | None
+    ) -> _native.NgramStage:
+        """Stage 0 as an index of n-grams; at most ``width`` tokens per row and step. ``empty``: an index without tokens, for each row."""
+        stage = _native.NgramStage(self._native, width, empty, corpus)
+        stage.memory = self.memory.array
+        return stage
 
     def reset(self, starts: Sequence[int], limits: Sequence[int], last: Sequence[int], eos: Sequence[int]) -> None:
         """Put every stage at the end of the rows' prompts. While no stage runs.

@@ -10,10 +10,12 @@ from pipespec_kernels import __version__
 if TYPE_CHECKING:
     from pipespec.attachment import attach, attached, detach
     from pipespec.drivers.base import SpeedWarning, StageFailure
+    from pipespec.engine.ngram import NgramDraft
     from pipespec.observe import Report, StageReport
     from pipespec.pipeline import Pipeline
 
 __all__ = [
+    "NgramDraft",
     "Pipeline",
     "Report",
     "SpeedWarning",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "NgramDraft": "pipespec.engine.ngram",
     "Pipeline": "pipespec.pipeline",
     "Report": "pipespec.observe",
     "SpeedWarning": "pipespec.drivers.base",

@@ -132,7 +132,7 @@ ARGUMENTS: dict[str, Argument] = {
     "penalty_alpha": Argument(How.REFUSED, "contrastive search compares several continuations per token"),
     "dola_layers": Argument(How.REFUSED, "DoLa reads hidden states of inner layers"),
     # other ways to speculate
-    "prompt_lookup_num_tokens": Argument(How.REFUSED, _ASSISTED),
+    "prompt_lookup_num_tokens": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='ngram')"),
     "assistant_early_exit": Argument(How.REFUSED, _ASSISTED),
     "use_mtp": Argument(How.REFUSED, _ASSISTED),
     "speculation_type": Argument(How.REFUSED, _ASSISTED),

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from pipespec.drivers.base import SpeedWarning
+from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.pipeline import Pipeline
@@ -74,7 +75,7 @@ class _Plain:
 
 def attach(
     model: PreTrainedModel,
-    drafts: Sequence[PreTrainedModel | str | Path] | PreTrainedModel | str | Path,
+    drafts: Sequence[PreTrainedModel | NgramDraft | str | Path] | PreTrainedModel | NgramDraft | str | Path,
     *,
     unsupported: str = "plain",
     **options: Any,
@@ -86,7 +87,7 @@ def attach(
 
     Args:
         model: The target.
-        drafts: As for :class:`pipespec.Pipeline`, smallest first.
+        drafts: As for :class:`pipespec.Pipeline`, smallest first; ``"ngram"`` for prompt lookup.
         unsupported: The treatment of a call that a pipeline cannot run (beam search, for example). ``"plain"``: transformers decodes it, and a
             :class:`pipespec.SpeedWarning` names the argument, once. ``"raise"``: it is refused by name, as by :meth:`pipespec.Pipeline.generate`.
         **options: As for :class:`pipespec.Pipeline`.

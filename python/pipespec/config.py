@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipespec.engine.ngram import NgramDraft
 
 SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
 """Values of ``schedule``."""
@@ -20,6 +24,9 @@ PATIENCE = 1.5
 
 _LOOKAHEAD = {"lockstep": 4, "workers": 8, "streams": 8}
 """Lockstep pays for each draft token with its own time. Asynchronous drafts run while the target works."""
+
+_NGRAM_LOOKAHEAD = 8
+"""Draft tokens of an n-gram index take no time, but a long verification of wrong ones does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,8 @@ class SpeculationConfig:
             form, see :mod:`pipespec.engine.fused`.
         exact: The target runs in a form whose bits depend on neither batch nor width, or a call is refused.
 
+        ngram: The first draft, if it is an n-gram index instead of a model. It has its place in ``lookahead``.
+
     Raises:
         TypeError: A value has the wrong type.
         ValueError: A value is out of range.
@@ -56,6 +65,7 @@ class SpeculationConfig:
     threads: int | None = None
     native: bool = True
     exact: bool = False
+    ngram: NgramDraft | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -77,6 +87,11 @@ class SpeculationConfig:
                 raise ValueError(f"trace must be 0 to {MOST_ENTRIES} steps per stage, not {self.trace}")
         if self.graphs and self.schedule not in ("plain", "lockstep", "streams"):
             raise ValueError(f"graphs=True is for schedule='plain', 'lockstep' or 'streams', not for {self.schedule!r}")
+        if self.ngram is not None and (self.graphs or self.schedule in ("streams", "auto")):
+            what = f"schedule={self.schedule!r}" if self.schedule in ("streams", "auto") else "graphs=True"
+            raise ValueError(
+                f"{what} does not support an n-gram draft, as yet: use schedule='lockstep' or 'workers', or leave 'ngram' out of the drafts"
+            )
         if self.exact and (self.graphs or self.schedule == "streams"):
             raise ValueError(
                 "exact=True needs steps that are not captured, as yet: leave graphs out, and use schedule='plain', 'lockstep', 'workers' or 'auto'"
@@ -97,19 +112,22 @@ class SpeculationConfig:
         trace: int = 0,
         native: bool = True,
         exact: bool = False,
+        ngram: NgramDraft | None = None,
     ) -> SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
         Args:
-            num_drafts: Number of drafts. With none, every schedule is plain decoding.
+            num_drafts: Number of drafts, an n-gram index included. With none, every schedule is plain decoding.
             schedule: See the class, as for all that follow.
-            lookahead: One integer for all drafts, or one per draft, each at least 1. Default: 4 in lockstep, otherwise 8.
+            lookahead: One integer for all drafts, or one per draft, each at least 1. Default: 4 in lockstep, otherwise 8; 8 for an n-gram
+                index.
             min_draft_tokens: Default: 0, since a wide forward on a CPU costs more than a narrow one.
             decode_meanwhile: Needs an asynchronous schedule and ``min_draft_tokens``.
             graphs: See the class. Default: only in ``"streams"``.
             trace: See the class.
             native: See the class.
             exact: See the class.
+            ngram: See the class.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -123,6 +141,7 @@ class SpeculationConfig:
             trace=trace,
             native=native,
             exact=exact,
+            ngram=None if schedule == "plain" else ngram,
         )
         if schedule == "plain" or num_drafts == 0:
             captured = bool(graphs) or schedule == "streams"
@@ -134,7 +153,8 @@ class SpeculationConfig:
                 )
             return config
         if lookahead is None:
-            lookahead = _LOOKAHEAD[schedule]
+            models = num_drafts - (ngram is not None)
+            lookahead = [*[_NGRAM_LOOKAHEAD] * (num_drafts - models), *[_LOOKAHEAD[schedule]] * models]
         per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * num_drafts
         config = replace(config, lookahead=per_draft, graphs=bool(graphs) or schedule == "streams")
         if len(config.lookahead) != num_drafts:
@@ -161,29 +181,36 @@ class SpeculationConfig:
         return self.max_draft_tokens(len(self.lookahead)) == 0
 
 
-def default_schedule(devices: Sequence[str], graphs: bool | None = None, cores: int | None = None) -> tuple[str, bool]:
+def default_schedule(
+    devices: Sequence[str], graphs: bool | None = None, cores: int | None = None, *, ngram: bool = False
+) -> tuple[str, bool]:
     """Choose the schedule where the user names none, without measuring.
 
     | stages | schedule |
     |---|---|
     | no drafts | ``"plain"`` |
+    | an n-gram index as the only draft | ``"lockstep"``, as it has no steps to overlap |
     | all on one GPU | ``"lockstep"``, captured rounds |
     | all on GPUs, more than one | ``"streams"`` |
     | drafts on the CPU, and a core for each stage | ``"workers"`` |
     | otherwise | ``"lockstep"`` |
 
+    Beside an n-gram index no steps are captured.
+
     Args:
-        devices: Per stage, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
+        devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
         graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
         cores: CPU cores for this process. None: as the operating system reports.
+        ngram: Whether the first draft is an n-gram index.
 
     Returns:
         The schedule, and whether ``"plain"`` and ``"lockstep"`` run in captured steps.
     """
     *drafts, target = devices
     captured = all(device.startswith("cuda") for device in devices) if graphs is None else graphs
+    captured = captured and not ngram
     if not drafts:
-        return "plain", captured
+        return "lockstep" if ngram else "plain", captured
     if captured:
         on_gpus = target.startswith("cuda") and len(set(devices)) > 1
         return ("streams" if on_gpus else "lockstep"), True

@@ -25,6 +25,7 @@ from pipespec.arguments import ARGUMENTS, How, check_arguments, for_forward, pla
 from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
+from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
 from pipespec.generation import Generation
@@ -374,13 +375,15 @@ class Pipeline(BasePipeline):
     Args:
         target: A LLaMA-family causal language model, or its path: a folder with ``config.json`` and safetensors.
         drafts: Models or paths, smallest first, all with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
-            padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same.
+            padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
+            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model.
         schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
             a captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"auto"`` measures the models once, keeps the profile on disk,
             and chooses schedule, drafts and numbers for each call.
-        lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: 4 in lockstep, otherwise 8.
+        lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: 4 in lockstep, otherwise 8; 8 for
+            ``"ngram"``.
         min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``
             and ``"streams"``.
         decode_meanwhile: During that wait, the target decodes one token at a time. This pays if a verification costs much more than a
@@ -418,7 +421,12 @@ class Pipeline(BasePipeline):
     def __init__(
         self,
         target: PreTrainedModel | str | Path,
-        drafts: Sequence[PreTrainedModel | str | Path] | PreTrainedModel | str | Path | None = (),
+        drafts: Sequence[PreTrainedModel | NgramDraft | str | Path]
+        | PreTrainedModel
+        | NgramDraft
+        | str
+        | Path
+        | None = (),
         *,
         schedule: str | None = None,
         lookahead: int | Sequence[int] | None = None,
@@ -432,10 +440,11 @@ class Pipeline(BasePipeline):
         native: bool = True,
         exact: bool = False,
     ) -> None:
-        if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel)):
+        if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft)):
             drafts = [] if drafts is None else [drafts]
         if not isinstance(drafts, Sequence):
             raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
+        ngram, draft_models = first_of(drafts)
         options: dict[str, Any] = {
             "lookahead": lookahead,
             "min_draft_tokens": min_draft_tokens,
@@ -444,23 +453,28 @@ class Pipeline(BasePipeline):
             "trace": trace,
             "native": native,
             "exact": exact,
+            "ngram": ngram,
         }
-        configure = functools.partial(SpeculationConfig.of, len(drafts), **options)
-        config = configure(schedule=schedule or "lockstep")  # checks the options before any model is read
-        given = [*drafts, target]
+        configure = functools.partial(SpeculationConfig.of, len(drafts))
+        config = configure(schedule=schedule or "lockstep", **options)  # checks the options before any model is read
+        given = [*draft_models, target]
         loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         devices = arrange(given, device=device, schedule=config.schedule, **loading)
         models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
         check_chain(models, given)
         if exact:
             check_exact(models[-1])
+        if config.ngram is not None:
+            options["ngram"] = config.ngram.for_target(given[-1], models[-1])
+            config = replace(config, ngram=options["ngram"])
         super().__init__(models)
         self._notes: tuple[str, ...] = ()  # for every report
         self._warned_of_rope = False
         if schedule is None:
-            schedule, options["graphs"] = default_schedule([str(model.device) for model in models], graphs)
-            config = SpeculationConfig.of(len(drafts), schedule=schedule, **options)
-            self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep"))
+            places = [str(model.device) for model in models]
+            schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None)
+            config = configure(schedule=schedule, **options)
+            self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep", **options))
         else:
             self._driver = (
                 AutoDriver(models, trace=trace, native=native)

@@ -577,6 +577,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
         "lookup",
         "reference-lock-step-tiny-small",
         "ours-plain",
+        "lockstep-ngram",
         "lockstep-tiny-small",
     ):
         row = rows[key]

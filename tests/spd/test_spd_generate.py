@@ -784,7 +784,7 @@ def test_other_targets():
 
 
 def test_the_longest_suffix():
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="1 to 32 tokens, not 0"):
         NgramDrafter(0)
 
 

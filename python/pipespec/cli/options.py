@@ -18,7 +18,13 @@ Subparsers = Any
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose and load the models."""
     parser.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
-    parser.add_argument("--draft", metavar="PATH", action="append", default=[], help="draft; several: smallest first")
+    parser.add_argument(
+        "--draft",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="draft; several: smallest first; ngram: prompt lookup, first or alone",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
     parser.add_argument(
         "--device",
@@ -42,15 +48,15 @@ def chosen_models(
         Target, drafts, and dtype.
 
     Raises:
-        ValueError: Drafts without a target.
+        ValueError: Drafts without a target. The n-gram index needs none.
     """
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
-    if args.draft:
+    if args.draft not in ([], ["ngram"]):
         raise ValueError("--draft needs a --target: the bundled family has its own drafts")
     from pipespec.demo import family_path
 
-    return family_path("target"), [family_path(name) for name in bundled()], args.dtype or "float32"
+    return family_path("target"), args.draft or [family_path(n) for n in bundled()], args.dtype or "float32"
 
 
 def one_or_all(values: list[Any] | None) -> Any:

@@ -49,6 +49,10 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         check_output(args.svg)
     target, drafts, dtype = chosen_models(args, lambda: ["small", "medium"])
+    if "ngram" in drafts:
+        raise ValueError(
+            "--draft ngram: an n-gram index is not predicted, as yet; `pipespec generate --report` measures it"
+        )
     text = None if args.prompt_file is None else read_text(args.prompt_file)
     if args.svg is not None and not drafts:
         raise ValueError("--svg: there is nothing to draw without a draft")

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from pipespec.demo import FAMILY, family_path
 from pipespec.drivers.base import StageFailure
+from pipespec.engine.ngram import NGRAM
 from pipespec.models.loading import load_model
 from pipespec.pipeline import Pipeline
 
@@ -236,7 +237,7 @@ class PipelineContender(Contender):
         if self.schedule in ("plain", "lockstep"):
             self.settings = [TunedSetting(n) for n in workload.thread_numbers]
         super().start(workload)
-        drafts = [workload.family.drafts[name] for name in self.drafts]
+        drafts: list[Any] = [workload.family.drafts.get(name, name) for name in self.drafts]
         if self.schedule == "workers":
             drafts = private_copies(drafts)
         self.pipe = Pipeline(workload.family.target, drafts, schedule=self.schedule, **self.options)
@@ -272,10 +273,11 @@ class PipelineContender(Contender):
 
 
 def standard_contenders(drafts: Sequence[str], schedules: Sequence[str] = ("lockstep", "workers")) -> list[Contender]:
-    """The rows of the demo and of the README: HuggingFace's, then ours for chains of two with each draft and one with all."""
+    """The rows of the demo and of the README: HuggingFace's, then ours: prompt lookup, chains of two with each draft, and one with all."""
     found: list[Contender] = [HFContender("plain", "HF generate()")]
     found += [HFContender(f"assisted-{name}", f"HF assisted, {name}", (name,)) for name in drafts]
     found += [HFContender("lookup", "HF prompt lookup"), PipelineContender("ours-plain", "ours, target alone", "plain")]
+    found.append(PipelineContender("lockstep-ngram", "lockstep, n-gram", "lockstep", (NGRAM,)))
     for schedule, chain in itertools.product(schedules, chains(drafts)):
         label = f"{schedule}, {' + '.join(chain)}"
         found.append(PipelineContender(f"{schedule}-{'+'.join(chain)}", label, schedule, chain))

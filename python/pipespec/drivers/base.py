@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.cache import RowCache
+from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names
 from pipespec.process.signals import pass_on
@@ -209,15 +210,32 @@ class Driver(Decoder):
         super().__init__()
         self.models = list(models)
         self.config = config
+        # Stages without a model: the index of the first stage with one.
+        self._first = int(config.ngram is not None)
         self.ran_as = self._name_of(self.schedule)
         self.block = self._make_block()
-        self._trace_memory = TraceMemory(len(models), config.trace) if config.trace else None
+        self._trace_memory = TraceMemory(self._first + len(models), config.trace) if config.trace else None
 
     def _name_of(self, schedule: str) -> str:
-        return schedule if len(self.models) > 1 else "plain"
+        return schedule if self._first + len(self.models) > 1 else "plain"
+
+    def _draft_name(self, i: int) -> str:
+        """Of the draft at stage ``i``, for messages: models are counted."""
+        return f"draft stage {i - self._first}"
 
     def _make_block(self) -> StateBlock:
-        return StateBlock.create(len(self.models), 1, 64)
+        return StateBlock.create(self._first + len(self.models), 1, 64)
+
+    def _make_ngram(self) -> NgramStage | None:
+        """The n-gram draft of the chain, for stage 1; None if there is none.
+
+        It is not set alive: what it can draft is there when the next stage plans, so that no stage waits for it.
+        """
+        return None if self.config.ngram is None else NgramStage(self.config.ngram, self.block, self._trace_of(0))
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [*[NGRAM] * self._first, *stage_names(len(self.models))]
 
     @property
     @abstractmethod
@@ -226,7 +244,7 @@ class Driver(Decoder):
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages in this process, the target last."""
+        """The stages in this process that have a model, the target last."""
         return [self.target]
 
     # ---- a call
@@ -261,7 +279,7 @@ class Driver(Decoder):
     def _lost(self, i: int, what: str) -> None:
         """Warn once about draft ``i``. No stage waits for it any more."""
         self.block.set_alive(i, False)
-        message = f"draft stage {i} {what}. The text is not affected, only its speed"
+        message = f"{self._draft_name(i)} {what}. The text is not affected, only its speed"
         warnings.warn(message, StageFailure, stacklevel=user_stacklevel())
 
     def draft_failed(self, i: int, error: Exception) -> None:
@@ -282,10 +300,9 @@ class Driver(Decoder):
         Raises:
             ValueError: ``lookahead`` has another length than there are drafts.
         """
-        if len(config.lookahead) != len(self.models) - 1:
-            raise ValueError(
-                f"a chain of {len(self.models)} needs {len(self.models) - 1} lookahead values, not {config.lookahead}"
-            )
+        drafts = self._first + len(self.models) - 1
+        if len(config.lookahead) != drafts:
+            raise ValueError(f"a chain of {drafts + 1} needs {drafts} lookahead values, not {config.lookahead}")
         self.config = config
 
     @property
@@ -318,7 +335,7 @@ class Driver(Decoder):
 
     @property
     def forms(self) -> Sequence[str]:
-        return [stage.form for stage in self.stages]
+        return [*[NgramStage.form] * self._first, *(stage.form for stage in self.stages)]
 
     def traces(self) -> dict[str, np.ndarray]:
         if self._trace_memory is None:

@@ -21,10 +21,11 @@ class LockstepDriver(Driver):
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
-        self._stages = [
-            Stage(model, self.block, i, self._trace_of(i), native=config.native) for i, model in enumerate(self.models)
-        ]
-        for i in range(len(models)):
+        ngram = self._make_ngram()
+        self._stages: list[Stage] = []
+        for i, model in enumerate(self.models, self._first):
+            trace, upstream = self._trace_of(i), None if self._stages else ngram
+            self._stages.append(Stage(model, self.block, i, trace, native=config.native, ngram=upstream))
             self.block.set_alive(i, True)
 
     @property
@@ -46,14 +47,14 @@ class LockstepDriver(Driver):
 
     def advance(self) -> Action:
         """Let the drafts fill their lookahead, then take one step of the target."""
-        return advance(self, len(self._stages) - 1)
+        return advance(self, self.block.target)
 
 
 def prefill(driver: Driver, request: GenerationRequest) -> None:
     """Fill the caches of the driver's stages, which are all in this process. A draft that fails takes no part in the call."""
     *drafts, target = driver.stages
     draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
-    for i, stage in enumerate(drafts):
+    for i, stage in enumerate(drafts, driver.block.target - len(drafts)):
         driver.block.set_alive(i, True)
         try:
             stage.prefill(draft_inputs)
@@ -64,18 +65,17 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
 
 def run_in_turn(driver: Driver, request: GenerationRequest) -> None:
     """Run the stages of a driver, one after the other, until every row of the target is complete. After :func:`prefill`."""
-    target = len(driver.stages) - 1
-    while advance(driver, target) != Action.FINISHED:
+    while advance(driver, driver.block.target) != Action.FINISHED:
         request.committed(driver.block)
 
 
 def advance(driver: Driver, i: int) -> Action:
     """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns the action of the step."""
-    config = driver.in_force
-    if config.max_draft_tokens(i) > 0:
+    config, stage = driver.in_force, driver.stages[i - driver.block.stages]
+    lookahead, max_draft_tokens = config.lookahead_of(i), config.max_draft_tokens(i)
+    if max_draft_tokens > 0 and stage is not driver.stages[0]:
         while advance(driver, i - 1) == Action.STEP:
             pass
-    stage, lookahead, max_draft_tokens = driver.stages[i], config.lookahead_of(i), config.max_draft_tokens(i)
     if stage is driver.target:
         return stage.step(lookahead, max_draft_tokens)
     if not driver.block.is_alive(i):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampling import Sampler, SamplingParams, ScoreRecord
 from pipespec.models.properties import embedding_size
 from pipespec.models.rope import DynamicRope
@@ -124,6 +125,7 @@ class Stage:
         index: place in the chain; the target has the last one.
         trace: buffer for the times of prefill and steps; None: no trace.
         native: whether the model may run in the native form.
+        ngram: the stage upstream, if it is an n-gram index: it drafts before each step of this one.
     """
 
     def __init__(
@@ -134,12 +136,14 @@ class Stage:
         trace: _native.TraceBuffer | None = None,
         *,
         native: bool = True,
+        ngram: NgramStage | None = None,
     ) -> None:
         self.model = model
         self.block = block
         self.index = index
         self._trace = trace
         self._native = native
+        self._ngram = ngram
         self._cache: RowCache | None = None
         # int32 [rows, positions]: the tokens whose keys and values the cache holds, _held[row] of them.
         self._text = np.zeros((0, 0), dtype=np.int32)
@@ -168,6 +172,8 @@ class Stage:
     def release(self) -> None:
         """Free the cache. The next prefill allocates a new one."""
         self._cache = None
+        if self._ngram is not None:
+            self._ngram.release()
 
     def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> int:
         """Bytes that a call takes over instead of allocating them.
@@ -222,6 +228,8 @@ class Stage:
         """
         began = time.perf_counter_ns()
         prompts = inputs.prompts
+        if self._ngram is not None:
+            self._ngram.prefill(prompts)
         rows, most = len(prompts), inputs.most
         self._fit_vocabulary(inputs.vocabulary)
         held = [0] * rows
@@ -357,6 +365,8 @@ class Stage:
         """
         began = time.perf_counter_ns()
         port = self.port
+        if self._ngram is not None and max_draft_tokens > 0:
+            self._ngram.fill(max_draft_tokens)
         action = port.plan(lookahead, max_draft_tokens, min_draft_tokens)
         if action != Action.STEP:
             return action

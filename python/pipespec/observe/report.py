@@ -30,7 +30,8 @@ class StageReport:
         rollbacks: Number of rollbacks.
         wasted: Tokens that it rolled back.
         histogram: Entry j: steps that accepted j draft tokens. The last entry counts those with more, too.
-        forward: How its model was called: ``"native"``, ``"fused"``, or ``"transformers: "`` and why. Empty where that is not known.
+        forward: How its model was called: ``"native"``, ``"fused"``, or ``"transformers: "`` and why; ``"n-gram index"`` without a model. Empty where
+            that is not known.
     """
 
     name: str

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
 from pipespec.spd.drafting import Drafter, SampleTokens
 from pipespec.spd.machine import DraftRequest
+from pipespec_kernels import _native
 
 
 class NgramDrafter(Drafter):
@@ -15,30 +16,31 @@ class NgramDrafter(Drafter):
     decoding (Saxena 2023), one token at a time, with the tokens in flight as part of the text.
 
     Args:
-        longest: Most tokens of the suffix.
+        longest: Most tokens of the suffix, up to 32.
 
     Raises:
-        ValueError: ``longest`` is below 1.
+        ValueError: ``longest`` is out of range.
     """
 
     def __init__(self, longest: int = 3) -> None:
-        if longest < 1:
-            raise ValueError(f"the longest suffix to look up must have at least one token, not {longest}")
+        if not 1 <= longest <= _native.MOST_MATCH:
+            raise ValueError(f"the longest suffix to look up must have 1 to {_native.MOST_MATCH} tokens, not {longest}")
         self.longest = longest
-        self._rows: list[_Index] = []
+        self._rows: list[_native.NgramIndex] = []
 
     def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
-        self._rows = [_Index(self.longest) for _ in prompts]
+        self._rows = [_native.NgramIndex(1, self.longest) for _ in prompts]
         for index, prompt in zip(self._rows, prompts, strict=True):
-            index.extend(prompt)
+            index.write(0, np.array(prompt, dtype=np.int32))
 
     def draft(self, requests: list[DraftRequest]) -> list[int]:
         out = []
         for row, tokens, _ in requests:
             index = self._rows[row]
-            index.extend(tokens)
+            # The tokens begin with those that the index has.
+            index.write(len(index), np.array(tokens[len(index) :], dtype=np.int32))
             found = index.follower()
-            out.append(tokens[-1] if found is None else found)
+            out.append(tokens[-1] if found < 0 else found)
         return out
 
     def truncate(self, row: int, length: int) -> None:
@@ -46,39 +48,3 @@ class NgramDrafter(Drafter):
 
     def finish(self) -> None:
         self._rows = []
-
-
-class _Index:
-    """The tokens of a row, and the positions at which each of its n-grams ends."""
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-
-    def _grams(self, end: int) -> list[tuple[int, ...]]:
-        """The n-grams whose last token is at ``end``, longest first."""
-        return [tuple(self._tokens[end + 1 - n : end + 1]) for n in range(min(self._longest, end + 1), 0, -1)]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append the rest of ``tokens``, which begins with the tokens held."""
-        for end in range(len(self._tokens), len(tokens)):
-            self._tokens.append(tokens[end])
-            for gram in self._grams(end):
-                self._ends.setdefault(gram, []).append(end)
-
-    def truncate(self, length: int) -> None:
-        for end in range(len(self._tokens) - 1, length - 1, -1):
-            for gram in self._grams(end):
-                self._ends[gram].pop()
-                if not self._ends[gram]:
-                    del self._ends[gram]
-            self._tokens.pop()
-
-    def follower(self) -> int | None:
-        """The token after the latest earlier occurrence of the longest suffix that has one."""
-        for gram in self._grams(len(self._tokens) - 1):
-            ends = self._ends[gram]
-            if len(ends) > 1:
-                return self._tokens[ends[-2] + 1]
-        return None

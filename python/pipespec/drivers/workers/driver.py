@@ -28,6 +28,7 @@ from pipespec.drivers.workers import template
 from pipespec.drivers.workers.process import Failed, Setup, WorkerCall
 from pipespec.drivers.workers.weights import SharedWeights, share
 from pipespec.engine.cache import RowCache
+from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
 from pipespec.models.properties import compute_dtype
@@ -55,30 +56,36 @@ class _Worker:
 
     Args:
         index: Stage of the draft.
+        name: Of the draft, for messages.
         weights: Where the model's tensors lie in ``memory``.
         memory: Shared memory of the weights.
         block: State block of the chain, in shared memory.
         threads: Number of torch's threads in the worker.
         trace: Memory of the trace, if the calls are traced.
         native: Whether the draft may run in the native form.
+        ngram: The draft upstream, if it is an n-gram index.
     """
 
     def __init__(
         self,
         index: int,
+        name: str,
         weights: SharedWeights,
         memory: SharedMemory,
         block: StateBlock,
         threads: int,
         trace: TraceMemory | None,
         native: bool,
+        ngram: NgramDraft | None,
     ) -> None:
-        self.index = index
+        self.index, self.name, self._ngram = index, name, ngram
         ours, theirs = socket.socketpair()
         assert isinstance(block.memory, SharedMemory)
-        parts = [(memory, {0}), (block.memory, block.parts_of(index))]
+        # An n-gram index upstream runs in the same process.
+        stages = {index} if ngram is None else {0, index}
+        parts = [(memory, {0}), (block.memory, block.parts_of(stages))]
         if trace is not None:
-            parts.append((trace.memory, {index}))
+            parts.append((trace.memory, stages))
         # A stopped worker reads nothing, and prompts larger than the socket's buffer must not block the caller.
         timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -94,7 +101,8 @@ class _Worker:
         self.form = ""
         with suppressed(OSError):  # the worker is dead: await_ready() raises
             entries = trace.entries if trace is not None else 0
-            self.conn.send(Setup(index, weights, threads, [len(fds) for fds in lent], entries, native))
+            counts = [len(fds) for fds in lent]
+            self.conn.send(Setup(index, weights, threads, counts, entries, native, ngram is not None))
 
     def await_ready(self) -> None:
         """Wait until the worker has built its model.
@@ -104,7 +112,7 @@ class _Worker:
         """
         if not self.conn.poll(_READY_TIMEOUT_S):
             self.kill()
-            raise RuntimeError(f"draft stage {self.index}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
+            raise RuntimeError(f"{self.name}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
         try:
             answer = self.conn.recv()
         except (EOFError, OSError) as error:
@@ -112,7 +120,15 @@ class _Worker:
             answer = Failed(self.exit_reason(), "")
         if isinstance(answer, Failed):
             self.kill()
-            raise RuntimeError(f"draft stage {self.index} could not start: {answer.cause}\n{answer.details}")
+            raise RuntimeError(f"{self.name} could not start: {answer.cause}\n{answer.details}")
+        if self._ngram is not None:
+            try:
+                # Not in the setup: a corpus is larger than the socket's buffer, and now the worker reads.
+                self.conn.send(self._ngram)
+            except OSError as error:
+                pass_on(error)
+                self.kill()
+                raise RuntimeError(f"{self.name} could not start: it did not receive the n-gram draft") from error
 
     def is_dead(self) -> bool:
         return self.process.poll() is not None
@@ -205,10 +221,12 @@ class WorkersDriver(Driver):
         # would cost them more in synchronisation than they gain.
         self._target_threads = target_threads(drafts)
         self._is_running = False
-        self._target = Stage(models[-1], self.block, drafts, self._trace_of(drafts), native=config.native)
-        self.block.set_alive(drafts, True)
+        at, ngram = self.block.target, None if drafts else self._make_ngram()
+        self._target = Stage(models[-1], self.block, at, self._trace_of(at), native=config.native, ngram=ngram)
+        self.block.set_alive(at, True)
         self._generation = 0
-        self._weights = [share(model) for model in models[:-1]]
+        # By stage.
+        self._weights = {i: share(model) for i, model in enumerate(models[:-1], self._first)}
         self._workers: dict[int, _Worker] = {}
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _shut_down, self._workers)
@@ -217,7 +235,7 @@ class WorkersDriver(Driver):
             raise failure
 
     def _make_block(self) -> StateBlock:
-        return StateBlock.create(len(self.models), 1, 64, SharedMemory.create([1]))
+        return StateBlock.create(self._first + len(self.models), 1, 64, SharedMemory.create([1]))
 
     @property
     def target(self) -> Stage:
@@ -225,13 +243,22 @@ class WorkersDriver(Driver):
 
     def _start_missing(self) -> dict[int, RuntimeError]:
         """Start the missing workers together and wait until they are ready. Return the errors of those that cannot start."""
-        fresh = [i for i in range(len(self._weights)) if i not in self._workers]
+        fresh = [i for i in self._weights if i not in self._workers]
         failures = {}
         try:
             for i in fresh:
                 weights, memory = self._weights[i]
+                ngram = self.config.ngram if i == self._first else None
                 self._workers[i] = _Worker(
-                    i, weights, memory, self.block, threads=1, trace=self._trace_memory, native=self.config.native
+                    i,
+                    self._draft_name(i),
+                    weights,
+                    memory,
+                    self.block,
+                    threads=1,
+                    trace=self._trace_memory,
+                    native=self.config.native,
+                    ngram=ngram,
                 )
             for i in fresh:
                 try:
@@ -335,14 +362,14 @@ class WorkersDriver(Driver):
     def forms(self) -> Sequence[str]:
         for worker in self._workers.values():
             worker.receive_sent()
-        drafts = range(len(self.models) - 1)
-        return [*(self._workers[i].form if i in self._workers else "" for i in drafts), self._target.form]
+        drafts = [self._workers[i].form if i in self._workers else "" for i in self._weights]
+        return [*[NgramStage.form] * self._first, *drafts, self._target.form]
 
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found, inputs = super().reusable_bytes(request), request.inputs
         rows = len(inputs.prompts)
         for i, worker in self._workers.items():
-            model, (had_rows, had) = self.models[i], worker.cache
+            model, (had_rows, had) = self.models[i - self._first], worker.cache
             # A cache that grows exists twice while it is copied.
             grows = inputs.reuse and rows == had_rows and inputs.capacity > had
             if not grows and not worker.is_dead():

@@ -21,6 +21,7 @@ import torch
 
 from pipespec.config import WIDTH
 from pipespec.drivers.workers.weights import SharedWeights
+from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage, StageInputs
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
@@ -46,6 +47,7 @@ class Setup:
         parts: Number of file descriptors of the weights, of the state block and, where the calls are traced, of the trace.
         trace: Entries of the trace for each stage; 0: no trace.
         native: Whether the model may run in the native form.
+        ngram: Whether the draft upstream is an n-gram index, which runs in this process. It is sent once the worker is ready.
     """
 
     index: int
@@ -54,6 +56,7 @@ class Setup:
     parts: Sequence[int]
     trace: int = 0
     native: bool = True
+    ngram: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,14 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
     weights, shared_block, *shared_trace = (SharedMemory(list(islice(left, count))) for count in setup.parts)
     model = setup.weights.build(weights)
     block = StateBlock(shared_block)
-    trace = None
-    if shared_trace:
-        trace = TraceMemory(block.stages, setup.trace, shared_trace[0]).buffer(setup.index)
-    stage = Stage(model, block, setup.index, trace, native=setup.native)
+    traces = TraceMemory(block.stages, setup.trace, shared_trace[0]) if shared_trace else None
     conn.send("ready")
+    ngram = None
+    if setup.ngram:
+        draft: NgramDraft = conn.recv()
+        ngram = NgramStage(draft, block, None if traces is None else traces.buffer(0))
+    trace = None if traces is None else traces.buffer(setup.index)
+    stage = Stage(model, block, setup.index, trace, native=setup.native, ngram=ngram)
     while True:
         while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
             if os.getppid() != parent:

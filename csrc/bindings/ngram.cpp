@@ -1,0 +1,60 @@
+// Bindings of prompt lookup: the index of n-grams, and stage 0 of a chain over it.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include "../runtime/ngram_stage.hpp"
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace pipespec {
+namespace {
+
+using Tokens = py::array_t<std::int32_t, py::array::c_style>;
+
+std::size_t count(const Tokens& tokens) {
+  if (tokens.ndim() != 1) throw std::invalid_argument("tokens must have one dimension");
+  return static_cast<std::size_t>(tokens.size());
+}
+
+}  // namespace
+
+void bind_ngram(py::module_& m) {
+  py::class_<NgramIndex, std::shared_ptr<NgramIndex>>(m, "NgramIndex")
+      .def(py::init<std::uint32_t, std::uint32_t>(), py::arg("min_match"), py::arg("max_match"))
+      .def("__len__", &NgramIndex::size)
+      .def(
+          "write",
+          [](NgramIndex& index, std::size_t position, const Tokens& tokens) {
+            if (position > index.size())
+              throw py::index_error("position " + std::to_string(position) + " of a text of " +
+                                    std::to_string(index.size()) + " tokens");
+            const std::size_t n = count(tokens);
+            const std::int32_t* data = tokens.data();
+            const py::gil_scoped_release released;
+            index.write(position, data, n);
+          },
+          py::arg("position"), py::arg("tokens").noconvert())
+      .def("truncate", &NgramIndex::truncate, py::arg("length"))
+      .def("follower", &NgramIndex::follower, py::arg("corpus") = nullptr);
+  m.attr("MOST_MATCH") = NgramIndex::kMostMatch;
+
+  // Python keeps the block's memory as an attribute.
+  py::class_<NgramStage>(m, "NgramStage", py::dynamic_attr())
+      .def(py::init<const Block&, std::uint32_t, const NgramIndex&, std::shared_ptr<NgramIndex>>(),
+           py::arg("block"), py::arg("width"), py::arg("empty"), py::arg("corpus"))
+      .def(
+          "prefill",
+          [](NgramStage& stage, std::uint32_t row, const Tokens& tokens) {
+            const std::size_t n = count(tokens);
+            const std::int32_t* data = tokens.data();
+            const py::gil_scoped_release released;
+            stage.prefill(row, data, n);
+          },
+          py::arg("row"), py::arg("tokens").noconvert())
+      .def("fill", &NgramStage::fill, py::arg("lookahead"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("trace", &NgramStage::trace, py::arg("buffer"), py::keep_alive<1, 2>());
+}
+
+}  // namespace pipespec

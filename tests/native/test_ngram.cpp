@@ -1,0 +1,145 @@
+// The n-gram index against a plain search, over random texts with appends, truncations and
+// rewrites; and stage 0 of a chain over it.
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "check.hpp"
+#include "cpu/ngram.hpp"
+#include "runtime/generation.hpp"
+#include "runtime/ngram_stage.hpp"
+
+using namespace pipespec;
+
+namespace {
+
+using Text = std::vector<std::int32_t>;
+
+// The token behind the latest occurrence of the last n tokens of `text` that ends in `in` before
+// position `before`.
+std::int32_t search(const Text& text, std::size_t n, const Text& in, std::size_t before) {
+  for (std::size_t end = before; end-- > 0;) {
+    std::size_t same = 0;
+    while (same < n && same <= end && in[end - same] == text[text.size() - 1 - same]) ++same;
+    if (same == n) return in[end + 1];
+  }
+  return NgramIndex::kNone;
+}
+
+std::int32_t follower(const Text& text, const Text& corpus, std::size_t least, std::size_t most) {
+  for (std::size_t n = std::min(most, text.size()); n >= least; --n) {
+    for (const Text* in : {&text, &corpus}) {
+      if (in->empty()) continue;
+      const std::int32_t found = search(text, n, *in, in->size() - 1);
+      if (found != NgramIndex::kNone) return found;
+    }
+  }
+  return NgramIndex::kNone;
+}
+
+Text draw(std::mt19937& random, std::size_t count, std::uint32_t kinds) {
+  Text out(count);
+  for (auto& token : out) token = static_cast<std::int32_t>(random() % kinds);
+  return out;
+}
+
+}  // namespace
+
+TEST(an_index_finds_what_a_search_finds) {
+  std::mt19937 random(1);
+  std::uint32_t found = 0, none = 0, from_corpus = 0;
+  for (std::uint32_t trial = 0; trial < check::trials(60, 1000); ++trial) {
+    const std::uint32_t least = 1 + random() % 3, most = least + random() % 5;
+    const std::uint32_t kinds = trial % 3 == 0 ? 2 : trial % 3 == 1 ? 5 : 40;
+    const Text corpus = draw(random, trial % 2 == 0 ? 0 : 1 + random() % 100, kinds);
+    NgramIndex index(least, most), more(least, most);
+    more.write(0, corpus.data(), corpus.size());
+    const NgramIndex* looked = trial % 4 == 1 ? &more : nullptr;
+    Text text;
+    for (int operation = 0; operation < 40; ++operation) {
+      // A rewrite at any position: an append, a rollback, or tokens that are there already.
+      const std::size_t at = text.size() - random() % (text.size() + 1) / (1 + random() % 8);
+      Text tokens = draw(random, random() % 30, kinds);
+      for (std::size_t i = 0; i < tokens.size() && at + i < text.size() && random() % 8 > 0; ++i)
+        tokens[i] = text[at + i];
+      text.resize(at);
+      text.insert(text.end(), tokens.begin(), tokens.end());
+      index.write(at, tokens.data(), tokens.size());
+      CHECK_EQ(index.size(), text.size());
+      const std::int32_t wanted = follower(text, looked ? corpus : Text{}, least, most);
+      CHECK_EQ(index.follower(looked), wanted);
+      ++(wanted == NgramIndex::kNone ? none : found);
+      from_corpus += looked && wanted != follower(text, {}, least, most);
+    }
+  }
+  CHECK(found > 100 && none > 100 && from_corpus > 20);
+}
+
+// A target with a given text, behind an n-gram index, in a batch of prompts of different lengths.
+TEST(a_target_gets_its_own_text_and_accepts_draft_tokens) {
+  constexpr std::uint32_t kLookahead = 4, kWidth = 8;
+  std::mt19937 random(2);
+  std::uint64_t accepted = 0, rejected = 0, rollbacks = 0, silent = 0;
+  for (std::uint32_t trial = 0; trial < check::trials(60, 1000); ++trial) {
+    const std::uint32_t rows = 1 + trial % 3, least = 1 + trial % 2;
+    std::vector<Text> texts;
+    std::vector<std::uint32_t> starts, limits;
+    std::vector<std::int32_t> last;
+    for (std::uint32_t row = 0; row < rows; ++row) {
+      // Phrases that repeat with changes, or tokens that are all different.
+      Text text;
+      if ((trial + row) % 4 == 0) {
+        for (std::int32_t i = 0; i < 120; ++i) text.push_back(i);
+        ++silent;
+      } else {
+        const Text phrase = draw(random, 5 + random() % 20, 50);
+        while (text.size() < 120) {
+          text.insert(text.end(), phrase.begin(), phrase.end());
+          text.back() = static_cast<std::int32_t>(random() % 50);
+        }
+      }
+      starts.push_back(1 + random() % 40);
+      limits.push_back(starts.back() + 20 + random() % 50);
+      last.push_back(text[starts.back() - 1]);
+      texts.push_back(text);
+    }
+    std::vector<std::uint64_t> memory(Block::bytes(2, rows, 128) / 8 + kLine / 8 + 1);
+    void* base = reinterpret_cast<void*>(
+        (reinterpret_cast<std::uintptr_t>(memory.data()) + kLine - 1) / kLine * kLine);
+    const Block block = Block::create(base, 2, rows, 128);
+    reset(block, starts, limits, last, {});
+    NgramStage draft(block, kWidth, NgramIndex(least, 4), nullptr);
+    StagePort target(block, 1, kWidth);
+    for (std::uint32_t row = 0; row < rows; ++row)
+      draft.prefill(row, texts[row].data(), starts[row] - 1);
+    std::vector<std::int32_t> selected(rows * kWidth);
+    for (;;) {
+      draft.fill(kLookahead);
+      const Action action = target.plan(0, kLookahead, 0);
+      if (action == Action::kFinished) break;
+      if (!CHECK(action == Action::kStep)) return;
+      for (std::uint32_t row = 0; row < rows; ++row) {
+        const auto begin = target.kv()[row];
+        for (std::int32_t i = 0; i < target.query_lens()[row]; ++i)
+          selected[row * kWidth + i] = texts[row][begin + i + 1];
+      }
+      target.commit(selected.data(), kWidth);
+    }
+    for (std::uint32_t row = 0; row < rows; ++row) {
+      const Text got = tokens(block, 1, row, starts[row], limits[row]);
+      CHECK(got == Text(texts[row].begin() + starts[row], texts[row].begin() + limits[row]));
+      const Counters& counts = block.priv(1, row).counters;
+      if ((trial + row) % 4 == 0) {
+        CHECK_EQ(counts.drafted, 0u);
+        CHECK_EQ(block.priv(0, row).counters.produced, 0u);
+      }
+      accepted += counts.accepted;
+      rejected += counts.drafted - counts.accepted;
+      rollbacks += block.priv(0, row).counters.rollbacks;
+    }
+  }
+  CHECK(accepted > 500 && rejected > 50 && rollbacks > 20 && silent > 10);
+}
+
+TEST_MAIN()

@@ -1,0 +1,387 @@
+"""Prompt lookup as the first draft: the target's own text in every chain, and exactly the draft tokens that a plain search would find."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import pipespec
+from pipespec import NgramDraft, Pipeline, attach, detach
+from pipespec.config import SpeculationConfig, default_schedule
+from tests.conftest import VOCABULARY, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.test_forks import Child
+from tests.waiting import drafts_keep_up
+
+NEW = 40
+SAMPLED = {"do_sample": True, "seed": 5, "temperature": 0.7, "top_k": 3}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(7)
+
+
+@pytest.fixture(scope="module")
+def repetitive(model):
+    """Prompts that contain text of the target twice, of different lengths."""
+    rows = []
+    for prompt in random_prompts(3, seed=31, shortest=3, longest=12):
+        text = model.generate(prompt[None], max_new_tokens=20, do_sample=False)[0]
+        rows.append(torch.cat([text, text[: len(prompt) + 3]]))
+    return rows
+
+
+def plain(model, ids, mask, **kwargs):
+    """The text of the target alone: transformers' for greedy decoding, and the pipeline's of the seed."""
+    if kwargs.get("do_sample"):
+        return Pipeline(model, schedule="plain").generate(ids, attention_mask=mask, **kwargs)
+    return model.generate(ids, attention_mask=mask, **kwargs)
+
+
+def search(text: list[int], draft: NgramDraft) -> int | None:
+    """The token that the draft proposes after ``text``, by a plain search."""
+    corpus = [] if draft.corpus is None else list(draft.corpus)
+    for n in range(min(draft.max_match, len(text)), draft.min_match - 1, -1):
+        for source in (text, corpus):
+            for end in range(len(source) - 1, n - 1, -1):
+                if source[end - n : end] == text[-n:]:
+                    return source[end]
+    return None
+
+
+def verified(text: list[int], prompt: int, draft: NgramDraft, lookahead: int) -> tuple[int, int, int]:
+    """Steps, draft tokens and accepted ones with which a target arrives at ``text``."""
+    at, steps, drafted, accepted = prompt, 0, 0, 0
+    while at < len(text):
+        tokens = text[:at]
+        while len(tokens) < min(at + lookahead, len(text)) and (found := search(tokens, draft)) is not None:
+            tokens.append(found)
+        # One position stays free for the target's own token.
+        proposed = tokens[at : len(text) - 1]
+        same = next((i for i, token in enumerate(proposed) if token != text[at + i]), len(proposed))
+        steps, drafted, accepted = steps + 1, drafted + len(proposed), accepted + same
+        at += same + 1
+    return steps, drafted, accepted
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+@pytest.mark.parametrize(
+    "draft", [NgramDraft(), NgramDraft(min_match=1, max_match=3), NgramDraft(min_match=3)], ids=["2-8", "1-3", "3-8"]
+)
+@pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_the_target_verifies_what_a_search_finds(model, repetitive, schedule, draft, kwargs):
+    total = 0
+    with Pipeline(model, draft, schedule=schedule, lookahead=6) as pipe:
+        for prompt in repetitive:
+            ids, mask = prompt[None], torch.ones_like(prompt[None])
+            wanted = plain(model, ids, mask, max_new_tokens=NEW, **kwargs)
+            got = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)
+            assert torch.equal(wanted, got)
+            stage = pipe.report.stages[-1]
+            counts = verified(got[0].tolist(), len(prompt), draft, 6)
+            assert (stage.steps, stage.drafted, stage.accepted) == counts
+            assert pipe.report.schedule == schedule
+            total += stage.accepted
+    assert total > 0
+
+
+@pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+@pytest.mark.parametrize("models", [0, 1, 2])
+def test_batches(model, repetitive, models, schedule, kwargs):
+    """Rows of different lengths, which end at different times, behind drafts that often disagree."""
+    ids, mask = left_pad([*repetitive, *random_prompts(2, seed=3)])
+    free = plain(model, ids, mask, max_new_tokens=NEW, **kwargs)
+    eos = [int(free[1, ids.shape[1] + 9]), int(free[3, ids.shape[1] + 17])]
+    wants = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": 0, **kwargs}
+    wanted = plain(model, ids, mask, **wants)
+    drafts = [noisy(model, 0.2, seed=1), noisy(model, 0.03, seed=2)][2 - models :]
+    with Pipeline(model, ["ngram", *drafts], schedule=schedule) as pipe:
+        for _ in range(2):
+            assert torch.equal(wanted, pipe.generate(ids, attention_mask=mask, **wants))
+        names = [stage.name for stage in pipe.report.stages]
+    assert names == ["ngram", *(f"draft {i}" for i in range(models)), "target"]
+    assert pipe.report.stages[0].forward == "n-gram index"
+    if schedule == "lockstep":  # a worker may come too late
+        assert pipe.report.stages[0].steps > 0
+        assert all(stage.drafted > 0 for stage in pipe.report.stages[1:])
+        assert pipe.report.stages[-1].accepted > 0
+
+
+def test_text_without_repetition_costs_no_draft_tokens(model):
+    prompt = torch.arange(2, 30)[None]
+    wants = {"max_new_tokens": NEW, "do_sample": False, "no_repeat_ngram_size": 2}
+    with Pipeline(model, "ngram") as pipe:
+        assert torch.equal(model.generate(prompt, **wants), pipe.generate(prompt, **wants))
+        index, target = pipe.report.stages
+        assert (index.steps, target.drafted, target.steps) == (0, 0, NEW)
+        # The same index drafts as soon as something repeats.
+        pipe.generate(torch.cat([prompt, prompt], 1), max_new_tokens=NEW, do_sample=False)
+        assert pipe.report.stages[1].drafted > 0
+
+
+@pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_corpus(model, repetitive, kwargs):
+    """With the target's own text as the corpus, every draft token is accepted."""
+    prompt = random_prompts(1, seed=8, shortest=6)[0]
+    text = plain(model, prompt[None], None, max_new_tokens=NEW, **kwargs)
+    draft = NgramDraft(corpus=text[0].tolist(), min_match=3, max_match=32)
+    with Pipeline(model, draft, schedule="lockstep", lookahead=7) as pipe:
+        assert torch.equal(text, pipe.generate(prompt[None], max_new_tokens=NEW, **kwargs))
+        stage = pipe.report.stages[-1]
+        assert (stage.steps, stage.drafted, stage.accepted) == (NEW // 8, NEW - NEW // 8, NEW - NEW // 8)
+        # Another text of the same pipeline.
+        wanted = plain(model, repetitive[0][None], None, max_new_tokens=NEW, **kwargs)
+        assert torch.equal(wanted, pipe.generate(repetitive[0][None], max_new_tokens=NEW, **kwargs))
+        stage = pipe.report.stages[-1]
+        assert (stage.steps, stage.drafted, stage.accepted) == verified(
+            wanted[0].tolist(), len(repetitive[0]), draft, 7
+        )
+
+
+def test_a_corpus_from_a_file(tmp_path):
+    from transformers import AutoTokenizer
+
+    from pipespec.demo import family_path
+
+    path = family_path("target")
+    ids = AutoTokenizer.from_pretrained(path)("def mean(values):", return_tensors="pt").input_ids
+    with Pipeline(path, schedule="plain", dtype="float32") as pipe:
+        text = pipe.generate(ids, max_new_tokens=32, do_sample=False)
+    file = tmp_path / "corpus.txt"
+    file.write_text(AutoTokenizer.from_pretrained(path).decode(text[0], skip_special_tokens=True))
+    for corpus in (file, str(file)):
+        with Pipeline(path, NgramDraft(corpus=corpus), dtype="float32") as pipe:
+            assert torch.equal(text, pipe.generate(ids, max_new_tokens=32, do_sample=False))
+            assert pipe.report.stages[-1].accepted > 16
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_a_draft_behind_the_index_that_disagrees(model, repetitive, schedule):
+    """The index rolls back with its downstream neighbour and drafts again behind the correction."""
+    prompt = repetitive[0]
+    wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+    with Pipeline(model, ["ngram", always_wrong(model)], schedule=schedule, lookahead=[6, 3]) as pipe:
+        if schedule == "lockstep":
+            assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
+        else:
+            with drafts_keep_up(pipe, [len(prompt) + NEW]):
+                assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
+        index, draft, target = pipe.report.stages
+    assert index.rollbacks > 0
+    assert index.produced > 0
+    assert draft.drafted > 0
+    assert (target.accepted, target.steps) == (0, NEW)
+
+
+def test_the_index_in_a_worker_drafts(model, repetitive):
+    """In the process of the first model, whose draft tokens are the target's own."""
+    prompt = repetitive[1]
+    draft = noisy(model, 0.0)
+    wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+    # Larger than the buffer of the socket to the worker.
+    corpus = np.tile(wanted[0].numpy(), 5000)
+    with Pipeline(model, [NgramDraft(corpus=corpus, max_match=32), draft], schedule="workers", trace=256) as pipe:
+        for _ in range(2):
+            with drafts_keep_up(pipe, [len(prompt) + NEW]):
+                assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
+            index, first, target = pipe.report.stages
+            assert first.accepted == first.drafted > 0
+            assert target.accepted == target.drafted > 0
+            # The trace has the steps of every stage, the index included.
+            entries = pipe.report.traced()
+            assert list(entries) == ["ngram", "draft 0", "target"]
+            assert len(entries["ngram"]) == index.steps > 0
+
+
+def test_no_stage_waits_for_the_index(model):
+    """What it can draft is there when the target plans, so that ``min_draft_tokens`` changes nothing."""
+    prompt = torch.arange(2, 9)
+    wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)[0].tolist()
+    draft = NgramDraft(corpus=wanted[5:9])  # the end of the prompt and two more tokens, fewer than the minimum
+    with Pipeline(model, draft, schedule="workers", min_draft_tokens=5, decode_meanwhile=True) as pipe:
+        assert pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)[0].tolist() == wanted
+        stage = pipe.report.stages[-1]
+    counts = verified(wanted, len(prompt), draft, 8)
+    assert (stage.steps, stage.drafted, stage.accepted) == counts
+    assert counts[1] > 0
+
+
+def test_a_worker_that_dies_takes_the_index_with_it(model, repetitive):
+    prompt = repetitive[0]
+    wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+    with Pipeline(model, ["ngram", noisy(model, 0.05)], schedule="workers") as pipe:
+        pipe._driver._workers[1].process.kill()
+        pipe._driver._workers[1].process.wait()
+        with pytest.warns(pipespec.StageFailure, match="draft stage 0 has ended since the last call"):
+            assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
+        with drafts_keep_up(pipe, [len(prompt) + NEW]):
+            assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
+        assert pipe.report.stages[0].steps > 0
+
+
+@pytest.mark.parametrize("drafts", [["ngram"], ["ngram", "model"]], ids=["alone", "two"])
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_calls_after_an_interrupted_one(model, repetitive, schedule, drafts):
+    prompt = repetitive[2]
+    wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+
+    class Failing:
+        def put(self, tokens):
+            if tokens.numel() and self.left == 0:
+                raise LookupError("enough")
+            self.left -= 1
+
+        def end(self):
+            pass
+
+    given = [noisy(model, 0.05) if draft == "model" else draft for draft in drafts]
+    with Pipeline(model, given, schedule=schedule) as pipe:
+        for at in (1, 7):
+            streamer = Failing()
+            streamer.left = at
+            with pytest.raises(LookupError, match="enough"):
+                pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False, streamer=streamer)
+            assert torch.equal(pipe.partial[0], wanted[0, : pipe.partial.shape[1]])
+            assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
+
+
+def test_a_text_in_turns(model, repetitive):
+    """A caller's cache continues; the index starts with the whole text."""
+    prompt = repetitive[0]
+    with Pipeline(model, "ngram") as pipe:
+        first = pipe.generate(prompt[None], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+        more = torch.cat([first.sequences, prompt[None, :7]], 1)
+        wanted = model.generate(more, max_new_tokens=NEW, do_sample=False)
+        got = pipe.generate(more, past_key_values=first.past_key_values, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(wanted, got)
+        stage = pipe.report.stages[-1]
+        assert (stage.steps, stage.drafted, stage.accepted) == verified(got[0].tolist(), more.shape[1], NgramDraft(), 8)
+
+
+def test_a_fork(model, repetitive):
+    prompt = repetitive[0]
+    wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+    with Pipeline(model, ["ngram", noisy(model, 0.05)], schedule="lockstep") as pipe:
+        pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+
+        def body() -> None:
+            assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
+            assert pipe.report.stages[0].steps > 0
+
+        child = Child(body)
+        assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
+        child.check()
+
+
+def test_attach(repetitive):
+    model = random_llama(7)
+    wanted = model.generate(repetitive[0][None], max_new_tokens=NEW, do_sample=False)
+    pipe = attach(model, drafts="ngram")
+    try:
+        assert torch.equal(wanted, model.generate(repetitive[0][None], max_new_tokens=NEW, do_sample=False))
+        assert pipe.schedule == "lockstep"
+        assert pipe.report.stages[0].name == "ngram"
+    finally:
+        detach(model)
+
+
+def test_dynamic_numbers(model, repetitive):
+    """A lookahead of 0 lets the index rest."""
+    prompt = repetitive[0]
+    with Pipeline(model, "ngram", schedule="lockstep") as pipe:
+        driver = pipe._driver
+        driver.steer(SpeculationConfig(schedule="lockstep", lookahead=(0,), ngram=driver.config.ngram))
+        pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
+        assert [stage.steps for stage in pipe.report.stages] == [0, NEW]
+        with pytest.raises(ValueError, match="a chain of 2 needs 1 lookahead"):
+            driver.steer(SpeculationConfig(schedule="lockstep"))
+
+
+def test_defaults(model):
+    draft = noisy(model, 0.05)
+    with Pipeline(model, ["ngram", draft], schedule="lockstep") as pipe:
+        assert pipe.config.lookahead == (8, 4)
+    with Pipeline(model, ["ngram", draft], schedule="plain") as pipe:
+        pipe.generate(torch.tensor([[5, 6, 5, 6]]), max_new_tokens=4)
+        assert [stage.name for stage in pipe.report.stages] == ["target"]
+    assert default_schedule(["cpu"], ngram=True) == ("lockstep", False)
+    assert default_schedule(["cuda:0"], ngram=True) == ("lockstep", False)
+    assert default_schedule(["cuda:0", "cuda:0"], ngram=True) == ("lockstep", False)
+    assert default_schedule(["cpu", "cpu"], cores=2, ngram=True) == ("workers", False)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "options", "error", "message"),
+    [
+        (lambda m: [noisy(m, 0.1), "ngram"], {}, ValueError, "can only be the first of the drafts"),
+        (lambda m: ["ngram", NgramDraft()], {}, ValueError, "can only be the first of the drafts"),
+        (lambda m: "ngram", {"graphs": True}, ValueError, "graphs=True does not support an n-gram draft"),
+        (lambda m: "ngram", {"schedule": "streams"}, ValueError, "'streams' does not support an n-gram draft"),
+        (lambda m: "ngram", {"schedule": "auto"}, ValueError, "'auto' does not support an n-gram draft"),
+        (lambda m: ["ngram"], {"schedule": "lockstep", "lookahead": [4, 4]}, ValueError, "one per draft, 1, not 2"),
+        (lambda m: NgramDraft(corpus=[5, VOCABULARY]), {}, ValueError, f"ids from 5 to {VOCABULARY}"),
+        (lambda m: NgramDraft(corpus=[-1, 5]), {}, ValueError, "ids from -1 to 5"),
+        (lambda m: NgramDraft(corpus="no such file"), {}, FileNotFoundError, "no such file"),
+    ],
+)
+def test_refused_chains(model, drafts, options, error, message):
+    with pytest.raises(error, match=message):
+        Pipeline(model, drafts(model), **options)
+
+
+def test_a_corpus_without_a_tokenizer(model, tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text("some text")
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer beside the target .*give its token ids instead"):
+        Pipeline(model, NgramDraft(corpus=file))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        Pipeline(model, NgramDraft(corpus=file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"min_match": 0}, ValueError, "1 <= min_match"),
+        ({"min_match": 5, "max_match": 4}, ValueError, "not 5 and 4"),
+        ({"max_match": 33}, ValueError, "max_match <= 32"),
+        ({"min_match": 2.0}, TypeError, "min_match must be a number of tokens"),
+        ({"max_match": True}, TypeError, "max_match must be a number of tokens"),
+        ({"corpus": []}, ValueError, "a path, or a sequence of token ids"),
+        ({"corpus": [[1, 2]]}, ValueError, "a path, or a sequence of token ids"),
+        ({"corpus": np.zeros(3)}, ValueError, "a path, or a sequence of token ids"),
+    ],
+)
+def test_refused_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        NgramDraft(**arguments)
+
+
+def test_the_command(capfd):
+    from pipespec.cli.main import main
+
+    prompt = [
+        "--prompt",
+        "def mean(values):\n    return sum(values) / len(values)\n\ndef mean(",
+        "--max-new-tokens",
+        "24",
+    ]
+    texts = []
+    for options in (["--schedule", "plain"], ["--draft", "ngram", "--report"]):
+        assert main(["generate", *prompt, *options]) == 0
+        out, err = capfd.readouterr()
+        texts.append(out)
+    assert texts[0] == texts[1]
+    assert "\nngram " in err
+    assert main(["plan", "--draft", "ngram"]) != 0
+    assert "an n-gram index is not predicted" in capfd.readouterr().err
+
+
+def test_the_name_is_imported_when_it_is_used():
+    code = "import sys, pipespec; assert 'torch' not in sys.modules; assert pipespec.NgramDraft().min_match == 2"
+    subprocess.run([sys.executable, "-c", code], check=True)
