@@ -185,7 +185,7 @@ def _survey(
         "sharing": planner.predict(profile, replay, chosen.candidate, call, cores=cores).rate,
         "measured": chosen.median,
     }
-    print(f"the plan: {own.why}\nslowness {profile.slowness:.3f}")
+    print(f"the plan: {own.why}")
     if args.svg:
         load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
         caption = f"Bundled family, fp32, {cores} cores, medians of {args.repeats} repeats, load {load}."

@@ -164,14 +164,6 @@ def test_the_prompt_is_read_with_the_candidates_threads():
     assert rates == pytest.approx([100 / 0.5, 100 / 0.3])
 
 
-def test_a_slow_machine_slows_all_alike():
-    usual, slow = (replace(chain(1e-3, 1e-2, prefill_s=1e-4), slowness=s) for s in (1.0, 1.25))
-    fast = {c.key: c for c in plan(usual, Answers((0.8,))).candidates}
-    for c in plan(slow, Answers((0.8,))).candidates:
-        assert c.rate == pytest.approx(fast[c.key].rate / 1.25)
-        assert c.ideal == pytest.approx(fast[c.key].ideal / 1.25)
-
-
 def test_ideally_only_steps_take_time(monkeypatch):
     candidate = planner.Candidate("workers", (0,), (8,), 0, 1, 0.0)
     wanted = planner.predict(chain(1e-3, 1e-2), Answers((0.8,)), candidate, CallShape()).rate
@@ -289,7 +281,7 @@ def test_zero_times():
             return 0.0
 
     class Chain:
-        stages, threads, slowness = (Zero(), Zero()), 1, 1.0
+        stages, threads = (Zero(), Zero()), 1
 
     with pytest.raises(ValueError, match="step time of target"):
         plan(Chain(), Answers((0.5,)))

@@ -29,8 +29,6 @@ CAPTURED_WIDTHS = (1, 2, 4, 8, 16, 32)
 """Widths of the measured captured steps. Each width is a graph."""
 _CAPTURED_STEPS = 16
 _LONG = 1024
-_QUARTER = 0.25
-"""Quantile over the rounds that counts as the time of a step. The excess of the mean is the load of the machine."""
 _LOOKAHEAD = 64
 """Of the draft that publishes random tokens: more than the widest step feeds."""
 _WARM = 8
@@ -210,8 +208,7 @@ class Profiler:
                 self._beside.setdefault(draft, []).append((rates[1] / rates[0] - 1, slower - 1))
 
     def profile(self) -> Profile:
-        """Summarise all rounds so far; at least one is needed."""
-        ratios = []
+        """Summarise all rounds so far by medians; at least one round is needed."""
         stages = []
         places = device_numbers(self.models)
         for stage, (name, model, benches) in enumerate(zip(self.names, self.models, self._benches, strict=True)):
@@ -219,13 +216,10 @@ class Profiler:
             for threads in self._counts:
                 best: list[StepTimes] = []
                 for place, (bench, widths) in enumerate(zip(benches, self._widths, strict=True)):
-                    samples = [self._steps[stage, place, threads, w] for w in widths]
-                    low = [float(np.quantile(s, _QUARTER)) for s in samples]
-                    if stage == len(self.models) - 1:  # most of a call's time is the target's
-                        ratios += [statistics.mean(s) / q for s, q in zip(samples, low, strict=True)]
+                    seconds = tuple(statistics.median(self._steps[stage, place, threads, w]) for w in widths)
                     prompt = self._steps.get((stage, place, threads, 0))
-                    per_token = best[0].prefill_s if prompt is None else float(np.quantile(prompt, _QUARTER))
-                    best.append(StepTimes(threads, self.rows, bench.context, widths, tuple(low), per_token))
+                    per_token = best[0].prefill_s if prompt is None else statistics.median(prompt)
+                    best.append(StepTimes(threads, self.rows, bench.context, widths, seconds, per_token))
                 short, far = best
                 # The extra time of the longer context, at the widths of the finer table.
                 added = [max(0.0, far.at(w) - short.at(w)) for w in (min(w, far.widths[-1]) for w in short.widths)]
@@ -237,7 +231,7 @@ class Profiler:
             stages.append(
                 StageProfile(name, model.num_parameters(), tuple(times), contention, burden, cold, places[stage])
             )
-        return Profile(tuple(stages), self.threads, statistics.median(ratios))
+        return Profile(tuple(stages), self.threads)
 
 
 def measure_stages(

@@ -221,13 +221,12 @@ def predict(
     """
     rows, target = call.rows, len(profile.stages) - 1
     in_processes = candidate.schedule == "workers"
-    # Captured steps do not depend on the host, and their times contain what lies between them.
-    load = 1.0 if candidate.captured else profile.slowness
+    # The times of captured steps contain what lies between them.
     between = 0.0 if ideal or candidate.captured else BETWEEN_S
     shape: dict[str, Any] = {"rows": rows, "captured": candidate.captured}
 
     def prompt_s(i: int, threads: int) -> float:
-        return load * profile.stages[i].prompt_s(call.prompt, threads=threads, **shape)
+        return profile.stages[i].prompt_s(call.prompt, threads=threads, **shape)
 
     # Until the target's first step: stages in one process read their prompts one after the other.
     start = sum(prompt_s(i, candidate.threads) for i in (*(() if in_processes else candidate.drafts), target))
@@ -237,7 +236,7 @@ def predict(
         threads = candidate.threads if i == target or not in_processes else 1
         fed = range(1, 2 if candidate.schedule == "plain" else _MOST_WIDTH + 1)
         widths = [columns(candidate, place, w) for w in fed]
-        seconds = [load * stage.seconds(w, context=call.context, threads=threads, **shape) for w in widths]
+        seconds = [stage.seconds(w, context=call.context, threads=threads, **shape) for w in widths]
         for t in seconds:
             positive(t, f"a step time of {stage.name}")
         beside = [profile.stages[j].burden for j in candidate.drafts] if i == target else [stage.contention]
@@ -247,7 +246,7 @@ def predict(
                 prompt_s(i, threads) if in_processes else start,
                 device=stage.device if candidate.schedule == "streams" else 0,
                 sensitivity=1.0 if candidate.schedule == "streams" else sum(beside) / max(1, len(beside)),
-                cold_s=0.0 if candidate.waits or candidate.captured else profile.slowness * stage.cold_s,
+                cold_s=0.0 if candidate.waits or candidate.captured else stage.cold_s,
             )
         )
     if candidate.schedule == "plain":

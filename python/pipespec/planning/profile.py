@@ -140,8 +140,6 @@ class Profile:
     Attributes:
         stages: Draft 0 first, the target last.
         threads: CPU threads that the caller may use.
-        slowness: Mean time of the target's steps relative to ``stages``, which hold the lower quartile of the rounds: the load of the
-            machine during the measurement.
         key: Digest of models, hardware and versions, see :func:`pipespec.planning.profile_store.digest`.
 
     Raises:
@@ -150,7 +148,6 @@ class Profile:
 
     stages: tuple[StageProfile, ...]
     threads: int
-    slowness: float = 1.0
     key: str = ""
 
     def __post_init__(self) -> None:
@@ -158,7 +155,6 @@ class Profile:
             raise ValueError("a profile needs at least one stage")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
-        positive(self.slowness, "slowness")
 
     @property
     def target(self) -> StageProfile:
