@@ -155,6 +155,7 @@ class Profiler:
                             bench.step(1)
                         first = self._rounds % len(widths)
                         for width in (*widths[first:], *widths[:first]):
+                            bench.step(width)  # a step behind one of another width takes longer
                             self._note(stage, place, threads, width, bench.step(width))
         target = self._benches[-1][0]
         for stage, (bench, _) in enumerate(self._benches[:-1]):

@@ -26,8 +26,8 @@ WAKE_S = 1e-4
 """Seconds from a publication until a sleeping stage reads it: median of traces, see the docs page ``theory.md``."""
 LATE_S = 3e-4
 """The same where other stages occupy all cores."""
-BETWEEN_S = 4e-5
-"""Seconds from the end of a step to the start of the next: median of traces of all drivers."""
+BETWEEN_S, DRAFT_BETWEEN_S = 2e-5, 8e-6
+"""Seconds from the end of a step to the start of the next, of the target and of a draft: medians of traces of all drivers."""
 
 WAIT_MARGIN = 1.05
 """Least predicted gain for which a target sleeps until it has ``min_draft_tokens``. The predictions of two values differ by as much from the
@@ -222,7 +222,7 @@ def predict(
     rows, target = call.rows, len(profile.stages) - 1
     in_processes = candidate.schedule == "workers"
     # The times of captured steps contain what lies between them.
-    between = 0.0 if ideal or candidate.captured else BETWEEN_S
+    between = (0.0, 0.0) if ideal or candidate.captured else (DRAFT_BETWEEN_S, BETWEEN_S)
     shape: dict[str, Any] = {"rows": rows, "captured": candidate.captured}
 
     def prompt_s(i: int, threads: int) -> float:
@@ -242,7 +242,7 @@ def predict(
         beside = [profile.stages[j].burden for j in candidate.drafts] if i == target else [stage.contention]
         stages.append(
             StageModel(
-                [t + between for t in seconds],
+                [t + between[i == target] for t in seconds],
                 prompt_s(i, threads) if in_processes else start,
                 device=stage.device if candidate.schedule == "streams" else 0,
                 sensitivity=1.0 if candidate.schedule == "streams" else sum(beside) / max(1, len(beside)),
