@@ -10,13 +10,16 @@ compares calls with a good, a useless and a slow draft, and with two drafts: med
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=128, metavar="T", help="per prompt (%(default)s)")
     cores, threads = len(os.sched_getaffinity(0)), "torch's threads in every setting (default: one per core)"
     parser.add_argument("--threads", type=int, default=cores, help=threads)
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="busy loops beside the runs (%(default)s)")
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--svg", type=Path, metavar="FILE")
@@ -67,15 +71,28 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {round(i * (len(texts) - 1) / max(1, args.prompts - 1)) for i in range(args.prompts)}
         measured = [ids for i, ids in enumerate(texts) if i in chosen]
         calibration = [ids for i, ids in enumerate(texts) if i not in chosen]
-        record |= run(args, family, measured, calibration)
+        with _busy_loops(args.busy):
+            record |= run(args, family, measured, calibration)
     record["load_average_after"] = os.getloadavg()
-    record |= {name: getattr(args, name) for name in ("threads", "prompts", "repeats", "new_tokens")}
+    record |= {name: getattr(args, name) for name in ("threads", "prompts", "repeats", "new_tokens", "busy")}
     record["dtype"] = "float32"
     print(block(record))
     if args.docs:
         replace_table(args.docs / "theory.md", block(record), args.what.replace("survey", "plan"))
     save(args.json, record)
     return 0
+
+
+@contextlib.contextmanager
+def _busy_loops(count: int) -> Iterator[None]:
+    """Processes that never sleep, one core each."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def _survey_block(record: dict[str, Any]) -> str:
@@ -124,12 +141,25 @@ def _auto_block(record: dict[str, Any]) -> str:
                 name,
                 ", ".join(chosen),
                 f"{s['versus_plain']:.3f}x ({low:.3f} to {high:.3f})",
+                f"{min(_ratios(s['auto'], s['plain'])):.2f}x",
                 f"{s['versus_best']:.3f}x",
                 str(len(s["auto"])),
             ]
         )
-    head = ["drafts", "decoded by", "of plain decoding (quartiles)", "of the best by hand", "pairs of calls"]
+    head = [
+        "drafts",
+        "decoded by",
+        "of plain decoding (quartiles)",
+        "worst call",
+        "of the best by hand",
+        "pairs of calls",
+    ]
     return markdown_table(head, rows)
+
+
+def _ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Pair by pair."""
+    return [a / b for a, b in zip(ours, others, strict=True)]
 
 
 class _Progress:
@@ -295,7 +325,7 @@ def _scenario(
 
     def versus(i: int) -> tuple[float, list[float]]:
         """Auto over contender ``i``, prompt by prompt: the median, and the quartiles."""
-        ratios = [a / b for a, b in zip(rates[final[-1]], rates[i], strict=True)]
+        ratios = _ratios(rates[final[-1]], rates[i])
         return statistics.median(ratios), statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2
 
     (versus_plain, plain_quartiles), (versus_best, best_quartiles) = versus(0), versus(best)
