@@ -79,18 +79,20 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
     left = iter(fds)
     weights, shared_block, *shared_trace = (SharedMemory(list(islice(left, count))) for count in setup.parts)
     model = setup.weights.build(weights)
-    block = StateBlock(shared_block)
-    trace = None
-    if shared_trace:
-        trace = TraceMemory(block.stages, setup.trace, shared_trace[0]).buffer(setup.index)
-    stage = Stage(model, block, setup.index, trace, native=setup.native)
     conn.send("ready")
+    stage = None
     while True:
         while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
             if os.getppid() != parent:
                 return
         call: WorkerCall = conn.recv()
-        block.refresh()
+        if stage is None:  # until this call, the caller may have laid the block out anew at any time
+            block = StateBlock(shared_block)
+            trace = None
+            if shared_trace:
+                trace = TraceMemory(block.stages, setup.trace, shared_trace[0]).buffer(setup.index)
+            stage = Stage(model, block, setup.index, trace, native=setup.native)
+        stage.block.refresh()
         _take_part(stage, call, conn, parent)
         conn.send(call.generation)
 
