@@ -6,9 +6,8 @@ with a distribution; :func:`cutoff` for top-k, top-p and min-p. Keys and values 
 decoder layer but its matrix products: :func:`add_rms_norm`, :func:`silu_mul`, and :func:`rope_append` in place of RoPE and :func:`kv_append`.
 
 Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, whose noise equals the host's bit for bit. Tensors on the
-CPU go to the native code (one pass over the logits, vectorised, several threads for large work). Torch runs keys and values, attention,
-activations and RoPE there.
-Float64 and other devices go to :mod:`pipespec_kernels.reference`, plain torch. As in ``torch.argmax``, the lowest id of equal logits
+CPU go to the native code (one pass over the logits, vectorised, several threads for large work), moves of keys and values included. Torch runs
+attention, activations and RoPE there. Float64 and other devices go to :mod:`pipespec_kernels.reference`, plain torch. As in ``torch.argmax``, the lowest id of equal logits
 wins, and a NaN counts as larger than everything. ``PIPESPEC_OPS=reference`` (or ``triton``) in the environment sends every call to
 that implementation; ``triton`` on the CPU needs Triton's interpreter.
 

@@ -85,7 +85,7 @@ class SharedMemory:
     @classmethod
     def create(cls, sizes: Sequence[int], *, copied_by_forks: bool = True) -> SharedMemory:
         """New zeroed memory, a part for each of the ``sizes`` in bytes."""
-        return cls([_memory_file(size) for size in sizes], copied_by_forks=copied_by_forks)
+        return cls(_memory_files(sizes), copied_by_forks=copied_by_forks)
 
     @property
     def size(self) -> int:
@@ -108,7 +108,7 @@ class SharedMemory:
         """
         if list(sizes) == self.sizes:
             return
-        self.fds += [_memory_file(size) for size in sizes[len(self.fds) :]]
+        self.fds += _memory_files(sizes[len(self.fds) :])
         for fd, size in zip(self.fds, sizes, strict=True):
             if os.fstat(fd).st_size < size:
                 os.ftruncate(fd, size)
@@ -134,7 +134,7 @@ class SharedMemory:
         content = self._at_fork if len(self._at_fork) == self.array.nbytes else self.array.tobytes()
         self._at_fork = b""
         for part, (begin, size) in enumerate(zip(_offsets(self.sizes), self.sizes, strict=True)):
-            fd = _memory_file(size)
+            (fd,) = _memory_files([size])
             # Ports and arrays refer to the address.
             _map_file(self.address + begin, size, fd)
             if self.fds:
@@ -178,12 +178,19 @@ def _anonymous(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def _memory_file(size: int) -> int:
-    """A new file in memory. It can grow and never shrinks: who maps a file that another process shortens dies."""
-    fd = os.memfd_create("pipespec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    return fd
+def _memory_files(sizes: Sequence[int]) -> list[int]:
+    """New files in memory. They can grow and never shrink: who maps a file that another process shortens dies."""
+    fds: list[int] = []
+    try:
+        for size in sizes:
+            fds.append(os.memfd_create("pipespec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            os.ftruncate(fds[-1], size)
+            fcntl.fcntl(fds[-1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
 
 
 def _map_file(address: int, size: int, fd: int) -> None:

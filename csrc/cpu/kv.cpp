@@ -13,8 +13,7 @@ char* place(const StridedTokens& tokens, int64_t row, int64_t head, int64_t posi
   return tokens.data + row * tokens.row + head * tokens.head + position * tokens.position;
 }
 
-// StridedTokens that follow each other, `to_step` and `from_step` bytes apart, which do not
-// overlap.
+// `count` tokens, `to_step` and `from_step` bytes apart, which do not overlap.
 void copy(char* to, int64_t to_step, const char* from, int64_t from_step, int64_t bytes,
           int64_t count) {
   if (count == 0) return;  // the addresses may be null

@@ -9,7 +9,7 @@
 
 namespace pipespec::cpu {
 
-// StridedTokens of all rows and heads. Strides in bytes; a token of a head is contiguous.
+// The tokens of all rows and heads. Strides in bytes; a token of a head is contiguous.
 struct StridedTokens {
   char* data;
   int64_t row, head, position;

@@ -5,7 +5,9 @@
 // state. When it finds nothing to do, it sets its parked word and reads the bells once more. Bell
 // and parked word are accessed sequentially consistently (Dekker): either the sleeper sees the new
 // bell, or the publisher sees the parked word and wakes the sleeper. `parked` is the one word with
-// several writers: the sleeper stores 1, wakers store 0. A late 0 causes only a spurious wake-up.
+// several writers: the sleeper stores 1, wakers store 0. A late 0 causes only a spurious wake-up. A
+// stage that dies after it has published and before it has woken all others leaves these asleep up
+// to their time limit.
 //
 // A sleeper may wait for a number of draft tokens (`awaited`). Then its upstream wakes it when
 // there are enough, and stages further up do not wake it: each wake-up costs time on the cores that

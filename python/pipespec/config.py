@@ -22,6 +22,9 @@ WIDTH = 64
 PATIENCE = 1.5
 """Deadline of the wait for ``min_draft_tokens``: this factor times the expected duration of the missing draft steps."""
 
+_MOST_TOKENS = 2**31 - 1
+"""Of lookahead and ``min_draft_tokens``: stages hold them in 32 bits."""
+
 _LOOKAHEAD = {"lockstep": 4, "workers": 8, "streams": 8}
 """Lockstep pays for each draft token with its own time. Asynchronous drafts run while the target works."""
 
@@ -78,6 +81,9 @@ class SpeculationConfig:
             raise TypeError(f"min_draft_tokens must be a number of draft tokens, not {self.min_draft_tokens!r}")
         if self.min_draft_tokens < 0:
             raise ValueError(f"min_draft_tokens must not be negative, got {self.min_draft_tokens}")
+        for name, most in (("lookahead", max(self.lookahead, default=0)), ("min_draft_tokens", self.min_draft_tokens)):
+            if most > _MOST_TOKENS:
+                raise ValueError(f"{name} must be at most {_MOST_TOKENS}, got {most}")
         if not _is_integer(self.trace):
             raise TypeError(f"trace must be a number of steps per stage, not {self.trace!r}")
         if self.trace:

@@ -169,7 +169,7 @@ class Simulation final : public simulated::Watch {
       const bool starts_now = !is_lost_[s] || number == 1 || s == target() || random_.chance(80);
       coverage.restarts += is_lost_[s] && starts_now && number > 1;
       is_here_[s] = starts_now;
-      is_corrupt_[s] = is_lost_[s] = false;
+      is_corrupt_[s] = is_lost_[s] = is_announcing_[s] = false;
       block_.control(s).alive = starts_now;
       block_.control(s).lookahead = random_.pick({1u, 2u, 3u, 5u, 8u, ~0u});
       if (random_.chance(5)) block_.control(s).lookahead = 0;
@@ -268,18 +268,16 @@ class Simulation final : public simulated::Watch {
     is_calm_ = true;
     machine_->thread(kObserver).runs = false;
     if (failure_.empty()) machine_->run(1u << kCaller, kBudget);
-    // Who crashed may have published something without a bell. Then only time wakes the others.
-    bool lost = false;
-    for (u32 s = 0; s < target(); ++s) lost |= is_lost_[s];
-    for (u32 s = 0; lost && s < stages_; ++s) machine_->wake(s);
     if (failure_.empty() && !is_stopping_ && random_.chance(50)) rest();
     // Everything that is dead is known to be. Then no wait needs a deadline.
     for (u32 s = 0; s < target(); ++s)
       if (is_lost_[s]) block_.control(s).alive = 0;
     machine_->refresh();
     has_deadline_ = false;
-    bool waits_in_vain = lost || std::any_of(is_ended_.begin(), is_ended_.begin() + rows_,
-                                             [](bool is_ended) { return is_ended; });
+    const auto any = [](const auto& of, u32 n) {
+      return std::any_of(of.begin(), of.begin() + n, [](bool is) { return is; });
+    };
+    bool waits_in_vain = any(is_lost_, target()) || any(is_ended_, rows_);
     while (failure_.empty() && !is_finished_ && !is_stopping_) {
       machine_->wake(target());
       const Machine::Why why = machine_->run(kAll, kBudget);
@@ -287,7 +285,9 @@ class Simulation final : public simulated::Watch {
       if (why != Machine::Why::kRest || is_finished_ || is_stopping_) break;
       // It may have seen a lost stage alive, or an ended row's old limit, in the plan that it was
       // in: neither has a bell, so its deadline ends the wait.
-      if (!std::exchange(waits_in_vain, false)) {
+      if (std::exchange(waits_in_vain, false)) {
+        wake_the_forgotten();
+      } else {
         if (waiting_must_end()) return fail("all wait for each other");
         has_deadline_ = true;
       }
@@ -306,11 +306,25 @@ class Simulation final : public simulated::Watch {
     }
     pipespec::start(block_, 0);
     machine_->refresh();
-    machine_->run(kAll, kBudget);
+    run_to_rest(kAll);
     for (u32 s = 0; s < stages_ && failure_.empty(); ++s)
       if (is_here_[s] && !is_lost_[s] && machine_->thread(s).runs)
         fail("stage %u does not stop", s);
     for (u32 s = 0; s < Machine::kThreads; ++s) machine_->thread(s).runs = false;
+  }
+
+  // A stage that crashes between its publication and the last wake-up leaves others asleep, and
+  // only time wakes them. All other sleepers need no such help. Returns whether there was one.
+  bool wake_the_forgotten() {
+    bool forgotten = false;
+    for (u32 s = 0; s < target(); ++s) forgotten |= is_lost_[s] && is_announcing_[s];
+    for (u32 s = 0; forgotten && s < stages_; ++s) machine_->wake(s);
+    return forgotten;
+  }
+  Machine::Why run_to_rest(u32 threads) {
+    const Machine::Why why = machine_->run(threads, kBudget);
+    return why == Machine::Why::kRest && wake_the_forgotten() ? machine_->run(threads, kBudget)
+                                                              : why;
   }
 
   // With a lookahead of at least the tokens that it waits for, and no garbage.
@@ -329,7 +343,7 @@ class Simulation final : public simulated::Watch {
     has_deadline_ = is_halting_ = true;
     machine_->wake(target());
     if (random_.chance(50)) machine_->start(kCaller, [] { running->change_lookaheads(); });
-    const Machine::Why why = machine_->run(live_ | 1u << kCaller, kBudget);
+    const Machine::Why why = run_to_rest(live_ | 1u << kCaller);
     is_halting_ = false;
     if (why == Machine::Why::kBudget) return fail("the drafts do not come to rest");
     ++coverage.rests;
@@ -458,6 +472,7 @@ class Simulation final : public simulated::Watch {
     machine_->thread(s).look();
     const Action action =
         port.plan(policy.lookahead, policy.max_draft_tokens, policy.min_draft_tokens);
+    is_announcing_[s] = false;
     for (u32 r = 0; r < rows_; ++r) {
       const auto number = [r](const std::vector<std::int32_t>& of) {
         return static_cast<u32>(of[r]);
@@ -538,6 +553,7 @@ class Simulation final : public simulated::Watch {
     for (u32 r = 0; r < rows_; ++r) before[r] = word(s, r).length;
     machine_->thread(s).look();
     const u32 appended = ports_[s]->commit(selected_[s].data(), kWidth);
+    is_announcing_[s] = false;
     for (u32 r = 0; r < rows_; ++r) {
       const Step& step = planned_[s][r];
       const std::int32_t* selected = &selected_[s][r * kWidth];
@@ -692,6 +708,8 @@ class Simulation final : public simulated::Watch {
 
   void stored(u32 thread, const Place& place, u64 bits) override {
     const u32 s = place.stage, r = place.row;
+    const bool announces = (place.kind == Kind::kWord && !place.copy) || place.kind == Kind::kBell;
+    if (announces && thread < target()) is_announcing_[thread] = true;
     if (place.kind == Kind::kNone || place.kind >= Kind::kLimit) return;
     check(thread == s, "thread %u writes what is stage %u's", thread, s);
     if (place.copy || is_corrupt_[s]) return;
@@ -804,6 +822,7 @@ class Simulation final : public simulated::Watch {
   std::array<std::array<std::int32_t, kPositions>, kRows> text_{};
   std::array<bool, kRows> is_ended_{};
   std::array<bool, kStages> is_here_{}, is_lost_{}, is_corrupt_{}, becomes_corrupt_{};
+  std::array<bool, kStages> is_announcing_{};  // has published, and not yet woken all others
   std::array<u32, kStages> pause_{};
   std::array<std::array<Ghost, kRows>, kStages> ghosts_;
   std::array<std::array<Cache, kRows>, kStages> caches_;

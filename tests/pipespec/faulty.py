@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -56,6 +57,15 @@ class Telling(LlamaForCausalLM):
         os.write(1, b"to stdout")
         os.write(2, b"to stderr")
         raise RuntimeError([os.environ.get("DEED"), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getppid()])
+
+
+class Stopping(Faulty):
+    """A draft whose worker stops itself while it builds the model, if the environment says so."""
+
+    def __init__(self, config):
+        if os.environ.get("STOP_WHILE_STARTING"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().__init__(config)
 
 
 class Stray(Faulty):

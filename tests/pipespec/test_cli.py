@@ -198,6 +198,14 @@ def test_generate_warns_beyond_the_models_limit(family, capsys, length):
             ["--prompt", "x", "--target", "{family}/target", "--draft", "{family}/small", "--lookahead", "0"],
             "lookahead",
         ),
+        (
+            ["--prompt", "x", "--lookahead", str(2**32)],
+            "lookahead must be at most 2147483647, got 4294967296",
+        ),
+        (
+            ["--prompt", "x", "--schedule", "workers", "--min-draft-tokens", str(2**70)],
+            "min_draft_tokens must be at most 2147483647, got",
+        ),
         (["--prompt", "x", "--exact", "--schedule", "streams"], "exact=True needs steps that are not captured"),
     ],
 )
@@ -210,6 +218,27 @@ def test_generate_refuses_in_one_line(family, capsys, arguments, message):
     assert message in errors[0]
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_other_bytes_on_stdin_are_refused(locale):
+    command = [sys.executable, "-m", "pipespec.cli.main", "generate"]
+    done = subprocess.run(
+        command, input=b"caf\xe9", capture_output=True, env=os.environ | {"LC_ALL": locale}, timeout=SECONDS
+    )
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines() == ["pipespec: error: the prompt is not UTF-8 text: standard input"]
+    assert done.stdout == b""
+
+
+def test_the_exit_code_after_a_closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "pipespec.cli.main", "doctor"]
+    with os.fdopen(writer, "wb") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=SECONDS)
+    assert done.returncode == 141
+    assert "Error" not in done.stderr
 
 
 # --- trace ---------------------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
 from pipespec.drivers.workers.process import NICE
 from pipespec.process.threads import restored_threads, target_threads
+from pipespec_kernels.state import SharedMemory
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.faulty import CALLS, Faulty, Telling
+from tests.pipespec.faulty import CALLS, Faulty, Stopping, Telling
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up, until
 
@@ -160,6 +161,7 @@ class Rig:
 def patience(monkeypatch):
     """Long time limits, so that a worker on a slow machine does not count as hung."""
     monkeypatch.setattr(workers, "_FINISH_TIMEOUT_S", SECONDS)
+    monkeypatch.setattr(workers, "_RESTART_TIMEOUT_S", SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -326,10 +328,10 @@ def test_killed_while_it_starts(rig, monkeypatch):
     real = workers._Worker.await_ready
     born = []
 
-    def stillborn(self):
+    def stillborn(self, deadline):
         born.append(self.process)
         self.process.kill()
-        real(self)
+        return real(self, max(deadline, time.monotonic() + SECONDS))
 
     rig.kill(1)
     with monkeypatch.context() as patch:
@@ -489,6 +491,101 @@ def test_a_worker_stopped_for_a_while_goes_on(rig):
     rig.check_recovered()
 
 
+@pytest.fixture
+def stopping(monkeypatch):
+    """A function that makes a pipeline's new workers stop while they build their models, or no more."""
+
+    def stop(really: bool = True) -> None:
+        monkeypatch.setenv("STOP_WHILE_STARTING", "1" if really else "")
+
+    return stop
+
+
+def test_calls_go_on_while_a_worker_starts(stopping, monkeypatch):
+    """Only one call waits for a worker that is started again. A later one takes it in as soon as it is ready, in the middle of the text."""
+    target = random_llama(3)
+    draft = Faulty.like(noisy(target, 0.03))
+    draft.__class__ = Stopping
+    prompt = random_prompts(1, seed=4, shortest=3)[0]
+    wanted = target.generate(prompt[None], max_new_tokens=60, do_sample=False)
+
+    def messages(streamer=None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert torch.equal(pipe.generate(prompt[None], max_new_tokens=60, streamer=streamer), wanted)
+        return [str(warning.message) for warning in caught]
+
+    def restart():
+        worker = driver._workers[0]
+        worker.process.kill()
+        worker.process.wait()
+        stopping()
+        with monkeypatch.context() as patch:
+            patch.setattr(workers, "_RESTART_TIMEOUT_S", 0.1)
+            ended, late = messages()
+        assert "has ended since the last call (killed by SIGKILL)" in ended
+        assert "is not ready after" in late
+        worker = driver._workers[0]
+        until(lambda: is_stopped(worker.process.pid), "the new worker is stopped")
+        return worker
+
+    with Pipeline(target, draft, schedule="workers") as pipe:
+        driver = pipe._driver
+        worker = restart()
+        assert messages() == []
+        assert driver._workers == {0: worker}
+        assert pipe.report.stages[0].steps == 0
+        pipe.generate(prompt[None].repeat(3, 1), max_new_tokens=200)  # the block grows
+
+        def drafts():
+            until(lambda: driver.block.length(0, 0) > driver.block.length(1, 0), "the draft is ahead")
+
+        def go_on():
+            magic = driver.block.memory.array[:8].copy()
+            driver.block.memory.array[:8] = 0  # as at a moment of growth: before its first call, a worker must not look
+            os.kill(worker.process.pid, signal.SIGCONT)
+            assert worker.conn.poll(SECONDS)
+            driver.block.memory.array[:8] = magic
+            streamer.at, streamer.do = 10, drafts
+
+        streamer = OnToken(5, go_on)
+        assert messages(streamer) == []
+        assert driver._workers == {0: worker}
+        assert pipe.report.stages[0].steps > 0
+
+        worker = restart()
+        worker.overdue_at = time.monotonic()
+        stopping(False)
+        (overdue,) = messages()
+        assert "was not ready within 120 s; it is started again" in overdue
+        assert not alive(worker.process.pid)
+        assert messages() == []
+
+        worker = restart()
+        os.kill(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+        (missing,) = messages()
+        assert "could not start: killed by SIGKILL" in missing
+
+
+def test_a_pipeline_waits_for_its_first_workers(stopping, monkeypatch):
+    target, started = random_llama(3), []
+    draft = Faulty.like(noisy(target, 0.03))
+    draft.__class__ = Stopping
+    start = template.start
+    monkeypatch.setattr(template, "start", lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[0])
+    monkeypatch.setattr(workers, "_READY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(workers, "_RESTART_TIMEOUT_S", 0.0)
+    stopping()
+    with pytest.raises(RuntimeError, match="draft stage 0: its process was not ready within 0 s"):
+        Pipeline(target, draft, schedule="workers")
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    monkeypatch.setattr(workers, "_READY_TIMEOUT_S", SECONDS)
+    stopping(False)
+    with Pipeline(target, draft, schedule="workers") as pipe:
+        assert pipe._driver._workers[0].is_ready
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("call", [1, 4], ids=["prefill", "step"])
 def test_a_worker_whose_model_fails(rig, stage, call):
@@ -605,6 +702,38 @@ def test_a_callers_directory_that_was_deleted(rig, deleted_directory, monkeypatc
     try:
         with Pipeline(rig.target, noisy(random_llama(3), 0.1), schedule="workers") as pipe:
             assert torch.equal(pipe.generate(rig.prompts[0][None], max_new_tokens=60)[0], rig.texts[0])
+    finally:
+        template._end_templates()
+
+
+def test_without_free_descriptors_none_leaks(monkeypatch):
+    """However far a start comes before the process has as many files open as it may."""
+
+    def count() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def fail(free: int, what) -> None:
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                what()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(template, "_templates", [])
+    try:
+        own = template._current_template()
+        before = count()
+        for free in range(5):
+            fail(free, lambda: SharedMemory.create([1 << 12] * 6))
+            assert count() == before
+            fail(free, lambda: own.fork([]))
+            assert count() == before - (not own.is_usable())
+        assert not own.is_usable()  # the last request reached the template
     finally:
         template._end_templates()
 

@@ -40,7 +40,11 @@ from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
 _READY_TIMEOUT_S = 120.0
-"""A worker without a template imports torch and transformers, which takes many seconds on a busy machine."""
+"""A worker without a template imports torch and transformers, which takes many seconds on a busy machine. A pipeline waits so long for its first workers.
+One that is started again counts as hung after this time."""
+
+_RESTART_TIMEOUT_S = 10.0
+"""A call waits at most this long for workers that are started again. It takes in the others when they are ready."""
 
 _ENDLESS = 2**20
 """A lookahead that is larger than any text."""
@@ -96,6 +100,9 @@ class _Worker:
             # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
             self.process = template.start([theirs.fileno(), *chain(*lent)], fork=weights.device.type == "cpu")
         self.cache = (0, 0)  # rows, and a lower bound of the positions
+        self.is_ready = False  # has built its model
+        self.is_late = False  # a call has waited for it in vain
+        self.overdue_at = time.monotonic() + _READY_TIMEOUT_S
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
         self.last_error: Failed | None = None
         self.form = ""
@@ -104,15 +111,14 @@ class _Worker:
             counts = [len(fds) for fds in lent]
             self.conn.send(Setup(index, weights, threads, counts, entries, native, ngram is not None))
 
-    def await_ready(self) -> None:
-        """Wait until the worker has built its model.
+    def await_ready(self, deadline: float) -> bool:
+        """Wait until the worker has built its model. Return False if it has not until ``deadline``.
 
         Raises:
             RuntimeError: The worker cannot start. The message has the worker's own error.
         """
-        if not self.conn.poll(_READY_TIMEOUT_S):
-            self.kill()
-            raise RuntimeError(f"{self.name}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
+        if not self.conn.poll(max(0.0, deadline - time.monotonic())):
+            return False
         try:
             answer = self.conn.recv()
         except (EOFError, OSError) as error:
@@ -129,6 +135,8 @@ class _Worker:
                 pass_on(error)
                 self.kill()
                 raise RuntimeError(f"{self.name} could not start: it did not receive the n-gram draft") from error
+        self.is_ready = True
+        return True
 
     def is_dead(self) -> bool:
         return self.process.poll() is not None
@@ -230,9 +238,14 @@ class WorkersDriver(Driver):
         self._workers: dict[int, _Worker] = {}
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _shut_down, self._workers)
-        for failure in self._start_missing().values():
+        self._start_missing()
+        for failure in self._await_ready(time.monotonic() + _READY_TIMEOUT_S).values():
             self.close()
             raise failure
+        for worker in list(self._workers.values()):
+            if not worker.is_ready:
+                self.close()
+                raise RuntimeError(f"{worker.name}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
 
     def _make_block(self) -> StateBlock:
         return StateBlock.create(self._first + len(self.models), 1, 64, SharedMemory.create([1]))
@@ -241,13 +254,13 @@ class WorkersDriver(Driver):
     def target(self) -> Stage:
         return self._target
 
-    def _start_missing(self) -> dict[int, RuntimeError]:
-        """Start the missing workers together and wait until they are ready. Return the errors of those that cannot start."""
-        fresh = [i for i in self._weights if i not in self._workers]
-        failures = {}
+    def _start_missing(self) -> None:
+        """Start the missing workers together."""
         try:
-            for i in fresh:
-                weights, memory = self._weights[i]
+            for i, (weights, memory) in self._weights.items():
+                if i in self._workers:
+                    continue
+                self.block.set_alive(i, False)
                 ngram = self.config.ngram if i == self._first else None
                 self._workers[i] = _Worker(
                     i,
@@ -260,21 +273,31 @@ class WorkersDriver(Driver):
                     native=self.config.native,
                     ngram=ngram,
                 )
-            for i in fresh:
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_ready(self, deadline: float) -> dict[int, RuntimeError]:
+        """Wait for the workers that start, until ``deadline``. Return the errors of those that cannot start, which are removed."""
+        failures = {}
+        try:
+            for i, worker in list(self._workers.items()):
+                if worker.is_ready:
+                    continue
                 try:
-                    self._workers[i].await_ready()
+                    if worker.await_ready(0.0 if worker.is_late else deadline):
+                        self.block.set_alive(i, True)
                 except RuntimeError as failure:
                     pass_on(failure)
                     failures[i] = failure
                     self._workers.pop(i).kill()
-                self.block.set_alive(i, i not in failures)
         except BaseException:
             self.close()
             raise
         return failures
 
-    def _begin(self, request: GenerationRequest) -> None:
-        """Start the generation in every worker that runs or can be started."""
+    def _begin(self, request: GenerationRequest) -> WorkerCall:
+        """Start the generation in every worker that is ready. Those that are still starting get the returned call later, from :meth:`_tend`."""
         if not self.block.is_intact:
             self.close()
             self.block.renew()
@@ -286,14 +309,24 @@ class WorkersDriver(Driver):
             )
         deadline = time.monotonic() + _FINISH_TIMEOUT_S  # of all workers together
         for i, worker in list(self._workers.items()):
-            if not worker.await_idle(deadline):
+            if not worker.is_ready:
+                if time.monotonic() > worker.overdue_at:
+                    self._workers.pop(i).kill()
+                    self._lost(i, f"was not ready within {_READY_TIMEOUT_S:.0f} s; it is started again")
+            elif not worker.await_idle(deadline):
                 cause = worker.exit_reason() if worker.is_dead() or worker.last_error else "it did not answer"
                 worker.kill()
                 del self._workers[i]
                 if self.block.is_alive(i):  # otherwise the user has been warned
                     self._lost(i, f"has ended since the last call ({cause}); it is started again")
-        for i, failure in self._start_missing().items():
-            self._lost(i, f"is missing, this call continues without it: {failure}")
+        self._start_missing()
+        self._warn_missing(self._await_ready(time.monotonic() + _RESTART_TIMEOUT_S))
+        for i, worker in self._workers.items():
+            if not worker.is_ready and not worker.is_late:
+                worker.is_late = True
+                self._lost(
+                    i, f"is not ready after {_RESTART_TIMEOUT_S:.0f} s; calls continue without it until it is ready"
+                )
         self._prepare(request)
         self._generation = self._generation % (2**31) + 1
         # The drafts' own parameters are sent separately, and only the target continues padding.
@@ -302,11 +335,23 @@ class WorkersDriver(Driver):
         self._open_lookahead()
         self.block.start(self._generation)
         for worker in self._workers.values():
-            worker.run(call)
-        self._drop_dead()
+            if worker.is_ready:
+                worker.run(call)
+        self._tend(call)
+        return call
 
-    def _drop_dead(self) -> None:
-        """Continue without the workers that have ended. The user is warned once for each."""
+    def _warn_missing(self, failures: dict[int, RuntimeError]) -> None:
+        for i, failure in failures.items():
+            self._lost(i, f"is missing, this call continues without it: {failure}")
+
+    def _tend(self, call: WorkerCall) -> None:
+        """Continue without the workers that have ended, and take in those that have become ready. The user is warned once for each loss."""
+        starting = [worker for worker in self._workers.values() if not worker.is_ready]
+        if starting:
+            self._warn_missing(self._await_ready(0.0))
+            for worker in starting:
+                if worker.is_ready:
+                    worker.run(call)
         for i, worker in self._workers.items():
             if worker.is_dead() and self.block.is_alive(i):
                 self._lost(
@@ -328,13 +373,14 @@ class WorkersDriver(Driver):
         def drafted(at_least: int) -> int:
             deadline = time.monotonic() + _READY_TIMEOUT_S
             while (count := self.block.length(draft, 0) - begin) < at_least:
+                self._tend(call)
                 if draft not in self._workers or self._workers[draft].is_dead() or time.monotonic() > deadline:
                     return 0
                 time.sleep(1e-3)
             return count
 
         try:
-            self._begin(request)
+            call = self._begin(request)
             yield drafted
         finally:
             self.config = before
@@ -342,13 +388,13 @@ class WorkersDriver(Driver):
 
     def _generate(self, request: GenerationRequest) -> None:
         try:
-            self._begin(request)
+            call = self._begin(request)
             with restored_threads() as self._all_threads:
                 self._is_running = self._is_drafting = True
                 self._share_threads()
                 self._target.prefill(request.inputs, request.record)
                 while self._step() != Action.FINISHED:
-                    self._drop_dead()
+                    self._tend(call)
                     request.committed(self.block)
         finally:
             self._is_running = False
@@ -361,7 +407,8 @@ class WorkersDriver(Driver):
     @property
     def forms(self) -> Sequence[str]:
         for worker in self._workers.values():
-            worker.receive_sent()
+            if worker.is_ready:
+                worker.receive_sent()
         drafts = [self._workers[i].form if i in self._workers else "" for i in self._weights]
         return [*[NgramStage.form] * self._first, *drafts, self._target.form]
 

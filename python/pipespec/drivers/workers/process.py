@@ -82,21 +82,23 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
     left = iter(fds)
     weights, shared_block, *shared_trace = (SharedMemory(list(islice(left, count))) for count in setup.parts)
     model = setup.weights.build(weights)
-    block = StateBlock(shared_block)
-    traces = TraceMemory(block.stages, setup.trace, shared_trace[0]) if shared_trace else None
     conn.send("ready")
-    ngram = None
-    if setup.ngram:
-        draft: NgramDraft = conn.recv()
-        ngram = NgramStage(draft, block, None if traces is None else traces.buffer(0))
-    trace = None if traces is None else traces.buffer(setup.index)
-    stage = Stage(model, block, setup.index, trace, native=setup.native, ngram=ngram)
+    draft: NgramDraft | None = conn.recv() if setup.ngram else None
+    stage = None
     while True:
         while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
             if os.getppid() != parent:
                 return
         call: WorkerCall = conn.recv()
-        block.refresh()
+        if stage is None:  # until this call, the caller may have laid the block out anew at any time
+            block = StateBlock(shared_block)
+            traces = TraceMemory(block.stages, setup.trace, shared_trace[0]) if shared_trace else None
+            ngram = None
+            if draft is not None:
+                ngram = NgramStage(draft, block, None if traces is None else traces.buffer(0))
+            trace = None if traces is None else traces.buffer(setup.index)
+            stage = Stage(model, block, setup.index, trace, native=setup.native, ngram=ngram)
+        stage.block.refresh()
         _take_part(stage, call, conn, parent)
         conn.send(call.generation)
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -111,21 +111,23 @@ class _Template:
 
     def fork(self, fds: Sequence[int]) -> ForkedProcess:
         """Fork a worker. Raises ``OSError`` or ``EOFError`` if the template does not answer; it is closed then."""
-        status, theirs = os.pipe()
-        directory, null = os.open(".", os.O_PATH), os.open(os.devnull, os.O_RDWR)
-        output = [fd if _is_open(fd) else null for fd in (1, 2)]
-        try:
+        with ExitStack() as lent, ExitStack() as failed:
+            status, theirs = os.pipe()
+            failed.callback(os.close, status)
+            lent.callback(os.close, theirs)
+            directory = os.open(".", os.O_PATH)
+            lent.callback(os.close, directory)
+            null = os.open(os.devnull, os.O_RDWR)
+            lent.callback(os.close, null)
+            output = [fd if _is_open(fd) else null for fd in (1, 2)]
             request = _Request(dict(_environment()), os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0))
+            failed.callback(self.close)  # a later answer would be taken for that of the next request
             _send(self._socket, request, [theirs, directory, *output, *fds])
-            pid, (pidfd,) = _receive(self._socket)
-        except BaseException:  # a later answer would be taken for that of the next request
-            os.close(status)
-            self.close()
-            raise
-        finally:
-            for fd in (theirs, directory, null):
-                os.close(fd)
-        return ForkedProcess(pid, pidfd, status)
+            pid, pidfds = _receive(self._socket)
+            if not pidfds:  # the kernel drops what this process has no descriptor for
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            failed.pop_all()
+        return ForkedProcess(pid, pidfds[0], status)
 
     def is_usable(self) -> bool:
         return self._socket.fileno() >= 0 and self.process.poll() is None
