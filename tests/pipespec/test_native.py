@@ -695,7 +695,36 @@ def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):
         monkeypatch.setattr(native, "host_memory", lambda free=free: (1 << 30, free))
         parts = sections(model)
         assert open_sections(parts).startswith(form)
-        assert {"NativeForm" in str(part._forms) for part in parts} == {form == "native"}
+        assert {type(part._call).__name__ == "NativeForm" for part in parts} == {form == "native"}
+
+
+def not_finite(model):
+    """Only the comparison of the last section finds it, after the others are packed."""
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = torch.nan
+
+
+@pytest.mark.parametrize("refuse", [hook, not_finite])
+def test_sections_that_are_not_native_keep_no_copy(monkeypatch, refuse):
+    """Neither of this call nor of an earlier one. The next call does not pack again to find the same reason."""
+    packed, real = [], forward_module.native_form
+
+    def counted(*arguments):
+        packed.append(weakref.ref(form := real(*arguments)))
+        return form
+
+    monkeypatch.setattr(forward_module, "native_form", counted)
+    model = make()
+    parts = sections(model)
+    assert open_sections(parts) == "native"
+    refuse(model)
+    for opened in (parts, sections(model)):
+        reason = open_sections(opened)
+        count = len(packed)
+        assert open_sections(opened) == reason != "native"
+        assert len(packed) == count
+        gc.collect()
+        assert not any(form() for form in packed)
 
 
 def test_sections_without_native_forms():
