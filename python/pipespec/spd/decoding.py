@@ -405,8 +405,7 @@ class LocalDriver(SpeculativeDriver):
         stages = [LayerStage.of(self.model, self.partition, s) for s in range(self.partition.stages)]
         verifier = Verifier.of(self.model)
         self.stages = [
-            old if old.section.parts == new.section.parts else new
-            for old, new in zip(self.stages, stages, strict=True)
+            old if old.section.parts == new.section.parts else new for old, new in zip(self.stages, stages, strict=True)
         ]
         if verifier.section.parts != self.verifier.section.parts:
             self.verifier = verifier
