@@ -108,7 +108,7 @@ ARGUMENTS: dict[str, Argument] = {
     "return_dict_in_generate": Argument(How.HONOURED, "adds `speculation`, the report of the call"),
     "output_scores": Argument(How.HONOURED, "processed, float32, per generated token; finished rows hold zeros"),
     "output_logits": Argument(How.HONOURED, "raw, float32, per generated token; finished rows hold zeros"),
-    "output_attentions": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ; empty unless the attention is `eager`"),
+    "output_attentions": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ; empty unless the attention is `eager`, which captured steps cannot have"),
     "output_hidden_states": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ"),
     # how it is computed
     "use_cache": Argument(How.HONOURED, "False: no cache is returned; the text is the same", (True,)),

@@ -8,10 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pipespec.engine.ngram import NgramDraft
+from typing import Any
 
 SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
 """Values of ``schedule``."""
@@ -52,7 +49,7 @@ class SpeculationConfig:
             form, see :mod:`pipespec.engine.fused`.
         exact: The target runs in a form whose bits depend on neither batch nor width, or a call is refused.
 
-        ngram: The first draft, if it is an n-gram index instead of a model. It has its place in ``lookahead``.
+        ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -68,7 +65,7 @@ class SpeculationConfig:
     threads: int | None = None
     native: bool = True
     exact: bool = False
-    ngram: NgramDraft | None = None
+    ngram: Any = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -118,7 +115,7 @@ class SpeculationConfig:
         trace: int = 0,
         native: bool = True,
         exact: bool = False,
-        ngram: NgramDraft | None = None,
+        ngram: Any = None,
     ) -> SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 

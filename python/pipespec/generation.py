@@ -201,23 +201,25 @@ class Generation:
             input_ids, mask, positions, [int(at) if end else None for at, end in zip(new, ends, strict=True)]
         )
 
+    @property
+    def features(self) -> list[str]:
+        """The options of the call that one more forward of the target, over the finished text, serves."""
+        config, names = self.config, ("output_hidden_states", "output_attentions")
+        return [name for name in names if getattr(config, name, None)] if config.return_dict_in_generate else []
+
     def _check_features(self) -> None:
-        """Check that one forward over the finished text can give what ``output_hidden_states`` and ``output_attentions`` ask for."""
-        config, rope = self.config, DynamicRope.of(self._target)
-        asked = [n for n in ("output_hidden_states", "output_attentions") if getattr(config, n, None)]
-        if not asked or not config.return_dict_in_generate:
+        """Check that one forward over the finished text can give what :attr:`features` ask for."""
+        if not self.features:
             return
-        where = ""
+        where, rope = "", DynamicRope.of(self._target)
         if self._row_cache is not None and any(self._row_cache.lengths):
             where = "past_key_values that hold tokens"
         elif self._right_padding is not None:
             where = "padding at the end of a row"
         elif rope is not None and max(self.limits) > rope.limit:
             where = f"RoPE that changes beyond {rope.limit} tokens"
-        elif any(p.is_meta for p in self._target.parameters()):
-            where = "a target whose layers are in other processes"
         if where:
-            raise UnsupportedInput(asked[0], f"generate(): {asked[0]} is not supported with {where}")
+            raise without_features(self.features[0], where)
 
     def _adopted(self, cache: Cache) -> RowCache:
         """Convert the caller's cache to a RowCache that holds a part of every prompt."""
@@ -377,13 +379,13 @@ class Generation:
         if self._record is not None:
             scores, logits = self._per_token(self._record.scores, steps), self._per_token(self._record.logits, steps)
         features = Features(None, None)
-        if self.config.output_hidden_states or self.config.output_attentions:
+        if self.features:
             features = features_of(
                 self._target,
                 sequences,
                 self._mask,
-                hidden_states=bool(self.config.output_hidden_states),
-                attentions=bool(self.config.output_attentions),
+                hidden_states="output_hidden_states" in self.features,
+                attentions="output_attentions" in self.features,
             )
         return PipelineOutput(
             sequences=sequences,
@@ -579,6 +581,11 @@ def _cached_texts(cache: Cache | None, counts: Sequence[int]) -> list[np.ndarray
     if texts is None or len(texts) != len(counts):
         texts = [np.zeros(0, dtype=np.int32)] * len(counts)
     return [text[:n] for text, n in zip(texts, counts, strict=True)]
+
+
+def without_features(name: str, where: str) -> UnsupportedInput:
+    """The error for a call that asks for hidden states or attentions."""
+    return UnsupportedInput(name, f"generate(): {name} is not supported with {where}")
 
 
 def _refuse_longer(n: int, row: int, prompt: np.ndarray) -> None:

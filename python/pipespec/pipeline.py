@@ -25,10 +25,11 @@ from pipespec.arguments import ARGUMENTS, How, check_arguments, for_forward, pla
 from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
+from pipespec.drivers.graphed.attention import own_attention
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
-from pipespec.generation import Generation
+from pipespec.generation import Generation, without_features
 from pipespec.models.compat import lost_arguments
 from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope
@@ -274,6 +275,7 @@ class BasePipeline:
                     "attention_mask",
                     "attention_mask: a row ends with padding, which a target in stages does not continue; pad on the left",
                 )
+            self._check_features(generation.features, request)
             self._check_rope(generation)
             self._check_request(request)
             self._check_memory(request)
@@ -286,12 +288,12 @@ class BasePipeline:
                 generation.finish()
                 self._driver.learn()
                 self.report = self._report(generation)
+                return generation.output(self.report, self._driver.target)
             except BaseException as error:
                 with suppress(Exception):
                     self.partial = error.partial = generation.sequences()  # type: ignore[attr-defined]
                     error.add_note("What was generated until then is in the pipeline's .partial")
                 raise
-            return generation.output(self.report, self._driver.target)
 
     def _leave_parent(self) -> None:
         """In a fork, get a decoder of this process. ``RuntimeError`` where a fork cannot run the models."""
@@ -302,6 +304,18 @@ class BasePipeline:
         self._driver = self._driver.for_fork()
         self._is_forked = False
         _keep_to_one_thread()
+
+    def _check_features(self, features: Sequence[str], request: GenerationRequest) -> None:
+        """Check that the target computes in this process what the options ``features`` ask for."""
+        if features and not self._driver.holds_target:
+            raise without_features(features[0], "a target whose layers are in other processes")
+        # Captured steps may also be those of another pipeline.
+        own, now = own_attention(self.target), self.target.config._attn_implementation
+        replaces = now != own or self._driver.has_static_caches(request)
+        if "output_attentions" in features and own == "eager" and replaces:
+            raise without_features(
+                "output_attentions", "captured steps, which replace the attention 'eager'; set graphs=False"
+            )
 
     def _check_memory(self, request: GenerationRequest) -> None:
         """Check that the call fits the memory, see :func:`pipespec.preflight.memory.check_memory`."""

@@ -263,6 +263,20 @@ def test_training():
     check_form(model)
 
 
+def test_weights_in_a_larger_parameter_are_not_merged():
+    """Between the beginnings of the two lies a parameter that overlaps only the larger one, and is not to be merged."""
+    model = make(attn_implementation=ATTENTION)
+    flat = nn.Parameter(torch.randn(8 + 64 + 80 * 64) * 0.1)
+    model.model.flat = flat
+    layer = model.model.layers[0]
+    layer.input_layernorm.weight.data = flat.data[8:72]
+    layer.mlp.gate_proj.weight.data = flat.data[72:].view(80, 64)
+    before = places(model)
+    assert choose_fused(model) is None
+    assert places(model) == before
+    assert "model.flat and model.layers.0.mlp.gate_proj.weight share memory" in described(model, cache_of(model))
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -385,7 +385,13 @@ def twice(folder: str) -> None:
                 if not pipe.is_controller:
                     pipe.serve()
                 else:
-                    out.append(pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)[0].tolist())
+                    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+                    out.append(pipe.generate(torch.tensor([[5, 6]]), **options)[0].tolist())
+                    options |= {"return_dict_in_generate": True, "output_hidden_states": True}
+                    try:
+                        pipe.generate(torch.tensor([[5, 6]]), **options)
+                    except NotImplementedError as error:
+                        out.append(str(error))
         return out
 
     everywhere(work)

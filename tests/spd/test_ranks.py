@@ -200,9 +200,10 @@ def test_a_long_prompt_on_slow_stages(folder, found):
 
 
 def test_one_pipeline_after_another(folder, found):
-    """In the same processes, the second pipeline does not use keys or addresses of the first one."""
+    """In the same processes, the second pipeline does not use keys or addresses of the first one. Rank 0 has no layers to compute features with."""
     wanted = SpeculativePipeline(folder, stages=2).generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)
-    assert found["twice"] == [[[0, [wanted[0].tolist()] * 2], [0, []], [0, []]]]
+    refusal = "generate(): output_hidden_states is not supported with a target whose layers are in other processes"
+    assert found["twice"] == [[[0, [wanted[0].tolist(), refusal] * 2], [0, []], [0, []]]]
 
 
 def test_ranks_that_were_started_differently(found):

@@ -717,6 +717,43 @@ def test_without_the_native_form(model):
 # ---- n-grams
 
 
+def replaced_layer(model):
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    model.model.layers[1].self_attn.layer_idx = 1
+
+
+def resized_vocabulary(model):
+    model.resize_token_embeddings(model.config.vocab_size - 100, mean_resizing=False)
+
+
+def replaced_norm(model):
+    model.model.norm = copy.deepcopy(model.model.norm)
+    with torch.no_grad():
+        model.model.norm.weight[::3] *= -2.0
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("change", [replaced_layer, resized_vocabulary, replaced_norm])
+def test_modules_that_were_replaced(change, native):
+    """The text is that of the modules of now."""
+    model = random_llama(7, layers=3)
+    pipeline = SpeculativePipeline(model, "ngram", stages=2, native=native)
+    prompt = PROMPT % 200  # all tokens that stay
+    before = pipeline.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    change(model)
+    got = pipeline.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(got, greedy(model, prompt))
+    assert not torch.equal(got, before)
+
+
+def test_a_model_that_was_cut_short():
+    model = random_llama(7, layers=3)
+    pipeline = SpeculativePipeline(model, "ngram", stages=2)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    with pytest.raises(ValueError, match="have 3 layers together, the model has 2"):
+        pipeline.generate(PROMPT, max_new_tokens=NEW)
+
+
 def test_ngrams():
     drafter = NgramDrafter(3)
     drafter.start([[1, 2, 3, 4, 1, 2, 3], [7]], 30, None)

@@ -120,6 +120,7 @@ class Decoder(ABC):
         block: The text of the present or last call.
         keeps_cache: Whether the target keeps its own cache, so that the caller gets a copy.
         continues_padding: Whether prompts may end with padding.
+        holds_target: Whether the target has all of its layers in this process.
         ran_as: Name of the schedule that ran the last call.
         remarks: Decisions about the last call, for its report.
     """
@@ -127,6 +128,7 @@ class Decoder(ABC):
     block: TextSource
     keeps_cache: bool = False
     continues_padding: bool = False
+    holds_target: bool = True
     ran_as: str
     remarks: tuple[str, ...] = ()
 

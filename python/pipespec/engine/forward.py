@@ -543,30 +543,51 @@ class ModelSection:
 
     def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
-        self._forms: dict[bool, PartsForm] = {}
+        self._refused: _Identity | None = None
         self._use(_LayerLoop(parts, tabled=False))
 
     def _use(self, call: PartsForm) -> None:
         self._modules, self._call = _LayerLoop(self.parts, tabled=False), call
         self.stream_dtype = stream_dtype(self.parts.dtype, self.parts.device)
 
-    def open(self, native: bool = True, beside: int = 0) -> str | None:
-        """Choose the form, if the modules have changed, see :func:`open_sections`.
+    def identify(self, native: bool) -> _Identity:
+        """What the form depends on now, with the reason why it is not native, as far as that shows without packing the weights."""
+        identity, refused = _identify(self.parts, native), self._refused
+        if refused is not None and identity.reason is None and identity.seen == refused.seen:
+            return refused
+        return identity
+
+    def pack(self, identity: _Identity, beside: int) -> str | None:
+        """Use the native form.
 
         Args:
-            native: False: only forms with the bits of the parts' own modules.
-            beside: bytes that are to be allocated beside a packed copy.
+            identity: of :meth:`identify`, without a reason.
+            beside: bytes that are to be allocated beside the packed copy.
 
         Returns:
-            Why the form is not native; None if it is.
+            Why there is no native form; None if there is.
         """
-        identity = _identify(self.parts, native)
-        form = self._forms.get(native)
-        if form is None or form.identity != identity or not form.is_current():
-            self._forms.pop(native, None)  # before another copy is made
-            form = self._forms[native] = self._choose(identity, beside)
+        if self._call.identity == identity and self._call.is_current():
+            return None
+        self._use(_LayerLoop(self.parts, tabled=False))  # before another copy is made
+        try:
+            with torch.inference_mode():
+                form = native_form(self.parts, self._own, beside)
+        except NotReadable as error:
+            self._refused = identity._replace(reason=str(error))
+            return str(error)
+        form.identity = identity
         self._use(form)
-        return form.reason
+        return None
+
+    def unpack(self) -> None:
+        """Use a form with the bits of the parts' own modules, and free a packed copy."""
+        identity, form = self.identify(native=False), self._call
+        if form.identity != identity:
+            with torch.inference_mode():
+                form = self._with_the_same_bits()
+            form.identity = identity
+        self._use(form)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
@@ -593,25 +614,13 @@ class ModelSection:
         on_device = cache is not None and cache.uses_device_lengths
         return self._modules if on_device or torch.is_autocast_enabled(given.device.type) else self._call
 
-    def _choose(self, identity: _Identity, beside: int) -> PartsForm:
-        reason, form = identity.reason, None
-        modules = _LayerLoop(self.parts, tabled=False)
-        with torch.inference_mode():
-            if reason is None:
-                # Parts without layers do not read the cache.
-                def own(given: torch.Tensor) -> torch.Tensor:
-                    return modules(given, probe_cache(self.parts), given.shape[1])
+    def _own(self, given: torch.Tensor) -> torch.Tensor:
+        """Outputs of the parts' own modules for all columns."""
+        # Parts without layers do not read the cache.
+        return self._modules(given, probe_cache(self.parts), given.shape[1])
 
-                try:
-                    form = native_form(self.parts, own, beside)
-                except NotReadable as error:
-                    reason = str(error)
-            chosen: PartsForm = form or self._with_the_same_bits(modules)
-        chosen.identity, chosen.reason = identity, reason
-        return chosen
-
-    def _with_the_same_bits(self, modules: _LayerLoop) -> PartsForm:
-        parts = self.parts
+    def _with_the_same_bits(self) -> PartsForm:
+        parts, modules = self.parts, _LayerLoop(self.parts, tabled=False)
         size = sum(p.numel() for layer in parts.layers for p in layer.parameters())
         large = parts.device.type == "cpu" and size > _LOOP_UP_TO
         if _signature_of_parts(parts) is None or not _plain(parts) or large:
@@ -632,15 +641,16 @@ def open_sections(sections: Sequence[ModelSection], *, native: bool = True, besi
     Returns:
         The form, as :func:`described`.
     """
-    reason = None if native else "native=False"
+    identities = [section.identify(native) for section in sections]
+    reason = next((identity.reason for identity in identities if identity.reason is not None), None)
     sizes = [packed_bytes(section.parts) for section in sections]
-    for i, section in enumerate(sections):
+    for i, (section, identity) in enumerate(zip(sections, identities, strict=True)):
         if reason is None:
-            reason = section.open(True, sum(sizes[i + 1 :], beside))
+            reason = section.pack(identity, sum(sizes[i + 1 :], beside))
     if reason is None:
         return NATIVE
     for section in sections:
-        section.open(False)
+        section.unpack()
     return f"transformers: {reason}"
 
 

@@ -198,6 +198,9 @@ def read(model: PreTrainedModel | ModelParts) -> ReadModel:
 
 def _read(parts: ModelParts, family: Family) -> ReadModel:
     config, head, embed = parts.config, parts.head, parts.embed
+    if family.embedding is not None and type(embed) is nn.Embedding:
+        # In transformers 5.0.
+        raise NotReadable("its embedding is scaled outside of the embedding's module")
     norms = [norm for layer in parts.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     eps = {_eps(norm) for norm in (*norms, parts.norm) if norm is not None}
     if len(eps) > 1:

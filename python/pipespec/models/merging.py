@@ -56,10 +56,12 @@ def check_separate(model: nn.Module, groups: Iterable[Sequence[nn.Parameter]]) -
         NotReadable: names two parameters.
     """
     moving = {id(parameter) for parameter in itertools.chain.from_iterable(groups)}
-    spans = sorted(_spans(model))
-    for (storage, _, end, name, one), (other_storage, begin, _, other_name, other) in itertools.pairwise(spans):
-        if storage == other_storage and begin < end and not moving.isdisjoint((one, other)):
-            raise NotReadable(f"{name} and {other_name} share memory")
+    reached: dict[int, tuple[int, str, int]] = {}  # per storage, the span that reaches furthest
+    for storage, begin, end, name, one in sorted(_spans(model)):
+        far, other_name, other = reached.get(storage, (0, "", 0))
+        if begin < far and not moving.isdisjoint((one, other)):
+            raise NotReadable(f"{other_name} and {name} share memory")
+        reached[storage] = max((end, name, one), (far, other_name, other))
 
 
 def _spans(model: nn.Module) -> Iterator[tuple[int, int, int, str, int]]:

@@ -392,11 +392,23 @@ class LocalDriver(SpeculativeDriver):
 
     def _open(self, rows: int, longest: int, most: int) -> None:
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
+        self._renew()
         for stage in self.stages:
             stage.open(rows, longest, most)
         sections = [*(stage.section for stage in self.stages), self.verifier.section]
         beside = sum(stage.cache.nbytes for stage in self.stages)
         self._form = open_sections(sections, native=self.native, beside=beside)
+
+    def _renew(self) -> None:
+        """Replace stages whose modules are no longer the model's, as after ``resize_token_embeddings()``."""
+        self.partition.check(self.model.config.num_hidden_layers)
+        stages = [LayerStage.of(self.model, self.partition, s) for s in range(self.partition.stages)]
+        verifier = Verifier.of(self.model)
+        self.stages = [
+            old if old.section.parts == new.section.parts else new for old, new in zip(self.stages, stages, strict=True)
+        ]
+        if verifier.section.parts != self.verifier.section.parts:
+            self.verifier = verifier
 
     def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
         streams: Streams = {}

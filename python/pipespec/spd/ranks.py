@@ -189,6 +189,8 @@ class _Remote:
 class RanksDriver(SpeculativeDriver):
     """Rank 0: sends the commands. ``local`` is the first stage if it shares this rank, else None."""
 
+    holds_target = False
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -406,7 +408,8 @@ def own_device(device: torch.device | str, local_rank: int) -> torch.device:
 class RanksPipeline(BasePipeline):
     """A partitioned target over the ranks that torchrun has started: ``generate()`` on rank 0, ``serve()`` on the others.
 
-    The text is that of :class:`pipespec.spd.SpeculativePipeline`. Ranks do not support ``past_key_values`` and ``stages="balanced:n"``.
+    The text is that of :class:`pipespec.spd.SpeculativePipeline`. Ranks do not support ``past_key_values``, ``output_hidden_states``,
+    ``output_attentions`` and ``stages="balanced:n"``.
 
     Args:
         target: Path of a LLaMA-family model. Each rank reads its own part of the safetensors.
