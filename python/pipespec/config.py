@@ -40,7 +40,8 @@ class SpeculationConfig:
         threads: CPU threads of the target beside worker processes. None: those that the workers leave, or all while the drafts rest.
         native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`; captured steps in the fused
             form, see :mod:`pipespec.engine.fused`.
-        exact: The target runs in a form whose bits depend on neither batch nor width, or a call is refused.
+        exact: The target runs in a form whose bits depend on neither batch nor width (on the CPU the native one, in captured steps the exact
+            fused one), or a call is refused.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -77,12 +78,8 @@ class SpeculationConfig:
                 raise ValueError(f"trace must be 0 to {MOST_ENTRIES} steps per stage, not {self.trace}")
         if self.graphs and self.schedule not in ("plain", "lockstep", "streams"):
             raise ValueError(f"graphs=True is for schedule='plain', 'lockstep' or 'streams', not for {self.schedule!r}")
-        if self.exact and (self.graphs or self.schedule == "streams"):
-            raise ValueError(
-                "exact=True needs steps that are not captured, as yet: leave graphs out, and use schedule='plain', 'lockstep', 'workers' or 'auto'"
-            )
         if self.exact and not self.native:
-            raise ValueError("exact=True runs the target in the native form: leave native=False out")
+            raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
 
     @classmethod
     def of(

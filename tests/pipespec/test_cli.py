@@ -198,7 +198,6 @@ def test_generate_warns_beyond_the_models_limit(family, capsys, length):
             ["--prompt", "x", "--target", "{family}/target", "--draft", "{family}/small", "--lookahead", "0"],
             "lookahead",
         ),
-        (["--prompt", "x", "--exact", "--schedule", "streams"], "exact=True needs steps that are not captured"),
     ],
 )
 def test_generate_refuses_in_one_line(family, capsys, arguments, message):
