@@ -239,7 +239,7 @@ def test_attention_that_depends_on_the_width(target, monkeypatch, is_obeyed):
     monkeypatch.setattr(fused, "check_outputs", lambda *_: None)
     model = copy.deepcopy(target)
     if not is_obeyed:
-        with pytest.raises(ValueError, match="exact=True: .*depend on how a text is cut into steps"):
+        with pytest.raises(ValueError, match=r"exact=True: .*depend on how a text is cut into steps"):
             captured(model, exact=True)
         return
     with captured(model, exact=True) as pipe:
@@ -285,5 +285,5 @@ def test_steps_that_cannot_be_captured_are_refused(target, monkeypatch):
     """Without exact=True, other steps would run instead."""
     model = copy.deepcopy(target)
     monkeypatch.setattr(type(model), "set_attn_implementation", lambda *_: None)
-    with pytest.raises(ValueError, match="exact=True: target cannot be captured .*without graphs"):
+    with pytest.raises(ValueError, match=r"exact=True: target cannot be captured .*without graphs"):
         captured(model, exact=True)

@@ -158,7 +158,7 @@ class FusedForm(Form):
         hidden: torch.Tensor = F.embedding(fed, read.embedding) if read.scaled is None else read.scaled(fed)
         _, stored = cache.open(q)
         lengths = cache.device_lengths
-        options = {"scale": shape.scale, "invariant": self.block > 0, "workspace": workspace}
+        options: dict[str, Any] = {"scale": shape.scale, "invariant": self.block > 0, "workspace": workspace}
         # Padding stays zero. Layers share the buffer.
         attended = hidden.new_empty if len(fed) == n else hidden.new_zeros
         mixed = attended((len(fed), shape.heads * shape.head_dim))
