@@ -3,6 +3,8 @@
 The bundled family in bfloat16 on held-out function heads, greedy and sampled. The text of the target alone, one prompt at a time, is compared with
 those of other drafts, schedules and batches of the same prompts: once with ``exact=True``, and once with ``native=False``, where the target runs
 transformers' modules. Reported per setting and form: the texts that differ, of how many, and tokens per second.
+
+With ``--graphs`` captured steps are compared, which run uncaptured on a CPU: once with ``exact=True`` and once without, streams instead of workers.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pipespec.demo import FAMILY, family_path, prompts
 from pipespec.process.progress import quiet_transformers
 
 FORMS: dict[str, dict[str, bool]] = {"exact": {"exact": True}, "transformers": {"native": False}}
+CAPTURED_FORMS: dict[str, dict[str, bool]] = {"exact": {"exact": True, "graphs": True}, "usual": {"graphs": True}}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0},
@@ -61,7 +64,7 @@ def texts_of(
     """The new tokens of each prompt, and tokens per second. Row ``i`` is sampled with seed ``i``."""
     found: list[list[int]] = []
     drafts = [models[name] for name in setting.drafts]
-    form = {name: options.pop(name) for name in ("exact", "native") if name in options}
+    form = {name: options.pop(name) for name in ("exact", "native", "graphs") if name in options}
     with Pipeline(models["target"], drafts, schedule=setting.schedule, **form) as pipe:
         pipe.generate(rows[0][None], max_new_tokens=4, do_sample=False)  # packs weights and starts processes
         began = time.perf_counter()
@@ -86,9 +89,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer prompts and tokens: under a minute")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out function heads (50; quick: 4)")
     parser.add_argument("--new-tokens", type=int, metavar="T", help="per prompt (64; quick: 16)")
+    parser.add_argument("--graphs", action="store_true", help="compare captured steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args()
     choose_sizes(options, prompts=(50, 4), new_tokens=(64, 16))
+    forms, settings = FORMS, SETTINGS
+    if options.graphs:
+        forms = CAPTURED_FORMS
+        settings = tuple(s._replace(schedule="streams") if s.schedule == "workers" else s for s in settings)
 
     with quiet_transformers():
         models = {
@@ -103,22 +111,22 @@ def main() -> None:
         f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads, torch {info['torch']}, {info['simd']}; bfloat16, {len(rows)} prompts x "
         f"{options.new_tokens} tokens"
     )
-    print(f"{'':44}" + "".join(f"{form + ': differ':>21}{'tokens/s':>10}" for form in FORMS))
+    print(f"{'':44}" + "".join(f"{form + ': differ':>21}{'tokens/s':>10}" for form in forms))
     found = []
-    totals = dict.fromkeys(FORMS, 0)
+    totals = dict.fromkeys(forms, 0)
     for sampling, arguments in SAMPLING.items():
         wanted: dict[str, list[list[int]]] = {}
-        for setting in (REFERENCE, *SETTINGS):
+        for setting in (REFERENCE, *settings):
             record: dict[str, Any] = {"sampling": sampling, "setting": str(setting), "texts": len(rows)}
-            for form, keywords in FORMS.items():
+            for form, keywords in forms.items():
                 texts, rate = texts_of(models, setting, rows, options.new_tokens, pad, **keywords, **arguments)
                 differ = sum(a != b for a, b in zip(texts, wanted.setdefault(form, texts), strict=True))
                 totals[form] += differ
                 record[form] = {"differ": differ, "tokens_per_second": rate}
             found.append(record)
-            columns = (f"{record[form]['differ']:>21}{record[form]['tokens_per_second']:>10.0f}" for form in FORMS)
+            columns = (f"{record[form]['differ']:>21}{record[form]['tokens_per_second']:>10.0f}" for form in forms)
             print(f"{sampling + ', ' + str(setting):44}" + "".join(columns), flush=True)
-    compared = len(SAMPLING) * len(SETTINGS) * len(rows)
+    compared = len(SAMPLING) * len(settings) * len(rows)
     print(f"of {compared} texts differ: " + ", ".join(f"{form} {count}" for form, count in totals.items()))
     save(options.json, {"machine": info, "compared": compared, "differ": totals, "rows": found})
 

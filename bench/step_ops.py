@@ -197,13 +197,17 @@ def without_gpu(log: OperationLog) -> Iterator[None]:
             "pipespec_kernels.layers.traced": lambda tensor: False,
             # Without values there is nothing to compare.
             "pipespec.engine.fused.check_outputs": lambda *arguments: None,
+            "pipespec.engine.fused.is_row_independent": lambda *arguments: True,
+            "pipespec.engine.fused._check_exact": lambda *arguments: None,
         }.items():
             replaced.enter_context(mock.patch(place, value))
         replaced.enter_context(mock.patch.object(JITFunction, "run", launch))
         yield
 
 
-def launches(model: dict[str, Any], layers: int, width: int, sampling: str = "greedy") -> OperationLog:
+def launches(
+    model: dict[str, Any], layers: int, width: int, sampling: str = "greedy", *, exact: bool = False
+) -> OperationLog:
     """Log the second step of a stage, because work of the first one alone (the warm-up) is not a part of a graph.
 
     Args:
@@ -211,6 +215,7 @@ def launches(model: dict[str, Any], layers: int, width: int, sampling: str = "gr
         layers: How many the model has here.
         width: Columns of the step.
         sampling: A name in :data:`SAMPLING`.
+        exact: Whether the step runs in the exact form.
     """
     log = OperationLog()
     config = LlamaConfig(vocab_size=_VOCABULARY, max_position_embeddings=_TEXT, **model | {"num_hidden_layers": layers})
@@ -218,7 +223,7 @@ def launches(model: dict[str, Any], layers: int, width: int, sampling: str = "gr
         llama = LlamaForCausalLM(config).eval().to(torch.bfloat16)
     llama.set_attn_implementation(ATTENTION)
     with without_gpu(log):
-        stage = GraphedStage(llama, HostShadow.create(1, 1, _TEXT), 0)
+        stage = GraphedStage(llama, HostShadow.create(1, 1, _TEXT), 0, exact=exact)
         with torch.no_grad():
             stage.prepare(StageInputs([np.zeros(1, dtype=np.int32)], [_TEXT // 2], SAMPLING[sampling], _VOCABULARY))
         step = RecordedStep(stage, _Port(log, 1, width))  # type: ignore[arg-type]
@@ -232,15 +237,16 @@ def launches(model: dict[str, Any], layers: int, width: int, sampling: str = "gr
     return log
 
 
-def count(model: dict[str, Any], width: int, sampling: str = "greedy") -> Counts:
+def count(model: dict[str, Any], width: int, sampling: str = "greedy", *, exact: bool = False) -> Counts:
     """Count the launches of a step, from models of two and of three layers.
 
     Args:
         model: Sizes, as those in :data:`MODELS`.
         width: Columns of the step.
         sampling: A name in :data:`SAMPLING`.
+        exact: Whether the step runs in the exact form.
     """
-    two, three = (launches(model, layers, width, sampling) for layers in (2, 3))
+    two, three = (launches(model, layers, width, sampling, exact=exact) for layers in (2, 3))
     layer = Counter(three.launches)
     layer.subtract(two.launches)
     outside = Counter(two.launches)
@@ -254,10 +260,11 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="8B")
     parser.add_argument("--width", type=int, default=1, help="columns of the step")
     parser.add_argument("--sampling", choices=SAMPLING, default="greedy")
+    parser.add_argument("--exact", action="store_true", help="the step of exact=True")
     given = parser.parse_args()
     model = MODELS[given.model]
-    counts, layers = count(model, given.width, given.sampling), model["num_hidden_layers"]
-    print(f"{given.model}, {layers} layers, width {given.width}, {given.sampling}\n")
+    counts, layers = count(model, given.width, given.sampling, exact=given.exact), model["num_hidden_layers"]
+    print(f"{given.model}, {layers} layers, width {given.width}, {given.sampling}{', exact' * given.exact}\n")
     print(f"{'operation':24}{'per layer':>10}{'outside':>10}")
     for name in sorted({*counts.layer, *counts.outside}):
         print(f"{name:24}{counts.layer[name] or '':>10}{counts.outside[name] or '':>10}")

@@ -47,8 +47,8 @@ class SpeculationConfig:
         threads: CPU threads of the target beside worker processes. None: those that the workers leave, or all while the drafts rest.
         native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`; captured steps in the fused
             form, see :mod:`pipespec.engine.fused`.
-        exact: The target runs in a form whose bits depend on neither batch nor width, or a call is refused.
-
+        exact: The target runs in a form whose bits depend on neither batch nor width (on the CPU the native one, in captured steps the exact
+            fused one), or a call is refused.
         ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
 
     Raises:
@@ -95,12 +95,8 @@ class SpeculationConfig:
             raise ValueError(
                 f"{what} does not support an n-gram draft, as yet: use schedule='lockstep' or 'workers', or leave 'ngram' out of the drafts"
             )
-        if self.exact and (self.graphs or self.schedule == "streams"):
-            raise ValueError(
-                "exact=True needs steps that are not captured, as yet: leave graphs out, and use schedule='plain', 'lockstep', 'workers' or 'auto'"
-            )
         if self.exact and not self.native:
-            raise ValueError("exact=True runs the target in the native form: leave native=False out")
+            raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
 
     @classmethod
     def of(

@@ -414,7 +414,8 @@ class Pipeline(BasePipeline):
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
             Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
-            same in every batch, with every draft, in every schedule on this machine. For models on the CPU that run in the native form.
+            same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
+            captured steps of targets that run in the fused form. The two forms round differently.
 
     Models given as objects are put into eval mode. With ``"workers"`` the drafts' weights move into shared memory (same values, one copy). A
     draft may have a shorter position limit than the target; past it, the draft is only less accurate.
@@ -476,8 +477,6 @@ class Pipeline(BasePipeline):
         devices = arrange(given, device=device, schedule=config.schedule, **loading)
         models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
         check_chain(models, given)
-        if exact:
-            check_exact(models[-1])
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(given[-1], models[-1])
             config = replace(config, ngram=options["ngram"])
@@ -488,8 +487,10 @@ class Pipeline(BasePipeline):
             places = [str(model.device) for model in models]
             schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None)
             config = configure(schedule=schedule, **options)
+            _check_form(models, config)
             self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep", **options))
         else:
+            _check_form(models, config)
             self._driver = (
                 AutoDriver(models, trace=trace, native=native)
                 if config.schedule == "auto"
@@ -525,7 +526,7 @@ class Pipeline(BasePipeline):
             return
         if request.inputs.right_padding is not None:
             raise ValueError("exact=True: a row of attention_mask ends with padding; pad on the left")
-        check_exact(self.target)
+        _check_form(self.models, self.config)
 
     def _report(self, generation: Generation) -> Report:
         report = super()._report(generation)
@@ -552,6 +553,12 @@ class Pipeline(BasePipeline):
         self.close()
 
 
+def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+    """Check the target's form for ``exact``. A driver of captured steps checks its own."""
+    if config.exact and not config.graphs:
+        check_exact(models[-1])
+
+
 def _warn_of(what: str) -> None:
     warnings.warn(f"{what}. The text is not affected, only its speed", SpeedWarning, stacklevel=user_stacklevel())
 
@@ -576,6 +583,9 @@ def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -
         return make_driver(models, config)
     except NotCapturable as error:
         reason = str(error)
+        if config.exact:
+            # The steps that run instead have other bits.
+            raise ValueError(f"exact=True: {reason}; without graphs or without exact=True the pipeline runs") from error
     eager = replace(config, graphs=False)
     if config.schedule == "streams":
         try:

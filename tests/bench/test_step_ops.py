@@ -34,6 +34,21 @@ def test_launches_of_a_step(name, sampling, width):
     assert not {"zeros", "zero_", "full", "fill_", "arange", "scalar_tensor"} & {*counts.layer, *counts.outside}
 
 
+@pytest.mark.parametrize("width", [1, 5])
+def test_launches_of_an_exact_step(width):
+    """Within a block of rows, the exact form has the launches of the other one, and two that fill the block."""
+    usual, exact = (step_ops.count(step_ops.MODELS["1B"], width, exact=exact) for exact in (False, True))
+    assert exact.refused == []
+    assert exact.layer == usual.layer
+    assert exact.outside - usual.outside == {"constant_pad_nd": 1, "new_zeros": 1}
+
+
+def test_products_of_a_wide_exact_step():
+    """65 rows are two blocks: each product twice, and one launch that joins the results."""
+    counts = step_ops.count(step_ops.MODELS["1B"], 65, exact=True)
+    assert (counts.layer["mm"], counts.layer["cat"]) == (8, 4)
+
+
 @pytest.mark.parametrize("sampling", BUDGET)
 def test_launches_behind_the_head(sampling):
     """The selection is one kernel, with filters three."""

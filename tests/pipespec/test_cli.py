@@ -206,7 +206,6 @@ def test_generate_warns_beyond_the_models_limit(family, capsys, length):
             ["--prompt", "x", "--schedule", "workers", "--min-draft-tokens", str(2**70)],
             "min_draft_tokens must be at most 2147483647, got",
         ),
-        (["--prompt", "x", "--exact", "--schedule", "streams"], "exact=True needs steps that are not captured"),
     ],
 )
 def test_generate_refuses_in_one_line(family, capsys, arguments, message):

@@ -7,11 +7,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import pipespec
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
+from pipespec.engine import fused
+from pipespec.engine.attention import ATTENTION
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import choose_fused, forward
+from pipespec_kernels import ops
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.test_native import MODELS, ids, make
+from tests.pipespec.test_streams import DEVICES
 from tests.trials import trials
 
 NEW = 32
@@ -27,6 +35,14 @@ SETTINGS = [
     ("workers", 1, 1),
     ("workers", 2, 3),
 ]
+CAPTURED = [
+    ("plain", 0, None, 5),
+    ("lockstep", 1, 1, 1),
+    ("lockstep", 2, 4, 3),
+    ("streams", 1, 2, 1),
+    ("streams", 2, [3, 9], 5),
+]
+"""Schedule, drafts, lookahead, rows of a batch."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +56,7 @@ def texts_of(pipe: Pipeline, batch: int, sampling: dict) -> list[list[int]]:
     for begin in range(0, len(PROMPTS), batch):
         ids, mask = left_pad(PROMPTS[begin : begin + batch])
         seeds = {"seed": list(range(begin, begin + len(ids)))} if sampling["do_sample"] else {}
+        ids, mask = ids.to(pipe.target.device), mask.to(pipe.target.device)
         out = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **sampling, **seeds)
         found += out[:, ids.shape[1] :].tolist()
     return found
@@ -71,9 +88,8 @@ def test_an_attached_model_is_exact(target, expected):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"graphs": True, "schedule": "lockstep"}, "steps that are not captured"),
-        ({"schedule": "streams"}, "steps that are not captured"),
         ({"native": False}, "leave native=False out"),
+        ({"native": False, "schedule": "streams"}, "leave native=False out"),
     ],
 )
 def test_options_that_exclude_it(target, options, says):
@@ -110,3 +126,164 @@ def test_a_prompt_that_ends_with_padding_is_refused(target):
     ids = torch.stack([PROMPTS[0][:3], PROMPTS[0][:3]])
     with Pipeline(target, exact=True) as pipe, pytest.raises(ValueError, match="pad on the left"):
         pipe.generate(ids, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]), max_new_tokens=4, do_sample=False)
+
+
+# ---- captured steps. On the CPU the same code runs without capture.
+
+
+def captured(target, schedule="plain", drafts=0, lookahead=None, **options) -> Pipeline:
+    models = [noisy(target, 0.05 * (n + 1), seed=n) for n in range(drafts)]
+    return Pipeline(target, models, schedule=schedule, graphs=True, lookahead=lookahead, **options)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def placed(request, target):
+    """The target on a device, and its texts in captured plain decoding of one prompt at a time."""
+    model = copy.deepcopy(target).to(request.param)
+    with captured(model, exact=True) as pipe:
+        return model, {name: texts_of(pipe, 1, sampling) for name, sampling in SAMPLING.items()}
+
+
+@pytest.mark.parametrize(("schedule", "drafts", "lookahead", "batch"), CAPTURED)
+def test_captured_texts_depend_on_target_prompt_and_seed_alone(placed, schedule, drafts, lookahead, batch):
+    model, wanted = placed
+    with captured(model, schedule, drafts, lookahead, exact=True) as pipe:
+        for name, sampling in SAMPLING.items():
+            assert texts_of(pipe, batch, sampling) == wanted[name], name
+            assert pipe.report.stages[-1].forward.startswith("fused, products of ")
+            assert pipe.report.schedule == pipe.schedule == schedule
+
+
+@pytest.mark.filterwarnings("ignore:calls like this one run in lockstep")
+def test_cached_text_and_calls_that_need_the_host_change_no_bit(placed):
+    model, wanted = placed
+    prompt, options = PROMPTS[0][None].to(model.device), {"do_sample": False, "eos_token_id": None}
+    logits = {"return_dict_in_generate": True, "output_logits": True}
+    with captured(model, exact=True) as pipe:
+        whole = pipe.generate(prompt, max_new_tokens=NEW, **options, **logits)
+    assert whole.sequences[0, prompt.shape[1] :].tolist() == wanted["greedy"][0]
+    with captured(model, "lockstep", 1, 3, exact=True) as pipe:
+        # The second call continues from keys and values of steps. In the first call above they come from steps of another width.
+        text = pipe.generate(prompt, max_new_tokens=NEW // 2, **options)
+        rest = pipe.generate(text, max_new_tokens=NEW - NEW // 2, **options, **logits)
+        assert "run in lockstep, step by step" in pipe.report.decisions[0]
+        assert torch.equal(rest.sequences, whole.sequences)
+        assert torch.equal(torch.stack(rest.logits), torch.stack(whole.logits[NEW // 2 :]))
+    with captured(model, exact=True) as pipe:
+        # One prefill, and one token.
+        last = pipe.generate(whole.sequences[:, :-1], max_new_tokens=1, **options, **logits)
+        assert torch.equal(last.logits[0], whole.logits[-1])
+
+
+def logits_of(model, form, tokens, cuts) -> torch.Tensor:
+    """Logits of all columns of ``tokens [rows, S]``, fed in steps of ``cuts`` columns."""
+    cache = RowCache.for_model(model, tokens.shape[0], 64, static=True)
+    form.add_cache(cache)
+    return torch.cat([forward(model, part, cache, keep=part.shape[1]) for part in tokens.split(cuts, 1)], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_logit_depends_on_steps_and_batches(name, dtype):
+    model = make(name, dtype, attn_implementation=ATTENTION)
+    form, tokens = choose_fused(model, exact=True), ids(3, 40)
+    assert form.block in fused.BLOCKS
+    wanted = logits_of(model, form, tokens, [40])
+    assert torch.equal(logits_of(model, form, tokens, [1] * 40), wanted)
+    assert torch.equal(logits_of(model, form, tokens, [7, 1, 30, 2]), wanted)
+    for row in range(3):
+        assert torch.equal(logits_of(model, form, tokens[row : row + 1], [33, 7]), wanted[row : row + 1])
+
+
+def scaled_by(number_of):
+    """A wrong product: each row is scaled by a number that depends on its place and on how many rows there are."""
+    linear = F.linear
+
+    def wrong(x, weight, bias=None):
+        out = linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        out = out * (1 + number_of(torch.arange(len(out)), len(out))[:, None] / 64).to(out.dtype)
+        return out.view(*x.shape[:-1], len(weight))
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("number_of", "block"),
+    [(lambda place, rows: 0 * place + rows % 5, 64), (lambda place, rows: place // 16, 16), (lambda place, rows: place % 3, 1)],
+    ids=["by rows", "by blocks", "by place"],
+)  # fmt: skip
+def test_products_that_depend_on_rows_change_no_text(target, monkeypatch, number_of, block):
+    monkeypatch.setattr(F, "linear", scaled_by(number_of))
+    model = copy.deepcopy(target)
+    found = {}
+    for exact in (True, False):
+        with captured(model, exact=exact) as pipe:
+            wanted = texts_of(pipe, 1, SAMPLING["greedy"])
+        with captured(model, "lockstep", 1, 4, exact=exact) as pipe:
+            found[exact] = texts_of(pipe, 3, SAMPLING["greedy"]) == wanted
+            is_said = pipe.report.stages[-1].forward == f"fused, products of {block} rows"
+            assert is_said == exact
+    assert found == {True: True, False: False}
+
+
+@pytest.mark.parametrize("is_obeyed", [True, False])
+def test_attention_that_depends_on_the_width(target, monkeypatch, is_obeyed):
+    """The exact form asks for the invariant sums. Attention that ignores that is refused."""
+    attention = ops.verify_attention
+
+    def wrong(q, *given, invariant=False, **options):
+        result = attention(q, *given, invariant=invariant, **options)
+        return result if invariant and is_obeyed else result.mul_(1 + q.shape[2] % 5 / 64)
+
+    monkeypatch.setattr(fused.ops, "verify_attention", wrong)
+    monkeypatch.setattr(fused, "check_outputs", lambda *_: None)
+    model = copy.deepcopy(target)
+    if not is_obeyed:
+        with pytest.raises(ValueError, match=r"exact=True: .*depend on how a text is cut into steps"):
+            captured(model, exact=True)
+        return
+    with captured(model, exact=True) as pipe:
+        wanted = texts_of(pipe, 1, SAMPLING["greedy"])
+    with captured(model, "streams", 1, 4, exact=True) as pipe:
+        assert texts_of(pipe, 3, SAMPLING["greedy"]) == wanted
+    with captured(model, "lockstep", 1, 4) as pipe:
+        assert texts_of(pipe, 3, SAMPLING["greedy"]) != wanted
+
+
+def test_two_forms_of_one_model(target):
+    """An exact pipeline and another one on the same model keep their forms."""
+    model = copy.deepcopy(target)
+    ids = PROMPTS[0][None]
+    with captured(model) as usual, captured(model, exact=True) as exact:
+        for _ in range(2):
+            usual.generate(ids, max_new_tokens=4, do_sample=False)
+            exact.generate(ids, max_new_tokens=4, do_sample=False)
+            assert usual.report.stages[-1].forward == "fused"
+            assert exact.report.stages[-1].forward.startswith("fused, products of ")
+
+
+@pytest.mark.parametrize("schedule", ["plain", "lockstep", "streams"])
+def test_captured_targets_without_the_form_are_refused_by_name(target, schedule):
+    model = copy.deepcopy(target)
+    drafts = int(schedule != "plain")
+    with hooked(model), pytest.raises(ValueError, match=r"exact=True: .*lm_head has hooks"):
+        captured(model, schedule, drafts, exact=True)
+    assert model.config._attn_implementation == target.config._attn_implementation
+    ids = PROMPTS[0][None]
+    padded = torch.stack([PROMPTS[0][:3], PROMPTS[0][:3]])
+    with captured(model, schedule, drafts, exact=True) as pipe:
+        wanted = pipe.generate(ids, max_new_tokens=4, do_sample=False)
+        for within in (torch.autocast("cpu"), hooked(model)):
+            with within, pytest.raises(ValueError, match=r"exact=True: .*(autocast|hooks)"):
+                pipe.generate(ids, max_new_tokens=4, do_sample=False)
+        with pytest.raises(ValueError, match="pad on the left"):
+            pipe.generate(padded, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]), max_new_tokens=4)
+        assert torch.equal(pipe.generate(ids, max_new_tokens=4, do_sample=False), wanted)
+
+
+def test_steps_that_cannot_be_captured_are_refused(target, monkeypatch):
+    """Without exact=True, other steps would run instead."""
+    model = copy.deepcopy(target)
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda *_: None)
+    with pytest.raises(ValueError, match=r"exact=True: target cannot be captured .*without graphs"):
+        captured(model, exact=True)

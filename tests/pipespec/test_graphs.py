@@ -54,7 +54,7 @@ def gpu(monkeypatch):
 
     class Port(HostPort):
         def __init__(self, block, stage, width, device, *, rows, policy):
-            port = types.SimpleNamespace(port=lambda s, w: _native.StagePort(block.data_ptr(), s, w))
+            port = types.SimpleNamespace(port=lambda s, w: _native.StagePort(_native.Block(block.data_ptr()), s, w))
             super().__init__(port, stage, width, rows)
             self.stage, self.width = stage, width
 

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
-from pipespec.engine.fused import FUSED, FusedForm, fused_form, fused_signature
+from pipespec.engine.fused import FusedForm, fused_form, fused_signature
 from pipespec.engine.native import NATIVE, Form, PartsForm, native_form, native_signature, probe_cache
 from pipespec.models.families import NotReadable, packed_bytes
 from pipespec.models.parts import ModelParts
@@ -84,12 +84,16 @@ def release(model: PreTrainedModel) -> None:
     _fused_choices.pop(model, None)
 
 
-def choose_fused(model: PreTrainedModel) -> FusedForm | None:
+def choose_fused(model: PreTrainedModel, *, exact: bool = False) -> FusedForm | None:
     """Choose the form of the forwards over static caches: the fused one, or None for the model's modules. Not within a capture.
 
     The form is kept until the model changes. Its caches are to be added before their first forward.
+
+    Args:
+        model: in eval mode.
+        exact: as for :class:`pipespec.engine.fused.FusedForm`. A model may have both forms, each with caches of its own.
     """
-    choice, form, reason = _fused_choices.get(model, _NO_CHOICE), None, ""
+    choice, form, reason = _fused_choice(model, exact), None, ""
     identity: Any
     try:
         identity = fused_signature(model)
@@ -98,10 +102,11 @@ def choose_fused(model: PreTrainedModel) -> FusedForm | None:
     if choice.identity != identity:
         # The old form may hold weights that nothing else does.
         choice = _NO_CHOICE
-        _fused_choices.pop(model, None)
+        choices = _fused_choices.setdefault(model, {})
+        choices.pop(exact, None)
         if not reason:
             try:
-                form = fused_form(model, _WholeModel(model))
+                form = fused_form(model, _WholeModel(model), exact=exact)
             except NotReadable as error:
                 reason = str(error)
             now = fused_signature(model)
@@ -109,25 +114,31 @@ def choose_fused(model: PreTrainedModel) -> FusedForm | None:
                 # The merge has moved weights. Other forms hold them where they were.
                 identity = now
                 _callers.pop(model, None)
-        choice = _fused_choices[model] = _FusedChoice(identity, form, reason)
+        choice = choices[exact] = _FusedChoice(identity, form, reason)
     return choice.form
 
 
 def _fused(model: PreTrainedModel, cache: RowCache) -> FusedForm | None:
-    """The fused form, if it was chosen and takes this cache now."""
-    form = _fused_choices.get(model, _NO_CHOICE).form
-    if form is None or not form.takes(cache) or torch.is_autocast_enabled(cache.device.type):
+    """The fused form that takes this cache now, if one was chosen."""
+    if torch.is_autocast_enabled(cache.device.type):
         return None
-    return form
+    forms = (choice.form for choice in _fused_choices.get(model, {}).values())
+    return next((form for form in forms if form is not None and form.takes(cache)), None)
+
+
+def _fused_choice(model: PreTrainedModel, exact: bool) -> _FusedChoice:
+    return _fused_choices.get(model, {}).get(exact, _NO_CHOICE)
 
 
 def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> str:
-    """The form that :func:`forward` uses now: ``"native"``, ``"fused"``, or ``"transformers: "`` and the reason. Empty before the first."""
-    if _fused(model, cache) is not None:
-        return FUSED
+    """The form that :func:`forward` uses now: ``"native"``, ``"fused"`` (in the exact form with the rows of its products), or ``"transformers: "``
+    and the reason. Empty before the first."""
+    fused = _fused(model, cache)
+    if fused is not None:
+        return fused.name
     reason = _unusual(cache)
     if cache.is_static and reason != _AUTOCAST:
-        reason = (_fused_choices.get(model, _NO_CHOICE).reason if native else "native=False") or reason
+        reason = (_fused_choice(model, False).reason if native else "native=False") or reason
     if reason is None and native and cache.is_displaced:
         reason = "the prompt ends with padding"
     if reason is None:
@@ -146,6 +157,14 @@ def not_native(model: PreTrainedModel) -> str | None:
         return reason
     recheck(model)
     return (_callers.get(model, {}).get(True) or _choose(model, like, True)).reason
+
+
+def not_exact(model: PreTrainedModel) -> str | None:
+    """Why captured steps of a model cannot run in the exact form; None if they can. This call chooses the form, which merges weights."""
+    if torch.is_autocast_enabled(model.device.type):
+        return _AUTOCAST
+    choose_fused(model, exact=True)
+    return _fused_choice(model, True).reason or None
 
 
 def _unusual(cache: RowCache) -> str | None:
@@ -410,7 +429,8 @@ class _FusedChoice(NamedTuple):
 
 
 _NO_CHOICE = _FusedChoice(None, None, "")
-_fused_choices: weakref.WeakKeyDictionary[PreTrainedModel, _FusedChoice] = weakref.WeakKeyDictionary()
+_fused_choices: weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, _FusedChoice]] = weakref.WeakKeyDictionary()
+"""Per model its choices, by ``exact``."""
 
 
 def _identify(model: PreTrainedModel | ModelParts, native: bool) -> _Identity:

@@ -3,6 +3,9 @@
 For steps that are captured in a CUDA graph. A layer takes 9 launches (two norms with the residual sums, RoPE with the append to the cache, attention,
 the activation, four products), where transformers' modules take 40. The weights are the model's own, without a copy: those of one input are merged,
 see :mod:`pipespec.models.merging`.
+
+In the exact form a row's bits depend on no other row and on no number of rows: attention sums in a fixed order, and each product runs in blocks of a
+fixed number of rows. A row's logits are then a function of its text, however the text is cut into steps.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
-from pipespec.engine.native import Form, check_outputs, probe, probe_cache, probe_inputs
+from pipespec.engine.native import Form, check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
@@ -31,11 +34,15 @@ FUSED = "fused"
 """The value in the report for a stage in this form."""
 
 
+BLOCKS = (64, 16, 1)
+"""Rows of a product in the exact form: the first number for which no product of the model depends on a row's place. A product of one row has one
+place."""
+
 _numbers = itertools.count(1)
 
 
 class _Matrix(NamedTuple):
-    """A matrix and its bias, each in one part, or in several that :meth:`__call__` copies into one: before the merge, for the check alone."""
+    """A matrix and its bias, each in one part, or in several that :meth:`whole` copies into one: before the merge, for the check alone."""
 
     weight: tuple[torch.Tensor, ...]
     bias: tuple[torch.Tensor, ...]
@@ -48,10 +55,11 @@ class _Matrix(NamedTuple):
         whole, whole_bias = merged(weights), merged(given) if given else None
         return cls(tuple(weights) if whole is None else (whole,), tuple(given) if whole_bias is None else (whole_bias,))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias, each in one part."""
         weight, bias = (parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None for parts in self)
         assert weight is not None
-        return F.linear(x, weight, bias)
+        return weight, bias
 
 
 class _Layer(NamedTuple):
@@ -88,15 +96,17 @@ class FusedForm(Form):
 
     Args:
         model: one that :func:`pipespec.models.families.identity` accepts.
+        exact: whether the bits of a row may depend on nothing but its text.
 
     Attributes:
         number: differs for each form. A graph that has captured one form reads its tables.
+        block: rows of each product in the exact form, one of :data:`BLOCKS`; 0: one product of all rows.
 
     Raises:
         NotReadable: a part of the model has no operation here.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self.number = next(_numbers)
         self._read = read = families.read(model)
         self._layers = [_Layer.of(weights) for weights in read.layers]
@@ -104,6 +114,25 @@ class FusedForm(Form):
         # The second norm of a layer, then the first norm of the next one: each sums and normalises what comes before it.
         self._next_norms = [*(layer.input_norm for layer in read.layers[1:]), read.norm]
         self._fixed: weakref.WeakKeyDictionary[RowCache, _Fixed] = weakref.WeakKeyDictionary()
+        self.block = self._rows_of_products() if exact else 0
+
+    @property
+    def name(self) -> str:
+        """What the report says."""
+        return f"{FUSED}, products of {self.block} rows" if self.block else FUSED
+
+    def _rows_of_products(self) -> int:
+        """The first of :data:`BLOCKS` that fits all products of the model. Of each shape, one matrix is tested."""
+        read = self._read
+        products = [(read.head, read.head_bias)]
+        for layer in self._layers:
+            weights = layer.weights
+            products += [layer.qkv.whole(), (weights.o, weights.o_bias)]
+            products += [layer.gate_up.whole(), (weights.down, weights.down_bias)]
+        shapes = {(weight.shape, weight.stride(), bias is None): (weight, bias) for weight, bias in products}
+        with torch.inference_mode(), _without_autocast(read.head.device.type):
+            fits = (rows for rows in BLOCKS if all(is_row_independent(rows, *product) for product in shapes.values()))
+            return next(fits)
 
     def add_cache(self, cache: RowCache) -> None:
         """Compute RoPE for all positions of a cache, from the model's own rotary embedding, and allocate the work space of attention."""
@@ -123,25 +152,69 @@ class FusedForm(Form):
         read, (cos, sin, workspace) = self._read, self._fixed[cache]
         shape, depth = read.shape, len(read.layers)
         rows, q = tokens.shape
-        hidden: torch.Tensor = F.embedding(tokens, read.embedding) if read.scaled is None else read.scaled(tokens)
+        n = rows * q
+        # Between the attentions, a row is a column of the step, or padding up to a whole block.
+        fed = self._in_blocks(tokens.reshape(-1))
+        hidden: torch.Tensor = F.embedding(fed, read.embedding) if read.scaled is None else read.scaled(fed)
         _, stored = cache.open(q)
         lengths = cache.device_lengths
+        options: dict[str, Any] = {"scale": shape.scale, "invariant": self.block > 0, "workspace": workspace}
+        # Padding stays zero. Layers share the buffer.
+        attended = hidden.new_empty if len(fed) == n else hidden.new_zeros
+        mixed = attended((len(fed), shape.heads * shape.head_dim))
+        out = mixed[:n].view(rows, q, shape.heads, shape.head_dim).transpose(1, 2)
         x, _ = ops.add_rms_norm(hidden, None, read.layers[0].input_norm, **self._norm)
         for i, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             weights, storage = layer.weights, (stored[i], stored[depth + i])
-            heads = layer.qkv(x).view(rows, q, -1, shape.head_dim).transpose(1, 2)
+            heads = self._linear(x, *layer.qkv.whole())[:n].view(rows, q, -1, shape.head_dim).transpose(1, 2)
             queries, keys, values = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             norms = {"q_norm": weights.q_norm, "k_norm": weights.k_norm, **self._norm}
             queries = ops.rope_append(queries, keys, values, cos, sin, *storage, lengths, **norms)
-            out = ops.verify_attention(queries, *storage, lengths, scale=shape.scale, workspace=workspace)
-            out = F.linear(out.transpose(1, 2).reshape(rows, q, -1), weights.o, weights.o_bias)
-            x, hidden = ops.add_rms_norm(out, hidden, weights.post_norm, **self._norm)
-            mixed = F.linear(
-                ops.silu_mul(layer.gate_up(x), activation=shape.activation), weights.down, weights.down_bias
-            )
-            x, hidden = ops.add_rms_norm(mixed, hidden, next_norm, **self._norm)
+            ops.verify_attention(queries, *storage, lengths, out=out, **options)
+            x = self._linear(mixed, weights.o, weights.o_bias)
+            x, hidden = ops.add_rms_norm(x, hidden, weights.post_norm, **self._norm)
+            x = ops.silu_mul(self._linear(x, *layer.gate_up.whole()), activation=shape.activation)
+            x = self._linear(x, weights.down, weights.down_bias)
+            x, hidden = ops.add_rms_norm(x, hidden, next_norm, **self._norm)
         cache.close()
-        return F.linear(x[:, q - keep :], read.head, read.head_bias)
+        if keep < q:
+            x = self._in_blocks(x[:n].view(rows, q, x.shape[1])[:, q - keep :].flatten(0, 1))
+        return self._linear(x, read.head, read.head_bias)[: rows * keep].view(rows, keep, read.head.shape[0])
+
+    def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, ...]``, in the exact form with rows of zeros up to a whole number of blocks."""
+        missing = -len(x) % self.block if self.block else 0
+        return F.pad(x, (0,) * (2 * x.dim() - 1) + (missing,)) if missing else x
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """A product of rows ``x [n, K]``, in the exact form one product per block."""
+        parts = x.split(self.block) if self.block else (x,)
+        outputs = [F.linear(part, weight, bias) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def is_row_independent(rows: int, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Test whether a product of ``rows`` rows gives each of them the same bits in every place and beside all others.
+
+    The rows are random. Some of them are repeated: the product must have their bits in all places. An order of summation that differs between two
+    places changes the last bit of some of the outputs, unless there are few of them or they have few summands.
+
+    Args:
+        rows: rows of the product.
+        weight: ``[N, K]``.
+        bias: ``[N]``, or None.
+    """
+    if rows == 1:
+        return True
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randn((rows, weight.shape[1]), generator=noise, dtype=torch.float32, device="cpu")
+    x = x.to(weight.device, weight.dtype)
+    among_others = F.linear(x, weight, bias)
+    for row in (0, 1, rows // 2, rows - 1):
+        repeated = F.linear(x[row].repeat(rows, 1), weight, bias)
+        if not torch.equal(repeated, among_others[row].expand_as(repeated)):
+            return False
+    return True
 
 
 def fused_signature(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -155,7 +228,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def fused_form(model: PreTrainedModel, modules: Form) -> FusedForm:
+def fused_form(model: PreTrainedModel, modules: Form, *, exact: bool = False) -> FusedForm:
     """The fused form of a model, after its logits agreed with those of the model's own modules, see :func:`check_outputs`.
 
     It merges the weights of the model, see :mod:`pipespec.models.merging`.
@@ -163,16 +236,21 @@ def fused_form(model: PreTrainedModel, modules: Form) -> FusedForm:
     Args:
         model: one that has a :func:`fused_signature`.
         modules: calls the model as a whole.
+        exact: as for :class:`FusedForm`.
 
     Raises:
-        NotReadable: a part of the model has no operation here, the logits do not agree, or its weights cannot be merged.
+        NotReadable: a part of the model has no operation here, the logits do not agree, its weights cannot be merged, or the exact form's
+            logits depend on how a text is cut into steps.
     """
     _check(model, modules)
     groups = families.of_one_input(model)
     check_separate(model, groups)
     # No form may hold the weights of before the merge.
     merge(groups)
-    return FusedForm(model)
+    form = FusedForm(model, exact=exact)
+    if exact:
+        _check_exact(model, form)
+    return form
 
 
 def _check(model: PreTrainedModel, modules: Form) -> None:
@@ -193,3 +271,19 @@ def _check(model: PreTrainedModel, modules: Form) -> None:
         except (TypeError, ValueError) as error:
             raise NotReadable(f"an operation does not take it: {error}") from error
         check_outputs(parts, texts, own, ours)
+
+
+def _check_exact(model: PreTrainedModel, form: FusedForm) -> None:
+    """Raise :class:`NotReadable` unless the probes have the same bits in several steps of both texts, and in one step of each text."""
+    parts = ModelParts.of(model)
+    texts = probe_inputs(parts)
+
+    def cache(rows: int) -> RowCache:
+        made = probe_cache(parts, rows, static=True)
+        form.add_cache(made)
+        return made
+
+    with torch.inference_mode(), _without_autocast(model.device.type):
+        whole = torch.cat([form(text[None], cache(1), len(text)) for text in texts])
+        if not torch.equal(probe(form, cache(2), texts), probed(whole)):
+            raise NotReadable("its logits depend on how a text is cut into steps and batches")

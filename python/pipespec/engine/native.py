@@ -212,7 +212,7 @@ def native_form(
     """
     form = NativeForm(model, beside)
     given = probe_inputs(form.parts)
-    check_outputs(form.parts, given, _probed(own(given)), probe(form, probe_cache(form.parts), given))
+    check_outputs(form.parts, given, probed(own(given)), probe(form, probe_cache(form.parts), given))
     return form
 
 
@@ -236,7 +236,7 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     elif torch.equal(ours, own):
         return
     else:
-        exact = _probed(_in_float32(parts, given))
+        exact = probed(_in_float32(parts, given))
         error, allowed = ((outputs.float() - exact).square().mean().sqrt() for outputs in (ours, own))
         allowed = BY_CHANCE * allowed
     # Not a number compares false.
@@ -256,13 +256,13 @@ def probe_inputs(parts: ModelParts) -> torch.Tensor:
     return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % parts.embed.weight.shape[0]
 
 
-def probe_cache(parts: ModelParts, *, static: bool = False) -> RowCache:
+def probe_cache(parts: ModelParts, rows: int = 2, *, static: bool = False) -> RowCache:
     """A cache for :func:`probe`. Parts without layers do not write to it."""
     config = parts.cache_config() if parts.layers else parts.config
-    return RowCache(config, 2, 16, dtype=parts.dtype, device=parts.device, static=static)
+    return RowCache(config, rows, 16, dtype=parts.dtype, device=parts.device, static=static)
 
 
-def _probed(outputs: torch.Tensor) -> torch.Tensor:
+def probed(outputs: torch.Tensor) -> torch.Tensor:
     """The columns ``[12, ...]`` of outputs ``[2, 14, ...]`` that :func:`probe` computes, in its order."""
     rows = [*[0] * 4, *[1] * 4, 0, 1, 0, 1]
     return outputs[rows, [5, 7, 8, 9, 5, 7, 8, 9, 12, 9, 13, 10]]

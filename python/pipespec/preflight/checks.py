@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.engine.forward import not_native
+from pipespec.engine.forward import not_exact, not_native
 from pipespec.engine.stage import stage_names
 from pipespec.models.properties import embedding_size, head_size
 from pipespec.models.rope import rope_changes_at, rope_type
@@ -90,13 +90,17 @@ def check_rope(target: PreTrainedModel, most: int) -> None:
         )
 
 
-def check_exact(target: PreTrainedModel) -> None:
-    """Check that the target's bits depend on neither the batch nor the width of its forwards: that it runs in the native form.
+def check_exact(target: PreTrainedModel, *, captured: bool = False) -> None:
+    """Check that the target's bits depend on neither the batch nor the width of its forwards.
+
+    Args:
+        target: the model that decides the text.
+        captured: whether it runs in captured steps, and so in the exact fused form. Otherwise it runs in the native form.
 
     Raises:
-        ValueError: it does not; with the reason.
+        ValueError: it has no such form; with the reason.
     """
-    reason = not_native(target)
+    reason = not_exact(target) if captured else not_native(target)
     if reason is not None:
         raise ValueError(
             f"exact=True: the target cannot run in a form whose sums are independent of batch and width: {reason}. Without exact=True it "

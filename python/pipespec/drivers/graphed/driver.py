@@ -25,6 +25,7 @@ from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import embedding_size
+from pipespec.preflight.checks import check_exact
 from pipespec.preflight.support import check_streams
 from pipespec.process.progress import working
 from pipespec.process.signals import pass_on
@@ -84,7 +85,7 @@ class GraphedDriver(Driver):
         context: What the present graphs were captured with; None on a CPU and before the first capture.
 
     Raises:
-        ValueError: Some models are on GPUs and others on the CPU.
+        ValueError: Some models are on GPUs and others on the CPU, or with ``exact`` the target has no exact form.
         NotCapturable: A step cannot become a CUDA graph, or a model does not accept the attention.
     """
 
@@ -101,18 +102,27 @@ class GraphedDriver(Driver):
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
         self._stages = [
-            GraphedStage(model, self.block, i, self._trace_of(i), native=config.native)
+            GraphedStage(
+                model,
+                self.block,
+                i,
+                self._trace_of(i),
+                native=config.native,
+                exact=config.exact and i == len(models) - 1,
+            )
             for i, model in enumerate(models)
         ]
         for i in range(len(models)):
             self.block.set_alive(i, True)
         self.scheduled = ScheduledChain(self.block, config.trace)
-        if self.on_gpu:
-            try:
+        try:
+            if config.exact:
+                check_exact(self.models[-1], captured=True)
+            if self.on_gpu:
                 self._try_capture()
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     def _runs_on_gpu(self, models: Sequence[PreTrainedModel]) -> bool:
         return models[-1].device.type == "cuda"

@@ -19,6 +19,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import choose_fused, forward
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names, static_capacity
+from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
@@ -41,6 +42,7 @@ class GraphedStage(Stage):
         index: Place in the chain, from 0.
         trace: Where the steps are recorded. None: nowhere.
         native: Whether the model may run in the fused form, see :mod:`pipespec.engine.fused`.
+        exact: Whether it must run in the exact fused form, prefill included. :meth:`prepare` raises ValueError where it cannot.
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
@@ -54,8 +56,10 @@ class GraphedStage(Stage):
         trace: _native.TraceBuffer | None = None,
         *,
         native: bool = True,
+        exact: bool = False,
     ) -> None:
         super().__init__(model, block, index, trace, native=native)
+        self._exact = exact
         self._buffers: dict[int, StaticBuffers] = {}  # by rows, the last used one last
         self._current: StaticBuffers | None = None
         self._callers_cache: RowCache | None = None
@@ -92,7 +96,9 @@ class GraphedStage(Stage):
         rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
         self._fit_vocabulary(inputs.vocabulary)
         self._scored = inputs.vocabulary
-        form = choose_fused(self.model) if self._native else None
+        if self._exact:
+            check_exact(self.model, captured=True)
+        form = choose_fused(self.model, exact=self._exact) if self._native else None
         tensors = itertools.chain(self.model.parameters(), self.model.buffers())
         weights = hash((form and form.number, *(tensor.data_ptr() for tensor in tensors)))
         self._current = None
