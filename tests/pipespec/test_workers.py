@@ -496,7 +496,10 @@ def stopping(monkeypatch):
     """A function that makes a pipeline's new workers stop while they build their models, or no more."""
 
     def stop(really: bool = True) -> None:
-        monkeypatch.setenv("STOP_WHILE_STARTING", "1" if really else "")
+        if really:
+            monkeypatch.setenv("STOP_WHILE_STARTING", str(os.getpid()))
+        else:
+            monkeypatch.delenv("STOP_WHILE_STARTING")
 
     return stop
 
