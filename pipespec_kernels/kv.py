@@ -481,7 +481,7 @@ def _kernels(tensor: Tensor) -> Any:
 
 
 def _native(tensor: Tensor) -> Any:
-    """The native code if it moves tensors like this one, else None."""
+    """The native code if it runs operations on this tensor, else None."""
     return None if dispatch.forced or not tensor.is_cpu else arguments.native
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipespec_kernels import arguments, dispatch, reference
+from pipespec_kernels import dispatch, reference
 from pipespec_kernels.kv import (
     _FLOATS,
     _INTEGERS,
@@ -29,6 +29,7 @@ from pipespec_kernels.kv import (
     _distinct,
     _fits,
     _kernels,
+    _native,
     _refuse_gradients,
 )
 from pipespec_kernels.library import register, traced
@@ -145,7 +146,7 @@ def _run_add_rms_norm(
     _check_norm(x, residual, weight, eps, one_plus_weight, bias)
     _check_outs(x, residual, out, residual_out)
     kernels = dispatch.kernels(x)
-    native: Any = None if dispatch.forced or not x.is_cpu else arguments.native
+    native = _native(x)
     if kernels is None and (native is None or x.dtype not in _NATIVE):
         normed, total = reference.add_rms_norm(x, residual, weight, eps, one_plus_weight, bias)
         if residual is not None and residual_out is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,15 @@ def test_a_folder_with_plain_runs_only(folder, tmp_path, capsys):
     assert "plain 70B" in capsys.readouterr().out
 
 
+def copy_with(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Copy the runs, the lockstep run of 8B and 70B with a change."""
+    for file in folder.glob("*.json"):
+        data = json.loads(file.read_text())
+        if file.stem == "chain_8B":
+            change(data)
+        (to / file.name).write_text(json.dumps(data))
+
+
 def test_a_missing_folder(tmp_path, capsys):
     assert published_runs.main([str(tmp_path / "nowhere")]) == 2
     assert "no published runs there" in capsys.readouterr().err
@@ -210,12 +220,7 @@ def test_a_missing_folder(tmp_path, capsys):
     ],
 )
 def test_broken_files_are_refused(folder, tmp_path, capsys, change, says):
-    for file in folder.glob("*.json"):
-        (tmp_path / file.name).write_text(file.read_text())
-    file = tmp_path / "chain_8B.json"
-    data = json.loads(file.read_text())
-    change(data)
-    file.write_text(json.dumps(data))
+    copy_with(folder, tmp_path, change)
     assert published_runs.main([str(tmp_path)]) == 2
     assert says in capsys.readouterr().err
 
@@ -243,12 +248,7 @@ def test_more_broken_files(folder, tmp_path, capsys):
 )
 def test_a_run_that_cannot_be_used(folder, tmp_path, capsys, change, says):
     """What needs it has no prediction, and a reason. Everything else has its prediction."""
-    for file in folder.glob("*.json"):
-        (tmp_path / file.name).write_text(file.read_text())
-    file = tmp_path / "chain_8B.json"
-    data = json.loads(file.read_text())
-    change(data)
-    file.write_text(json.dumps(data))
+    copy_with(folder, tmp_path, change)
     report = published_runs.report(published_runs.load(tmp_path))
     assert any(says in entry["reason"] for entry in report["failed"])
     assert all("8B" in entry["run"] for entry in report["failed"])

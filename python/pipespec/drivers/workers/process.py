@@ -90,7 +90,8 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
             if os.getppid() != parent:
                 return
         call: WorkerCall = conn.recv()
-        if stage is None:  # until this call, the caller may have laid the block out anew at any time
+        if stage is None:
+            # Not earlier: before the first call of a worker, the caller may still change the layout of the block.
             block = StateBlock(shared_block)
             traces = TraceMemory(block.stages, setup.trace, shared_trace[0]) if shared_trace else None
             ngram = None
