@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from pipespec.bench.contenders import Contender, Family, GeneratedText, Workload
 from pipespec.bench.datasets import Conversation
 from pipespec.bench.dry_run import planted_device, planted_dtype, planted_shapes
 from pipespec.bench.energy import Meter
-from pipespec.bench.machine import provenance
+from pipespec.bench.machine import provenance, utc
 from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, Summary, SystemSettings
 from pipespec.bench.rivals import AttentionIsolation
 from pipespec.bench.summary import summarise
@@ -67,11 +66,6 @@ class PreparedRun:
     settings: Settings
     family: Family
     datasets: list[PreparedDataset]
-
-
-def utc() -> str:
-    """The time now, ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def prepare(config: BenchConfig, *, trust_remote_code: bool = False, source: str | None = None) -> PreparedRun:
