@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import subprocess
-from datetime import UTC, datetime
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
     Returns:
         Values for JSON: the commit (``-dirty`` with uncommitted changes, None without git), the date, the CPU and its usable cores, load, versions.
     """
-    cpu = collect_env()["cpu"]
+    environment = collect_env()
+    cpu = environment["cpu"]
     return {
         "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": utc(),
         "cpu": cpu["model"],
         "cores": cpu["usable_cores"],
         "simd": _native.simd(),
@@ -41,12 +43,39 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "numpy": numpy.__version__,
         "pipespec": __version__,
+        "memory_bytes": environment["memory_bytes"],
+        "gpus": _gpus(),
     }
 
 
+def _gpus() -> list[dict[str, Any]]:
+    """Name, memory and capability of each GPU that torch sees."""
+    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return [{"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]} for p in found]
+
+
+def utc() -> str:
+    """The time now, ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+
+
+def describe(machine: dict[str, Any]) -> str:
+    """One line about a record of :func:`provenance`."""
+    return (
+        f"{machine['cpu']}, cores: {machine['cores']}, threads: {machine['threads']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, Python {machine['python']}, pipespec {machine['pipespec']}"
+    )
+
+
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The commit checked out in ``folder``, with ``-dirty`` behind it where tracked files differ from it; None without git."""
+    """The commit checked out in ``folder``, with ``-dirty`` behind it where tracked files differ from it.
+
+    None without git, and where git does not track the folder: an installed package may lie in the repository of another project.
+    """
     try:
+        tracked = subprocess.run(["git", "-C", str(folder), "ls-files", "."], capture_output=True, text=True)
+        if not tracked.stdout.strip():
+            return None
         head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True)
         # Benchmarks write bench/results, and do not measure it.
         changes = ["git", "-C", str(folder), "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
@@ -63,3 +92,15 @@ def last_level_cache_bytes() -> int:
         text = path.read_text().strip()
         sizes.append(int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0))
     return max(sizes)
+
+
+def read_bytes_per_second(threads: int) -> float:
+    """Rate of a plain read of uncached memory on the CPU: the median of nine."""
+    size = max(256 << 20, 4 * last_level_cache_bytes())
+    buffer = torch.ones(size, dtype=torch.uint8)
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        _native.read_bandwidth_probe(buffer.data_ptr(), size, threads)
+        times.append(time.perf_counter() - began)
+    return size / statistics.median(times[1:])

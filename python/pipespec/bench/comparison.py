@@ -1,6 +1,6 @@
 """Compare ways to generate the same text: contenders take turns prompt by prompt, texts are compared, medians over repeats.
 
-``pipespec demo`` compares :func:`pipespec.demo.contenders.standard_contenders`; ``bench/bench_generate.py`` adds others. All contenders share the models, the
+``pipespec demo`` compares :func:`pipespec.bench.contenders.standard_contenders`; ``bench/bench_generate.py`` adds others. All contenders share the models, the
 prompts and one process, and decode one prompt at a time. HuggingFace's rows are tuned first, on prompts that are not measured; ours run
 with their defaults. The number of CPU threads is tuned for every row that runs in one process.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ from statistics import median
 from typing import Any, Self
 
 import torch
-import transformers
 
-from pipespec.demo.contenders import Contender, GeneratedText, StepCounts, Workload
+from pipespec.bench.contenders import Contender, GeneratedText, Workload
+from pipespec.bench.results import StepCounts
 from pipespec.process.progress import say
-from pipespec_kernels import __version__, collect_env
 
 Progress = Callable[[str, int, int], None]
 """Called with a description of the work, the number of parts that are done, and the number of parts."""
@@ -125,6 +123,11 @@ class SpeedComparison:
             except Exception:
                 self.lost = f"the GPU could not be used any more after {contender.label} had failed"
 
+    def retry(self, contender: Contender) -> None:
+        """Let a contender that failed take part again; :meth:`start` starts it."""
+        self.reasons.pop(contender.key, None)
+        self._started.discard(contender.key)
+
     @contextmanager
     def turn(self, contender: Contender) -> Iterator[None]:
         """A context around everything that a contender does; benchmarks isolate contenders here."""
@@ -181,16 +184,28 @@ class SpeedComparison:
             else:
                 self.run(contender, ids)
 
-    def tune(self, calibration: Sequence[torch.Tensor], settings: int | None = None) -> None:
+    @property
+    def started(self) -> set[str]:
+        """Keys of the contenders that have started, or have failed to."""
+        return set(self._started)
+
+    def tune(
+        self,
+        calibration: Sequence[torch.Tensor],
+        settings: int | None = None,
+        contenders: Sequence[Contender] | None = None,
+    ) -> None:
         """Find the fastest setting of each contender that has several.
 
         Args:
             calibration: Prompts that are not measured, each ``[1, S]``.
             settings: Try the first ones only (None: all).
+            contenders: Only these (None: all that have not failed).
         """
-        work = {c.key: c.settings[:settings] for c in self.active}
+        chosen = self.active if contenders is None else list(contenders)
+        work = {c.key: c.settings[:settings] for c in chosen}
         total, done = sum(map(len, work.values())), 0
-        for contender in self.active:
+        for contender in chosen:
             found: list[dict[str, Any]] = []
             for setting in work[contender.key]:
                 self.progress(f"tuning: {contender.label}, {setting}", done, total)
@@ -358,26 +373,3 @@ def footnotes(results: Sequence[Measurement]) -> list[str]:
             missing.setdefault(r.reason, []).append(r.label)
     lines += [f"Not measured: {'; '.join(labels)} ({reason})." for reason, labels in missing.items()]
     return lines
-
-
-def machine() -> dict[str, Any]:
-    """The hardware and the versions that a measurement depends on."""
-    env = collect_env()
-    return {
-        "cpu": env["cpu"]["model"],
-        "cores": env["cpu"]["usable_cores"],
-        "simd": env["cpu"]["simd"],
-        "memory_gb": round((env["memory_bytes"] or 0) / 2**30, 1),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "pipespec": __version__,
-    }
-
-
-def describe(machine: dict[str, Any]) -> str:
-    """One line about a :func:`machine`."""
-    return (
-        f"{machine['cpu']}, cores: {machine['cores']}, threads: {machine['threads']}, torch {machine['torch']}, "
-        f"transformers {machine['transformers']}, Python {machine['python']}, pipespec {machine['pipespec']}"
-    )
