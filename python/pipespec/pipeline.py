@@ -21,7 +21,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from pipespec.arguments import ARGUMENTS, How, check_arguments, for_forward, plain_number, refusal
+from pipespec.generation.arguments import ARGUMENTS, How, check_arguments, for_forward, plain_number, refusal
 from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning

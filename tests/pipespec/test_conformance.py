@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from pipespec import Pipeline
-from pipespec.arguments import ARGUMENTS, How
+from pipespec.generation.arguments import ARGUMENTS, How
 from pipespec.engine.cache import RowCache
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 
@@ -386,7 +386,7 @@ REFUSED = {
 def test_every_argument_is_classified_and_has_a_case(capsys):
     unknown = sorted(set(INSTALLED) - set(ARGUMENTS))
     assert not unknown, (
-        f"this transformers has arguments that pipespec.arguments.ARGUMENTS does not classify: {unknown}"
+        f"this transformers has arguments that pipespec.generation.arguments.ARGUMENTS does not classify: {unknown}"
     )
     honoured = of(How.HONOURED, How.FUSED, How.STEPWISE)
     assert sorted([*CASES, *SAMPLED, *DRAWN]) == sorted(honoured)
@@ -413,7 +413,7 @@ def test_an_unknown_argument_is_refused(situations, monkeypatch):
             self.quantum_leap = None
             super().__init__(**kwargs)
 
-    monkeypatch.setattr("pipespec.arguments.GenerationConfig", Later)
+    monkeypatch.setattr("pipespec.generation.arguments.GenerationConfig", Later)
     config = Later(max_new_tokens=3)
     config.quantum_leap = 3
     with pytest.raises(NotImplementedError, match="quantum_leap=3"):

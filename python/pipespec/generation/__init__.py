@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from pipespec.arguments import MOST_TOKENS, check_options, check_positions
+from pipespec.generation.arguments import MOST_TOKENS, check_options, check_positions
 from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest, TextSource
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds

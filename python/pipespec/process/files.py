@@ -1,0 +1,13 @@
+"""Files that are complete whenever they exist."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one step, so that an interrupted process leaves the earlier or the new contents."""
+    half = path.with_name(f"{path.name}.{os.getpid()}.half")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)
