@@ -18,7 +18,7 @@ import torch
 
 import pipespec.demo
 from bench.harness import median_us, seconds, write
-from bench.provenance import provenance
+from pipespec.bench.machine import provenance
 from pipespec_kernels import _native
 from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder
 

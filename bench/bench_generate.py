@@ -1,12 +1,12 @@
 """End-to-end speed of all ways to generate the target's text, in one run on one device.
 
-On a CPU with the bundled family, or on a GPU with models of LLaMA's sizes and planted agreement (``bench/planted.py``)::
+On a CPU with the bundled family, or on a GPU with models of LLaMA's sizes and planted agreement (``python/pipespec/bench/planted.py``)::
 
     python -m bench.bench_generate --json bench/results/generate_cpu.json --docs docs/speed.md --readme README.md
     python -m bench.bench_generate --device cuda --planted 1B 8B --agreement 0.8 --json generate.json
 
-All rows generate the same prompts, one at a time, and take turns prompt by prompt (``pipespec/demo/comparison.py``). transformers' rows are tuned
-first, on prompts that are not measured; the published schedules (``bench/baselines.py``) are tuned, too; ours run with their defaults. Every
+All rows generate the same prompts, one at a time, and take turns prompt by prompt (``python/pipespec/bench/comparison.py``). transformers' rows are tuned
+first, on prompts that are not measured; the published schedules (``python/pipespec/bench/published.py``) are tuned, too; ours run with their defaults. Every
 row in one process also tries one and two CPU threads. A row that fails is listed with the reason. With ``--json`` a picture is written beside the file (``.svg``). Exit status 0,
 also where ours are slower; 1: a float32 text differs that must not (another product's texts may).
 
@@ -39,12 +39,13 @@ import torch
 from bench import gpu
 from bench.harness import markdown_table, replace, replace_table, seconds
 from bench.openvino import openvino_contenders
-from bench.planted import SHAPES, bytes_per_step, plant, random_prompts
-from bench.provenance import last_level_cache_bytes, provenance
-from bench.rivals import AttentionIsolation, all_contenders
-from pipespec.demo import comparison, family_path, prompts
-from pipespec.demo.comparison import Measurement, SpeedComparison, footnotes, shown
-from pipespec.demo.contenders import GREEDY, Contender, Family, GeneratedText, Workload, standard_contenders
+from pipespec.bench import comparison
+from pipespec.bench.comparison import Measurement, SpeedComparison, footnotes, shown
+from pipespec.bench.contenders import GREEDY, Contender, Family, GeneratedText, Workload, standard_contenders
+from pipespec.bench.machine import last_level_cache_bytes, provenance
+from pipespec.bench.planted import SHAPES, bytes_per_step, plant, random_prompts
+from pipespec.bench.rivals import AttentionIsolation, all_contenders
+from pipespec.demo import family_path, load_family, prompts
 from pipespec.observe.plot import OTHERS, OURS, Bar, bars
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
@@ -515,7 +516,7 @@ def _models(args: argparse.Namespace) -> tuple[Family, list[torch.Tensor], dict[
         texts = random_prompts(target.config.vocab_size, count, args.prompt_tokens, args.seed + 3)
         return family, list(texts[:, None]), {"planted": chain.record()}
     with working("loading the models"):
-        family = Family.load(None if args.family == "bundled" else Path(args.family))
+        family = load_family(None if args.family == "bundled" else Path(args.family))
         for model in (family.target, *family.drafts.values()):
             model.to(device=args.device, dtype=dtype)
     return family, [family.encode(text) for text in prompts(count)], {}

@@ -28,11 +28,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.harness import markdown_table, replace_table, save
-from bench.provenance import provenance
+from pipespec.bench.contenders import Family
+from pipespec.bench.machine import provenance
 from pipespec.cli.survey import SettingRunner, calibrate, call_of, picture, settings, survey, table
 from pipespec.config import SpeculationConfig
-from pipespec.demo import prompts
-from pipespec.demo.contenders import Family
+from pipespec.demo import load_family, prompts
 from pipespec.drivers import WorkersDriver
 from pipespec.pipeline import Pipeline
 from pipespec.planning import planner
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         os.environ["PIPESPEC_CACHE"] = folder
         with working("loading the models"):
-            family = Family.load()
+            family = load_family()
         texts = [family.encode(text) for text in prompts(args.prompts + _CALIBRATION[args.what])]
         # Evenly spaced, because neighbours in the list come from one module and are alike.
         chosen = {round(i * (len(texts) - 1) / max(1, args.prompts - 1)) for i in range(args.prompts)}

@@ -23,8 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness import choose_sizes, save
-from bench.provenance import provenance
 from pipespec import Pipeline
+from pipespec.bench.machine import provenance
 from pipespec.demo import FAMILY, family_path, prompts
 from pipespec.process.progress import quiet_transformers
 

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.harness import choose_sizes, markdown_table, replace_table, save
-from bench.provenance import provenance
 from pipespec import Pipeline
-from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, prompts
-from pipespec.demo.contenders import Family
+from pipespec.bench.contenders import Family
+from pipespec.bench.machine import provenance
+from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, load_family, prompts
 from pipespec.planning.simulator import simulate_spd
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.spd import RanksPipeline, SpeculativePipeline
@@ -274,7 +274,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
     texts = prompts(args.prompts + _CALIBRATION)
     with quiet_transformers():
         with working("loading the models"):
-            family = Family.load()
+            family = load_family()
         ids = [family.encode(text) for text in texts]
         calibration, measured = ids[args.prompts :], ids[: args.prompts]
         every = list(settings([draft_module_path(), *args.module], args.quick, args.ranks))

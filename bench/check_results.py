@@ -1,6 +1,6 @@
 """Which files of bench/results are older than the code that they measure. ``python -m bench.check_results``
 
-Each file names the commit that it measured (``bench.provenance``). A file is outdated where a later commit changes one of its sources in
+Each file names the commit that it measured (``pipespec.bench.machine``). A file is outdated where a later commit changes one of its sources in
 :data:`SOURCES`. Exit status: 0, or 1 under ``--strict`` if a file is not current.
 """
 
@@ -26,9 +26,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "generate_cpu.json": (
         *_ENGINE,
         "python/pipespec/demo",
+        "python/pipespec/bench/comparison.py",
+        "python/pipespec/bench/contenders.py",
+        "python/pipespec/bench/published.py",
+        "python/pipespec/bench/rivals.py",
         "bench/bench_generate.py",
-        "bench/rivals.py",
-        "bench/baselines.py",
     ),
     "kernels_cpu.json": (*_KERNELS, "bench/kernels.py"),
     "plan.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),

@@ -18,8 +18,8 @@ import torch
 
 from bench.devices import check_captured, device_for
 from bench.figures import Figures, parser
-from bench.planted import plant
 from pipespec import Pipeline
+from pipespec.bench.planted import plant
 
 REPLAYS = 200
 """Graph launches of a phase, at least."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.harness import Maker, Shape, median_us, seconds
-from bench.provenance import last_level_cache_bytes
+from pipespec.bench.machine import last_level_cache_bytes
 from pipespec_kernels import _native
 
 SECONDS_PER_CASE = 1.0

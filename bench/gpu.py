@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.harness import Call, Maker, Shape
-from bench.provenance import provenance
+from pipespec.bench.machine import provenance
 
 MOST_BYTES = 8 << 30
 """Memory for the copies of one case."""
@@ -30,7 +30,7 @@ def refuse_without_gpu(program: str) -> None:
 
 
 def gpu_provenance() -> dict[str, Any]:
-    """:func:`bench.provenance.provenance` with the GPU."""
+    """:func:`pipespec.bench.machine.provenance` with the GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     import triton
 

@@ -319,7 +319,7 @@ def _show_kernel(found: dict[str, Any]) -> None:
 
 def _show_generations(found: dict[str, Any]) -> None:
     from bench import bench_generate
-    from pipespec.demo.comparison import footnotes
+    from pipespec.bench.comparison import footnotes
     from pipespec.process.table import aligned
 
     if "rows" not in found:
@@ -335,7 +335,7 @@ def _show_generations(found: dict[str, Any]) -> None:
 # ---- all together
 
 _FACTS = "import json; from bench.gpu import gpu_provenance; print(json.dumps(gpu_provenance()))"
-_DRY_FACTS = "import json; from bench.provenance import provenance; print(json.dumps(provenance()))"
+_DRY_FACTS = "import json; from pipespec.bench.machine import provenance; print(json.dumps(provenance()))"
 _HAS_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 2)"
 _IS_BUILT = "from pipespec_kernels import _native, _cuda"
 _DRY_IS_BUILT = "from pipespec_kernels import _native"

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from pipespec.process.files import replace
+
 Call = Callable[[int], object]  # with the number of the copy of the inputs to work on
 Shape = tuple[int, int, int]  # rows, columns, and what they are of: logits or tokens
 
@@ -69,13 +71,6 @@ def choose_sizes(options: argparse.Namespace, **sizes: tuple[int, int]) -> None:
     for name, both in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, both[options.quick])
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file in one step, so that an interrupted process leaves the earlier or the new contents."""
-    half = path.with_name(path.name + ".half")
-    half.write_text(text, encoding="utf-8")
-    half.replace(path)
 
 
 def replace_table(document: Path, table: str, name: str = "table") -> None:

@@ -22,7 +22,7 @@ import torch
 
 from bench import cpu, gpu
 from bench.harness import Maker, Shape, write
-from bench.provenance import provenance
+from pipespec.bench.machine import provenance
 
 BATCHES, WIDTHS, VOCABS = (1, 4, 16, 64), (1, 5, 9, 17), (32000, 128256, 151936)
 QUICK = [(1, 1, 128256), (1, 5, 128256), (4, 5, 128256), (8, 5, 128256), (16, 5, 128256), (64, 5, 32000)]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pipespec.demo.contenders import Contender, GeneratedText, StepCounts, TunedSetting, Workload, end_tokens
+from pipespec.bench.contenders import Contender, GeneratedText, TunedSetting, Workload, end_tokens
+from pipespec.bench.results import StepCounts
 
 SERVER = Path(__file__).with_name("openvino_server.py")
 NUM_DRAFT_TOKENS = (5, 3, 8)

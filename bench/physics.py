@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from bench.devices import Host, check_captured, device_for, host_us
 from bench.figures import Figures, parser
-from bench.planted import SHAPES, Shape, plant
+from pipespec.bench.planted import SHAPES, Shape, plant
 
 COLUMNS = (1, 4, 5, 8, 9, 16)
 """M of the products: rows of the activations."""

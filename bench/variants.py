@@ -19,8 +19,8 @@ import torch
 
 from bench.devices import device_for, host_us
 from bench.figures import Figures, parser
-from bench.planted import plant
 from pipespec import Pipeline
+from pipespec.bench.planted import plant
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels import ops
 

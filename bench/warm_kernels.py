@@ -65,8 +65,8 @@ def _pipeline(dry: bool, schedule: str, small: str, large: str) -> None:
     """A chain of models with one layer each: the kernels depend on the sizes of a layer, not on how many there are."""
     import torch
 
-    from bench import planted
     from pipespec import Pipeline
+    from pipespec.bench import planted
 
     shapes = {f"one-layer-{name}": replace(planted.SHAPES[name], num_hidden_layers=1) for name in (small, large)}
     planted.SHAPES.update(shapes)

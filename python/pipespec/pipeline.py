@@ -21,7 +21,6 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from pipespec.generation.arguments import ARGUMENTS, How, check_arguments, for_forward, plain_number, refusal
 from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
@@ -30,6 +29,7 @@ from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
 from pipespec.generation import Generation, without_features
+from pipespec.generation.arguments import ARGUMENTS, How, check_arguments, for_forward, plain_number, refusal
 from pipespec.models.compat import lost_arguments
 from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope

@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from bench import baselines
-from bench.baselines import Asynchronous, BaselineStage, Lockstep, StageFailed, end_of
+from pipespec.bench import published
+from pipespec.bench.published import Asynchronous, BaselineStage, Lockstep, StageFailed, end_of
 from tests.conftest import always_right, always_wrong, noisy, random_llama, random_prompts
 
 NEW = 32
 
 
 def thread(*arguments: object) -> threading.Thread:
-    return threading.Thread(target=baselines.serve, args=arguments, daemon=True)
+    return threading.Thread(target=published.serve, args=arguments, daemon=True)
 
 
 @contextmanager

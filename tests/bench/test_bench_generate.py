@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from bench import bench_generate, openvino, rivals
+from bench import bench_generate, openvino
 from bench.bench_generate import (
     DeviceComparison,
     DeviceMeasurement,
@@ -32,21 +32,21 @@ from bench.bench_generate import (
     rows_of,
     verdict,
 )
-from bench.planted import bytes_per_step
-from bench.rivals import AttentionIsolation, all_contenders
-from pipespec.demo import contenders
-from pipespec.demo.comparison import footnotes
-from pipespec.demo.contenders import (
+from pipespec.bench import contenders, rivals
+from pipespec.bench.comparison import footnotes
+from pipespec.bench.contenders import (
     Contender,
     Family,
     GeneratedText,
     HFContender,
     PipelineContender,
-    StepCounts,
     TunedSetting,
     Workload,
     standard_contenders,
 )
+from pipespec.bench.planted import bytes_per_step
+from pipespec.bench.results import StepCounts
+from pipespec.bench.rivals import AttentionIsolation, all_contenders
 from tests.conftest import noisy
 
 TEXTS = [torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9]])]

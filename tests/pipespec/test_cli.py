@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench import bench_spd
+from pipespec.bench.comparison import Measurement, SpeedComparison, cells
+from pipespec.bench.contenders import PipelineContender, Workload, standard_contenders
 from pipespec.cli.main import main
-from pipespec.demo import family_path
+from pipespec.demo import family_path, load_family
 from pipespec.demo import run as demo_run
-from pipespec.demo.comparison import Measurement, SpeedComparison, cells
-from pipespec.demo.contenders import Family, PipelineContender, Workload, standard_contenders
 from pipespec.observe.text import TextStream
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
@@ -54,7 +54,7 @@ def family(tmp_path_factory) -> Path:
 
 
 def expected_text(family: Path, prompt: str, new_tokens: int) -> str:
-    loaded = Family.load(family)
+    loaded = load_family(family)
     ids = loaded.encode(prompt)
     output = loaded.target.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
@@ -363,7 +363,7 @@ LOCAL_ROWS = ("plain", "assisted-small", "lookup", "ours-plain", "lockstep-small
 
 
 def test_comparison(family):
-    loaded = Family.load(family)
+    loaded = load_family(family)
     texts, calibration = ([loaded.encode(t) for t in group] for group in (["def f(x):", "hello"], ["x = "]))
     contenders = [c for c in standard_contenders(list(loaded.drafts)) if c.key in LOCAL_ROWS]
     with SpeedComparison(Workload(loaded, 8, 9, 1), contenders) as comparison:
@@ -399,7 +399,7 @@ def test_demo(family, capsys):
 @pytest.fixture(scope="module")
 def staged(family) -> Path:
     """The same folder with a draft module for the target in two stages."""
-    target = Family.load(family).target
+    target = load_family(family).target
     config = DraftModuleConfig.for_target(target, Partition.uniform(target.config.num_hidden_layers, 2).ranges)
     DraftModule.of_target(target, config).save(family / "module")
     return family

@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from pipespec import Pipeline
-from pipespec.generation.arguments import ARGUMENTS, How
 from pipespec.engine.cache import RowCache
+from pipespec.generation.arguments import ARGUMENTS, How
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 
 NEW = 20  # tokens per call

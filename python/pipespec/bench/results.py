@@ -31,7 +31,7 @@ VERSION = 1
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StepCounts:
     """Counts of one model in one text. 0 where the system does not count it.
 
@@ -62,7 +62,7 @@ class StepCounts:
 
 @dataclass(kw_only=True)
 class Step:
-    """One step of a stage in a traced text. Times are seconds since the call's first traced step.
+    """One step of a stage in a traced text. Times are seconds since the call.
 
     Attributes:
         start: When it began.
@@ -99,6 +99,7 @@ class Sample:
         notes: Remarks of the system about this call.
         phases: SPD: seconds of each phase of the cycles (``prefill``, ``draft``, ``stages``, ``verify``, ``other``).
         cycles: SPD: cycles of the pipeline.
+        verified: SPD: tokens that the target emitted, those behind the end of the text included.
         stage_seconds: SPD: seconds that each stage was busy.
         parallel_seconds: SPD in one process: estimate of ``seconds`` with drafter and stages at the same time.
         energy_joules: By device (``"gpu 0"``, ``"cpu package 0"``), over ``seconds``.
@@ -122,6 +123,7 @@ class Sample:
     notes: list[str] = field(default_factory=list)
     phases: dict[str, float] | None = None
     cycles: int | None = None
+    verified: int | None = None
     stage_seconds: list[float] | None = None
     parallel_seconds: float | None = None
     energy_joules: dict[str, float] | None = None
@@ -207,6 +209,7 @@ class Settings:
         machine: Commit, processor, GPUs, cores, versions (:func:`pipespec.bench.machine.provenance`).
         threads: CPU threads.
         started: ISO 8601, UTC: when the first process of the run began.
+        resumed: The machine of each later process that continued the run.
         finished: When the last sample was complete; None before.
         version: Of the format.
     """
@@ -229,6 +232,7 @@ class Settings:
     machine: dict[str, Any] = field(default_factory=dict)
     threads: int = 1
     started: str = ""
+    resumed: list[dict[str, Any]] = field(default_factory=list)
     finished: str | None = None
     version: int = VERSION
 
@@ -361,7 +365,9 @@ class ResultsFolder:
     def _read(self, name: str, kind: type[T]) -> T:
         path = self.path / name
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist: is {self.path} a folder that `pipespec bench --out` wrote?")
+            raise FileNotFoundError(
+                f"{path} does not exist: is {self.path} a folder that `pipespec bench --out` wrote?"
+            )
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if (version := data.get("version", VERSION)) != VERSION:

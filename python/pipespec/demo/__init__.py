@@ -6,6 +6,10 @@ Importing this package imports neither PyTorch nor Transformers.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipespec.bench.contenders import Family
 
 #: The family's models, from the slowest to the fastest.
 FAMILY = ("target", "medium", "small")
@@ -13,7 +17,7 @@ FAMILY = ("target", "medium", "small")
 #: Stages of the target that the bundled draft module is for.
 MODULE_STAGES = 4
 
-__all__ = ["FAMILY", "MODULE_STAGES", "draft_module_path", "family_path", "prompts"]
+__all__ = ["FAMILY", "MODULE_STAGES", "draft_module_path", "family_path", "load_family", "prompts"]
 
 
 def family_path(name: str) -> Path:
@@ -29,6 +33,15 @@ def family_path(name: str) -> Path:
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors: this installation came without the demo's weights")
     return folder
+
+
+def load_family(folder: Path | None = None) -> Family:
+    """Load the bundled family, or the one in ``folder`` (``target/``, ``medium/``, ``small/``), in float32 on the CPU."""
+    from pipespec.bench.contenders import Family
+
+    paths = {name: folder / name if folder else family_path(name) for name in FAMILY}
+    drafts = {name: paths[name] for name in reversed(FAMILY) if name != "target"}
+    return Family.load(folder.name if folder else "bundled", paths["target"], drafts)
 
 
 def draft_module_path() -> Path:

@@ -16,9 +16,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipespec.demo import prompts
-from pipespec.demo.comparison import HEADER, Measurement, SpeedComparison, cells, describe, footnotes, machine
-from pipespec.demo.contenders import Family, PipelineContender, Workload, standard_contenders
+from pipespec.bench.comparison import HEADER, Measurement, SpeedComparison, cells, footnotes
+from pipespec.bench.contenders import Family, PipelineContender, Workload, standard_contenders
+from pipespec.bench.machine import describe, provenance
+from pipespec.demo import load_family, prompts
 from pipespec.observe.text import TextStream
 from pipespec.pipeline import BasePipeline
 from pipespec.process.progress import quiet_transformers, say, working
@@ -63,7 +64,7 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
     console = Console(highlight=False, soft_wrap=True)
     with quiet_transformers(), _Display(console) as display:
         with working("loading the models"):
-            family = Family.load(folder)
+            family = load_family(folder)
         new_tokens = min(size.new_tokens, family.most_new_tokens(measured + calibration))
         texts, others = ([family.encode(text) for text in group] for group in (measured, calibration))
         threads = len(os.sched_getaffinity(0))
@@ -89,7 +90,7 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
         console.print(line, markup=False)
     console.print(
         f"Medians over repeats: {size.repeats}; prompts: {len(measured)}; up to {new_tokens} tokens each. "
-        f"{describe(machine() | {'threads': threads})}, fp32.",
+        f"{describe(provenance(threads))}, fp32.",
         markup=False,
     )
     if any(result.reason for result in results):

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from pipespec.bench.contenders import Family
+from pipespec.bench.machine import describe, provenance
 from pipespec.demo import draft_module_path, family_path, prompts
-from pipespec.demo.comparison import describe, machine
-from pipespec.demo.contenders import Family
 from pipespec.demo.run import DemoSize, stream_text
 from pipespec.models.loading import load_model
 from pipespec.pipeline import Pipeline
@@ -100,7 +100,7 @@ def run_spd_demo(size: DemoSize, prompt: str | None = None, folder: Path | None 
     console.print(
         f"Speeds relative to our own plain decoding, medians over repeats: {size.repeats}. Stages at once: computed from the measured times of drafter "
         "and stages, as if each ran on a core of its own, without transfers. One after the other: the time measured here, where the stages take turns "
-        f"and every cycle reads all weights. {describe(machine() | {'threads': 1})}, fp32.",
+        f"and every cycle reads all weights. {describe(provenance(1))}, fp32.",
         markup=False,
     )
     if not all(line.identical for line in lines):

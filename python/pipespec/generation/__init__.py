@@ -13,12 +13,12 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from pipespec.generation.arguments import MOST_TOKENS, check_options, check_positions
 from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest, TextSource
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds
 from pipespec.engine.stage import PREFILL_CHUNK, RightPadding, StageInputs
 from pipespec.errors import Unsupported, UnsupportedInput
+from pipespec.generation.arguments import MOST_TOKENS, check_options, check_positions
 from pipespec.models.compat import first_position_behind, mask_columns_of_call
 from pipespec.models.properties import head_size
 from pipespec.models.rope import DynamicRope

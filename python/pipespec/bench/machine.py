@@ -25,7 +25,8 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
     Returns:
         Values for JSON: the commit (``-dirty`` with uncommitted changes, None without git), the date, the CPU and its usable cores, load, versions.
     """
-    cpu = collect_env()["cpu"]
+    environment = collect_env()
+    cpu = environment["cpu"]
     return {
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -41,12 +42,34 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "numpy": numpy.__version__,
         "pipespec": __version__,
+        "memory_bytes": environment["memory_bytes"],
+        "gpus": _gpus(),
     }
 
 
+def _gpus() -> list[dict[str, Any]]:
+    """Name, memory and capability of each GPU that torch sees."""
+    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return [{"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]} for p in found]
+
+
+def describe(machine: dict[str, Any]) -> str:
+    """One line about a record of :func:`provenance`."""
+    return (
+        f"{machine['cpu']}, cores: {machine['cores']}, threads: {machine['threads']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, Python {machine['python']}, pipespec {machine['pipespec']}"
+    )
+
+
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The commit checked out in ``folder``, with ``-dirty`` behind it where tracked files differ from it; None without git."""
+    """The commit checked out in ``folder``, with ``-dirty`` behind it where tracked files differ from it.
+
+    None without git, and where git does not track the folder: an installed package may lie in the repository of another project.
+    """
     try:
+        tracked = subprocess.run(["git", "-C", str(folder), "ls-files", "."], capture_output=True, text=True)
+        if not tracked.stdout.strip():
+            return None
         head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True)
         # Benchmarks write bench/results, and do not measure it.
         changes = ["git", "-C", str(folder), "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +40,8 @@ WIDEST = 99
 class BaselineStage:
     """A stage: its model, its tokens behind the prompt, and its KV cache.
 
-    ``steps`` counts forwards after the prompt's, ``drafted`` and ``accepted`` draft tokens, ``fed`` tokens.
+    ``steps`` counts forwards after the prompt's, ``drafted`` and ``accepted`` draft tokens, ``fed`` tokens, ``histogram`` steps by accepted draft
+    tokens. ``commits``: ``(time.perf_counter(), new tokens until then)`` of the prompt's forward and of each step.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -51,7 +53,9 @@ class BaselineStage:
         self.prompt, self.out = list(prompt), list[int]()
         self.steps = self.drafted = self.accepted = self.fed = 0
         self._cache, self._held = DynamicCache(config=self.model.config), 0
+        self.histogram = Counter[int]()
         self.out.append(self._feed(self.prompt)[-1])
+        self.commits = [(time.perf_counter(), 1)]
 
     def _feed(self, tokens: list[int], keep: int = 1) -> list[int]:
         """Feed ``tokens`` and return the argmax behind each of the last ``keep``."""
@@ -70,7 +74,9 @@ class BaselineStage:
         while agreeing < len(drafts) and own[agreeing] == drafts[agreeing]:
             agreeing += 1
         self.out += own[: agreeing + 1]
+        self.commits.append((time.perf_counter(), len(self.out)))
         self.steps += 1
+        self.histogram[agreeing] += 1
         self.drafted += len(drafts)
         self.accepted += agreeing
         self._crop(len(self.prompt) + len(self.out) - 1)
@@ -129,6 +135,11 @@ class Lockstep:
             for stage in stages[:-1]:
                 stage.roll_back(target.out)
         return target.out[:end]
+
+    @property
+    def target(self) -> BaselineStage:
+        """The last stage of the last call."""
+        return self.stages[-1]
 
     def counts(self) -> list[tuple[int, int, int]]:
         """Per stage: steps, drafted, accepted."""
@@ -399,6 +410,11 @@ class Asynchronous:
         out = self._player.play(eos)
         self._wait(self._all_idle)  # otherwise a draft could confuse the next call with this one
         return out
+
+    @property
+    def target(self) -> BaselineStage:
+        """The last stage, which runs in this process."""
+        return self._player.text
 
     def counts(self) -> list[tuple[int, int, int]]:
         """Per stage: steps, drafted (the target's only), accepted."""

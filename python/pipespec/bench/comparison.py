@@ -1,6 +1,6 @@
 """Compare ways to generate the same text: contenders take turns prompt by prompt, texts are compared, medians over repeats.
 
-``pipespec demo`` compares :func:`pipespec.demo.contenders.standard_contenders`; ``bench/bench_generate.py`` adds others. All contenders share the models, the
+``pipespec demo`` compares :func:`pipespec.bench.contenders.standard_contenders`; ``bench/bench_generate.py`` adds others. All contenders share the models, the
 prompts and one process, and decode one prompt at a time. HuggingFace's rows are tuned first, on prompts that are not measured; ours run
 with their defaults. The number of CPU threads is tuned for every row that runs in one process.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ from statistics import median
 from typing import Any, Self
 
 import torch
-import transformers
 
-from pipespec.demo.contenders import Contender, GeneratedText, StepCounts, Workload
+from pipespec.bench.contenders import Contender, GeneratedText, Workload
+from pipespec.bench.results import StepCounts
 from pipespec.process.progress import say
-from pipespec_kernels import __version__, collect_env
 
 Progress = Callable[[str, int, int], None]
 """Called with a description of the work, the number of parts that are done, and the number of parts."""
@@ -358,26 +356,3 @@ def footnotes(results: Sequence[Measurement]) -> list[str]:
             missing.setdefault(r.reason, []).append(r.label)
     lines += [f"Not measured: {'; '.join(labels)} ({reason})." for reason, labels in missing.items()]
     return lines
-
-
-def machine() -> dict[str, Any]:
-    """The hardware and the versions that a measurement depends on."""
-    env = collect_env()
-    return {
-        "cpu": env["cpu"]["model"],
-        "cores": env["cpu"]["usable_cores"],
-        "simd": env["cpu"]["simd"],
-        "memory_gb": round((env["memory_bytes"] or 0) / 2**30, 1),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "pipespec": __version__,
-    }
-
-
-def describe(machine: dict[str, Any]) -> str:
-    """One line about a :func:`machine`."""
-    return (
-        f"{machine['cpu']}, cores: {machine['cores']}, threads: {machine['threads']}, torch {machine['torch']}, "
-        f"transformers {machine['transformers']}, Python {machine['python']}, pipespec {machine['pipespec']}"
-    )

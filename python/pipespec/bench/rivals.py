@@ -1,0 +1,275 @@
+"""Further contenders: HuggingFace's compiled generation, self-speculation, the published schedules; and the isolation of all of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
+
+from pipespec.bench.contenders import (
+    OWN_LAYERS,
+    Contender,
+    GeneratedText,
+    HFContender,
+    PipelineContender,
+    TunedSetting,
+    Workload,
+    chains,
+    end_tokens,
+    private_copies,
+    standard_contenders,
+    use_assistant_setting,
+)
+from pipespec.bench.published import Asynchronous, Lockstep
+from pipespec.bench.results import StepCounts
+
+LOOKAHEADS = {"asynchronous": (3, 0, 5), "lock-step": (5, 3, 8, 12)}
+"""Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
+
+
+def all_contenders(drafts: Sequence[str]) -> list[Contender]:
+    """Every row for a target with these drafts, smallest first."""
+    standard = standard_contenders(drafts, ("lockstep", "workers", "streams"))
+    hf = [c for c in standard if c.group == "hf"]
+    ours = [c for c in standard if c.group == "ours"]
+    ours.append(PipelineContender("ours-plain-graphs", "ours, target alone, graphs", "plain", graphs=True))
+    for chain in chains(drafts):
+        name, label = "+".join(chain), f"lockstep, {' + '.join(chain)}, graphs"
+        ours.append(PipelineContender(f"lockstep-graphs-{name}", label, "lockstep", chain, graphs=True))
+    published = [PublishedContender(*pair) for pair in itertools.product(LOOKAHEADS, chains(drafts))]
+    return [*hf, CompiledContender(), *published, *ours]
+
+
+class CompiledContender(HFContender):
+    """transformers' ``generate()`` with a static cache and a compiled forward."""
+
+    slow = True
+
+    def __init__(self) -> None:
+        super().__init__("static", "HF static cache, compiled")
+
+    def start(self, workload: Workload) -> None:
+        super().start(workload)
+        config = workload.family.target.config
+        self.cache = StaticCache(config=config, max_cache_len=workload.longest + workload.new_tokens)
+        self.compile_config = CompileConfig()
+        # Without this, transformers silently does not compile on a CPU.
+        self.compile_config._compile_all_devices = True
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+        self.cache.reset()
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "compile_config": self.compile_config}
+        tokens, commits = self._generate(ids, seed, options | {"past_key_values": self.cache} | self.workload.sampling)
+        # Hooks that count forwards would break the compiled graph.
+        return GeneratedText(tokens, (StepCounts("target", len(tokens), len(tokens)),), commits=commits)
+
+    def close(self) -> None:
+        self.cache = None
+
+
+class OwnLayersContender(HFContender):
+    """Draft&Verify (Zhang et al. 2024): the target without some of its layers drafts, and drafting ends at a low confidence.
+
+    transformers' assisted generation, where the assistant shares the target's weights. The publication searches the layers to skip for each model
+    and task; here they are fixed (:func:`kept_layers`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__("draft-verify", "HF assisted, skipped layers")
+
+    def start(self, workload: Workload) -> None:
+        self._drafts: dict[int, PreTrainedModel] = {}
+        super().start(workload)
+
+    def _candidates(self, workload: Workload) -> Sequence[tuple[Any, ...]]:
+        layers = workload.family.target.config.num_hidden_layers
+        sizes = dict.fromkeys(max(1, round(share * layers)) for share in (0.5, 0.65))
+        thresholds = ((12, 0.6), (8, 0.4), (5, 0.0))
+        return [(tokens, at, "constant", n) for n in sizes for tokens, at in thresholds]
+
+    def _assistant(self) -> PreTrainedModel:
+        layers = self.setting.layers
+        if layers not in self._drafts:
+            target = self.workload.family.target
+            self._drafts[layers] = layer_subset(target, kept_layers(target.config.num_hidden_layers, layers))
+        return self._drafts[layers]
+
+    def close(self) -> None:
+        self._drafts.clear()
+
+
+def kept_layers(layers: int, kept: int) -> list[int]:
+    """The layers of a draft: ``kept`` of ``layers``, the first and the last one among them, evenly spaced."""
+    if not 1 <= kept <= layers:
+        raise ValueError(f"a draft of {kept} layers of a target with {layers}")
+    return [round(i * (layers - 1) / max(1, kept - 1)) for i in range(kept)]
+
+
+def layer_subset(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A model of some layers of a LLaMA-like ``model``. It shares the weights, and has its own configuration and cache indices.
+
+    Raises:
+        TypeError: The layers do not lie where LLaMA-like models have them.
+    """
+    base = getattr(model, model.base_model_prefix, None)
+    if not isinstance(getattr(base, "layers", None), torch.nn.ModuleList):
+        raise TypeError(f"{type(model).__name__} has no list of layers where LLaMA-like models have it")
+    draft, inner = _shallow(model), _shallow(base)
+    draft.config = inner.config = copy.deepcopy(model.config)
+    draft.config.num_hidden_layers = len(layers)
+    if getattr(draft.config, "layer_types", None):
+        draft.config.layer_types = [model.config.layer_types[i] for i in layers]
+    draft.generation_config = copy.deepcopy(model.generation_config)
+    setattr(draft, model.base_model_prefix, inner)
+    inner.layers = torch.nn.ModuleList()
+    for place, i in enumerate(layers):
+        layer = _shallow(base.layers[i])
+        layer.self_attn = _shallow(layer.self_attn)
+        layer.self_attn.layer_idx = place
+        inner.layers.append(layer)
+    return draft
+
+
+def _shallow(module: Any) -> Any:
+    """A module with the same parameters, whose own attributes and submodules can be replaced."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+class EarlyExitContender(HFContender):
+    """LayerSkip's schedule (Elhoushi et al. 2024): the target's first layers and its head draft, all layers verify.
+
+    transformers' ``assistant_early_exit``. LayerSkip also trains the target for it; other targets draft worse.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("layerskip", "HF early exit")
+
+    def start(self, workload: Workload) -> None:
+        if not hasattr(GenerationConfig(), "assistant_early_exit"):
+            raise NotImplementedError("this version of transformers has no assistant_early_exit")
+        self._before = copy.deepcopy(workload.family.target.generation_config)
+        super().start(workload)
+
+    def _candidates(self, workload: Workload) -> Sequence[tuple[Any, ...]]:
+        layers = workload.family.target.config.num_hidden_layers
+        exits = dict.fromkeys(max(1, layers // part) for part in (4, 2))
+        return [(tokens, at, "constant", n) for n in exits for tokens, at in ((6, 0.0), (3, 0.0), (8, 0.4))]
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+        target, setting = self.workload.family.target, self.setting
+        depth = target.config.num_hidden_layers
+        counts = {OWN_LAYERS: 0, "target": 0}
+
+        def count(*_: object) -> None:
+            # transformers lowers this number while the first layers draft.
+            counts["target" if target.config.num_hidden_layers == depth else OWN_LAYERS] += 1
+
+        handle = target.register_forward_pre_hook(count)
+        use_assistant_setting(target, setting)
+        try:
+            options = {"max_new_tokens": new_tokens, "assistant_early_exit": setting.layers, **self.workload.sampling}
+            tokens, commits = self._generate(ids, seed, options)
+        finally:
+            handle.remove()
+            target.config.num_hidden_layers = depth
+            use_assistant_setting(target, _setting_in(self._before))
+        stages = (StepCounts(OWN_LAYERS, counts[OWN_LAYERS]), StepCounts("target", counts["target"], len(tokens)))
+        return GeneratedText(tokens, stages, commits=commits)
+
+
+def _setting_in(config: GenerationConfig) -> TunedSetting:
+    """What a generation configuration says about assisted generation."""
+    return TunedSetting(
+        1, config.num_assistant_tokens, config.assistant_confidence_threshold, config.num_assistant_tokens_schedule
+    )
+
+
+class PublishedContender(Contender):
+    """The published schedules of :mod:`pipespec.bench.published`."""
+
+    def __init__(self, schedule: str, drafts: Sequence[str], lookahead: int | None = None) -> None:
+        key = f"reference-{schedule}-{'+'.join(drafts)}"
+        super().__init__(key, f"published, {schedule}, {' + '.join(drafts)}", "reference", drafts)
+        self.schedule = schedule
+        self.settings = LOOKAHEADS[schedule] if lookahead is None else (lookahead,)
+        self.visible = schedule == "lock-step"
+        self.chain: Asynchronous | Lockstep | None = None
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of the target: those that the asynchronous draft processes leave."""
+        threads = self.workload.threads
+        return threads if self.visible else max(1, threads - self._draft_threads(threads) * len(self.drafts))
+
+    def _draft_threads(self, threads: int) -> int:
+        return max(1, threads // (len(self.drafts) + 1))
+
+    def start(self, workload: Workload) -> None:
+        if not workload.is_greedy:
+            raise ValueError("the published system is greedy only")
+        drafts = [workload.family.drafts[name] for name in self.drafts]
+        lookahead = self.settings[0]
+        if self.schedule == "asynchronous":
+            models = [*private_copies(drafts), workload.family.target]
+            most = workload.longest + workload.new_tokens + 256
+            self.chain = Asynchronous(models, lookahead, most, self._draft_threads(workload.threads))
+        else:
+            self.chain = Lockstep([*drafts, workload.family.target], lookahead)
+        super().start(workload)
+
+    def use(self, setting: Any) -> None:
+        super().use(setting)
+        assert self.chain is not None
+        self.chain.lookahead = setting
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+        assert self.chain is not None
+        began = time.perf_counter()
+        tokens = self.chain.generate(ids[0].tolist(), new_tokens, end_tokens(self.workload.family.target))
+        counts, target = self.chain.counts(), self.chain.target
+        stages = [StepCounts(name, steps) for name, (steps, _, _) in zip(self.drafts, counts, strict=False)]
+        # The prompt's forward, which is not in the counts, gives the first token.
+        steps, drafted, accepted = counts[-1]
+        histogram = tuple(target.histogram[j] for j in range(max(target.histogram, default=0) + 1))
+        stages.append(StepCounts("target", steps + 1, steps + accepted + 1, drafted, accepted, histogram=histogram))
+        commits = tuple((at - began, min(length, len(tokens))) for at, length in target.commits)
+        return GeneratedText(tokens, tuple(stages), commits=commits if self.workload.times_commits else ())
+
+    def close(self) -> None:
+        if self.chain is not None:
+            self.chain.close()
+
+
+class AttentionIsolation:
+    """Keeps the attention implementation that one contender sets on shared models from the other contenders."""
+
+    def __init__(self, models: Sequence[PreTrainedModel]) -> None:
+        self._models = list(models)
+        self._first = self._now()
+        self._own: dict[str, list[str | None]] = {}
+
+    def _now(self) -> list[str | None]:
+        return [model.config._attn_implementation for model in self._models]
+
+    def _set(self, wanted: list[str | None]) -> None:
+        for model, implementation in zip(self._models, wanted, strict=True):
+            if model.config._attn_implementation != implementation:
+                model.config._attn_implementation = implementation
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Restore the attention that the contender ``key`` used last; afterwards restore the original implementations."""
+        self._set(self._own.get(key, self._first))
+        try:
+            yield
+        finally:
+            self._own[key] = self._now()
+            self._set(self._first)
