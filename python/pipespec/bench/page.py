@@ -114,7 +114,7 @@ class Page:
 def shown(value: Cell, form: str) -> str:
     """A cell as text."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return "–"
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value if isinstance(value, str) else format(value, form)
