@@ -94,10 +94,11 @@ def pair_acceptance(texts: Sequence[Sample], verifier: int) -> float:
 
 
 def _chain(blank: Prediction, system: SystemSettings, texts: Sequence[Sample], profile: Profile | None) -> Prediction:
-    if system.kind not in ("lockstep", "workers", "streams"):
+    schedule = system.kind.removesuffix("-graphs")
+    if schedule not in ("lockstep", "workers", "streams"):
         raise _NotPredicted(f"there is no model of {system.kind}")
-    ran = {s.schedule or system.kind for s in texts}
-    if ran != {system.kind}:
+    ran = {s.schedule or schedule for s in texts}
+    if ran != {schedule}:
         raise _NotPredicted(f"it ran as {', '.join(sorted(ran))}")
     if profile is None:
         raise _NotPredicted("the run has no profile of step times (profile.json)")
@@ -111,15 +112,15 @@ def _chain(blank: Prediction, system: SystemSettings, texts: Sequence[Sample], p
         raise _NotPredicted("the texts have no counts of each stage")
     acceptance = tuple(pair_acceptance(texts, verifier) for verifier in range(1, count + 1))
     config = SpeculationConfig.of(
-        count, schedule=system.kind, lookahead=system.lookahead, min_draft_tokens=system.min_draft_tokens
+        count, schedule=schedule, lookahead=system.lookahead, min_draft_tokens=system.min_draft_tokens
     )
-    captured = bool(system.options.get("graphs")) or system.kind == "streams"
+    captured = schedule != system.kind or schedule == "streams"
     call = CallShape(
         1, max(1, round(fmean(s.prompt_tokens for s in texts))), round(fmean(len(s.tokens) for s in texts))
     )
-    threads = max(1, profile.threads - count) if system.kind == "workers" else profile.threads
+    threads = max(1, profile.threads - count) if schedule == "workers" else profile.threads
     candidate = Candidate(
-        system.kind, tuple(range(count)), config.lookahead, config.min_draft_tokens, threads, 0.0, captured=captured
+        schedule, tuple(range(count)), config.lookahead, config.min_draft_tokens, threads, 0.0, captured=captured
     )
     try:
         simulated = planner.predict(own, Answers(acceptance=acceptance), candidate, call, cores=profile.threads).rate

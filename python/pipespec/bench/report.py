@@ -15,9 +15,11 @@ from pipespec.bench.machine import describe
 from pipespec.bench.page import Cell, Column, Page, Section, Table
 from pipespec.bench.predictions import Prediction
 from pipespec.bench.results import ResultsFolder, Sample, Settings, Summary, SystemSettings
+from pipespec.bench.summary import summarise
 from pipespec.observe.plot import LOSS, OTHERS, OURS, Bar, Panel, Series, bars, chart, stacked
 from pipespec.spd.law import spd_accepted_length
 
+_CHAINS = ("lockstep", "lockstep-graphs", "workers", "streams", "published-lockstep", "published-asynchronous")
 _MOST_CURVES = 8
 """Systems in one panel; more colours cannot be told apart."""
 
@@ -35,7 +37,7 @@ class Run:
     def load(cls, folder: ResultsFolder) -> Run:
         """Read a run's folder. Raises ``FileNotFoundError`` and ``ValueError`` as :meth:`ResultsFolder.settings` does."""
         settings = folder.settings()
-        return cls(settings, folder.summary(), list(folder.samples(settings)), folder.profile())
+        return cls(settings, summarise(folder, settings), list(folder.samples(settings)), folder.profile())
 
     @cached_property
     def predictions(self) -> list[Prediction]:
@@ -45,6 +47,30 @@ class Run:
     def texts(self, dataset: str, system: str) -> list[Sample]:
         """The samples of a system on a dataset that did not fail."""
         return [s for s in self.samples if (s.dataset, s.system) == (dataset, system) and not s.error and s.tokens]
+
+    @cached_property
+    def chosen(self) -> set[tuple[str, str]]:
+        """Dataset and key of the systems in figures that have one entry per kind and drafts: of a sweep the fastest on that dataset."""
+        best: dict[tuple[Any, ...], tuple[float, str]] = {}
+        for dataset in self.settings.datasets:
+            for system in self.settings.systems:
+                row = self.summary.row(dataset.name, system.key)
+                rate = (row.tokens_per_second if row is not None else None) or 0.0
+                fixed = (str(value) for name, value in sorted(system.axes.items()) if name not in self.axes)
+                group = (dataset.name, system.kind, *system.drafts, *(fixed if system.kind == "spd" else ()))
+                if group not in best or rate > best[group][0]:
+                    best[group] = rate, system.key
+        return {(group[0], key) for group, (_, key) in best.items()}
+
+    @cached_property
+    def axes(self) -> list[str]:
+        """Numeric settings that differ between systems of one kind and drafts. SPD's stages are not one of them: each number is another system."""
+        values: dict[tuple[str, ...], set[str]] = {}
+        for system in self.settings.systems:
+            for name, value in system.axes.items():
+                if system.kind != "spd" and _is_number(value):
+                    values.setdefault((name, system.kind, *system.drafts), set()).add(_shown(value))
+        return sorted({name for (name, *_), found in values.items() if len(found) > 1})
 
     def label(self, key: str) -> str:
         """Name of a system in tables and figures."""
@@ -161,7 +187,7 @@ def speed(run: Run) -> Section:
                  row.decode_ms_per_token, row.accepted_length.get("target"), row.acceptance_rate.get("target"), row.identical,
                  row.joules_per_token, why)
             )  # fmt: skip
-            if system.axes:
+            if (dataset.name, system.key) not in run.chosen:
                 continue
             if row.speedup is None:
                 drawn.append(Bar(system.label, None, f"not measured: {why or 'no complete sample'}"))
@@ -179,7 +205,7 @@ def speed(run: Run) -> Section:
         "speedup",
         "Speed-up per dataset and system",
         "How many times as fast as the fastest system without drafts, on the same prompt and from the call to the last token. "
-        "Systems that vary a setting are in the table and in the sweep.",
+        "Of systems that differ in a swept setting the figure shows the fastest, the table all.",
         figures,
         [Table("summary", _SUMMARY, rows)],
         "" if figures else "No system has a speed-up: --systems needs plain or hf, and another one.",
@@ -188,7 +214,7 @@ def speed(run: Run) -> Section:
 
 def sweep(run: Run) -> Section:
     """Speed-up over every setting that a sweep varied; the simulator's values as curves."""
-    axes = sorted({name for s in run.settings.systems for name in s.axes})
+    axes = run.axes
     simulated = {(p.dataset, p.system): p for p in run.predictions}
     figures, rows = [], []
     for dataset in run.settings.datasets:
@@ -203,7 +229,7 @@ def sweep(run: Run) -> Section:
                 if axis not in system.axes or row is None or row.speedup is None:
                     continue
                 value = _number(system.axes[axis])
-                others = [f"{name} {_shown(v)}" for name, v in system.axes.items() if name != axis]
+                others = [f"{name} {_shown(v)}" for name, v in system.axes.items() if name != axis and name in axes]
                 group = ", ".join([system.kind, " > ".join([*system.drafts, "target"]), *others])
                 p = simulated.get((dataset.name, system.key))
                 guess = p.simulated / rate if p is not None and p.simulated is not None and rate else None
@@ -255,6 +281,11 @@ def _number(value: Any) -> float:
     return float(value[-1] if isinstance(value, (list, tuple)) else value)
 
 
+def _is_number(value: Any) -> bool:
+    last = value[-1] if isinstance(value, (list, tuple)) and value else value
+    return isinstance(last, (int, float)) and not isinstance(last, bool)
+
+
 def _shown(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
@@ -268,11 +299,7 @@ def depth(run: Run) -> Section:
         best: dict[str, dict[int, tuple[float, str]]] = {}
         for system in run.settings.systems:
             row = run.summary.row(dataset.name, system.key)
-            if (
-                row is None
-                or row.speedup is None
-                or system.kind not in ("lockstep", "workers", "streams", "published", "published-async")
-            ):
+            if row is None or row.speedup is None or system.kind not in _CHAINS:
                 continue
             kind, models = best.setdefault(system.kind, {}), len(system.drafts) + 1
             kind[models] = max(kind.get(models, (0.0, "")), (row.speedup, system.key))
@@ -368,7 +395,11 @@ def over_time(run: Run) -> Section:
 def _one_sample(run: Run, dataset: str) -> list[Sample]:
     """The texts of one sample, of each system that is no step of a sweep: the sample that most systems have traced, then written."""
     texts = [
-        s for _, system, found in run.cells if not system.axes for s in found if s.dataset == dataset and s.commits
+        s
+        for name, system, found in run.cells
+        if name == dataset and (name, system.key) in run.chosen
+        for s in found
+        if s.commits
     ]
     count = Counter(s.sample for s in texts)
     traced = Counter(s.sample for s in texts if s.steps)
@@ -400,7 +431,7 @@ def token_times(run: Run) -> Section:
                     times[-1],
                 )
             )
-            if not system.axes and len(series) < _MOST_CURVES and times[0] > 0:
+            if (name, system.key) in run.chosen and len(series) < _MOST_CURVES and times[0] > 0:
                 shares = [i / 100 for i in range(101)]
                 series.append(Series(system.label, [_quantile(times, q) for q in shares], shares, len(series)))
         if series:
@@ -464,7 +495,7 @@ def accepted(run: Run) -> Section:
                     Series(f"{stage}: {lengths:.2f} tokens per step", list(range(most + 1)), [counts[j] / total for j in range(most + 1)],
                            len(series), columns=True)
                 )  # fmt: skip
-            if series and not system.axes:
+            if series and (name, system.key) in run.chosen:
                 panels.append(Panel(series, system.label, "accepted draft tokens in a step", "share of the steps"))
         if panels:
             title = f"Accepted draft tokens per step, {dataset.name}"
@@ -495,7 +526,7 @@ def devices(run: Run) -> Section:
     rows: list[tuple[Cell, ...]] = []
     figures = []
     for dataset in run.settings.datasets:
-        energy = []
+        energy, busy_bars = [], []
         for name, system, texts in run.cells:
             if name != dataset.name:
                 continue
@@ -508,17 +539,14 @@ def devices(run: Run) -> Section:
                 joules = sum((t.energy_joules or {})[device] for t in metered)
                 tokens = sum(len(t.tokens) for t in metered)
                 rows.append((name, system.label, device, share, joules / tokens if metered else None, seconds))
+                if share is not None and (name, system.key) in run.chosen:
+                    busy_bars.append(Bar(f"{system.label}: {device}", share, f"{share:.0%}"))
             row = run.summary.row(name, system.key)
-            if row is not None and row.joules_per_token is not None and not system.axes:
+            if row is not None and row.joules_per_token is not None and (name, system.key) in run.chosen:
                 energy.append(Bar(system.label, row.joules_per_token, f"{row.joules_per_token:.2f} J"))
         if energy:
             title = f"Energy per token on {dataset.name}, all metered devices"
             figures.append((title, bars(title, energy)))
-        busy_bars = [
-            Bar(f"{r[1]}: {r[2]}", float(r[3]), f"{r[3]:.0%}")
-            for r in rows
-            if r[0] == dataset.name and isinstance(r[3], float) and not _swept(run, str(r[1]))
-        ]
         if any(bar.value for bar in busy_bars):
             title = f"Busy share of the devices on {dataset.name}"
             figures.append((title, bars(title, busy_bars)))
@@ -542,10 +570,6 @@ def devices(run: Run) -> Section:
         [*([Table("devices", columns, rows)] if rows else []), *([table] if reasons else [])],
         "" if rows else "No device has a meter that could be read" + (": the table says why." if reasons else "."),
     )
-
-
-def _swept(run: Run, label: str) -> bool:
-    return any(s.axes for s in run.settings.systems if s.label == label)
 
 
 # ---- SPD
@@ -574,7 +598,7 @@ def spd(run: Run) -> Section:
             row = run.summary.row(name, system.key)
             length = row.equivalent_accepted_length if row is not None else None
             predicted = spd_accepted_length(kept / checked, n) if checked else None
-            drafter = str(system.options.get("drafter") or system.label)
+            drafter = " + ".join(system.drafts) if system.drafts else str(system.axes.get("drafter") or system.label)
             rows.append(
                 (name, system.label, drafter, n, count, *ms, sum(ms), length, predicted, row.speedup if row else None)
             )
