@@ -37,19 +37,18 @@ from typing import Any
 import torch
 
 from bench import gpu
-from bench.harness import markdown_table, replace, replace_table, seconds
+from bench.harness import markdown_table, replace, replace_table
 from bench.openvino import openvino_contenders
 from pipespec.bench import comparison
 from pipespec.bench.comparison import Measurement, SpeedComparison, footnotes, shown
 from pipespec.bench.contenders import GREEDY, Contender, Family, GeneratedText, Workload, standard_contenders
-from pipespec.bench.machine import last_level_cache_bytes, provenance
+from pipespec.bench.machine import provenance, read_bytes_per_second
 from pipespec.bench.planted import SHAPES, bytes_per_step, plant, random_prompts
 from pipespec.bench.rivals import AttentionIsolation, all_contenders
 from pipespec.demo import family_path, load_family, prompts
 from pipespec.observe.plot import OTHERS, OURS, Bar, bars
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
-from pipespec_kernels import _native
 
 CALIBRATION = 2
 PROGRESS_EVERY_S = 5.0
@@ -259,14 +258,6 @@ def within(seconds: float) -> Iterator[None]:
 
 def _total(calls: dict[str, int], names: set[str]) -> int:
     return sum(count for name, count in calls.items() if name in names)
-
-
-def read_bytes_per_second(threads: int) -> float:
-    """Rate of a plain read of uncached memory on the CPU: the median of nine."""
-    size = max(256 << 20, 4 * last_level_cache_bytes())
-    buffer = torch.ones(size, dtype=torch.uint8)
-    times = [seconds(_native.read_bandwidth_probe, buffer.data_ptr(), size, threads) for _ in range(10)]
-    return size / statistics.median(times[1:])
 
 
 HEADER = (*comparison.HEADER, "weights/s", "of floor", "syncs", "launches", "first token, ms", "decoding")

@@ -123,6 +123,11 @@ class SpeedComparison:
             except Exception:
                 self.lost = f"the GPU could not be used any more after {contender.label} had failed"
 
+    def retry(self, contender: Contender) -> None:
+        """Let a contender that failed take part again; :meth:`start` starts it."""
+        self.reasons.pop(contender.key, None)
+        self._started.discard(contender.key)
+
     @contextmanager
     def turn(self, contender: Contender) -> Iterator[None]:
         """A context around everything that a contender does; benchmarks isolate contenders here."""
@@ -179,16 +184,28 @@ class SpeedComparison:
             else:
                 self.run(contender, ids)
 
-    def tune(self, calibration: Sequence[torch.Tensor], settings: int | None = None) -> None:
+    @property
+    def started(self) -> set[str]:
+        """Keys of the contenders that have started, or have failed to."""
+        return set(self._started)
+
+    def tune(
+        self,
+        calibration: Sequence[torch.Tensor],
+        settings: int | None = None,
+        contenders: Sequence[Contender] | None = None,
+    ) -> None:
         """Find the fastest setting of each contender that has several.
 
         Args:
             calibration: Prompts that are not measured, each ``[1, S]``.
             settings: Try the first ones only (None: all).
+            contenders: Only these (None: all that have not failed).
         """
-        work = {c.key: c.settings[:settings] for c in self.active}
+        chosen = self.active if contenders is None else list(contenders)
+        work = {c.key: c.settings[:settings] for c in chosen}
         total, done = sum(map(len, work.values())), 0
-        for contender in self.active:
+        for contender in chosen:
             found: list[dict[str, Any]] = []
             for setting in work[contender.key]:
                 self.progress(f"tuning: {contender.label}, {setting}", done, total)

@@ -209,8 +209,15 @@ class Contender(ABC):
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
         """Generate at most ``new_tokens`` tokens behind ``ids``, LongTensor ``[1, S]``."""
 
+    def is_exact(self, workload: Workload) -> bool:
+        """Whether the text has to equal the reference. transformers draws its samples from other numbers."""
+        return self.exact and (self.group != "hf" or workload.is_greedy)
+
     def rest(self) -> None:
         """Stop everything that would slow the other contenders down. Called after each turn, not timed."""
+
+    def pause(self) -> None:
+        """Release processes and graphs until the next turn, which starts them again."""
 
     def close(self) -> None:
         """Release all resources; also called after a failed ``start``."""
@@ -354,6 +361,9 @@ class PipelineContender(Contender):
         # actively, and the graphs would have to be captured again.
         if self.schedule == "streams" and self.pipe is not None and self.pipe.target.device.type == "cpu":
             self.pipe.close()
+
+    def pause(self) -> None:
+        self.close()
 
     def close(self) -> None:
         if self.pipe is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import subprocess
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -86,3 +88,15 @@ def last_level_cache_bytes() -> int:
         text = path.read_text().strip()
         sizes.append(int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0))
     return max(sizes)
+
+
+def read_bytes_per_second(threads: int) -> float:
+    """Rate of a plain read of uncached memory on the CPU: the median of nine."""
+    size = max(256 << 20, 4 * last_level_cache_bytes())
+    buffer = torch.ones(size, dtype=torch.uint8)
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        _native.read_bandwidth_probe(buffer.data_ptr(), size, threads)
+        times.append(time.perf_counter() - began)
+    return size / statistics.median(times[1:])

@@ -139,16 +139,28 @@ def _table(table: Table) -> str:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 cells.append(f'<td class="number" data-value="{value!r}">{text}</td>')
             else:
-                cells.append(f"<td>{text}</td>")
+                kind = ' class="number"' if value is None and column.form else ' class="long"' if len(text) > 40 else ""
+                cells.append(f"<td{kind}>{text}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
+    shown_at_once = len(rows) <= _MOST_ROWS
+    before, after = (
+        ("", "") if shown_at_once else (f"<details><summary>The numbers: {len(rows)} rows</summary>", "</details>")
+    )
     return (
-        f'<div class="table"><table id="table-{table.name}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>"
+        before
+        + (
+            f'<div class="table"><table id="table-{table.name}"><thead><tr>{head}</tr></thead>'
+            f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>"
+        )
+        + after
     )
 
 
+_MOST_ROWS = 40
+"""Longer tables are folded."""
+
 _STYLE = """\
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: white; max-width: 1080px; margin: 2em auto; padding: 0 1em; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: white; max-width: 1160px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; margin-bottom: 0.3em; }
 h2 { font-size: 1.2em; margin-top: 2.2em; border-bottom: 1px solid #ccc; padding-bottom: 0.2em; }
 nav ol { columns: 2; padding-left: 1.5em; }
@@ -160,6 +172,9 @@ figure svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: 13px; }
 th, td { border-bottom: 1px solid #ddd; padding: 3px 9px; text-align: left; vertical-align: top; }
 th { border-bottom: 2px solid #888; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td { white-space: nowrap; }
+td.long { white-space: normal; min-width: 16em; }
+summary { cursor: pointer; color: #0645ad; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
 @media print { section { break-inside: avoid-page; } nav { display: none; } }
 """

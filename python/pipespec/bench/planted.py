@@ -19,8 +19,8 @@ Every matrix is dense and random, and every parameter is used. Embedding and hea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,14 @@ SHAPES = {
     "1B": Shape(2048, 8192, 16, 32, 8),
     "3B": Shape(3072, 8192, 28, 24, 8),
     "8B": Shape(4096, 14336, 32, 32, 8),
+    "70B": Shape(8192, 28672, 80, 64, 8),
+    "tinyllama-1.1B": Shape(2048, 5632, 22, 32, 4, vocab_size=32000),
+    "llama2-7B": Shape(4096, 11008, 32, 32, 32, vocab_size=32000),
+    "llama2-13B": Shape(5120, 13824, 40, 40, 40, vocab_size=32000),
+    "llama2-70B": Shape(8192, 28672, 80, 64, 8, vocab_size=32000),
+    # LLaMA-like, with about as many weights and as many layers as Qwen3.5-4B and 9B, which have other layers.
+    "4B": Shape(2560, 9216, 32, 16, 4, vocab_size=248320),
+    "9B": Shape(4096, 12288, 32, 16, 4, vocab_size=248320),
     # For checks of a GPU: small, with heads of 64 as the 1B's.
     "check-draft": Shape(256, 512, 2, 4, 2, vocab_size=512),
     "check-target": Shape(512, 1024, 3, 8, 2, vocab_size=512),
@@ -54,7 +62,7 @@ SHAPES = {
     "tiny-medium": Shape(128, 256, 3, 4, 2, vocab_size=512),
     "tiny-target": Shape(160, 320, 4, 8, 2, vocab_size=512),
 }
-"""Llama-3.2-1B, Llama-3.2-3B and Llama-3-8B; and a draft of 160 million weights per step with their vocabulary."""
+"""Llama-3.2-1B, Llama-3.2-3B, Llama-3-8B and 70B; a draft of 160 million weights per step with their vocabulary; Llama 2."""
 
 SCALE = 18.0
 """``S``: approximate logit of the likelier token; other logits are around 0."""
@@ -135,6 +143,70 @@ class _Seeded:
         head = self.model.lm_head.weight
         sign = self.cycle.sign(torch.arange(len(head))).to(head)
         head.addr_(sign, self.direction.to(head.dtype), alpha=SCALE * k)
+
+
+_DIVISORS = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8), (32, 16), (64, 16))
+"""Of widths and of layers: the sizes that :func:`fitted` tries."""
+
+
+def fitted(
+    names: Sequence[str], memory_bytes: float, step_bytes: float, bytes_per_weight: int, least_layers: int = 2
+) -> tuple[dict[str, Shape], tuple[int, int]]:
+    """The shapes ``names``, all divided by the same numbers until they fit.
+
+    The ratio of the models' weights stays about the same.
+
+    Args:
+        names: Keys of :data:`SHAPES`, the target last.
+        memory_bytes: All weights together take at most this.
+        step_bytes: A step of the target reads at most this.
+        bytes_per_weight: 4 for float32, 2 for bfloat16.
+        least_layers: The target keeps at least this many.
+
+    Returns:
+        The shapes by name, and what widths and layers were divided by.
+
+    Raises:
+        ValueError: A shape does not exist, or no size fits.
+    """
+    if unknown := [name for name in names if name not in SHAPES]:
+        raise ValueError(f"no shape {', '.join(map(repr, unknown))}; there are {', '.join(SHAPES)}")
+    for width, depth in _DIVISORS:
+        shapes = {name: _divided(SHAPES[name], width, depth) for name in names}
+        target = list(shapes.values())[-1]
+        deep = max(target.num_hidden_layers, least_layers)
+        shapes[names[-1]] = replace(target, num_hidden_layers=min(deep, SHAPES[names[-1]].num_hidden_layers))
+        weights = [weights_of(shape) for shape in shapes.values()]
+        total = bytes_per_weight * sum(layers + 2 * embedding for layers, embedding in weights)
+        if total <= memory_bytes and bytes_per_weight * sum(weights[-1]) <= step_bytes:
+            return shapes, (width, depth)
+    raise ValueError(
+        f"the shapes {', '.join(names)} do not fit {memory_bytes / 1e9:.1f} GB, even divided by {_DIVISORS[-1]}"
+    )
+
+
+def _divided(shape: Shape, width: int, depth: int) -> Shape:
+    head = shape.hidden_size // shape.num_attention_heads
+    heads = max(1, shape.num_attention_heads // width)
+    groups = shape.num_attention_heads // shape.num_key_value_heads
+    vocabulary = shape.vocab_size if width == 1 else max(512, shape.vocab_size // width // 64 * 64)
+    return replace(
+        shape,
+        hidden_size=heads * head,
+        intermediate_size=max(64, shape.intermediate_size // width // 32 * 32),
+        num_hidden_layers=max(2, shape.num_hidden_layers // depth),
+        num_attention_heads=heads,
+        num_key_value_heads=heads // groups if heads % groups == 0 and heads >= groups else 1,
+        vocab_size=vocabulary,
+    )
+
+
+def weights_of(shape: Shape) -> tuple[int, int]:
+    """Weights of all layers, and of one embedding."""
+    head = shape.hidden_size // shape.num_attention_heads
+    attention = shape.hidden_size * head * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads)
+    layers = shape.num_hidden_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+    return layers, shape.vocab_size * shape.hidden_size
 
 
 def bytes_per_step(model: nn.Module) -> int:
@@ -333,18 +405,19 @@ def plant(
     new_tokens: int = 128,
     texts: int = 8,
     progress: Callable[[str], None] = lambda what: None,
+    known: Mapping[str, Shape] = SHAPES,
 ) -> PlantedChain:
-    """A chain of the shapes ``names`` (keys of :data:`SHAPES`, the target last), calibrated and measured.
+    """A chain of the shapes ``names`` (keys of ``known``, the target last), calibrated and measured.
 
     ``agreement``: see :func:`nested`; it holds for texts of about this length, ``texts`` of which calibrate and as many others measure.
     ``texts=0``: no calibration, so that all models take the *next* token and agree always; for the speed of models alone, at once.
     Deterministic by ``seed`` on one kind of device. Raises ``ValueError`` for shapes that do not exist or have other vocabularies,
     and for rates that cannot be.
     """
-    unknown = [name for name in names if name not in SHAPES]
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise ValueError(f"no shape {', '.join(map(repr, unknown)) or 'given'}; there are {', '.join(SHAPES)}")
-    shapes = [SHAPES[name] for name in names]
+        raise ValueError(f"no shape {', '.join(map(repr, unknown)) or 'given'}; there are {', '.join(known)}")
+    shapes = [known[name] for name in names]
     if len({shape.vocab_size for shape in shapes}) > 1:
         raise ValueError(f"the shapes {', '.join(names)} have different vocabularies")
     rates = nested(agreement, len(names) - 1)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import fmean
 from typing import Any
 
@@ -194,7 +194,7 @@ def speed(run: Run) -> Section:
                 continue
             base = run.summary.baseline.get(dataset.name) == system.key
             colour = OTHERS if base else OURS if row.speedup >= 1 else LOSS
-            text = f"{row.speedup:.2f}x" + (" (baseline)" if base else "" if row.speedup >= 1 else " slower")
+            text = f"{row.speedup:.2f}x" + (" (baseline)" if base else "" if row.speedup >= 1 else " (slower)")
             drawn.append(Bar(system.label, row.speedup, text, colour))
         if any(bar.value for bar in drawn):
             title = f"Speed-up on {dataset.name}: median over {len(dataset.samples)} samples"
@@ -222,15 +222,15 @@ def sweep(run: Run) -> Section:
         baseline = run.texts(dataset.name, base) if base else []
         rate = sum(len(s.tokens) for s in baseline) / sum(s.seconds for s in baseline) if baseline else None
         panels = []
-        for axis in axes:
+        for axis, kind in product(axes, dict.fromkeys(s.kind for s in run.settings.systems)):
             groups: dict[str, list[tuple[float, float, float | None]]] = {}
             for system in run.settings.systems:
                 row = run.summary.row(dataset.name, system.key)
-                if axis not in system.axes or row is None or row.speedup is None:
+                if system.kind != kind or axis not in system.axes or row is None or row.speedup is None:
                     continue
                 value = _number(system.axes[axis])
                 others = [f"{name} {_shown(v)}" for name, v in system.axes.items() if name != axis and name in axes]
-                group = ", ".join([system.kind, " > ".join([*system.drafts, "target"]), *others])
+                group = ", ".join([" > ".join([*system.drafts, "target"]), *others])
                 p = simulated.get((dataset.name, system.key))
                 guess = p.simulated / rate if p is not None and p.simulated is not None and rate else None
                 groups.setdefault(group, []).append((value, row.speedup, guess))
@@ -240,22 +240,21 @@ def sweep(run: Run) -> Section:
                 series = []
                 for i, (name, points) in enumerate(list(chosen.items())[at : at + _MOST_CURVES]):
                     x = [p[0] for p in points]
-                    series.append(Series(f"{name}: measured", x, [p[1] for p in points], i, marks=True, joined=True))
+                    series.append(Series(name, x, [p[1] for p in points], i + (i > 3), marks=True, joined=True))
                     guessed = [(p[0], p[2]) for p in points if p[2] is not None]
                     if guessed:
                         gx, gy = zip(*guessed, strict=True)
-                        series.append(Series(f"{name}: simulated", gx, gy, i, dashed=True))
-                series.append(
-                    Series(
-                        "fastest without drafts",
-                        [min(s.x[0] for s in series), max(s.x[-1] for s in series)],
-                        [1.0, 1.0],
-                        4,
-                    )
-                )
-                panels.append(Panel(series, f"{dataset.name}: {axis.replace('_', ' ')}", axis, "speed-up"))
+                        series.append(Series("", gx, gy, i + (i > 3), dashed=True))
+                ends = [min(s.x[0] for s in series), max(s.x[-1] for s in series)]
+                series.append(Series("fastest without drafts", ends, [1.0, 1.0], 4))
+                panels.append(Panel(series, f"{kind}: {axis.replace('_', ' ')}", axis.replace("_", " "), "speed-up"))
         if panels:
-            figures.append((f"Sweep on {dataset.name}", chart(f"Sweep on {dataset.name}", panels, columns=2)))
+            figures.append(
+                (
+                    f"Sweep on {dataset.name}",
+                    chart(f"Sweep on {dataset.name}", panels, "Dots: measured. Dashed: simulated.", columns=2),
+                )
+            )
     columns = [
         Column("dataset"),
         Column("system"),

@@ -9,13 +9,7 @@ from pipespec.cli.options import Subparsers, check_output_folder
 from pipespec.process.progress import say, working
 
 
-def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command group and its command."""
-    group = commands.add_parser("bench", help="measure models, and report on it")
-    return [add_report(group.add_subparsers(required=True, metavar="command"))]
-
-
-def add_report(inner: Subparsers) -> argparse.ArgumentParser:
+def add_parser(inner: Subparsers) -> argparse.ArgumentParser:
     """Add the command to those of ``pipespec bench``."""
     parser: argparse.ArgumentParser = inner.add_parser("report", help="make the page of a run", description=run.__doc__)
     parser.set_defaults(command=run)

@@ -59,7 +59,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve; dots (``marks``; rings, if also ``dashed``) for what was simulated or measured, with a thin line between them if ``joined``;
+    """A curve; without a name it is not in the key. Dots (``marks``; rings, if also ``dashed``) for what was simulated or measured, with a thin line between them if ``joined``;
     or ``columns`` from 0, side by side with those of other series, over whole x values."""
 
     name: str
@@ -90,8 +90,8 @@ class Panel:
     x_log: bool = False
 
 
-_LEFT, _TOP, _ROW, _CHARACTER = 66, 52, 16, 6.3
-"""Pixels: left of the axes, above them, a line of the key, a character."""
+_LEFT, _TOP, _ROW, _CHARACTER, _GAP = 66, 52, 16, 6.3, 18
+"""Pixels: left of the axes, above them, a line of the key, a character, between two panels."""
 
 
 def chart(
@@ -124,16 +124,15 @@ def chart(
         + _ROW * max((sum(map(len, keys[number])) for number in range(at, min(at + columns, len(panels)))), default=0)
         for at in range(0, max(len(panels), 1), columns)
     ]
-    gap = 14
-    lowest = sum(heights) + gap * (len(rows) - 1)
-    across = max((_LEFT + wide) * columns + 30, 30 + len(title) * 7.4, 20 + len(note) * 5.2)
+    lowest = sum(heights) + _GAP * (len(rows) - 1)
+    across = max((_LEFT + wide + _GAP) * columns + 30 - _GAP, 30 + len(title) * 7.4, 20 + len(note) * 5.2)
     drawing = Drawing(title, across, lowest + (20 if note else 0))
     number, top = 0, 0.0
     for row, height in zip(rows, heights, strict=True):
         for at, panel in enumerate(row):
-            _draw(drawing, panel, keys[number], _LEFT + at * (_LEFT + wide), top + _TOP, wide, high, title)
+            _draw(drawing, panel, keys[number], _LEFT + at * (_LEFT + wide + _GAP), top + _TOP, wide, high, title)
             number += 1
-        top += height + gap
+        top += height + _GAP
     if note:
         drawing.text(10, lowest + 10, note, font_size=10, fill="#555555")
     return drawing.svg()
@@ -141,7 +140,7 @@ def chart(
 
 def _lines(name: str, wide: float) -> list[str]:
     """A name in the key, in lines that fit below the axes."""
-    return textwrap.wrap(name, int((wide - 30) / _CHARACTER)) or [""]
+    return textwrap.wrap(name, int((wide - 30) / _CHARACTER))
 
 
 def _draw(
@@ -184,7 +183,7 @@ def _draw(
         labels: dict[float, str] = dict(enumerate(panel.categories))
     else:
         values = _powers(x_low, x_high) if panel.x_log else _ticks(x_low, x_high)
-        if beside:
+        if all(x == round(x) for x, _ in points):  # numbers of something
             values = [value for value in values if value == round(value)]
         labels = {value: f"{value:g}" for value in values}
     for value, label in labels.items():
@@ -206,16 +205,19 @@ def _draw(
             offset = -0.4 * pitch + bar * beside.index(s)
             for x, y in placed:
                 drawing.rect(x + offset, y, bar, bottom - y, colour)
-            drawing.rect(left + 6, at - 10, 12, 10, colour)
+            if lines:
+                drawing.rect(left + 6, at - 10, 12, 10, colour)
         elif s.marks:
             if s.joined:
                 drawing.curve(placed, colour, stroke_width=1)
             for x, y in placed:
                 drawing.dot(x, y, colour, s.dashed)
-            drawing.dot(left + 12, at - 4, colour, s.dashed)
+            if lines:
+                drawing.dot(left + 12, at - 4, colour, s.dashed)
         else:
             drawing.curve(placed, colour, **style)
-            drawing.line((left, at - 4), (left + 24, at - 4), colour, **style)
+            if lines:
+                drawing.line((left, at - 4), (left + 24, at - 4), colour, **style)
         for line in lines:
             drawing.text(left + 30, at, line)
             at += _ROW
@@ -265,15 +267,16 @@ def bars(title: str, rows: Sequence[Bar], caption: str = "", reference: float | 
     height = bar * len(rows) + 60
     ends = [left + (row.value or 0.0) * scale + 16 + _CHARACTER * len(row.text) for row in rows]
     drawing = Drawing(title, max(760.0, *ends, 30 + len(title) * 7.4, 20 + len(caption) * 5.2), height)
+    if reference is not None:
+        x = left + reference * scale
+        drawing.line((x, 32), (x, 36 + bar * len(rows)), "#333333", stroke_dasharray="4 3")
     for i, row in enumerate(rows):
         y, width = 36 + i * bar, (row.value or 0.0) * scale
         drawing.text(left - 8, y + 15, row.label, text_anchor="end")
         if row.value is not None:
             drawing.rect(left, y + 2, width, bar - 6, row.colour)
-        drawing.text(left + width + 6, y + 15, row.text, fill="black" if row.value is not None else "#555555")
-    if reference is not None:
-        x = left + reference * scale
-        drawing.line((x, 32), (x, 36 + bar * len(rows)), "#333333", stroke_dasharray="4 3")
+        halo = {"stroke": "white", "stroke_width": 4, "paint_order": "stroke"}
+        drawing.text(left + width + 6, y + 15, row.text, fill="black" if row.value is not None else "#555555", **halo)
     drawing.text(10, height - 8, caption, font_size=10, fill="#555555")
     return drawing.svg()
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Self
 
 _ANNOUNCE_AFTER_S = 2.0
 """Without a terminal there is no spinner: work that takes longer than this is announced in a line."""
+
+
+_SAY_EVERY_S = 10.0
+_BAR = 30
+"""Characters of a bar."""
 
 
 def say(message: str) -> None:
@@ -32,6 +39,63 @@ def working(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+class RemainingWork:
+    """A bar of the parts of a long work, and the time that remains.
+
+    On a terminal it is redrawn in place, otherwise it is a line every ten seconds. It draws only when it is called: a drawing thread would compete
+    with measurements.
+
+    Args:
+        total: Number of parts.
+        done: Parts that were complete before.
+    """
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.total, self.done, self._before = total, done, done
+        self._began = self._shown = time.monotonic()
+        self._live: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, what: str) -> None:
+        """Show what is done now."""
+        line = f"{self.done} of {self.total} ({self.remaining()}): {what}"
+        if self._live is not None:
+            from rich.text import Text
+
+            filled = round(_BAR * self.done / max(1, self.total))
+            self._live.update(Text(f"[{'#' * filled}{'.' * (_BAR - filled)}] {line}"), refresh=True)
+        elif time.monotonic() - self._shown > _SAY_EVERY_S:
+            say(line)
+            self._shown = time.monotonic()
+
+    def remaining(self) -> str:
+        """The time that remains, from the parts that are complete since the beginning."""
+        new = self.done - self._before
+        if not new:
+            return "time unknown"
+        seconds = (time.monotonic() - self._began) / new * (self.total - self.done)
+        return f"about {readable_time(seconds)} left"
+
+
+def readable_time(seconds: float) -> str:
+    """``"40 s"``, ``"12 min"``, ``"3.4 h"``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager

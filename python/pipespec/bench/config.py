@@ -1,0 +1,219 @@
+"""What ``pipespec bench`` is asked for: options of the command line over a configuration file in TOML.
+
+The keys of a file are the fields of :class:`BenchConfig`, and a table ``[[dataset]]`` per dataset. An option of the command line replaces the field of the same name.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pipespec.bench.datasets import FORMATS
+
+CHAINS = ("each", "whole", "both")
+"""Which chains the drafts form: each draft alone, all drafts in one chain, or both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRequest:
+    """One dataset.
+
+    Attributes:
+        name: Name in the results.
+        format: One of :data:`pipespec.bench.datasets.FORMATS`; None: by the fields of the file.
+        file: Where it lies; None: it has no file, as planted prompts, or none was given yet.
+        prompt_tokens: Tokens of a planted prompt; None: typical of the format.
+    """
+
+    name: str
+    format: str | None = None
+    file: Path | None = None
+    prompt_tokens: int | None = None
+
+    @property
+    def typical_tokens(self) -> int:
+        """Tokens of a prompt, for planted prompts and predictions."""
+        return self.prompt_tokens or FORMATS[self.format or "jsonl"].prompt_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """One run.
+
+    Attributes:
+        title: What it reproduces.
+        target: Path or hub name; None: the bundled family.
+        drafts: Paths or hub names, smallest first.
+        module: Folder of a draft module for SPD.
+        systems: Kinds of systems, see :data:`pipespec.bench.systems.KINDS`.
+        chains: One of :data:`CHAINS`.
+        lookahead: Values to sweep; empty: each system's default.
+        min_draft_tokens: Values to sweep for asynchronous systems; empty: the default.
+        pipeline: Further arguments of ``Pipeline``, each with the list of values to sweep.
+        stages: Numbers of layer stages for SPD.
+        drafters: Of SPD: ``"module"``, ``"ngram"``, ``"chain"``; empty: all that are possible.
+        dataset: What is generated.
+        samples: Most prompts per dataset; None: all.
+        new_tokens: Most new tokens per prompt.
+        turns: Most turns of a conversation.
+        chat_template: Wrap prompts in the target's chat template.
+        temperature: None: greedy.
+        top_k: With a temperature, as for ``generate()``, as ``top_p``.
+        top_p: See there.
+        seed: Of sampling and of planted weights.
+        device: One device for all models, or one per model, drafts first.
+        dtype: Of the models; None: as stored, float32 for the bundled family and for planted models on a CPU.
+        threads: CPU threads; None: all cores.
+        tuning: Candidates tried of each system that is tuned; 0: none, the default runs.
+        traced: Samples per dataset and system whose steps are kept.
+        profile: Measure the step times of the models at the end, for the predictions of the report.
+        planted: Shapes of planted models, drafts first, see :data:`pipespec.bench.planted.SHAPES`.
+        agreement: Of planted drafts with the target, one per draft or that of the smallest; predictions assume it, too.
+        hardware: One of :data:`pipespec.bench.predict.HARDWARE`, for the predictions of a dry run; None: this machine.
+    """
+
+    title: str = ""
+    target: str | None = None
+    drafts: tuple[str, ...] = ()
+    module: str | None = None
+    systems: tuple[str, ...] = ("hf", "plain", "assisted", "lookup", "lockstep", "workers")
+    chains: str = "both"
+    lookahead: tuple[int, ...] = ()
+    min_draft_tokens: tuple[int, ...] = ()
+    pipeline: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    stages: tuple[int, ...] = (4,)
+    drafters: tuple[str, ...] = ()
+    dataset: tuple[DatasetRequest, ...] = ()
+    samples: int | None = None
+    new_tokens: int = 128
+    turns: int = 1
+    chat_template: bool = False
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    device: tuple[str, ...] = ("cpu",)
+    dtype: str | None = None
+    threads: int | None = None
+    tuning: int = 4
+    traced: int = 1
+    profile: bool = True
+    planted: tuple[str, ...] = ()
+    agreement: tuple[float, ...] = (0.8,)
+    hardware: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("new_tokens", "turns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.samples is not None and self.samples < 1:
+            raise ValueError(f"samples must be at least 1, not {self.samples}")
+        for name in ("tuning", "traced"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.chains not in CHAINS:
+            raise ValueError(f"chains must be one of {', '.join(CHAINS)}, not {self.chains!r}")
+        if self.temperature is not None and self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0 (leave it out for greedy decoding), not {self.temperature}")
+        if not self.systems:
+            raise ValueError("systems is empty: name at least one")
+        if "ngram" in self.drafts:
+            raise ValueError("an n-gram index is no draft model here: add ngram to the systems")
+        names = [d.name for d in self.dataset]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two datasets have one name: {', '.join(names)}; give NAME=FILE")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of ``generate()`` that choose tokens."""
+        if self.temperature is None:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+def load_config(file: Path) -> BenchConfig:
+    """Read a configuration file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not TOML, or a key or value is unknown.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no configuration file {file}")
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not TOML: {error}") from error
+    try:
+        return _config(data)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _config(data: dict[str, Any]) -> BenchConfig:
+    known = {f.name: f for f in fields(BenchConfig)}
+    if unknown := sorted(set(data) - set(known)):
+        raise ValueError(f"unknown keys: {', '.join(unknown)}; there are {', '.join(known)}")
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name == "dataset":
+            if not isinstance(value, list):
+                raise ValueError("datasets are tables [[dataset]]")
+            values[name] = tuple(_dataset(d) for d in value)
+        elif name == "pipeline":
+            values[name] = {key: tuple(v) if isinstance(v, list) else (v,) for key, v in value.items()}
+        elif str(known[name].type).startswith("tuple"):
+            values[name] = tuple(value) if isinstance(value, list) else (value,)
+        else:
+            _require(name, value, str(known[name].type))
+            values[name] = value
+    return BenchConfig(**values)
+
+
+def _require(name: str, value: Any, kind: str) -> None:
+    """Check the type of a plain field; its annotation is ``kind``."""
+    wanted = {"str": str, "int": int, "float": (int, float), "bool": bool}[kind.removesuffix(" | None")]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):  # type: ignore[arg-type]
+        raise TypeError(f"{name} must be of type {kind}, not {value!r}")
+
+
+def _dataset(data: dict[str, Any]) -> DatasetRequest:
+    known = {f.name for f in fields(DatasetRequest)}
+    if unknown := sorted(set(data) - known):
+        raise ValueError(f"unknown keys of a dataset: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    if "name" not in data:
+        raise ValueError("a dataset needs a name")
+    if data.get("format") not in (None, *FORMATS):
+        raise ValueError(f"no format {data['format']!r} of prompts: there are {', '.join(FORMATS)}")
+    file = data.get("file")
+    return DatasetRequest(**data | {"file": None if file is None else Path(file)})
+
+
+def with_prompts(config: BenchConfig, given: list[str]) -> BenchConfig:
+    """Add files: ``NAME=FILE`` gives the dataset of that name its file, or is a new one; ``FILE`` alone is named after the file.
+
+    Where only one file is given to a configuration with one dataset, it is that dataset's.
+
+    Raises:
+        ValueError: Two files have one name.
+    """
+    datasets = {d.name: d for d in config.dataset}
+    seen: set[str] = set()
+    for text in given:
+        name, has_name, path = text.partition("=")
+        file = Path(path if has_name else text)
+        if not has_name:
+            name = file.name.split(".")[0]
+            if len(given) == len(datasets) == 1:
+                name = next(iter(datasets))
+        if name in seen:
+            raise ValueError(f"two files of prompts have the name {name!r}: give NAME=FILE")
+        seen.add(name)
+        before = datasets.get(name, DatasetRequest(name=name, format=name if has_name and name in FORMATS else None))
+        datasets[name] = replace(before, file=file)
+    if given:  # the others of a configuration were not asked for
+        datasets = {name: d for name, d in datasets.items() if name in seen}
+    return replace(config, dataset=tuple(datasets.values()))

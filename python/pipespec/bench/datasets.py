@@ -1,0 +1,236 @@
+"""Readers of prompts in the file formats in which datasets are published. Nothing is downloaded.
+
+| format | file | prompt |
+|---|---|---|
+| ``jsonl`` | lines or a list of objects with ``prompt``, ``text``, ``turns`` or ``messages``; or of strings | as it is |
+| ``humaneval`` | ``HumanEval.jsonl(.gz)``: ``task_id``, ``prompt`` | the function head |
+| ``gsm8k`` | ``test.jsonl``: ``question``, ``answer`` | the question |
+| ``mt-bench`` | ``question.jsonl``: ``question_id``, ``turns`` | one per turn |
+| ``cnn-dailymail`` | ``article``, ``highlights``, ``id`` | the article, behind an instruction to summarise it |
+| ``xsum`` | ``document``, ``summary``, ``id`` | as ``cnn-dailymail`` |
+| ``mmlu`` | CSV without a header (question, A, B, C, D, answer), or ``question``, ``choices``, ``answer`` | the question with its choices |
+
+Each may be JSON lines, JSON, CSV or Parquet, also with ``.gz``. Parquet needs pyarrow.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One prompt of a dataset.
+
+    Attributes:
+        name: Identifier within the dataset.
+        turns: What the user says, turn by turn. A later turn follows the answer to the earlier one.
+        system: A system message, for chat templates.
+    """
+
+    name: str
+    turns: tuple[str, ...]
+    system: str | None = None
+
+
+def _first(record: Record, *names: str, default: Any = None) -> Any:
+    """The first of these fields that a record has. ``KeyError`` without one, and without a default."""
+    found = next((record[name] for name in names if record.get(name) is not None), default)
+    if found is None:
+        raise KeyError(names[0])
+    return found
+
+
+def _plain(record: Any, number: int) -> Conversation:
+    if isinstance(record, str):
+        return Conversation(str(number), (record,))
+    name = str(_first(record, "id", "question_id", "task_id", default=number))
+    if "messages" in record:
+        roles = [(m["role"], m["content"]) for m in record["messages"]]
+        system = next((text for role, text in roles if role == "system"), None)
+        return Conversation(name, tuple(text for role, text in roles if role == "user"), system)
+    if "turns" in record:
+        return Conversation(name, tuple(record["turns"]))
+    return Conversation(name, (_first(record, "prompt", "text"),))
+
+
+def _human_eval(record: Record, number: int) -> Conversation:
+    return Conversation(str(record["task_id"]), (record["prompt"],))
+
+
+def _gsm8k(record: Record, number: int) -> Conversation:
+    return Conversation(str(number), (record["question"],))
+
+
+def _mt_bench(record: Record, number: int) -> Conversation:
+    return Conversation(str(record["question_id"]), tuple(record["turns"]))
+
+
+def _cnn(record: Record, number: int) -> Conversation:
+    name = str(record.get("id") or number)
+    return Conversation(name, (f"Summarize the following article.\n\n{record['article']}\n\nSummary:",))
+
+
+def _xsum(record: Record, number: int) -> Conversation:
+    name = str(record.get("id") or number)
+    return Conversation(
+        name, (f"Summarize the following article in one sentence.\n\n{record['document']}\n\nSummary:",)
+    )
+
+
+def _mmlu(record: Record, number: int) -> Conversation:
+    choices = record["choices"] if "choices" in record else [record[letter] for letter in "ABCD"]
+    if isinstance(choices, str):  # in a CSV
+        choices = json.loads(choices)
+    subject = str(record.get("subject") or "").replace("_", " ")
+    about = f" about {subject}" if subject else ""
+    lines = [f"{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True)]
+    head = f"The following is a multiple choice question{about}. Explain your answer."
+    return Conversation(str(number), ("\n".join([head, "", record["question"], *lines, "Answer:"]),))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format. ``fields`` tell it apart from others, ``prompt_tokens`` are typical, for planted models and predictions."""
+
+    fields: tuple[str, ...]
+    read: Callable[[Any, int], Conversation]
+    prompt_tokens: int
+    columns: tuple[str, ...] | None = None
+
+
+FORMATS: dict[str, Format] = {
+    "humaneval": Format(("task_id", "prompt"), _human_eval, 160),
+    "mt-bench": Format(("question_id", "turns"), _mt_bench, 80),
+    "gsm8k": Format(("question", "answer"), _gsm8k, 60),
+    "cnn-dailymail": Format(("article", "highlights"), _cnn, 900),
+    "xsum": Format(("document", "summary"), _xsum, 500),
+    "mmlu": Format(("question", "choices", "answer"), _mmlu, 120, ("question", "A", "B", "C", "D", "answer")),
+    "jsonl": Format((), _plain, 128),
+}
+"""By name. Of several formats whose fields a file has, the one with the most fields."""
+
+
+def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
+    """Read all prompts of a file.
+
+    Args:
+        file: JSON lines, JSON, CSV or Parquet, also compressed (``.gz``).
+        form: One of :data:`FORMATS`; None: by the fields of the first record.
+
+    Returns:
+        The format, and the prompts in the order of the file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ImportError: The file is Parquet, and pyarrow is not installed.
+        ValueError: The file is empty, damaged, or not of this format.
+    """
+    if form is not None and form not in FORMATS:
+        raise ValueError(f"no format {form!r} of prompts: there are {', '.join(FORMATS)}")
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    try:
+        records = _records(file, form)
+    except (json.JSONDecodeError, UnicodeDecodeError, csv.Error, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not records:
+        raise ValueError(f"{file} has no prompts")
+    form = form or guessed(records[0])
+    if isinstance(records[0], dict) and "turns" in records[0] and not set(FORMATS[form].fields) <= set(records[0]):
+        form = "mt-bench"  # HumanEval and GSM8K are also published in its format
+    found: list[Conversation] = []
+    for number, record in enumerate(records):
+        try:
+            conversation = FORMATS[form].read(record, number)
+            if not conversation.turns or not all(isinstance(t, str) and t.strip() for t in conversation.turns):
+                raise ValueError("the prompt is empty")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"lacks the field {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
+            needed = ", ".join(FORMATS[form].fields) or "prompt, text, turns or messages"
+            raise ValueError(
+                f"{file}: entry {number + 1} {what}; the format {form!r} has the fields {needed}"
+            ) from error
+        found.append(conversation)
+    names = [c.name for c in found]
+    if len(set(names)) < len(names):  # several subjects or splits in one file
+        found = [Conversation(str(i), c.turns, c.system) for i, c in enumerate(found)]
+    return form, found
+
+
+def guessed(record: Any) -> str:
+    """The format of a record, by its fields."""
+    known = [
+        name for name, f in FORMATS.items() if f.fields and isinstance(record, dict) and set(f.fields) <= set(record)
+    ]
+    return max(known, key=lambda name: len(FORMATS[name].fields), default="jsonl")
+
+
+def _records(file: Path, form: str | None) -> list[Any]:
+    name = file.name.removesuffix(".gz")
+    kind = Path(name).suffix.lower()
+    if kind not in SUFFIXES:
+        raise ValueError(f"{file}: prompts are {', '.join(SUFFIXES)} files, also with .gz")
+    if kind == ".parquet":
+        return _parquet(file)
+    raw = gzip.decompress(file.read_bytes()) if file.name.endswith(".gz") else file.read_bytes()
+    text = raw.decode("utf-8-sig")
+    if kind == ".jsonl":
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    if kind == ".csv":
+        return _csv(text, form)
+    data = json.loads(text)
+    if isinstance(data, dict):  # as dataset servers answer
+        data = data.get("data", data.get("rows", [data]))
+        data = [row["row"] if isinstance(row, dict) and set(row) >= {"row_idx", "row"} else row for row in data]
+    return data if isinstance(data, list) else [data]
+
+
+def _csv(text: str, form: str | None) -> list[Any]:
+    csv.field_size_limit(sys.maxsize)  # articles are longer than the default
+    rows = list(csv.reader(io.StringIO(text)))
+    columns = FORMATS["mmlu"].columns or ()
+    headless = (
+        bool(rows) and len(rows[0]) == len(columns) and rows[0][-1].strip() in "ABCD" and rows[0][0] != columns[0]
+    )
+    if headless and form in (None, "mmlu"):
+        # Only MMLU is published without a header. Its choices are a list there, so that the fields tell it apart.
+        return [{"question": r[0], "choices": r[1:5], "answer": r[5]} for r in rows if len(r) == len(columns)]
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def _parquet(file: Path) -> list[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(
+            f"{file} is Parquet, which needs pyarrow: pip install pyarrow, or convert the file to JSON lines"
+        ) from error
+    records: list[Any] = pyarrow.parquet.read_table(file).to_pylist()
+    return records
+
+
+def prompt_text(conversation: Conversation, turn: int, answers: Sequence[str]) -> str:
+    """Turn ``turn`` (from 0) as plain text, behind the earlier turns and their ``answers``."""
+    parts = [text for pair in zip(conversation.turns[:turn], answers, strict=False) for text in pair]
+    return "\n\n".join([*parts, conversation.turns[turn]]) if parts else conversation.turns[turn]
+
+
+def messages(conversation: Conversation, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
+    """Turn ``turn`` (from 0) as the messages of a chat template."""
+    found = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
+    for said, answer in zip(conversation.turns[:turn], answers, strict=False):
+        found += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+    return [*found, {"role": "user", "content": conversation.turns[turn]}]

@@ -1,0 +1,251 @@
+"""``pipespec bench``: measure systems over datasets into a folder of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.cli import report
+from pipespec.cli.options import DTYPES, Subparsers, check_output_folder
+from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.table import aligned
+
+if TYPE_CHECKING:
+    from pipespec.bench.config import BenchConfig
+    from pipespec.bench.results import ResultsFolder, Settings, Summary
+
+
+def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
+    """Add the command, and the one for its report."""
+    parser = commands.add_parser(
+        "bench", help="measure systems over datasets, as in the papers", description=run.__doc__
+    )
+    parser.set_defaults(command=run)
+    add = parser.add_argument
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
+    models.add_argument("--draft", metavar="PATH", action="append", help="draft model; several: smallest first")
+    models.add_argument("--module", metavar="FOLDER", help="draft module of the target, for spd")
+    models.add_argument(
+        "--planted",
+        nargs="*",
+        metavar="SHAPE",
+        help="models of these shapes without weights, smallest first, sized for this machine",
+    )
+    models.add_argument(
+        "--agreement", type=float, nargs="+", metavar="A", help="of planted drafts with the target (0.8)"
+    )
+    models.add_argument(
+        "--device", metavar="D", nargs="+", help="one for all models or one per model, drafts first; auto; default: cpu"
+    )
+    models.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
+    models.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+    systems = parser.add_argument_group("systems")
+    systems.add_argument("--systems", metavar="LIST", help="names with commas between; --list shows all")
+    systems.add_argument(
+        "--chains", choices=("each", "whole", "both"), help="drafts alone, all in one chain, or both (default)"
+    )
+    systems.add_argument("--lookahead", type=int, nargs="+", metavar="N", help="sweep these values")
+    systems.add_argument("--min-draft-tokens", type=int, nargs="+", metavar="N", help="sweep these values")
+    systems.add_argument("--stages", type=int, nargs="+", metavar="N", help="layer stages of spd (4)")
+    systems.add_argument(
+        "--tuning", type=int, metavar="N", help="settings tried of each tuned system (4); 0: its default"
+    )
+    systems.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    text = parser.add_argument_group("texts")
+    text.add_argument(
+        "--prompts",
+        metavar="[NAME=]FILE",
+        nargs="+",
+        default=[],
+        help="jsonl, json, csv or parquet, also .gz; the format follows from NAME or the fields",
+    )
+    text.add_argument("--samples", type=int, metavar="N", help="most prompts of each dataset (default: all)")
+    text.add_argument("--new-tokens", type=int, metavar="N", help="most new tokens per prompt (128)")
+    text.add_argument("--turns", type=int, metavar="N", help="most turns of a conversation (1)")
+    text.add_argument(
+        "--chat", action="store_true", default=None, dest="chat_template", help="apply the target's chat template"
+    )
+    text.add_argument("--temperature", type=float, metavar="T", help="sample (default: greedy)")
+    text.add_argument("--top-k", type=int, metavar="K", help="with --temperature")
+    text.add_argument("--top-p", type=float, metavar="P", help="with --temperature")
+    text.add_argument("--seed", type=int, metavar="S", help="of sampling and of planted weights (0)")
+    add(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="TOML file with these options; those of the command line take precedence",
+    )
+    add("--out", metavar="DIR", type=Path, help="folder of results; one that exists is continued")
+    add("--traced", type=int, metavar="N", help="samples of each system whose single steps are kept (1)")
+    add("--no-profile", action="store_true", help="do not measure the models' step times at the end")
+    add("--hardware", metavar="NAME", help="predict a dry run for these GPUs, such as A100-80GB")
+    add("--dry-run", action="store_true", help="show what would run, where, and the predicted time")
+    add("--json", action="store_true", help="the summary, or the dry run, as JSON")
+    add("--list", action="store_true", help="list systems, formats of prompts and planted shapes")
+    return [parser, report.add_parser(parser.add_subparsers(metavar="command"))]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure how fast systems generate the same texts: pipespec's schedules, transformers' own, and baselines of the papers. Systems take turns
+    prompt by prompt, and every text is compared with that of generate(). Each text is a JSON file in --out. A second start with the same options does
+    what is missing. Exit code 1 if texts differ in float32."""
+    with working("importing torch and transformers"):
+        from pipespec.bench.results import ResultsFolder
+        from pipespec.bench.runner import Runner, prepare
+    if args.list:
+        return _list()
+    config = _configured(args)
+    if args.dry_run:
+        return _dry_run(config, as_json=args.json)
+    if args.out is None:
+        raise ValueError("no folder for the results: give --out DIR, or --dry-run")
+    check_output_folder(args.out)
+    folder = ResultsFolder(args.out)
+    if args.out.is_dir() and any(args.out.iterdir()) and not folder.exists:
+        raise ValueError(f"{args.out} holds other files: give a new folder, or one that pipespec bench wrote")
+    with quiet_transformers():
+        with working("loading the models and the prompts"):
+            source = None if args.config is None else args.config.name
+            prepared = prepare(config, trust_remote_code=args.trust_remote_code, source=source)
+        runner = Runner(prepared, folder, tuning=config.tuning, profile=config.profile and not args.no_profile)
+        summary = runner.run()
+    settings = runner.settings
+    print(json.dumps(_record(summary), indent=1) if args.json else table(summary, settings))
+    return _verdict(summary, settings, folder)
+
+
+def _record(summary: Summary) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(summary)
+
+
+def _configured(args: argparse.Namespace) -> BenchConfig:
+    """The configuration file with the options over it, and the bundled family where no model is named."""
+    from pipespec.bench.config import BenchConfig, load_config, with_prompts
+    from pipespec.bench.systems import check_kinds
+
+    config = BenchConfig() if args.config is None else load_config(args.config)
+    values: dict[str, Any] = {}
+    for name in ("target", "module", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "turns", "chat_template",
+                 "temperature", "top_k", "top_p", "seed", "traced", "hardware"):  # fmt: skip
+        if (value := getattr(args, name)) is not None:
+            values[name] = value
+    for name in ("agreement", "device", "lookahead", "min_draft_tokens", "stages"):
+        if (value := getattr(args, name)) is not None:
+            values[name] = tuple(value)
+    if args.draft is not None:
+        values["drafts"] = tuple(args.draft)
+    if args.systems is not None:
+        values["systems"] = tuple(name.strip() for name in args.systems.split(",") if name.strip())
+    if args.planted is not None:
+        values["planted"] = tuple(args.planted) or config.planted
+        if not values["planted"]:
+            raise ValueError("--planted: name the shapes, smallest first, or give a --config that names them")
+    elif args.config is not None:
+        values["planted"] = ()  # shapes of a file are for --planted alone
+    config = with_prompts(replace(config, **values), args.prompts)
+    check_kinds(config.systems)
+    if not config.planted and config.target is None:
+        if config.drafts:
+            raise ValueError("--draft needs a --target: the bundled family has its own drafts")
+        from pipespec.demo import draft_module_path, family_path
+
+        say("no --target: using the bundled demo family, target + small + medium")
+        config = replace(
+            config,
+            target=str(family_path("target")),
+            drafts=tuple(str(family_path(name)) for name in ("small", "medium")),
+            module=config.module or str(draft_module_path()),
+            dtype=config.dtype or "float32",
+        )
+    return config
+
+
+def _list() -> int:
+    from pipespec.bench.datasets import FORMATS
+    from pipespec.bench.planted import SHAPES
+    from pipespec.bench.predict import HARDWARE
+    from pipespec.bench.systems import KINDS, NOT_MEASURED
+
+    print(aligned([("system", ""), *((kind, NOT_MEASURED.get(kind, about)) for kind, about in KINDS.items())], left=2))
+    print()
+    print(
+        aligned(
+            [
+                ("format", "fields"),
+                *((name, ", ".join(f.fields) or "prompt, text, turns or messages") for name, f in FORMATS.items()),
+            ],
+            left=2,
+        )
+    )
+    print(f"\nplanted shapes: {', '.join(SHAPES)}\nhardware for predictions: {', '.join(HARDWARE)}")
+    return 0
+
+
+def table(summary: Summary, settings: Settings) -> str:
+    """The summary as text: one table per dataset."""
+    parts = []
+    for dataset in settings.datasets:
+        rows = [
+            ("", "tokens/s", "speed-up", "same text", "accepted length", "acceptance", "first token, ms", "samples")
+        ]
+        left = []
+        for system in settings.systems:
+            row = summary.row(dataset.name, system.key)
+            if row is None or row.tokens_per_second is None:
+                left.append(f"{system.label}: not measured ({(row.not_measured if row else None) or 'no sample yet'})")
+                continue
+            lengths = " / ".join(f"{v:.2f}" for v in row.accepted_length.values())
+            if row.equivalent_accepted_length is not None:
+                lengths = f"{row.equivalent_accepted_length:.2f} equivalent"
+            rows.append(
+                (
+                    system.label,
+                    f"{row.tokens_per_second:.1f}",
+                    "-" if row.speedup is None else f"{row.speedup:.2f}x",
+                    "-" if row.identical is None else f"{row.identical:.0%}",
+                    lengths or "-",
+                    " / ".join(f"{v:.2f}" for v in row.acceptance_rate.values()) or "-",
+                    "-" if row.seconds_to_first_token is None else f"{1e3 * row.seconds_to_first_token:.0f}",
+                    str(row.samples) + (f", {row.errors} failed" if row.errors else ""),
+                )
+            )
+        base = summary.baseline.get(dataset.name)
+        against = f"speed-up against {settings.system(base).label}" if base else "no baseline"
+        parts.append("\n".join([f"{dataset.name} ({dataset.format}), {against}", aligned(rows), *left]))
+    return "\n\n".join(parts)
+
+
+def _verdict(summary: Summary, settings: Settings, folder: ResultsFolder) -> int:
+    """Say what is missing and what differs; returns the exit code."""
+    labels = {system.key: system.label for system in settings.systems}
+    differ = sorted({labels[r.system] for r in summary.rows if r.identical is not None and r.identical < 1})
+    if not summary.complete:
+        say(
+            f"some samples are missing or failed: start the same command again to measure them; {folder.path} keeps the others"
+        )
+    if differ:
+        why = (
+            ""
+            if settings.dtype in ("float32", "float64")
+            else f" (in {settings.dtype}, forwards of different widths round differently)"
+        )
+        say(f"not always the text of generate(): {'; '.join(differ)}{why}")
+    return 1 if differ and settings.dtype in ("float32", "float64") else 0
+
+
+def _dry_run(config: BenchConfig, *, as_json: bool) -> int:
+    """Show the models, their devices, the systems and the predicted times. Nothing is loaded but the files of prompts."""
+    from dataclasses import asdict
+
+    from pipespec.bench.dry_run import plan_run
+
+    with working("predicting"):
+        plan = plan_run(config)
+    print(json.dumps(asdict(plan), indent=1) if as_json else str(plan))
+    return 0
