@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from statistics import fmean
 from typing import Any
 
@@ -22,6 +22,10 @@ from pipespec.spd.law import spd_accepted_length
 _CHAINS = ("lockstep", "lockstep-graphs", "workers", "streams", "published-lockstep", "published-asynchronous")
 _MOST_CURVES = 8
 """Systems in one panel; more colours cannot be told apart."""
+
+
+_SPREAD = 6.0
+"""Ratio of the longest to the shortest text in time, above which the axis of time is logarithmic."""
 
 
 @dataclass
@@ -344,30 +348,42 @@ def over_time(run: Run) -> Section:
         chosen = _one_sample(run, dataset.name)
         if not chosen:
             continue
-        series, stems = [], []
+        curves: list[Series] = []
+        removed: list[Series] = []
+        ends = [s.commits[-1][0] for s in chosen[:_MOST_CURVES]]
+        log = max(ends) > _SPREAD * min(ends)
         for i, s in enumerate(chosen[:_MOST_CURVES]):
-            x, y = zip(*s.commits, strict=True)
-            series.append(Series(run.label(s.system), (0.0, *x), (0, *y), i))
-            for name, steps in (s.steps or {}).items():
-                back = [(step.start, step.rolled_back) for step in steps if step.rolled_back]
-                if back:
-                    bx, by = zip(*back, strict=True)
-                    stems.append(Series(f"{run.label(s.system)}: {name}", bx, by, len(stems), marks=True))
-                rows.append(
-                    (
-                        dataset.name,
-                        run.label(s.system),
-                        s.sample,
-                        name,
-                        len(back),
-                        sum(step.rolled_back for step in steps),
+            colour = i + (i > 3)
+            x, y = zip(*(s.commits if log else [(0.0, 0), *s.commits]), strict=True)
+            curves.append(Series(run.label(s.system), x, y, colour))
+            back = sorted(
+                (step.start, step.rolled_back)
+                for steps in (s.steps or {}).values()
+                for step in steps
+                if step.rolled_back
+            )
+            # Rollbacks before the first commit belong to the prompt's drafts; they are in the table only.
+            marks = [
+                (at, max((n for t, n in s.commits if t <= at), default=0)) for at, _ in back if s.commits[0][0] <= at
+            ]
+            if marks:
+                mx, my = zip(*marks, strict=True)
+                curves.append(Series("", mx, my, colour, marks=True))
+            if back:
+                bx = [at for at, _ in back]
+                removed.append(
+                    Series(
+                        run.label(s.system), bx, list(accumulate(n for _, n in back)), colour, marks=True, joined=True
                     )
                 )
-        panels = [Panel(series, "the target's tokens", "s", "new tokens", x_low=0.0)]
-        if stems:
-            panels.append(Panel(stems[:_MOST_CURVES], "rollbacks", "s", "tokens removed", x_low=0.0))
+            for name, steps in (s.steps or {}).items():
+                counts = [step.rolled_back for step in steps if step.rolled_back]
+                rows.append((dataset.name, run.label(s.system), s.sample, name, len(counts), sum(counts)))
+        panels = [Panel(curves, "tokens of the text", "s", "new tokens", x_low=None if log else 0.0, x_log=log)]
+        if removed:
+            panels.append(Panel(removed, "draft tokens removed so far", "s", "tokens removed", x_low=0.0))
         title = f"{dataset.name}, sample {chosen[0].sample}: tokens over time"
-        figures.append((title, chart(title, panels, columns=2)))
+        figures.append((title, chart(title, panels, "Dots on a curve: rollbacks of a draft.", columns=2)))
     columns = [
         Column("dataset"),
         Column("system"),
@@ -376,18 +392,20 @@ def over_time(run: Run) -> Section:
         Column("rollbacks"),
         Column("tokens removed"),
     ]
-    traced = bool(rows)
+    missing = "No text has times of its commits."
+    if figures:
+        missing = (
+            ""
+            if rows
+            else "No sample was traced, so rollbacks are not shown: --traced 1 keeps the steps of one sample per system."
+        )
     return Section(
         "time",
         "Tokens over time",
-        "When the target committed the tokens of one sample, and when a stage removed tokens that a correction had made wrong.",
+        "When the target committed the tokens of one sample, and when a draft removed tokens that a correction had made wrong.",
         figures,
         [Table("rollbacks", columns, rows)] if rows else [],
-        "No text has times of its commits."
-        if not figures
-        else ""
-        if traced
-        else "No sample was traced, so rollbacks are not shown: --trace 1 keeps the steps of one sample per system.",
+        missing,
     )
 
 
@@ -684,7 +702,9 @@ def theory(run: Run) -> Section:
         "Rates are all tokens over all seconds, prompts included. A point above the line was predicted too fast.",
         figures,
         [Table("theory", columns, rows)] if rows else [],
-        "" if figures else "Nothing could be predicted: chains need the profile that --profile measures.",
+        ""
+        if figures
+        else "Nothing could be predicted: chains need the profile of step times, which --no-profile leaves out.",
     )
 
 
