@@ -8,6 +8,7 @@ from pathlib import Path
 from pipespec.bench.config import BenchConfig, with_prompts
 from pipespec.bench.results import ResultsFolder
 from pipespec.bench.runner import Runner, prepare
+from pipespec.bench.summary import summarise
 from pipespec.demo import draft_module_path, family_path, prompts
 from pipespec.planning.profile import Profile, StageProfile, StepTimes
 
@@ -42,6 +43,7 @@ def small_run(folder: Path) -> ResultsFolder:
         if sample.system in ("hf", "plain"):
             sample.energy_joules, sample.utilization = {"cpu package 0": 0.25 * len(sample.tokens)}, {"cpu": 0.5}
             results.write_sample(sample)
+    results.write_summary(summarise(results))
     return results
 
 
