@@ -63,17 +63,22 @@ class DryRun:
             (m.name, m.path, m.device, "?" if m.bytes is None else f"{m.bytes / 1e9:.2f} GB", m.known_from)
             for m in self.models
         )
-        parts = [aligned([("model", "path", "device", "weights", "size from"), *sizes], left=3)]
+        parts = [aligned([("model", "path", "device", "weights", "size from"), *sizes], left=5)]
         if self.title:
             parts.insert(0, self.title)
         parts += [f"{device}: {source}" for device, source in self.bandwidth.items()]
         for dataset in dict.fromkeys(p.dataset for p in self.predictions):
-            rows = [(f"{dataset}, predicted", "samples", "tokens/s", "time", "")]
+            rows = [(f"{dataset}, predicted", "samples", "tokens/s", "time")]
             for p in (p for p in self.predictions if p.dataset == dataset):
                 rate = "-" if p.tokens_per_second is None else f"{p.tokens_per_second:.1f}"
                 time = "-" if p.seconds is None else readable_time(p.seconds)
-                rows.append((p.system, str(p.samples), rate, time, p.why))
+                rows.append((p.system, str(p.samples), rate, time))
             parts.append(aligned(rows))
+        remarks: dict[str, list[str]] = {}
+        for p in self.predictions:
+            if p.why:
+                remarks.setdefault(p.why, []).append(p.system)
+        parts += [f"{', '.join(dict.fromkeys(systems))}: {why}" for why, systems in remarks.items()]
         parts += self.notes
         if self.seconds is not None:
             parts.append(

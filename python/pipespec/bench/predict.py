@@ -86,8 +86,10 @@ class SystemPrediction:
     why: str = ""
 
 
-def size_of(name: str, path: str, bytes_per_weight: int) -> ModelSize | None:
+def size_of(name: str, path: str, bytes_per_weight: float) -> ModelSize | None:
     """The size of a model: from the ``config.json`` in its folder, or from the shape of a published model of this name; None: unknown."""
+    if "4bit" in path.lower():
+        bytes_per_weight = 0.5625  # and a scale of 32 bits for 64 weights
     file = Path(path) / "config.json"
     if file.is_file():
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -110,12 +112,12 @@ def size_of(name: str, path: str, bytes_per_weight: int) -> ModelSize | None:
     return None
 
 
-def of_shape(name: str, shape: Shape, bytes_per_weight: int, source: str, tied: bool = False) -> ModelSize:
+def of_shape(name: str, shape: Shape, bytes_per_weight: float, source: str, tied: bool = False) -> ModelSize:
     """The size of a LLaMA-like model of this shape."""
     layers, embedding = weights_of(shape)
     total = layers + embedding * (1 if tied else 2)
-    step = (layers + embedding) * bytes_per_weight
-    return ModelSize(name, shape.num_hidden_layers, total * bytes_per_weight, step, source)
+    step = round((layers + embedding) * bytes_per_weight)
+    return ModelSize(name, shape.num_hidden_layers, round(total * bytes_per_weight), step, source)
 
 
 def bandwidth_of(device: str, hardware: str | None, threads: int) -> Bandwidth:
@@ -180,10 +182,11 @@ def predict_system(
     rates = nested(config.agreement[0] if len(config.agreement) == 1 else config.agreement, len(names))
     drafts = tuple(names.index(name) for name in system.drafts if name in names)
     # Agreement with the target, not between neighbours: a draft's neighbour agrees at least as often.
-    pairs = [min(1.0, a / b) for a, b in zip(rates, (*rates[1:], 1.0), strict=True)]
+    pairs = [min(1.0, a / b) for a, b in zip(rates, (*rates[1:], 1.0), strict=False)]
     answers = Answers(acceptance=tuple(pairs))
-    on_gpu = profile.target.times[0].seconds != profile.target.times[-1].seconds
-    lookahead = tuple(system.lookahead or [5] * len(drafts))
+    on_gpu = len({t.seconds for t in profile.target.times if t.threads == profile.threads}) > 1
+    # The published schedules count from 0, which never waits.
+    lookahead = tuple(max(1, n) for n in system.lookahead or [5] * len(drafts))
 
     def rate(schedule: str, own: tuple[int, ...], captured: bool = False) -> float:
         return predict(
@@ -210,7 +213,7 @@ def predict_system(
         return plain, "as plain decoding: how often its drafts are accepted depends on the text"
     if kind == "spd":
         stages = int(system.options["stages"])
-        per_cycle = spd_tokens_per_cycle(rates[-1] if rates else 0.8, stages)
+        per_cycle = spd_tokens_per_cycle(config.agreement[-1], stages)
         return plain * per_cycle, "all stages in one process: each cycle reads all weights"
     if kind in ("assisted", "lockstep", "published-lockstep"):
         return rate("lockstep", drafts), ""

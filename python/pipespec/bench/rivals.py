@@ -82,10 +82,7 @@ class OwnLayersContender(HFContender):
 
     def __init__(self) -> None:
         super().__init__("draft-verify", "HF assisted, skipped layers")
-
-    def start(self, workload: Workload) -> None:
         self._drafts: dict[int, PreTrainedModel] = {}
-        super().start(workload)
 
     def _candidates(self, workload: Workload) -> Sequence[tuple[Any, ...]]:
         layers = workload.family.target.config.num_hidden_layers
