@@ -172,12 +172,13 @@ _SUMMARY = (
     Column("speed-up", ".2f", "speedup"), Column("tokens/s", ".1f", "tokens_per_second"),
     Column("first token, s", ".3f", "seconds_to_first_token"), Column("ms/token behind it", ".2f", "decode_ms_per_token"),
     Column("accepted length", ".2f", "accepted_length.target"), Column("acceptance", ".3f", "acceptance_rate.target"),
-    Column("identical texts", ".0%", "identical"), Column("J/token", ".2f", "joules_per_token"), Column("not measured"),
+    Column("identical texts", ".0%", "identical"), Column("J/token", ".2f", "joules_per_token"),
 )  # fmt: skip
 
 
 def speed(run: Run) -> Section:
     rows: list[tuple[Cell, ...]] = []
+    reasons: list[tuple[Cell, ...]] = []
     figures = []
     for dataset in run.settings.datasets:
         drawn = []
@@ -186,10 +187,12 @@ def speed(run: Run) -> Section:
             if row is None:
                 continue
             why = row.not_measured or system.not_measured
+            if why is not None:
+                reasons.append((dataset.name, system.label, why))
             rows.append(
                 (dataset.name, system.label, row.samples, row.errors, row.speedup, row.tokens_per_second, row.seconds_to_first_token,
                  row.decode_ms_per_token, row.accepted_length.get("target"), row.acceptance_rate.get("target"), row.identical,
-                 row.joules_per_token, why)
+                 row.joules_per_token)
             )  # fmt: skip
             if (dataset.name, system.key) not in run.chosen:
                 continue
@@ -211,7 +214,14 @@ def speed(run: Run) -> Section:
         "How many times as fast as the fastest system without drafts, on the same prompt and from the call to the last token. "
         "Of systems that differ in a swept setting the figure shows the fastest, the table all.",
         figures,
-        [Table("summary", _SUMMARY, rows)],
+        [
+            Table("summary", _SUMMARY, rows),
+            *(
+                [Table("not-measured", [Column("dataset"), Column("system"), Column("not measured")], reasons)]
+                if reasons
+                else []
+            ),
+        ],
         "" if figures else "No system has a speed-up: --systems needs plain or hf, and another one.",
     )
 
@@ -355,7 +365,16 @@ def over_time(run: Run) -> Section:
         for i, s in enumerate(chosen[:_MOST_CURVES]):
             colour = i + (i > 3)
             x, y = zip(*(s.commits if log else [(0.0, 0), *s.commits]), strict=True)
-            curves.append(Series(run.label(s.system), x, y, colour))
+            # Between two commits the text does not grow.
+            stairs = [
+                (x[0], y[0]),
+                *(
+                    point
+                    for (_, had), (at, has) in pairwise(zip(x, y, strict=True))
+                    for point in ((at, had), (at, has))
+                ),
+            ]
+            curves.append(Series(run.label(s.system), [at for at, _ in stairs], [n for _, n in stairs], colour))
             back = sorted(
                 (step.start, step.rolled_back)
                 for steps in (s.steps or {}).values()
@@ -450,7 +469,8 @@ def token_times(run: Run) -> Section:
             )
             if (name, system.key) in run.chosen and len(series) < _MOST_CURVES and times[0] > 0:
                 shares = [i / 100 for i in range(101)]
-                series.append(Series(system.label, [_quantile(times, q) for q in shares], shares, len(series)))
+                colour = len(series) + (len(series) > 3)
+                series.append(Series(system.label, [_quantile(times, q) for q in shares], shares, colour))
         if series:
             panels.append(Panel(series, dataset.name, "ms per token", "share of the tokens", y_high=1.0, x_log=True))
     names = ("10 %", "median", "90 %", "99 %", "longest")
