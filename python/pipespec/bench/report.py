@@ -314,8 +314,8 @@ def depth(run: Run) -> Section:
             row = run.summary.row(dataset.name, system.key)
             if row is None or row.speedup is None or system.kind not in _CHAINS:
                 continue
-            kind, models = best.setdefault(system.kind, {}), len(system.drafts) + 1
-            kind[models] = max(kind.get(models, (0.0, "")), (row.speedup, system.key))
+            by_models, models = best.setdefault(system.kind, {}), len(system.drafts) + 1
+            by_models[models] = max(by_models.get(models, (0.0, "")), (row.speedup, system.key))
         for kind, found in best.items():
             rows += [
                 (dataset.name, kind, models, speedup, run.label(key))
@@ -450,7 +450,7 @@ def token_times(run: Run) -> Section:
     rows: list[tuple[Cell, ...]] = []
     panels = []
     for dataset in run.settings.datasets:
-        series = []
+        series: list[Series] = []
         for name, system, texts in run.cells:
             if name != dataset.name:
                 continue
@@ -516,7 +516,7 @@ def accepted(run: Run) -> Section:
         for name, system, texts in run.cells:
             if name != dataset.name:
                 continue
-            series = []
+            series: list[Series] = []
             for place in range(1, len(texts[0].stages)):
                 counts: Counter[int] = Counter()
                 for text in texts:
