@@ -163,6 +163,28 @@ def test_a_system_that_fails_again_and_again_is_left_alone(trial: Trial) -> None
     assert summary.row("set", "hf").samples == 3
 
 
+def test_systems_beyond_the_number_that_may_be_open_are_paused_and_warmed_up(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "OPEN", 2)
+    monkeypatch.setattr(Scripted, "pause", lambda self: trial.calls.append((f"{self.key} paused", 0)))
+    assert trial.start().run().complete
+    held: list[str] = []
+    measured = []
+    for key, first in trial.calls:
+        name = key.removesuffix(" paused")
+        if key.endswith(" paused"):
+            held.remove(name)
+        elif first == WARM_UP:
+            held.append(name)
+        else:
+            assert name in held
+            measured.append(name)
+        assert len(held) <= 3
+    assert len(measured) == 9
+    assert sum(key.endswith(" paused") for key, _ in trial.calls) >= 6
+
+
 def test_other_settings_are_refused(trial: Trial) -> None:
     trial.start().run()
     with pytest.raises(ValueError, match=r"seed is 0 there and 1 here\. Give another --out"):

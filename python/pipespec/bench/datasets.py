@@ -193,8 +193,8 @@ def _records(file: Path, form: str | None) -> list[Any]:
         return _csv(text, form)
     data = json.loads(text)
     if isinstance(data, dict):  # as dataset servers answer
-        data = data.get("data", data.get("rows", [data]))
-        data = [row["row"] if isinstance(row, dict) and set(row) >= {"row_idx", "row"} else row for row in data]
+        entries: list[Any] = data.get("data") or data.get("rows") or [data]
+        data = [row["row"] if isinstance(row, dict) and set(row) >= {"row_idx", "row"} else row for row in entries]
     return data if isinstance(data, list) else [data]
 
 

@@ -181,7 +181,7 @@ def _models(
     names: Sequence[str], paths: Sequence[str], devices: Sequence[str], found: Sequence[ModelSize | None]
 ) -> list[PlannedModel]:
     return [
-        PlannedModel(name, path, device, size and size.bytes, size.known_from if size else "unknown")
+        PlannedModel(name, path, device, size.bytes if size else None, size.known_from if size else "unknown")
         for name, path, device, size in zip(names, paths, devices, found, strict=True)
     ]
 

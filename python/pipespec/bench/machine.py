@@ -7,7 +7,6 @@ import platform
 import statistics
 import subprocess
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
     cpu = environment["cpu"]
     return {
         "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": utc(),
         "cpu": cpu["model"],
         "cores": cpu["usable_cores"],
         "simd": _native.simd(),
@@ -53,6 +52,11 @@ def _gpus() -> list[dict[str, Any]]:
     """Name, memory and capability of each GPU that torch sees."""
     found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return [{"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]} for p in found]
+
+
+def utc() -> str:
+    """The time now, ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
 
 
 def describe(machine: dict[str, Any]) -> str:

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -209,7 +208,7 @@ def weights_of(shape: Shape) -> tuple[int, int]:
     return layers, shape.vocab_size * shape.hidden_size
 
 
-def bytes_per_step(model: nn.Module) -> int:
+def bytes_per_step(model: Any) -> int:
     """Bytes of weights that a forward of ``model`` reads: all but the embedding, of which it reads a row, unless the head is the same."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -384,7 +384,7 @@ def file_name(name: str) -> str:
 
 def _build(kind: Any, data: Any) -> Any:
     """``data`` from JSON as ``kind``: a dataclass, a container of them, or a plain type."""
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         types_ = typing.get_type_hints(kind)
         names = {f.name for f in dataclasses.fields(kind)}
         if unknown := sorted(set(data) - names):

@@ -114,7 +114,7 @@ def layer_subset(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     Raises:
         TypeError: The layers do not lie where LLaMA-like models have them.
     """
-    base = getattr(model, model.base_model_prefix, None)
+    base: Any = getattr(model, model.base_model_prefix, None)
     if not isinstance(getattr(base, "layers", None), torch.nn.ModuleList):
         raise TypeError(f"{type(model).__name__} has no list of layers where LLaMA-like models have it")
     draft, inner = _shallow(model), _shallow(base)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from pipespec.bench.contenders import Contender, Family, GeneratedText, Workload
 from pipespec.bench.datasets import Conversation
 from pipespec.bench.dry_run import planted_device, planted_dtype, planted_shapes
 from pipespec.bench.energy import Meter
-from pipespec.bench.machine import provenance
+from pipespec.bench.machine import provenance, utc
 from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, Summary, SystemSettings
 from pipespec.bench.rivals import AttentionIsolation
 from pipespec.bench.summary import summarise
@@ -49,12 +48,16 @@ _WARM_UP_TOKENS = 8
 _SUMMARISE_EVERY_S = 20.0
 
 
+PromptOf = Callable[[Callable[[str], list[int]]], torch.Tensor]
+"""Makes a prompt, LongTensor ``[1, S]``, given what returns the reference's tokens of an earlier turn by its sample."""
+
+
 @dataclass
 class PreparedDataset:
-    """One dataset with its prompts by sample, and calibration prompts (LongTensors ``[1, S]``)."""
+    """One dataset: its prompts by sample, calibration prompts (LongTensors ``[1, S]``), and the number of prompts that do not fit."""
 
     settings: DatasetSettings
-    prompts: dict[str, Callable[[Callable[[str], list[int]]], torch.Tensor]]
+    prompts: dict[str, PromptOf]
     calibration: list[torch.Tensor]
     longest: int
     left_out: int = 0
@@ -67,11 +70,6 @@ class PreparedRun:
     settings: Settings
     family: Family
     datasets: list[PreparedDataset]
-
-
-def utc() -> str:
-    """The time now, ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def prepare(config: BenchConfig, *, trust_remote_code: bool = False, source: str | None = None) -> PreparedRun:
@@ -162,12 +160,21 @@ def _planted(config: BenchConfig, threads: int) -> tuple[Family, dict[str, str],
 
 def _planted_prompts(config: BenchConfig, request: DatasetRequest, family: Family) -> PreparedDataset:
     count = config.samples or 8
-    tokens = min(request.typical_tokens, family.target.config.max_position_embeddings - config.new_tokens)
+    limit = family.target.config.max_position_embeddings
+    if config.new_tokens >= limit:
+        raise ValueError(
+            f"{config.new_tokens} new tokens: planted models take {limit} tokens with the prompt; lower --new-tokens"
+        )
+    tokens = min(request.typical_tokens, limit - config.new_tokens)
     ids = planted.random_prompts(family.target.config.vocab_size, count + CALIBRATION, tokens, config.seed + 3)
     names = [str(i) for i in range(count)]
     settings = DatasetSettings(name=request.name, format="planted", samples=names, new_tokens=config.new_tokens)
-    prompts = {name: (lambda answer_of, row=ids[i][None]: row) for i, name in enumerate(names)}
+    prompts: dict[str, PromptOf] = {name: _always(row[None]) for name, row in zip(names, ids, strict=False)}
     return PreparedDataset(settings, prompts, [row[None] for row in ids[count:]], tokens)
+
+
+def _always(ids: torch.Tensor) -> PromptOf:
+    return lambda answer_of: ids
 
 
 def _read_prompts(config: BenchConfig, request: DatasetRequest, family: Family) -> PreparedDataset:
@@ -200,7 +207,7 @@ def _read_prompts(config: BenchConfig, request: DatasetRequest, family: Family) 
         say(
             f"{request.name}: {left_out} prompts are left out, as with {config.new_tokens} new tokens they exceed {limit} tokens"
         )
-    prompts: dict[str, Any] = {}
+    prompts: dict[str, PromptOf] = {}
     longest = 0
     for conversation in chosen:
         turns = range(min(config.turns, len(conversation.turns)))
