@@ -59,7 +59,7 @@ class Run:
         for dataset in self.settings.datasets:
             for system in self.settings.systems:
                 row = self.summary.row(dataset.name, system.key)
-                rate = (row.tokens_per_second if row is not None else None) or 0.0
+                rate = (row.speedup or row.tokens_per_second if row is not None else None) or 0.0
                 fixed = (str(value) for name, value in sorted(system.axes.items()) if name not in self.axes)
                 group = (dataset.name, system.kind, *system.drafts, *(fixed if system.kind == "spd" else ()))
                 if group not in best or rate > best[group][0]:
@@ -673,7 +673,7 @@ def spd(run: Run) -> Section:
         "spd",
         "SPD: cycles, stages and drafters",
         "One target in n layer stages. The equivalent accepted length is n times tokens per cycle: the speed-up if a cycle took 1/n of a plain step. "
-        "In one process the stages take turns, so that SPD loses there.",
+        "In one process the stages take turns, so that a cycle is no shorter than a plain step.",
         figures,
         [Table("spd", columns, rows)] if rows else [],
         "" if rows else "SPD was not run: --systems spd, with --stages for several numbers of stages.",
