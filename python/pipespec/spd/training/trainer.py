@@ -509,7 +509,9 @@ def train(
                 figures |= extra(module)
             module.train()
             history.append(figures)
-            shown = ", ".join(f"{k} {v:.3f}" for k, v in figures.items() if isinstance(v, float) and k != "seconds")
+            shown = ", ".join(
+                f"{k} {v:.3f}" for k, v in figures.items() if isinstance(v, float) and k not in ("seconds", "rate")
+            )
             say(f"step {step}, {tokens / 1e6:.2f}M tokens, {elapsed() / 60:.1f} min: {shown}")
 
     module.train()
