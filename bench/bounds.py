@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.planning.closed_form import accepted_run, published_speedup, two_stage
+from pipespec.planning.closed_form import accepted_run, lockstep_rate, published_speedup, two_stage
 from pipespec.planning.validation import non_negative, positive, probability, same_length
 
 # --- lockstep ------------------------------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ def lockstep_speedup(a: float, g: int, c: float) -> float:
 
     Leviathan et al., arXiv 2211.17192, theorem 3.8. It assumes that a verification takes as long as a plain step.
     """
-    return accepted_run(a, g) / (g / positive(c, "the ratio of step times") + 1.0)
+    return lockstep_rate(a, g, 1.0 / positive(c, "the ratio of step times"), 1.0)
 
 
 def best_lockstep(a: float, c: float) -> tuple[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -78,11 +79,12 @@ def test_from_conversations_to_a_module(target: Path, talks: Path, tmp_path: Pat
         (["--stages", "2", "3"], "the stages [2, 3] have 5 layers together, the model has 4"),
         (["--stages", "4", "0"], "a whole number of layers, at least one"),
         (["--stages", "2", "--vocabulary", "5000"], "between 1 and the target's 2048"),
-        (["--stages", "2", "--minutes", "1"], "either --steps or --minutes"),
+        (["--stages", "2", "--minutes", "1"], "exactly one of --steps, --epochs, --tokens and --minutes"),
+        (["--stages", "2", "--warmup", "4"], "fewer steps than the run has"),
         (["--stages", "2", "--length", "3"], "at least 10"),
         (["--stages", "2", "--validation", "1"], "between 0 and 1"),
         (["--stages", "2", "--resume"], "nothing to resume"),
-        (["--stages", "2", "--batch", "0"], "at least one example"),
+        (["--stages", "2", "--batch", "0"], "--batch must be at least 1"),
         (["--stages", "2", "--held-out", "nowhere"], "no file or folder nowhere"),
     ],
 )
@@ -110,6 +112,69 @@ def test_a_file_in_the_place_of_the_folder(
 def test_a_folder_without_a_model(talks: Path, tmp_path: Path, capsys) -> None:
     assert spd_train(tmp_path, talks, tmp_path / "out", "--stages", "2") == 2
     assert "holds no model with a tokenizer" in capsys.readouterr().err
+
+
+def test_epochs_and_a_recipe(target: Path, talks: Path, tmp_path: Path, capsys) -> None:
+    """Options of the command line count more than those of the recipe, and a run's length replaces the recipe's."""
+    file, out = tmp_path / "mine.toml", tmp_path / "module"
+    file.write_text(
+        f'[options]\ntarget = "{target}"\nstages = [2]\nsteps = 50\nbatch = 3\nrate-schedule = "linear"\nwarmup = 2\n'
+        "validation = 0.2\nfreeze-head = true\nclip = 0.5\nseed = 9\n"
+    )
+    given = ["spd", "train", "--recipe", str(file), "--data", str(talks), "--out", str(out), "--seed", "42"]
+    assert main([*given, "--epochs", "2"]) == 0
+    record = json.loads((out / training.RECORD).read_text())
+    settings = record["settings"]
+    assert (settings["seed"], settings["clip"], settings["rate_schedule"], settings["freeze_head"]) == (
+        42,
+        0.5,
+        "linear",
+        True,
+    )
+    assert record["steps"] == settings["steps"] == 6  # ten examples in batches of three, twice
+    assert record["history"][-1]["rate"] == pytest.approx(1e-4 * (1 - 5 / 6) / (1 - 2 / 6))
+    assert main([*given, "--epochs", "3", "--resume"]) == 0
+    assert "resumed at step 6" in capsys.readouterr().err
+    assert main([*given, "--epochs", "3", "--resume", "--length", "256", "--truncate", "--batch", "2"]) == 2
+    assert "belongs to other data" in capsys.readouterr().err
+    file.write_text("[options]\nstage = [2]\n")
+    assert main([*given, "--epochs", "2"]) == 2
+    assert "not options of this command: --stage 2" in capsys.readouterr().err
+    file.write_text("[options]\nstages = ['two']\n")
+    assert main([*given, "--epochs", "2"]) == 2
+    assert "argument --stages: invalid int value" in capsys.readouterr().err
+    file.write_text("[options]\nstages = [2]\n")
+    assert main([*given, "--epochs", "2"]) == 2
+    assert "--target is missing" in capsys.readouterr().err
+
+
+def test_a_prediction_of_the_published_recipe(capsys) -> None:
+    """1.2 million sequences in steps of 64, hours by hand from the printed operations, nothing loaded."""
+    assert main(["spd", "train", "--recipe", "llama-8b", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "stages of 4 4 4 4 4 4 4 4" in said
+    assert "anchors 0 8 16 24 31, 32,000 draft tokens" in said
+    assert "18,750 steps of 64 sequences" in said
+    total = float(re.search(r"in all ([\d.e+]+) Eflop", said)[1])
+    alone = float(re.search(r"([\d.,]+) hours on 1 GPU", said)[1].replace(",", ""))
+    assert alone == pytest.approx(total * 1e18 / (989e12 * 0.35) / 3600, rel=0.01)
+    together = float(re.search(r"([\d.,]+) hours on 8 GPUs", said)[1])
+    assert alone / 8 < together < 1.1 * alone / 8
+    assert main(["spd", "train", "--recipe", "llama-8b", "--dry-run", "--utilisation", "0.7", "--steps", "100"]) == 0
+    said = capsys.readouterr().out
+    assert "100 steps of 64 sequences" in said
+    assert "70% are reached" in said
+
+
+def test_a_prediction_counts_the_data(target: Path, talks: Path, capsys) -> None:
+    given = ["spd", "train", "--target", str(target), "--stages", "2", "--epochs", "1", "--dry-run"]
+    assert main([*given, "--data", str(talks), "--gpus", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "12 examples of" in said
+    assert "(counted in --data)" in said
+    assert "hours on 1 GPU" in said
+    assert main(given) == 2
+    assert "give --data, or a --recipe with [data]" in capsys.readouterr().err
 
 
 SETTINGS = training.TrainingSettings(steps=3, rate=2e-3, validate_every=3, seed=1)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import multiprocessing as mp
+import os
 import random
+import signal
 import xml.etree.ElementTree
 from collections import Counter
 from dataclasses import replace
@@ -15,14 +19,16 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, ModuleDrafter
+from pipespec.spd.draft_module import WEIGHTS_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
 from pipespec.spd.machine import DraftRequest
 from pipespec.spd.partition import Partition
 from pipespec.spd.training import trainer as training
+from pipespec.spd.training.cost import trained_parameters
 from pipespec.spd.training.curves import picture
 from pipespec.spd.training.trainer import Acceptance, TrainingBatch, TrainingSettings, loss_of, replay, teach
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
+from tests.waiting import SECONDS
 
 
 def fresh(target: LlamaForCausalLM, n: int = 3, **how) -> DraftModule:
@@ -219,26 +225,47 @@ def test_small_updates_of_a_bf16_target_s_module_are_kept(six: LlamaForCausalLM,
         training.train(target, module.to(torch.bfloat16), lines, QUICK, tmp_path)
 
 
-def test_resume_goes_on_as_if_nothing_had_happened(six: LlamaForCausalLM, tmp_path: Path) -> None:
-    whole = fresh(six)
-    expected = training.train(six, whole, lines, QUICK, tmp_path / "whole", held_out=[lines(1000)])
+def killed_by_the_system(folder: str) -> None:
+    """A process that the kernel ends during step 15, behind the checkpoint of step 12."""
+    torch.set_num_threads(1)
 
-    class Killed(Exception):
-        pass
-
-    def killed_at_15(number: int) -> TrainingBatch:
-        if number == 15:
-            raise Killed
+    def batch(number: int) -> TrainingBatch:
+        if number == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
         return lines(number)
 
-    with pytest.raises(Killed):
-        training.train(six, fresh(six), killed_at_15, QUICK, tmp_path / "cut", held_out=[lines(1000)])
-    again = fresh(six)
-    record = training.train(six, again, lines, QUICK, tmp_path / "cut", held_out=[lines(1000)], resume=True)
+    target = random_llama(2, layers=6)
+    training.train(target, fresh_with_dropout(target), batch, PUBLISHED, Path(folder), held_out=[lines(1000)])
+
+
+PUBLISHED = replace(QUICK, rate_schedule="linear", warmup=3, accumulate=2)
+
+
+def fresh_with_dropout(target: LlamaForCausalLM) -> DraftModule:
+    """Its forward draws from torch's generator."""
+    module = fresh(target, layers=2)  # the last block, of which training needs one depth only, has none
+    for layer in module.layers:
+        layer.self_attn.attention_dropout = 0.1
+    return module
+
+
+def test_a_killed_run_ends_with_the_same_bits(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    whole = fresh_with_dropout(six)
+    expected = training.train(six, whole, lines, PUBLISHED, tmp_path / "whole", held_out=[lines(1000)])
+    child = mp.get_context("spawn").Process(target=killed_by_the_system, args=(str(tmp_path / "cut"),))
+    child.start()
+    child.join(SECONDS)
+    assert child.exitcode == -signal.SIGKILL
+    saved = torch.load(tmp_path / "cut" / training.CHECKPOINT, weights_only=True)
+    assert (saved["step"], saved["position"]) == (12, 24)
+    torch.rand(5)  # the generator of a new process is anywhere
+    again = fresh_with_dropout(six)
+    record = training.train(six, again, lines, PUBLISHED, tmp_path / "cut", held_out=[lines(1000)], resume=True)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
-    apart = ("seconds",)
+    assert (tmp_path / "cut" / WEIGHTS_FILE).read_bytes() == (tmp_path / "whole" / WEIGHTS_FILE).read_bytes()
+    assert record["tokens"] == expected["tokens"] == 24 * 2 * lines(0).ids.numel()
     for a, b in zip(record["history"], expected["history"], strict=True):
-        assert {k: v for k, v in a.items() if k not in apart} == {k: v for k, v in b.items() if k not in apart}
+        assert a | {"seconds": 0} == b | {"seconds": 0}
 
 
 def test_what_cannot_be_resumed(six: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -247,6 +274,48 @@ def test_what_cannot_be_resumed(six: LlamaForCausalLM, tmp_path: Path) -> None:
     training.train(six, fresh(six), lines, replace(QUICK, steps=1), tmp_path)
     with pytest.raises(ValueError, match="belongs to another module"):
         training.train(six, fresh(six, 2), lines, QUICK, tmp_path, resume=True)
+    with pytest.raises(ValueError, match="belongs to other data"):
+        training.train(six, fresh(six), lines, QUICK, tmp_path, resume=True, data="another digest")
+    with pytest.raises(ValueError, match="another optimizer, or with a head"):
+        training.train(six, fresh(six), lines, replace(QUICK, freeze_head=True), tmp_path, resume=True)
+
+
+def test_a_token_budget_ends_the_run(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    """The step that reaches the budget is the last one. Padding does not count."""
+    per_step = lines(0).ids.numel()
+
+    def padded(number: int) -> TrainingBatch:
+        return lines(number)._replace(tokens=per_step - 6)
+
+    budget = replace(QUICK, steps=None, tokens=3 * (per_step - 6) + 1)
+    record = training.train(six, fresh(six), padded, budget, tmp_path)
+    assert (record["steps"], record["tokens"]) == (4, 4 * (per_step - 6))
+
+
+def test_a_frozen_head_keeps_the_target_s_weights(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    for optimizer in ("adamw", "muon"):
+        module = fresh(six)
+        settings = replace(QUICK, steps=2, freeze_head=True, optimizer=optimizer)
+        record = training.train(six, module, lines, settings, tmp_path / optimizer)
+        assert torch.equal(module.head.weight, six.lm_head.weight)
+        assert not torch.equal(module.projections[0].weight, fresh(six).projections[0].weight)
+        assert record["parameters"] == trained_parameters(module.config, freeze_head=True)
+
+
+def test_learning_rates() -> None:
+    """As published: linear from the peak, which the warm-up reaches, to 0. The other form is half a cosine."""
+    published = TrainingSettings(steps=1000, warmup=100, rate_schedule="linear")
+    assert published.warmup_share == 0.1
+    rates = [training.learning_rate(step / 1000, 0.1, "linear") for step in range(1001)]
+    assert rates[50] == pytest.approx(0.5)
+    assert rates[100] == 1.0
+    assert rates[550] == pytest.approx(0.5)
+    assert rates[1000] == 0.0
+    assert all(a > b for a, b in itertools.pairwise(rates[100:]))
+    cosine = [training.learning_rate(step / 1000, 0.0005) for step in range(1001)]
+    assert cosine[0] == 0.05
+    assert max(cosine) <= 1.0
+    assert cosine[-1] == pytest.approx(0.01)
 
 
 def test_nothing_to_learn_is_an_error(six: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -306,9 +375,15 @@ def test_fills_are_drawn_by_step() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"minutes": 1.0}, "either steps or minutes"),
-        ({"steps": None}, "either steps or minutes"),
+        ({"minutes": 1.0}, "exactly one of steps, tokens and minutes"),
+        ({"steps": None}, "exactly one of steps, tokens and minutes"),
         ({"steps": 0}, "at least one step"),
+        ({"steps": None, "tokens": 0}, "at least one step, one token"),
+        ({"rate_schedule": "constant"}, "no rate schedule 'constant': cosine or linear"),
+        ({"warmup": 24}, "fewer steps than the run has"),
+        ({"steps": None, "tokens": 9, "warmup": 2}, "takes a share"),
+        ({"clip": 0.0}, "clip must be above 0"),
+        ({"decay": -0.1}, "decay must be at least 0"),
         ({"rate": 0.0}, "rate must be above 0"),
         ({"full": 1.5}, "full is a share"),
         ({"accumulate": 0}, "accumulate must be at least 1"),

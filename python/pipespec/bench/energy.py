@@ -63,6 +63,9 @@ class Nvml:
 class Meter:
     """Reads counters before and after a call: ``start()``, the call, ``stop()``, then :attr:`energy_joules` and :attr:`utilization`.
 
+    Attributes:
+        not_readable: By what is missing, the reason.
+
     Args:
         devices: Of the models, such as ``["cuda:0", "cpu"]``. The processor is always read.
         nvml: The GPUs' counters; None opens NVML where a device is a GPU.
@@ -78,6 +81,7 @@ class Meter:
         powercap: Path = Path("/sys/class/powercap"),
         stat: Path = Path("/proc/stat"),
     ) -> None:
+        self.not_readable: dict[str, str] = {}
         self.energy_joules: dict[str, float] | None = None
         self.utilization: dict[str, float] | None = None
         self._gpus = sorted({torch.device(d).index or 0 for d in devices if torch.device(d).type == "cuda"})
@@ -85,11 +89,20 @@ class Meter:
         if self._gpus and nvml is None:
             try:
                 self._nvml = Nvml([str(torch.cuda.get_device_properties(i).uuid) for i in self._gpus])
-            except (OSError, AttributeError):  # without the driver's library, or of another vendor
+            except (OSError, AttributeError) as error:  # without the driver's library, or of another vendor
                 self._gpus = []
+                self.not_readable["energy and utilisation of the GPUs"] = f"NVML: {error}"
         # A package is intel-rapl:N; its parts are intel-rapl:N:M.
         packages = sorted(p for p in powercap.glob("intel-rapl:*") if p.name.count(":") == 1)
         self._packages = [p for p in packages if _readable(p / "energy_uj") is not None]
+        if not packages:
+            self.not_readable["energy of the processor"] = (
+                f"no RAPL counters in {powercap}, as in most virtual machines"
+            )
+        elif not self._packages:
+            self.not_readable["energy of the processor"] = f"the counters in {powercap} are readable for root only"
+        if self._busy() is None:
+            self.not_readable["utilisation of the processor"] = f"{stat} cannot be read"
 
     def start(self) -> None:
         """Read the counters."""

@@ -349,6 +349,7 @@ class Runner:
         )
         self.contenders = {s.key: make(s) for s in self.systems}
         self.meter = Meter(list(self.settings.devices.values()))
+        self.settings.machine = {**self.settings.machine, "not_readable": self.meter.not_readable}
         self._failures: dict[str, int] = {}
         self._open: list[str] = []
         self._summarised = time.monotonic()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.cli import report
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
+    """Add the command, and the one for its report."""
     parser = commands.add_parser(
         "bench", help="measure systems over datasets, as in the papers", description=run.__doc__
     )
@@ -85,7 +86,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     add("--dry-run", action="store_true", help="show what would run, where, and the predicted time")
     add("--json", action="store_true", help="the summary, or the dry run, as JSON")
     add("--list", action="store_true", help="list systems, formats of prompts and planted shapes")
-    return [parser]
+    return [parser, report.add_parser(parser.add_subparsers(metavar="command"))]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,8 +10,23 @@ from typing import Any
 
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder
 from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.spd.training import recipe as recipes
 
 _VALIDATION_BATCHES = 16
+
+
+_DEFAULTS: dict[str, Any] = {
+    "recipe": None, "target": None, "data": None, "out": None, "stages": None, "layers": None, "types": None, "vocabulary": None,
+    "length": 512, "truncate": False, "held_out": [], "validation": 0.02,
+    "steps": None, "epochs": None, "tokens": None, "minutes": None, "batch": 4, "accumulate": 1,
+    "rate": 1e-4, "rate_schedule": "cosine", "warmup": 0.02, "optimizer": "adamw", "decay": 0.0, "clip": 1.0, "freeze_head": False,
+    "temperature": 1.0, "argmax_weight": 0.0, "full": 0.5, "amp": False,
+    "validate_every": 100, "save_every": 500, "seed": 42, "resume": False, "dtype": "float32", "device": None,
+    "dry_run": False, "gpus": [1, 8], "peak": 989.0, "utilisation": 0.35, "link": 300.0,
+}  # fmt: skip
+"""Values of the options that neither the command line nor the recipe gives."""
+
+_LIMITS = ("steps", "epochs", "tokens", "minutes")
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
@@ -25,53 +40,109 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 
 
 def _add_options(train: argparse.ArgumentParser) -> None:
-    train.add_argument("--target", metavar="PATH", required=True, help="model that the module drafts for")
-    sources = "text, .jsonl, .json or .parquet files, or folders of them"
-    train.add_argument("--data", metavar="PATH", nargs="+", required=True, help=sources)
-    out = "module, checkpoint, record and curves"
-    train.add_argument("--out", metavar="FOLDER", type=Path, required=True, help=out)
-    stages = "number of stages of the target, or the layers of each stage"
-    train.add_argument("--stages", metavar="N", type=int, nargs="+", required=True, help=stages)
+    """Add the options without their defaults, so that what was given can be told from what was not."""
 
-    def option(group: Any, name: str, metavar: str, default: float | None, text: str) -> None:
-        kind = float if isinstance(default, float) else int
-        group.add_argument(f"--{name}", metavar=metavar, type=kind, default=default, help=text)
+    def option(group: Any, name: str, metavar: str | None, kind: Any, text: str, **how: Any) -> None:
+        default = _DEFAULTS[name.replace("-", "_")]
+        text += (
+            ""
+            if default in (None, [])
+            else f" ({' '.join(map(str, default)) if isinstance(default, list) else default})"
+        )
+        group.add_argument(f"--{name}", metavar=metavar, type=kind, default=argparse.SUPPRESS, help=text, **how)
 
-    option(train, "layers", "N", None, "decoder blocks of the module; default: one less than a stage has")
-    option(train, "types", "N", None, "most anchors (default: one per stage, plus one)")
-    option(train, "vocabulary", "N", None, "draft only the N most frequent tokens (default: all)")
+    def flag(group: Any, name: str, text: str) -> None:
+        group.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS, help=text)
+
+    option(train, "target", "PATH", str, "model that the module drafts for")
+    option(train, "data", "PATH", str, "text, .jsonl, .json or .parquet files, or folders of them", nargs="+")
+    option(train, "out", "FOLDER", Path, "module, checkpoint, record and curves")
+    option(train, "stages", "N", int, "number of stages of the target, or the layers of each stage", nargs="+")
+    recipe = f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options given here count more"
+    option(train, "recipe", "FILE", str, recipe)
+    option(train, "layers", "N", int, "decoder blocks of the module; default: one less than a stage has")
+    option(train, "types", "N", int, "most anchors (default: one per stage, plus one)")
+    option(train, "vocabulary", "N", int, "draft only the N most frequent tokens (default: all)")
     data = train.add_argument_group("data")
-    option(data, "length", "N", 512, "most tokens of an example (%(default)s)")
-    data.add_argument("--truncate", action="store_true", help="cut longer conversations instead of dropping them")
-    data.add_argument("--held-out", metavar="PATH", nargs="+", default=[], help="validate on these files")
-    option(data, "validation", "P", 0.02, "without --held-out: validate on this share of the data (%(default)s)")
+    option(data, "length", "N", int, "most tokens of an example")
+    flag(data, "truncate", "cut longer conversations instead of dropping them")
+    option(data, "held-out", "PATH", str, "validate on these files", nargs="+")
+    option(data, "validation", "P", float, "without --held-out: validate on this share of the data")
+    limits = train.add_argument_group("length of the run: one of")
+    option(limits, "steps", "N", int, "optimizer steps")
+    option(limits, "epochs", "E", float, "passes over the data")
+    option(limits, "tokens", "N", int, "training tokens, padding not counted")
+    option(limits, "minutes", "M", float, "wall-clock minutes; a resumed run then differs from an uninterrupted one")
     options = train.add_argument_group("training")
-    option(options, "steps", "N", None, "optimizer steps")
-    options.add_argument("--minutes", metavar="M", type=float, help="instead of --steps: wall-clock minutes")
-    option(options, "batch", "N", 4, "examples in a forward (%(default)s)")
-    option(options, "accumulate", "N", 1, "forwards in a step (%(default)s)")
-    option(options, "rate", "R", 1e-4, "peak learning rate (%(default)s)")
-    options.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="default: %(default)s")
-    option(options, "decay", "W", 0.0, "weight decay (%(default)s)")
-    option(options, "temperature", "T", 1.0, "temperature of both distributions (%(default)s)")
-    option(options, "argmax-weight", "W", 0.0, "weight of the cross entropy with the target's argmax (%(default)s)")
-    amp = "bf16 matrix products; weights and optimizer state stay float32"
-    options.add_argument("--amp", action="store_true", help=amp)
-    option(options, "validate-every", "N", 100, "in steps (%(default)s)")
-    option(options, "save-every", "N", 500, "in steps (%(default)s)")
-    option(options, "seed", "N", 42, "default: %(default)s")
-    options.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
-    train.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the target (%(default)s)")
-    device = "cpu or cuda; default: cpu, or one GPU per process with several processes"
-    train.add_argument("--device", metavar="D", help=device)
+    option(options, "batch", "N", int, "examples in a forward")
+    option(options, "accumulate", "N", int, "forwards in a step")
+    option(options, "rate", "R", float, "peak learning rate")
+    option(options, "rate-schedule", None, str, "how the rate falls", choices=("cosine", "linear"))
+    option(options, "warmup", "W", float, "share of the run in which the rate rises; from 1 on: steps")
+    option(options, "optimizer", None, str, "adamw, or muon for all matrices but the head", choices=("adamw", "muon"))
+    option(options, "decay", "W", float, "weight decay")
+    option(options, "clip", "C", float, "largest norm of the gradient")
+    flag(options, "freeze-head", "the head keeps the target's weights")
+    option(options, "temperature", "T", float, "temperature of both distributions")
+    option(options, "argmax-weight", "W", float, "weight of the cross entropy with the target's argmax")
+    option(options, "full", "P", float, "share of the steps with all stages filled")
+    flag(options, "amp", "bf16 matrix products; weights and optimizer state stay float32")
+    option(options, "validate-every", "N", int, "in steps")
+    option(options, "save-every", "N", int, "in steps")
+    option(options, "seed", "N", int, "seed of all draws")
+    flag(options, "resume", "continue from the last checkpoint in --out")
+    option(train, "dtype", None, str, "dtype of the target", choices=DTYPES)
+    option(train, "device", "D", str, "cpu or cuda; default: cpu, or one GPU per process with several processes")
+    costs = train.add_argument_group("prediction")
+    flag(
+        costs,
+        "dry-run",
+        "say what would be trained and what it costs by counted operations; nothing is trained or written",
+    )
+    option(costs, "gpus", "N", int, "hours on these numbers of GPUs", nargs="+")
+    option(costs, "peak", "T", float, "peak of a GPU in Tflop/s, dense bf16 products; the default is an H100 SXM's")
+    option(costs, "utilisation", "U", float, "share of the peak that training reaches, an assumption")
+    option(costs, "link", "G", float, "GB/s between GPUs")
+
+
+def _with_recipe(given: argparse.Namespace) -> tuple[argparse.Namespace, recipes.Recipe | None]:
+    """All options: given ones, those of the recipe, and defaults. And the recipe.
+
+    Raises:
+        ValueError: The recipe has an option that this command has not, or a value that it does not take.
+    """
+    if "recipe" not in given:
+        return argparse.Namespace(**_DEFAULTS | vars(given)), None
+    recipe = recipes.load(given.recipe)
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    _add_options(parser)
+    try:
+        chosen, unknown = parser.parse_known_args(recipe.arguments())
+    except argparse.ArgumentError as error:
+        raise ValueError(f"recipe {given.recipe}: {error}") from error
+    if unknown or "recipe" in chosen:
+        raise ValueError(f"recipe {given.recipe}: not options of this command: {' '.join(unknown) or '--recipe'}")
+    values = vars(chosen)
+    if any(name in given for name in _LIMITS):  # the run's length is given anew
+        values = {name: value for name, value in values.items() if name not in _LIMITS}
+    return argparse.Namespace(**_DEFAULTS | values | vars(given)), recipe
 
 
 def run(args: argparse.Namespace) -> int:
     """Train a draft module for a target cut into stages (speculative pipeline decoding). The target is the teacher and does not change. The module
     learns the assistant's turns of conversations, and all of plain text. On several GPUs: torchrun or accelerate launch,
     `-m pipespec.cli.main spd train`."""
-    if (args.steps is None) == (args.minutes is None):
-        raise ValueError("give either --steps or --minutes")
+    args, recipe = _with_recipe(args)
+    for name in ("target", "stages") if args.dry_run else ("target", "data", "out", "stages"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name} is missing" + (f", and {args.recipe} has none" if recipe else ""))
+    if sum(getattr(args, name) is not None for name in _LIMITS) != 1:
+        raise ValueError("give exactly one of --steps, --epochs, --tokens and --minutes")
+    for name in ("batch", "accumulate"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.dry_run:
+        return _predict(args, recipe)
     with working("importing torch and transformers"):
         import torch
         import torch.distributed as dist
@@ -83,8 +154,11 @@ def run(args: argparse.Namespace) -> int:
         from pipespec.spd.partition import cut
         from pipespec.spd.training import data
         from pipespec.spd.training.trainer import CHECKPOINT, PICTURE, TrainingSettings, train
-    names = (field.name for field in fields(TrainingSettings))
-    settings = TrainingSettings(**{name: getattr(args, name) for name in names if name in args})
+    given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
+    # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
+    settings = TrainingSettings(
+        **given | ({"steps": 1, "warmup": min(args.warmup, 0.5)} if args.epochs is not None else {})
+    )
     folder, layers, device = args.out, args.layers, args.device
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     check_output_folder(folder)
@@ -92,8 +166,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{folder} holds a draft module already: continue with --resume, or give another --out")
     if args.resume and not (folder / CHECKPOINT).is_file():
         raise FileNotFoundError(f"nothing to resume: {folder / CHECKPOINT} does not exist")
-    if args.batch < 1:
-        raise ValueError("a batch needs at least one example")
     if processes > 1 and not dist.is_initialized():
         on_gpu = torch.cuda.is_available() and device != "cpu"
         dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -113,8 +185,7 @@ def run(args: argparse.Namespace) -> int:
         depth, size = described.num_hidden_layers, described.vocab_size
         stages = args.stages if len(args.stages) > 1 else args.stages[0]
         ranges = cut(depth, stages, list).ranges
-        if layers is None:  # then drafting takes no longer than a stage (SPD section 3.4)
-            layers = max(1, min(end - begin for begin, end in ranges) - 1)
+        layers = _blocks(layers, ranges)
         if args.vocabulary is not None and not 1 <= args.vocabulary <= size:
             raise ValueError(f"a draft vocabulary of {args.vocabulary} tokens: between 1 and the target's {size}")
         with working("reading the data"):
@@ -149,10 +220,19 @@ def run(args: argparse.Namespace) -> int:
             f"{parameters:,} parameters, anchors {' '.join(map(str, config.anchors))}"
         )
     batches = data.Batches(examples, args.batch, settings.seed)
+    if args.epochs is not None:
+        settings = TrainingSettings(**given | {"steps": batches.steps(args.epochs, args.accumulate, processes)})
     checks = [data.collate(held[at : at + args.batch]) for at in range(0, len(held), args.batch)][:_VALIDATION_BATCHES]
     try:
         record: dict[str, Any] = train(
-            model, module, batches.__getitem__, settings, folder, held_out=checks, resume=args.resume
+            model,
+            module,
+            batches.__getitem__,
+            settings,
+            folder,
+            held_out=checks,
+            resume=args.resume,
+            data=batches.digest(),
         )
     finally:
         if processes > 1:
@@ -163,6 +243,88 @@ def run(args: argparse.Namespace) -> int:
             f"{folder}: {record['steps']} steps, held-out KL {last['held_out_loss']:.3f}, agreement {last['agreement']:.3f}; "
             f"curves in {PICTURE}"
         )
+    return 0
+
+
+def _blocks(layers: int | None, ranges: Any) -> int:
+    """Blocks of the module. The default makes drafting take no longer than a stage (SPD, section 3.4)."""
+    return max(1, min(end - begin for begin, end in ranges) - 1) if layers is None else layers
+
+
+def _predict(args: argparse.Namespace, recipe: recipes.Recipe | None) -> int:
+    """Print what the run would train, and its hours."""
+    with working("importing transformers"):
+        from transformers import AutoConfig, AutoTokenizer
+
+        from pipespec.models.properties import text_config
+        from pipespec.spd.draft_module import DraftModuleConfig
+        from pipespec.spd.partition import cut
+        from pipespec.spd.training import cost, data
+    if args.minutes is not None:
+        raise ValueError(
+            "--minutes limits the time, so there is nothing to predict: give --steps, --epochs or --tokens"
+        )
+    hardware = cost.Hardware(args.peak, args.utilisation, args.link)
+    if min(args.gpus) < 1:
+        raise ValueError(f"--gpus must be at least 1, not {min(args.gpus)}")
+    if recipe is not None and recipe.target and args.target == recipe.options.get("target"):
+        described = dict(recipe.target)
+        try:
+            config = AutoConfig.for_model(described.pop("model_type"), **described)
+        except (KeyError, ValueError, TypeError) as error:
+            raise ValueError(f"recipe {args.recipe}: [target] is no config of a model: {error}") from error
+    else:
+        config = text_config(AutoConfig.from_pretrained(args.target))
+    ranges = cut(config.num_hidden_layers, args.stages if len(args.stages) > 1 else args.stages[0], list).ranges
+    if args.vocabulary is not None and not 1 <= args.vocabulary <= config.vocab_size:
+        raise ValueError(
+            f"a draft vocabulary of {args.vocabulary} tokens: between 1 and the target's {config.vocab_size}"
+        )
+    module = DraftModuleConfig.for_config(
+        config,
+        ranges,
+        layers=_blocks(args.layers, ranges),
+        vocabulary=None if args.vocabulary is None else range(args.vocabulary),
+        types=args.types,
+    )
+    if args.data is not None:
+        with working("reading the data"):
+            found, _ = data.load_examples(
+                args.data, AutoTokenizer.from_pretrained(args.target), args.length, truncate=args.truncate
+            )
+        examples, mean = len(found), sum(len(e.ids) for e in found) / len(found)
+        origin = "counted in --data"
+    elif recipe is not None and recipe.examples and recipe.mean_tokens:
+        examples, mean, origin = recipe.examples, recipe.mean_tokens, "assumed by the recipe"
+    else:
+        raise ValueError(
+            "a prediction needs the number of examples and their length: give --data, or a --recipe with [data]"
+        )
+    # The step is that of the largest machine, whatever the number of GPUs: fewer GPUs accumulate more.
+    per_step = args.batch * args.accumulate * max(args.gpus)
+    sequences = examples * (args.epochs or 0.0)
+    if args.steps is not None:
+        sequences = float(args.steps * per_step)
+    if args.tokens is not None:
+        sequences = args.tokens / mean
+    one = cost.sequence_cost(module, round(mean), full=args.full, freeze_head=args.freeze_head)
+    run = cost.run_cost(module, sequences, mean, full=args.full, freeze_head=args.freeze_head)
+    lines = [
+        f"target {args.target}: {config.num_hidden_layers} layers in stages of {' '.join(str(e - b) for b, e in ranges)}",
+        f"module: {module.layers} blocks, anchors {' '.join(map(str, module.anchors))}, {module.logits:,} draft tokens, "
+        f"{run.parameters / 1e6:,.0f} million trained parameters; {run.state_bytes() / 2**30:.1f} GiB for them, their gradients and AdamW",
+        f"data: {examples:,} examples of {mean:,.0f} tokens in the mean ({origin})",
+        f"run: {run.tokens / 1e6:,.1f} million tokens, {sequences / per_step:,.0f} steps of {per_step} sequences",
+        f"operations per sequence: target's forward {one.teacher / 1e12:.3g} Tflop, module {one.module / 1e12:.3g} Tflop; "
+        f"in all {run.flops / 1e18:.3g} Eflop",
+        f"assumed: {hardware.peak:g} Tflop/s per GPU, of which {hardware.utilisation:.0%} are reached; gradients summed over "
+        f"{hardware.link:g} GB/s behind each step; no time for reading, validation and checkpoints; attention at the mean length",
+        *(
+            f"predicted: {run.hours(gpus, per_step, hardware):,.1f} hours on {gpus} GPU{'s' * (gpus > 1)}"
+            for gpus in args.gpus
+        ),
+    ]
+    print("\n".join(lines))
     return 0
 
 

@@ -37,6 +37,20 @@ def accepted_run(a: float, g: float) -> float:
     return 1.0 if a == 0.0 else -math.expm1((g + 1) * math.log(a)) / (1.0 - a)
 
 
+def lockstep_rate(a: float, g: int, draft: float, verify: float) -> float:
+    """Tokens per unit of time of lockstep with two stages: S(g) / (g draft + verify).
+
+    Leviathan et al., theorem 3.8, with separate costs of drafting and verifying.
+
+    Args:
+        a: Acceptance rate.
+        g: Draft tokens per round.
+        draft: Time of the draft's one-token step.
+        verify: Time of the verifier's step over ``g`` draft tokens.
+    """
+    return accepted_run(a, g) / (g * positive(draft, "draft") + positive(verify, "verify"))
+
+
 # --- PipeSpec as published -----------------------------------------------------------------------------------------
 
 

@@ -142,6 +142,22 @@ class DraftModuleConfig:
         types: int | None = None,
     ) -> DraftModuleConfig:
         """The configuration for a target and its stages, by the rules of :func:`anchors_for` and :func:`types_for`."""
+        return cls.for_config(
+            target.config, stages, layers=layers, vocabulary=vocabulary, types=types, digest=target_digest(target)
+        )
+
+    @classmethod
+    def for_config(
+        cls,
+        config: Any,
+        stages: LayerRanges,
+        *,
+        layers: int = 1,
+        vocabulary: Iterable[int] | None = None,
+        types: int | None = None,
+        digest: str = "",
+    ) -> DraftModuleConfig:
+        """The configuration for a target of which there is only the transformers config. Without a digest it fits no target's weights."""
         anchors = anchors_for(stages, types)
         return cls(
             stages=stages,
@@ -149,8 +165,8 @@ class DraftModuleConfig:
             types=types_for(stages, anchors),
             layers=layers,
             vocabulary=None if vocabulary is None else tuple(sorted(set(vocabulary))),
-            target=json.loads(json.dumps(_described(target.config), default=str)),
-            digest=target_digest(target),
+            target=json.loads(json.dumps(_described(config), default=str)),
+            digest=digest,
         )
 
     @property

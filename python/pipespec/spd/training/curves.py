@@ -9,11 +9,11 @@ from typing import Any
 from pipespec.observe.plot import Panel, Series, chart
 
 _LOSSES = ("loss", "held_out_loss")
-_OTHERS = {"step", "tokens", "seconds", *_LOSSES}
+_OTHERS = {"step", "tokens", "seconds", "rate", *_LOSSES}
 
 
 def picture(history: Sequence[dict[str, Any]]) -> str:
-    """Draw two panels over the steps: losses in nats, and every figure between 0 and 1 (agreement, acceptance).
+    """Draw panels over the steps: losses in nats, every figure between 0 and 1 (agreement, acceptance), and the learning rate.
 
     Args:
         history: One record per validation, with ``step`` and figures by name. Values that are not finite are left out.
@@ -32,11 +32,12 @@ def picture(history: Sequence[dict[str, Any]]) -> str:
             points = [(f["step"], f[name]) for f in history if math.isfinite(f.get(name, math.nan))]
             if points:
                 steps, values = zip(*points, strict=True)
-                found.append(Series(f"{name.replace('_', ' ')}: {values[-1]:.3f}", steps, values, len(found)))
+                found.append(Series(f"{name.replace('_', ' ')}: {values[-1]:.3g}", steps, values, len(found)))
         return found
 
     panels = [
         Panel(series(_LOSSES), "loss, nats per token", "steps"),
         Panel(series(rates), "share of draft tokens that are right", "steps", y_high=1.0),
+        Panel(series(["rate"]), "learning rate", "steps"),
     ]
     return chart("Training of the draft module", [p for p in panels if p.series], size=(360, 220))

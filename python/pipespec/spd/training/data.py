@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -319,6 +321,25 @@ class Batches:
             self._order, self._turn = whole[draw.permutation(self.per_pass)], turn
         return collate([self.examples[i] for i in self._order[index]])
 
+    def steps(self, epochs: float, accumulate: int, processes: int) -> int:
+        """Optimizer steps of ``epochs`` passes over the data, the last one begun counted whole.
+
+        Raises:
+            ValueError: ``epochs`` is not above 0.
+        """
+        if not epochs > 0:
+            raise ValueError(f"a training run needs more than 0 epochs, not {epochs}")
+        return max(1, math.ceil(epochs * self.per_pass / (accumulate * processes)))
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of what determines every batch: the examples in their order, the size of a batch, and the seed."""
+        state = hashlib.sha256(f"{self.size} {self.seed} {len(self.examples)}".encode())
+        for example in self.examples:
+            state.update(len(example.ids).to_bytes(4, "little"))
+            state.update(example.ids.tobytes())
+            state.update(example.wanted.tobytes())
+        return state.hexdigest()
+
 
 def collate(examples: Sequence[TrainingExample]) -> TrainingBatch:
     """Make one batch, padded on the right: ids and ``wanted`` of shape ``[len(examples), longest]``."""
@@ -328,7 +349,7 @@ def collate(examples: Sequence[TrainingExample]) -> TrainingBatch:
     for row, example in enumerate(examples):
         ids[row, : len(example.ids)] = torch.from_numpy(example.ids.astype(np.int64))
         wanted[row, : len(example.ids)] = torch.from_numpy(example.wanted)
-    return TrainingBatch(ids, wanted)
+    return TrainingBatch(ids, wanted, tokens=sum(len(e.ids) for e in examples))
 
 
 def split(

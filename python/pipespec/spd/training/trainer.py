@@ -27,6 +27,7 @@ from pipespec.spd.training.curves import picture
 from pipespec.spd.training.mask import depths, visible
 
 CHECKPOINT, RECORD, PICTURE = "training.pt", "training.json", "training.svg"
+RATE_SCHEDULES = ("cosine", "linear")
 _EMPTY_STEPS = 50
 """Consecutive steps without a token to learn after which training ends with an error."""
 
@@ -50,11 +51,13 @@ class TrainingBatch(NamedTuple):
         ids: ``[B, S]`` int64, padded on the right.
         wanted: ``[B, S]`` bool, whether the module learns the token after each position.
         taught: The target's forward over the batch, if the caller has kept it.
+        tokens: Tokens without the padding; None: there is none.
     """
 
     ids: torch.Tensor
     wanted: torch.Tensor
     taught: Taught | None = None
+    tokens: int | None = None
 
 
 # ---- teacher
@@ -279,16 +282,20 @@ class TrainingSettings:
     """Settings of a training run.
 
     Args:
-        steps: Optimizer steps of the run. Give either ``steps`` or ``minutes``.
+        steps: Optimizer steps of the run. Give exactly one of ``steps``, ``tokens`` and ``minutes``.
+        tokens: Tokens of the run, padding not counted. The step that reaches them is the last one.
         minutes: Wall-clock minutes of the run.
-        rate: Peak learning rate. It rises linearly, then falls to 1 % along half a cosine.
-        warmup: Share of the run in which the rate rises.
+        rate: Peak learning rate.
+        rate_schedule: How the rate falls behind its linear rise: ``cosine``, to 1 % along half a cosine, or ``linear``, to 0 as published
+            (SPD, section 4.4).
+        warmup: Share of the run in which the rate rises; from 1 on the number of steps, which needs ``steps``.
         accumulate: Forwards per optimizer step.
         temperature: Temperature of both distributions.
         argmax_weight: Weight of the cross entropy with the target's argmax.
         full: Share of the steps with all stages filled. The others draw 1 to n - 1 tokens in flight.
         decay: Weight decay of matrices.
         clip: Largest norm of the gradient.
+        freeze_head: The head keeps the target's weights.
         optimizer: ``adamw``, or ``muon`` for all matrices but the head, with updates scaled to AdamW's size.
         amp: bfloat16 products by autocast. Weights and optimizer state stay float32.
         seed: Seed of the draws.
@@ -300,8 +307,10 @@ class TrainingSettings:
     """
 
     steps: int | None = None
+    tokens: int | None = None
     minutes: float | None = None
     rate: float = 1e-4
+    rate_schedule: str = "cosine"
     warmup: float = 0.02
     accumulate: int = 1
     temperature: float = 1.0
@@ -309,6 +318,7 @@ class TrainingSettings:
     full: float = 0.5
     decay: float = 0.0
     clip: float = 1.0
+    freeze_head: bool = False
     optimizer: str = "adamw"
     amp: bool = False
     seed: int = 42
@@ -316,10 +326,10 @@ class TrainingSettings:
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.minutes is None):
-            raise ValueError("give either steps or minutes")
-        if (self.steps is not None and self.steps < 1) or (self.minutes is not None and not self.minutes > 0):
-            raise ValueError("a training run needs at least one step, or more than 0 minutes")
+        if sum(limit is not None for limit in (self.steps, self.tokens, self.minutes)) != 1:
+            raise ValueError("give exactly one of steps, tokens and minutes")
+        if any(limit is not None and not limit > 0 for limit in (self.steps, self.tokens, self.minutes)):
+            raise ValueError("a training run needs at least one step, one token, or more than 0 minutes")
         for name in ("accumulate", "validate_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -328,8 +338,22 @@ class TrainingSettings:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.full <= 1:
             raise ValueError(f"full is a share of the steps, between 0 and 1, not {self.full}")
+        if not self.decay >= 0:
+            raise ValueError(f"decay must be at least 0, not {self.decay}")
+        if self.rate_schedule not in RATE_SCHEDULES:
+            raise ValueError(f"no rate schedule {self.rate_schedule!r}: {' or '.join(RATE_SCHEDULES)}")
+        if not 0 <= self.warmup_share < 1:
+            raise ValueError(
+                f"a warm-up of {self.warmup:g} must be a share of the run below 1, or fewer steps than the run has "
+                "(a run limited by tokens or minutes takes a share)"
+            )
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"no optimizer {self.optimizer!r}: adamw or muon")
+
+    @property
+    def warmup_share(self) -> float:
+        """The warm-up as a share of the run."""
+        return self.warmup / self.steps if self.warmup >= 1 and self.steps is not None else self.warmup
 
 
 def fill_of(step: int, n: int, settings: TrainingSettings) -> int:
@@ -348,10 +372,13 @@ def train(
     held_out: Sequence[TrainingBatch] = (),
     extra: Callable[[DraftModule], dict[str, float]] | None = None,
     resume: bool = False,
+    data: str = "",
 ) -> dict[str, Any]:
     """Train ``module`` and write module, checkpoint, record and curves to ``folder``.
 
-    Several processes (torchrun or accelerate) take different batches and average their gradients.
+    Several processes (torchrun or accelerate) take different batches and average their gradients. Learning rate, draws and torch's
+    generator, which each step seeds, are functions of seed, step and process. So a run that was killed ends with the weights of an
+    uninterrupted one, bit for bit, unless it is limited by minutes.
 
     Args:
         target: The teacher, which does not change.
@@ -361,19 +388,21 @@ def train(
         folder: Folder of the results.
         held_out: Batches for validation.
         extra: Returns further figures at each validation.
-        resume: Continue from the last checkpoint in ``folder``: weights, optimizer, step and time.
+        resume: Continue from the last checkpoint in ``folder``: weights, optimizer, step, position in the data, and time.
+        data: Digest of the data. A checkpoint of other data is refused.
 
     Returns:
         The record: steps, tokens, seconds, settings, and the figures of each validation.
 
     Raises:
-        ValueError: The data has nothing to learn, the checkpoint belongs to another module, or the module is not float32.
+        ValueError: The data has nothing to learn, the checkpoint belongs to another module or to other data, or the module is not float32.
         FileNotFoundError: There is no checkpoint to resume.
         RuntimeError: The loss is not finite.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = module.head.weight.device
     target = target.eval().requires_grad_(False)
+    module.head.requires_grad_(not settings.freeze_head)
     trained = [p for p in module.parameters() if p.requires_grad]
     low = {str(p.dtype) for p in trained} - {"torch.float32"}
     if low:
@@ -385,7 +414,7 @@ def train(
     columns = _full_ids(module).to(device)
     inside = torch.zeros(target.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=device)
     inside[columns] = True
-    step = tokens = 0
+    step = tokens = position = 0
     before, mean = 0.0, math.nan
     history: list[dict[str, Any]] = []
     checkpoint = folder / CHECKPOINT
@@ -395,11 +424,20 @@ def train(
         state = torch.load(checkpoint, weights_only=True, map_location=device)
         if json.loads(state["config"]) | {"target": None} != json.loads(_identity(module)) | {"target": None}:
             raise ValueError(f"{checkpoint} belongs to another module (target, stages, layers or vocabulary differ)")
+        if state["data"] != data:
+            raise ValueError(
+                f"{checkpoint} belongs to other data: resume with the same --data, --length, --batch and --seed, or begin in another folder"
+            )
+        if state["trained"] != len(trained) or state["optimizer"] != settings.optimizer:
+            raise ValueError(
+                f"{checkpoint} was written with another optimizer, or with a head that is trained or frozen"
+            )
         module.load_state_dict(state["module"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         mean = state["mean"]
-        step, tokens, before, history = state["step"], state["tokens"], state["seconds"], json.loads(state["history"])
+        step, tokens, position = state["step"], state["tokens"], state["position"]
+        before, history = state["seconds"], json.loads(state["history"])
         say(f"resumed at step {step} after {before / 60:.1f} min")
     begun = time.monotonic()
 
@@ -409,6 +447,8 @@ def train(
     def fraction() -> float:
         if settings.steps is not None:
             return step / settings.steps
+        if settings.tokens is not None:
+            return tokens / settings.tokens
         assert settings.minutes is not None
         now = torch.tensor(elapsed() / (60 * settings.minutes), device=device)
         if world > 1:
@@ -441,8 +481,12 @@ def train(
             "config": _identity(module),
             "module": module.state_dict(),
             "optimizers": [o.state_dict() for o in optimizers],
+            "data": data,
+            "trained": len(trained),
+            "optimizer": settings.optimizer,
             "step": step,
             "tokens": tokens,
+            "position": position,
             "seconds": elapsed(),
             "mean": mean,
             "history": json.dumps(history),
@@ -456,7 +500,7 @@ def train(
             (folder / PICTURE).write_text(picture(history), encoding="utf-8")
 
     def validate(mean: float) -> None:
-        figures: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": elapsed(), "loss": mean}
+        figures: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": elapsed(), "rate": rate, "loss": mean}
         if rank == 0:
             module.eval()
             if held_out:
@@ -465,20 +509,24 @@ def train(
                 figures |= extra(module)
             module.train()
             history.append(figures)
-            shown = ", ".join(f"{k} {v:.3f}" for k, v in figures.items() if isinstance(v, float) and k != "seconds")
+            shown = ", ".join(
+                f"{k} {v:.3f}" for k, v in figures.items() if isinstance(v, float) and k not in ("seconds", "rate")
+            )
             say(f"step {step}, {tokens / 1e6:.2f}M tokens, {elapsed() / 60:.1f} min: {shown}")
 
     module.train()
-    empty = 0
+    empty, rate = 0, settings.rate
     while (done := fraction()) < 1:
+        rate = settings.rate * learning_rate(done, settings.warmup_share, settings.rate_schedule)
+        torch.manual_seed(int(np.random.default_rng([settings.seed, step, rank]).integers(2**62)))  # for dropout
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = settings.rate * learning_rate(done, settings.warmup)
+                group["lr"] = rate
             optimizer.zero_grad(set_to_none=True)
         fill = fill_of(step, module.config.n, settings)
-        value = counted = 0.0
+        value = counted = fed = 0.0
         for part in range(settings.accumulate):
-            which = batch((step * settings.accumulate + part) * world + rank)
+            which = batch(position + part * world + rank)
             anchors, wished, valid = lesson(which)
             with _autocast(device, settings.amp):
                 logits = simulate(module, anchors, fill)
@@ -486,15 +534,15 @@ def train(
             loss.backward()
             value += loss.item()
             counted += int(valid.sum())
-            tokens += which.ids.numel() * world
+            fed += which.ids.numel() if which.tokens is None else which.tokens
         if world > 1:
             for p in trained:
                 if p.grad is not None:  # the same parameters in all processes, since the fill is the same
                     dist.all_reduce(p.grad)
                     p.grad /= world
-            sums = torch.tensor([value / world, counted], device=device)
+            sums = torch.tensor([value / world, counted, fed], device=device, dtype=torch.float64)
             dist.all_reduce(sums)
-            value, counted = sums.tolist()
+            value, counted, fed = sums.tolist()
         if not math.isfinite(value):
             raise RuntimeError(f"the loss is {value} at step {step}: a smaller rate may help")
         empty = 0 if counted else empty + 1
@@ -507,7 +555,7 @@ def train(
             for optimizer in optimizers:
                 optimizer.step()
             mean = value if math.isnan(mean) else 0.98 * mean + 0.02 * value
-        step += 1
+        step, tokens, position = step + 1, tokens + int(fed), position + settings.accumulate * world
         if step % settings.validate_every == 0:
             validate(mean)
         if step % settings.save_every == 0:
@@ -528,16 +576,18 @@ def _autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManag
     return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()
 
 
-def learning_rate(done: float, warmup: float) -> float:
-    """Share of the peak rate at the share ``done`` of a run: a linear rise, then half a cosine down to 1 %."""
+def learning_rate(done: float, warmup: float, schedule: str = "cosine") -> float:
+    """Share of the peak rate at the share ``done`` of a run: a linear rise, then ``linear`` down to 0 or half a ``cosine`` down to 1 %."""
     if done < warmup:
-        return max(done, 1e-3) / warmup
+        return max(done / warmup, 0.05)
+    if schedule == "linear":
+        return max(0.0, (1.0 - done) / (1.0 - warmup))
     return 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * (done - warmup) / (1.0 - warmup)))
 
 
 def _optimizers(module: DraftModule, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
     """AdamW without decay of the norms' gains. With muon, Muon for the matrices of projections and blocks."""
-    head = list(module.head.parameters())
+    head = [p for p in module.head.parameters() if p.requires_grad]
     rest = [p for p in [*module.projections.parameters(), *module.layers.parameters()] if p.requires_grad]
     matrices, gains = [p for p in rest if p.dim() == 2], [p for p in rest if p.dim() != 2]
     muon = settings.optimizer == "muon"
@@ -546,6 +596,7 @@ def _optimizers(module: DraftModule, settings: TrainingSettings) -> list[torch.o
         {"params": gains, "weight_decay": 0.0},
     ]
     betas = (0.9, 0.95) if muon else (0.9, 0.999)
+    groups = [group for group in groups if group["params"]]
     found: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=settings.rate, betas=betas)]
     if muon:
         found.append(
