@@ -28,8 +28,20 @@ from pipespec.preflight.checks import check_architecture
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
 
-FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose forward is embedding, layers with one rotary embedding, norm, head, and nothing in between."""
+FAMILY = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+    "olmo2",
+    "olmo3",
+    "starcoder2",
+    "gemma3_text",
+)
+"""Model types whose forward is embedding, layers with a rotary embedding, norm, head, and nothing in between."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,10 @@ def check_target(model: PreTrainedModel) -> None:
     if model.config.model_type not in FAMILY:
         raise TypeError(
             f"target is a {type(model).__name__} (model_type {model.config.model_type!r}); only {', '.join(FAMILY)} can be cut into stages"
+        )
+    if getattr(model.config, "final_logit_softcapping", None) is not None:
+        raise TypeError(
+            f"target is a {type(model).__name__} that caps its logits (final_logit_softcapping), which no stage does"
         )
 
 
