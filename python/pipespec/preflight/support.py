@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.stage import stage_names
 from pipespec.errors import NotCapturable
+from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, quantisation, text_config
 from pipespec.models.rope import is_dynamic
 
@@ -222,6 +223,9 @@ def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         )
     elif getattr(config, "attn_logit_softcapping", None):
         yield first, "it caps its scores (attn_logit_softcapping), which attention by lengths does not"
+    layout = CacheLayout.of(config)
+    if layout.key_dim != layout.value_dim:
+        yield first, "it keeps keys and values of different sizes (latents), which attention by lengths does not read"
     for at, module in model.named_modules():
         if isinstance(getattr(module, "sinks", None), torch.Tensor):
             yield at, "it has attention sinks, which attention by lengths does not support"

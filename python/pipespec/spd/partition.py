@@ -34,12 +34,23 @@ FAMILY = (
     "qwen2",
     "qwen3",
     "phi3",
+    "gemma",
+    "gemma3_text",
+    "ministral",
     "mixtral",
+    "phimoe",
+    "qwen2_moe",
     "qwen3_moe",
     "olmo2",
     "olmo3",
+    "smollm3",
     "starcoder2",
-    "gemma3_text",
+    "stablelm",
+    "exaone4",
+    "glm4",
+    "gpt_oss",
+    "deepseek_v3",
+    "dots1",
 )
 """Model types whose forward is embedding, layers with a rotary embedding, norm, head, and nothing in between."""
 
@@ -439,6 +450,10 @@ def _load(path: str | Path, parts: dict[str, nn.Module], dtype: torch.dtype, dev
                     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged: {error}") from error
+    for prefix, module in parts.items():
+        for name, buffer in module.named_buffers(prefix=prefix):
+            if buffer.is_meta:
+                raise TypeError(f"{path}: {name} is in no file of weights, so stages of this model run in one process only")
 
 
 def _files(path: str | Path, names: Iterable[str]) -> dict[str, list[str]]:
