@@ -89,7 +89,11 @@ if PROFILE == "nightly":
 def test_text(name, how):
     """Greedy and sampled, a batch with padding, texts beyond the window."""
     few = PROFILE != "nightly"
-    if few and how == "spd" and name not in ("mistral, window", "gemma3, mixed, two RoPE bases", "gpt_oss, mixed, sinks"):
+    if (
+        few
+        and how == "spd"
+        and name not in ("mistral, window", "gemma3, mixed, two RoPE bases", "gpt_oss, mixed, sinks")
+    ):
         check_target(model_of(name))
         return
     pipe = pipeline(name, how)
@@ -136,7 +140,9 @@ def test_workers():
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("name", ["mistral, window", "qwen2, mixed", "gemma3, mixed, two RoPE bases", "deepseek_v3, latents"])
+@pytest.mark.parametrize(
+    "name", ["mistral, window", "qwen2, mixed", "gemma3, mixed, two RoPE bases", "deepseek_v3, latents"]
+)
 def test_rollback_at_every_depth(name, native):
     """After a rollback of any depth, ragged ones too, the logits are bit for bit those of a cache that never held more."""
     model, length = model_of(name), 2 * WINDOW + 3
@@ -167,7 +173,9 @@ def test_rollback_at_every_depth(name, native):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["mistral, window", "gemma2, mixed, caps", "gpt_oss, mixed, sinks", "deepseek_v2, latents"])
+@pytest.mark.parametrize(
+    "name", ["mistral, window", "gemma2, mixed, caps", "gpt_oss, mixed, sinks", "deepseek_v2, latents"]
+)
 def test_ragged_rows(name):
     """Rows of different lengths, fed several columns: as each row alone, in one piece."""
     model = model_of(name)
@@ -245,14 +253,26 @@ def other(kind: str, **given: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | given)))
 
 
-RECURRENT = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 REFUSED = {
     "Qwen3-Next": lambda: other("qwen3_next", **RECURRENT, **EXPERTS, head_dim=8),
     "Qwen3.5": lambda: other("qwen3_5_text", **RECURRENT, head_dim=8),
     "LFM2": lambda: other("lfm2"),
     "Llama 4": lambda: other("llama4_text", head_dim=8, num_local_experts=2, attention_chunk_size=8),
-    "Gemma 3n": lambda: other("gemma3n_text", head_dim=8, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCABULARY),
+    "Gemma 3n": lambda: other(
+        "gemma3n_text", head_dim=8, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCABULARY
+    ),
 }
 
 
@@ -264,7 +284,9 @@ def sentence(name: str) -> str:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_are_those_of_the_page(name):
-    rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", PAGE.read_text().split("## What is refused")[1], re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", PAGE.read_text().split("## What is refused")[1], re.MULTILINE)
+    )
     assert rows[name] == sentence(name)
 
 
@@ -275,4 +297,6 @@ def test_the_page_lists_the_tested_families():
     assert list(listed) == list(dict.fromkeys(kind for kind, _ in FAMILIES.values()))
     for kind, row in listed.items():
         assert (row[-1].strip(" |") == "yes") == (kind in FAMILY), kind
-        assert (row[1] != "full") == any(FAMILIES[name][0] == kind and name in SLIDING for name in FAMILIES) or "latent" in row[1]
+        assert (row[1] != "full") == any(
+            FAMILIES[name][0] == kind and name in SLIDING for name in FAMILIES
+        ) or "latent" in row[1]

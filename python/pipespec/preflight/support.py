@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.stage import stage_names
 from pipespec.errors import NotCapturable
+from pipespec.models.adapters import named_tensors
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, quantisation, text_config
 from pipespec.models.rope import is_dynamic
@@ -153,17 +154,13 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
                 )
         with torch.device("meta"):
             rebuilt = kind(copy.deepcopy(model.config))
-        added = sorted(_tensor_names(model) - _tensor_names(rebuilt))
+        own, created = ({name for name, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
+        added = sorted(own - created)
         if added:
             raise ValueError(
                 f"{name} has {_some(added)}, which its class {kind.__qualname__} does not create (an adapter, replaced layers?): a worker "
                 "process could not build it; merge what was added into the weights, or use schedule='lockstep'"
             )
-
-
-def _tensor_names(model: nn.Module) -> set[str]:
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name for name, _ in named}
 
 
 # ---- in captured steps

@@ -453,7 +453,9 @@ def _load(path: str | Path, parts: dict[str, nn.Module], dtype: torch.dtype, dev
     for prefix, module in parts.items():
         for name, buffer in module.named_buffers(prefix=prefix):
             if buffer.is_meta:
-                raise TypeError(f"{path}: {name} is in no file of weights, so stages of this model run in one process only")
+                raise TypeError(
+                    f"{path}: {name} is in no file of weights, so stages of this model run in one process only"
+                )
 
 
 def _files(path: str | Path, names: Iterable[str]) -> dict[str, list[str]]:

@@ -60,7 +60,10 @@ def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layou
     scale = data.draw(st.sampled_from([None, 0.3]))
     n, fed = on_device(lengths, device, torch.int64), on_device(query_lens, device)
     splits = data.draw(st.sampled_from([None, 2, 3]))
-    window, softcap = data.draw(st.sampled_from([None, None, 1, 20, 300])), data.draw(st.sampled_from([None, None, 2.0]))
+    window, softcap = (
+        data.draw(st.sampled_from([None, None, 1, 20, 300])),
+        data.draw(st.sampled_from([None, None, 2.0])),
+    )
     workspace = torch.zeros(2 * batch * heads, dtype=torch.int32, device=device) if data.draw(st.booleans()) else None
     out = torch.full((batch, heads * group, width, dim + 3), -9.0, dtype=dtype, device=device)[..., :dim]
     got = kernels.verify_attention(
