@@ -312,7 +312,7 @@ def table() -> list[str]:
 def test_the_page_lists_the_tested_families():
     """``python -m tests.pipespec.test_families`` prints the rows."""
     section = PAGE.read_text().split("## Model families")[1].split("## ")[0]
-    assert [line for line in section.splitlines() if line.startswith("| `")] == table()
+    assert [line for line in section.splitlines() if line.startswith("| `")][1:] == table()
 
 
 if __name__ == "__main__":
