@@ -29,7 +29,7 @@ from tests.pipespec.tiny_models import FAMILIES, LAYERS, SIZES, VOCABULARY, WIND
 from tests.trials import PROFILE
 from tests.waiting import drafts_keep_up
 
-NEW = 14
+NEW = 10
 SEED = 11
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reference/models.md"
@@ -99,7 +99,8 @@ def test_text(name, how):
         check_target(model_of(name))
         return
     pipe = pipeline(name, how)
-    for is_sampled in (False, True):
+    # Each type of attention is sampled in the few trials, too.
+    for is_sampled in (False, True) if not few or list(FAMILIES).index(name) % 3 == 2 else (False,):
         check(pipe, name, is_sampled)
     assert pipe.report.stages[-1].produced > 0
     if how == "lockstep":
@@ -108,7 +109,7 @@ def test_text(name, how):
         pipe.close()
 
 
-@pytest.mark.parametrize("name", SLIDING)
+@pytest.mark.parametrize("name", SLIDING if PROFILE == "nightly" else SLIDING[::3])
 def test_windows_matter(name):
     """Without its window, a model says something else: the texts of the other tests are beyond it."""
     layers = CacheLayout.of(model_of(name).config)
