@@ -92,7 +92,7 @@ _BY_TYPE = {
     "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets",
     "*fp32": "inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights",
     "*fp64": "top_p min_p",
-    "fp32": "scale_log2 eps",
+    "fp32": "scale_log2 cap_log2 eps",
 }
 POINTERS = {name: kind for kind, names in _BY_TYPE.items() for name in names.split()}
 # Of the case's type.
@@ -182,7 +182,7 @@ def cases() -> Iterator[CompileCase]:
 
 def kv_cases() -> Iterator[CompileCase]:
     """Attention: the tilings of invariant, narrow and wide steps, and one more of each other type; 4 query heads to each of 8 of keys, as in
-    Llama-3-8B. ``whole``: one block takes all keys. ``parts``: a second launch combines, as without a work space."""
+    Llama-3-8B. ``whole``: one block takes all keys. ``parts``: a second launch combines, as without a work space. ``window, capped``: with a window and a soft cap."""
     heads = {"GROUP": 4, "HEADS": 8, "HAS_QUERY_LENS": True}
 
     def attention(dtype: str, dim: int, invariant: bool, width: int, how: str = "") -> CompileCase:
@@ -194,7 +194,8 @@ def kv_cases() -> Iterator[CompileCase]:
             "BLOCK_N": cut.block_n,
             "SPANS": cut.combined,
         }
-        constants |= {"DIRECT": how == "whole", "COMBINES": how == "" and width * 4 <= ONE_LAUNCH}
+        constants |= {"DIRECT": how == "whole", "COMBINES": how in ("", "window, capped") and width * 4 <= ONE_LAUNCH}
+        constants |= {"WINDOWED": "window" in how, "CAPPED": "capped" in how}
         name = ", ".join(filter(None, (f"attention, D={dim}, M={cut.block_m}", "invariant" if invariant else "", how)))
         block_d = triton.next_power_of_2(dim)
         constants |= heads | {"BLOCK_D": block_d}
@@ -210,6 +211,7 @@ def kv_cases() -> Iterator[CompileCase]:
     yield attention("bf16", 128, False, 5, "parts")
     yield attention("bf16", 128, False, 32, "parts")
     yield attention("fp16", 96, False, 5, "whole")
+    yield attention("bf16", 128, False, 5, "window, capped")
     yield attention("fp32", 256, True, 5)
     combined = heads | {"DIM": 128, "BLOCK_D": 128, "SPAN": 0, "BLOCK_N": 64, "SPANS": COMBINED}
     yield CompileCase("attention, combine, D=128", combine_kernel, "bf16", None, combined, None)

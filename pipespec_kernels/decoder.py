@@ -96,6 +96,7 @@ class NativeDecoder:
     Args:
         shape: Sizes and constants.
         layers: The weights of each layer. They are copied.
+        windows: Per layer, the number of last positions that a column sees, its own included; None, or 0, or no sequence: all.
         embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change.
         norm: The last norm ``[H]``, together with ``head``.
         head: ``[V, H]``; copied.
@@ -119,6 +120,7 @@ class NativeDecoder:
         shape: DecoderShape,
         layers: Sequence[LayerWeights],
         *,
+        windows: Sequence[int | None] | None = None,
         embedding: Tensor | None = None,
         norm: Tensor | None = None,
         head: Tensor | None = None,
@@ -130,6 +132,9 @@ class NativeDecoder:
             raise ValueError("norm and head go together")
         if head is None and head_bias is not None:
             raise ValueError("head_bias needs a head")
+        seen = [index(window or 0) for window in windows or [0] * len(layers)]
+        if len(seen) != len(layers) or any(window < 0 for window in seen):
+            raise ValueError(f"windows must be positive, one per layer of {len(layers)}, got {windows}")
         self.shape = shape
         self.num_layers = len(layers)
         self.logits_dtype = torch.float32 if head is None else head.dtype
@@ -155,6 +160,7 @@ class NativeDecoder:
                 [at(f"layers[{i}].{f.name}", getattr(layer, f.name), sizes[f.name]) for f in fields(LayerWeights)]
                 for i, layer in enumerate(layers)
             ],
+            seen,
             [
                 at("embedding", self._embedding, (v, h)),
                 at("norm", norm, (h,)),
@@ -206,7 +212,7 @@ class NativeDecoder:
                 Any strides, the last dimension contiguous. Row ``r`` is written at ``lengths[r] .. lengths[r] + q - 1``.
             values: Like ``keys``.
             lengths: Positions that each row holds. Column ``j`` of row ``r`` stands at position ``lengths[r] + j`` and sees the
-                positions up to its own.
+                positions up to its own, or of these the last ones that the layer's window holds.
             cos: float32 ``[positions, rotary_dim]``, contiguous. Row ``p`` belongs to position ``p``, in the order of transformers' ``rotate_half``.
             sin: Like ``cos``.
             begin: First layer.

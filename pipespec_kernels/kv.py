@@ -282,6 +282,8 @@ def verify_attention(
     out: Tensor | None = None,
     check_counts: bool = False,
     workspace: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of ``Q`` new columns per row over storage that holds their own keys and values already.
 
@@ -307,6 +309,9 @@ def verify_attention(
         workspace: contiguous int32 ``[N]`` of zeros on the device of ``q``, ``N >= 2 * B * Hkv``; zero again after the call. Saves a GPU the second
             launch that combines the parts of the keys, where ``Q * Hq / Hkv`` is at most 32; the bits are the same. Calls that may run at the same time
             need different ones. Not used in a traced call and where torch computes.
+        window: the number of last keys that a column sees, its own included; at least 1. Keys before the window of every column are not read.
+            None: all.
+        softcap: a positive number ``c``: the score ``s`` becomes ``c * tanh(s / c)``. None: it stays.
 
     Returns:
         ``[B, Hq, Q, D]`` in the dtype of ``q``; without ``out`` a view of ``[B, Q, Hq, D]``, which is contiguous.
@@ -326,13 +331,13 @@ def verify_attention(
     _refuse_gradients("verify_attention", q, k_cache, v_cache)
     if not traced(q):
         return _verify_attention(
-            q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, out, workspace
+            q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, window, softcap, out, workspace
         )
     if out is not None:
         _check_out(out, q)
     _check_workspace(workspace, q, k_cache)
     result = torch.ops.pipespec.verify_attention(
-        q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts
+        q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, window, softcap
     )
     return result if out is None else out.copy_(result)
 
@@ -346,15 +351,17 @@ def _fake_verify_attention(
     scale: float | None = None,
     invariant: bool = False,
     check_counts: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    _check_attention(q, k_cache, v_cache, lengths, query_lens, scale)
+    _check_attention(q, k_cache, v_cache, lengths, query_lens, scale, window, softcap)
     batch, heads, width, dim = q.shape
     return q.new_empty((batch, width, heads, dim)).transpose(1, 2)
 
 
 @register(
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? query_lens=None, float? scale=None, "
-    "bool invariant=False, bool check_counts=False) -> Tensor",
+    "bool invariant=False, bool check_counts=False, int? window=None, float? softcap=None) -> Tensor",
     _fake_verify_attention,
 )
 def _verify_attention(
@@ -366,10 +373,12 @@ def _verify_attention(
     scale: float | None = None,
     invariant: bool = False,
     check_counts: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
-    _check_attention(q, k_cache, v_cache, lengths, query_lens, scale)
+    _check_attention(q, k_cache, v_cache, lengths, query_lens, scale, window, softcap)
     if out is not None:
         _check_out(out, q)
     _check_workspace(workspace, q, k_cache)
@@ -381,6 +390,7 @@ def _verify_attention(
         out = q.new_empty((batch, width, heads, dim)).transpose(1, 2)
     if kernels is not None:
         options = {"scale": scale, "invariant": invariant, "out": out, "workspace": workspace}
+        options |= {"window": window, "softcap": softcap}
         kernels.verify_attention(q, k_cache, v_cache, lengths, query_lens, **options)
         return out
     if dispatch.forced:
@@ -388,13 +398,22 @@ def _verify_attention(
         for j in range(0, width, step):
             part = slice(j, j + step)
             fed = None if query_lens is None else (query_lens - j).clamp(0, step)
-            out[:, :, part] = reference.verify_attention(q[:, :, part], k_cache, v_cache, lengths + j, fed, scale)
+            out[:, :, part] = reference.verify_attention(
+                q[:, :, part], k_cache, v_cache, lengths + j, fed, scale, window, softcap
+            )
         return out
-    return _attention(q, k_cache, v_cache, lengths.tolist(), query_lens, scale, invariant, out)
+    return _attention(q, k_cache, v_cache, lengths.tolist(), query_lens, scale, invariant, window, softcap, out)
 
 
 def _check_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, query_lens: Tensor | None, scale: float | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    query_lens: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     batch, heads, _, dim = _storage(k_cache, v_cache, written=False)
     if not isinstance(q, Tensor) or q.dim() != 4:
@@ -411,6 +430,10 @@ def _check_attention(
         _rows(query_lens, "query_lens", batch, q.device)
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, is {scale}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, is {window}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, is {softcap}")
 
 
 def _check_out(out: Any, q: Tensor) -> None:
@@ -436,6 +459,8 @@ def _attention(
     query_lens: Tensor | None,
     scale: float | None,
     invariant: bool,
+    window: int | None,
+    softcap: float | None,
     out: Tensor,
 ) -> Tensor:
     """Attention by torch. ``invariant``: every column by itself, as in a step of one column."""
@@ -455,19 +480,33 @@ def _attention(
         if columns == 0:
             continue
         top = before + columns
-        keys, values = k_cache[rows, :, :top], v_cache[rows, :, :top]
-        mask = None if columns == 1 else _lower_right(columns, top, q.device)
-        result = F.scaled_dot_product_attention(
-            q[rows, :, begin:end], keys, values, mask, scale=scale, enable_gqa=grouped
-        )
+        # Keys that no column sees are not read.
+        first = 0 if window is None else max(0, before + 1 - window)
+        keys, values, queries = k_cache[rows, :, first:top], v_cache[rows, :, first:top], q[rows, :, begin:end]
+        mask = None if columns == 1 else _lower_right(columns, top - first, q.device, window)
+        if softcap is None:
+            result = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=grouped)
+        else:
+            result = _capped(queries, keys, values, mask, q.shape[3] ** -0.5 if scale is None else scale, softcap)
         out[rows, :, begin:end] = result
     return out
 
 
-def _lower_right(columns: int, keys: int, device: torch.device) -> Tensor:
-    """Causal mask in which the last column sees the last key."""
-    at = torch.arange(keys, device=device)
-    return at <= torch.arange(keys - columns, keys, device=device)[:, None]
+def _lower_right(columns: int, keys: int, device: torch.device, window: int | None) -> Tensor:
+    """Causal mask in which the last column sees the last key, and each column at most ``window`` of them."""
+    at, own = torch.arange(keys, device=device), torch.arange(keys - columns, keys, device=device)[:, None]
+    return at <= own if window is None else (at <= own) & (at > own - window)
+
+
+def _capped(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Attention whose scores are capped, which torch's own does not do. In float32 at least."""
+    group, dtype = queries.shape[1] // keys.shape[1], queries.dtype
+    queries, keys, values = (x.to(torch.promote_types(dtype, torch.float32)) for x in (queries, keys, values))
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = softcap * torch.tanh(queries @ keys.transpose(2, 3) * (scale / softcap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return (torch.softmax(scores, -1) @ values).to(dtype)
 
 
 def _refuse_gradients(operation: str, *tensors: Any) -> None:

@@ -300,11 +300,14 @@ def verify_attention(
     lengths: Tensor,
     query_lens: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention with an explicit mask, in float64; see :func:`pipespec_kernels.ops.verify_attention`. Returns float64.
 
     Vaswani et al., "Attention Is All You Need" (2017), equation (1); groups of query heads that share keys and values:
-    Ainslie et al., "GQA" (2023), section 2.2.
+    Ainslie et al., "GQA" (2023), section 2.2; windows: Jiang et al., "Mistral 7B" (2023), section 2; soft caps: Gemma Team, "Gemma 2" (2024),
+    section 2.
     """
     batch, heads, width, dim = q.shape
     group = heads // k_cache.shape[1]
@@ -316,8 +319,12 @@ def verify_attention(
         keys = k_cache[row, :, : length + fed].double().repeat_interleave(group, 0)  # [Hq, keys, D]
         values = v_cache[row, :, : length + fed].double().repeat_interleave(group, 0)
         scores = q[row, :, :fed].double() @ keys.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         at, column = torch.arange(length + fed, device=q.device), torch.arange(fed, device=q.device)
         visible = at <= length + column[:, None]
+        if window is not None:
+            visible &= at > length + column[:, None] - window
         out[row, :, :fed] = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1) @ values
     return out
 

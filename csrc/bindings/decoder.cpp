@@ -37,10 +37,14 @@ cpu::LayerWeights layer(const std::array<WeightsAt, 18>& at) {
 std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes, float eps, float scale,
                                    int activation, float norm_offset,
                                    const std::vector<std::array<WeightsAt, 18>>& layers,
+                                   const std::vector<std::int64_t>& windows,
                                    const std::array<WeightsAt, 4>& ends, int threads) {
   const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim] = sizes;
   std::vector<cpu::LayerWeights> all;
-  for (const auto& at : layers) all.push_back(layer(at));
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    all.push_back(layer(layers[i]));
+    all.back().window = windows.at(i);
+  }
   py::gil_scoped_release without_gil;
   return std::make_unique<cpu::Decoder>(
       cpu::DecoderShape{hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim,

@@ -147,6 +147,7 @@ struct Decoder::Matrix {
 struct Decoder::Layer {
   Matrix qkv, o, gate_up, down;
   std::vector<float> input_norm, post_norm, q_norm, k_norm;
+  int64_t window;
 };
 
 struct Decoder::Packed {
@@ -387,6 +388,7 @@ struct Decoder::Job {
     task.key_stride = cache->key_strides[3];
     task.value_stride = cache->value_strides[3];
     task.positions = columns->lengths[row] + kept.first + begin + 1;
+    task.window = layer->window;
     task.columns = end - begin;
     task.group = group();
     task.head_dim = shape.head_dim;
@@ -543,6 +545,7 @@ Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& lay
     l.post_norm = floats(from.post_norm, s.hidden, s.norm_offset);
     l.q_norm = floats(from.q_norm, s.head_dim, s.norm_offset);
     l.k_norm = floats(from.k_norm, s.head_dim, s.norm_offset);
+    l.window = from.window;
   }
   if (ends.head.data != nullptr) {
     begin(p.head);

@@ -39,6 +39,7 @@ struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
   Weights q_norm, k_norm;
+  int64_t window = 0;  // last positions that a column sees, its own included; 0: all
 };
 
 struct EndWeights {
@@ -56,7 +57,7 @@ struct KeysValues {
 };
 
 // Rows of `columns` tokens each. Column j of row r stands at position lengths[r] + j and sees the
-// positions up to its own.
+// positions up to its own, of these the last ones that a layer's window holds.
 struct Columns {
   int64_t rows, columns;
   const int64_t* lengths;

@@ -412,38 +412,47 @@ void weigh_span(const AttendTask& task, const float* weights, int64_t begin, int
 }
 
 // Some queries at a time. Keys and values come in spans that fit the first-level cache, where all
-// these queries read them. The limits of the spans change no sum.
+// these queries read them. The limits of the spans change no sum. A window begins within a vector
+// whose positions are multiples of kLanes, so a column's sums depend on its position alone.
 template <class V, class Format>
 void attend(const AttendTask& task) {
-  constexpr int64_t kSpan = 32;
+  constexpr int64_t kSpan = 32, kLanes = V::kLanes;
   const int64_t all = task.columns * task.group;
   for (int64_t first = 0; first < all; first += kAttendQueries) {
     const int64_t count = all - first < kAttendQueries ? all - first : kAttendQueries;
     const float* queries[kAttendQueries];
     float* outs[kAttendQueries];
-    int64_t ends[kAttendQueries];
+    int64_t begins[kAttendQueries], ends[kAttendQueries];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t j = (first + i) / task.group, head = (first + i) % task.group * task.head_dim;
       queries[i] = task.queries + j * task.query_stride + head;
       outs[i] = task.out + j * task.out_stride + head;
       ends[i] = task.positions + j;
+      begins[i] = task.window > 0 && task.window < ends[i] ? ends[i] - task.window : 0;
     }
-    const int64_t last = ends[count - 1], stride = last + V::kLanes;
+    const int64_t last = ends[count - 1], stride = last + kLanes;
     const int64_t span = count > 1 ? kSpan : (last + kSpan - 1) / kSpan * kSpan;
-    for (int64_t t = 0; t < last; t += span) {
+    const int64_t nearest = begins[0] / kSpan * kSpan;
+    const auto later = [](int64_t a, int64_t b) { return a > b ? a : b; };
+    const auto earlier = [](int64_t a, int64_t b) { return a < b ? a : b; };
+    for (int64_t t = nearest; t < last; t += span) {
       for (int64_t i = 0; i < count; ++i)
-        score_span<V, Format>(task, queries[i], t, ends[i] < t + span ? ends[i] : t + span,
-                              task.scratch + i * stride);
+        score_span<V, Format>(task, queries[i], later(t, begins[i] / kLanes * kLanes),
+                              earlier(ends[i], t + span), task.scratch + i * stride);
     }
     float factors[kAttendQueries];
     for (int64_t i = 0; i < count; ++i) {
-      factors[i] = soften<V>(task.scratch + i * stride, ends[i]);
+      float* const scores = task.scratch + i * stride;
+      const int64_t vector = begins[i] / kLanes * kLanes;
+      for (int64_t t = vector; t < begins[i]; ++t) scores[t] = -__builtin_inff();
+      factors[i] = soften<V>(scores + vector, ends[i] - vector);
       for (int64_t d = 0; d < task.head_dim; ++d) outs[i][d] = 0.0f;
     }
-    for (int64_t t = 0; t < last; t += span) {
+    for (int64_t t = nearest; t < last; t += span) {
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t end = ends[i] < t + span ? ends[i] : t + span;
-        if (t < end) weigh_span<V, Format>(task, task.scratch + i * stride, t, end, outs[i]);
+        const int64_t begin = later(t, begins[i]), end = earlier(ends[i], t + span);
+        if (begin < end)
+          weigh_span<V, Format>(task, task.scratch + i * stride, begin, end, outs[i]);
       }
     }
     for (int64_t i = 0; i < count; ++i)

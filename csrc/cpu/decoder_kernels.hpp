@@ -27,7 +27,8 @@ struct AttendTask {
   const void* keys;  // position t at keys + t * key_stride elements
   const void* values;
   int64_t key_stride, value_stride;
-  int64_t positions;  // that column 0 sees; column j sees j more
+  int64_t positions;  // up to the own one of column 0; column j has j more
+  int64_t window;     // of these, the last ones that a column sees; 0: all
   int64_t columns, group, head_dim;
   float scale;
   float* out;  // like queries

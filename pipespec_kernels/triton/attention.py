@@ -16,6 +16,9 @@ pair. Both add the same numbers in the same order.
 constants, and keys that a column does not see add exact zeros. The result of a column then depends only on its own query and on the keys and values
 that it sees, and not on the number of columns or on other rows. Products and sums are not fused, because a compiler might fuse them for some strides
 and not for others.
+
+With a window, a tile begins at the block of keys that holds the first one its first column sees. A block of threads whose part of the keys lies
+before it writes sums of no keys.
 """
 
 from __future__ import annotations
@@ -77,7 +80,11 @@ def take_block(
     value_base,
     values_stride_s,
     whole,
+    window,
     scale_log2,
+    cap_log2,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -90,7 +97,15 @@ def take_block(
     if INTERPRETED:
         k = k.to(tl.float32)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    score = tl.where(at[None, :] <= sees[:, None], score, float("-inf"))
+    if CAPPED:
+        # cap * tanh(x), where the score is 2 x in units of log 2: tanh(x) = (1 - e^(-2 x)) / (1 + e^(-2 x)) for x >= 0
+        falls = tl.exp2(-tl.abs(score))
+        capped = (1.0 - falls) / (1.0 + falls) * cap_log2
+        score = tl.where(score < 0, -capped, capped)
+    visible = at[None, :] <= sees[:, None]
+    if WINDOWED:
+        visible &= at[None, :] > sees[:, None] - window
+    score = tl.where(visible, score, float("-inf"))
     highest = tl.maximum(top, tl.max(score, 1))
     # A row that has seen no key yet: any finite number works.
     anchor = tl.where(highest == float("-inf"), 0.0, highest)
@@ -238,7 +253,7 @@ def combine(
 
 
 # Not specialised: each value of 1 or multiple of 16 would compile a further kernel without a gain.
-@triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits"])
+@triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits", "window"])
 def attention_kernel(
     queries,
     queries_stride_b,
@@ -267,8 +282,12 @@ def attention_kernel(
     width,
     capacity,
     splits,
+    window,
     scale_log2,
+    cap_log2,
     HAS_QUERY_LENS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -300,6 +319,10 @@ def attention_kernel(
     begin = split * span
     stop = tl.minimum(begin + span, end)
     sharing = tl.maximum(tl.cdiv(end, span), 1)  # blocks that take a part of the tile's keys
+    if WINDOWED:
+        # The tile's first column sees the earliest keys.
+        seen = tl.maximum(before + first + tile * BLOCK_M // GROUP + 1 - window, 0)
+        begin = tl.maximum(begin, seen // BLOCK_N * BLOCK_N)
 
     if split < sharing:
         heads = head * GROUP + m % GROUP
@@ -328,14 +351,14 @@ def attention_kernel(
             while start < stop:
                 top, weight, acc = take_block(
                     q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole,
-                    scale_log2, BLOCK_N, BLOCK_D,
+                    window, scale_log2, cap_log2, WINDOWED, CAPPED, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
                 start += BLOCK_N
         else:
             for start in range(begin, stop, BLOCK_N):
                 top, weight, acc = take_block(
                     q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole,
-                    scale_log2, BLOCK_N, BLOCK_D,
+                    window, scale_log2, cap_log2, WINDOWED, CAPPED, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
 
         real = m < columns * GROUP
@@ -445,6 +468,8 @@ def verify_attention(
     invariant: bool = False,
     out: Tensor | None = None,
     workspace: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """See :func:`pipespec_kernels.ops.verify_attention`, which checks the arguments.
@@ -486,6 +511,9 @@ def verify_attention(
     constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d}
     counts = lengths if query_lens is None else query_lens  # not read without query_lens
     scale_log2 = (dim**-0.5 if scale is None else scale) * _LOG2E
+    if softcap is not None:
+        scale_log2 *= 2.0 / softcap
+    modes = {"WINDOWED": window is not None, "CAPPED": softcap is not None}
     with on(q.device):
         for first in range(0, width, step):
             columns = min(step, width - first)
@@ -510,8 +538,11 @@ def verify_attention(
                 width,
                 capacity,
                 splits,
+                0 if window is None else min(window, capacity),
                 scale_log2,
+                0.0 if softcap is None else softcap * _LOG2E,
                 **constants,
+                **modes,
                 DIRECT=direct,
                 COMBINES=combines,
                 SPANS=cut.combined,

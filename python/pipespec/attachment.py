@@ -14,6 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
+from pipespec.models.adapters import without_wrapper
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.pipeline import Pipeline
 from pipespec.process.warnings import user_stacklevel
@@ -86,7 +87,7 @@ def attach(
     memory at once, call :func:`detach` before dropping the model.
 
     Args:
-        model: The target.
+        model: The target; of a ``PeftModel``, the model within is attached, which its ``generate()`` calls.
         drafts: As for :class:`pipespec.Pipeline`, smallest first; ``"ngram"`` for prompt lookup.
         unsupported: The treatment of a call that a pipeline cannot run (beam search, for example). ``"plain"``: transformers decodes it, and a
             :class:`pipespec.SpeedWarning` names the argument, once. ``"raise"``: it is refused by name, as by :meth:`pipespec.Pipeline.generate`.
@@ -99,6 +100,7 @@ def attach(
         ValueError: The model is attached already, the models cannot form a chain, or ``unsupported`` is neither.
         TypeError: As for :class:`pipespec.Pipeline`.
     """
+    model = without_wrapper(model)
     if attached(model) is not None:
         raise ValueError("this model is attached already; detach() it first")
     if unsupported not in ("plain", "raise"):
@@ -111,7 +113,7 @@ def attach(
 
 def attached(model: PreTrainedModel) -> Pipeline | None:
     """Return the pipeline that ``model`` is attached to, or None."""
-    generate = vars(model).get("generate")
+    generate = vars(without_wrapper(model)).get("generate")
     return generate.pipeline if isinstance(generate, _Generate) else None
 
 
@@ -122,6 +124,7 @@ def detach(model: PreTrainedModel) -> None:
         ValueError: The model is not attached.
         RuntimeError: From inside of a call; the model stays attached.
     """
+    model = without_wrapper(model)
     pipeline = attached(model)
     if pipeline is None:
         raise ValueError("this model is not attached to a pipeline")

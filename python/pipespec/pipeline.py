@@ -30,6 +30,7 @@ from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
 from pipespec.generation import Generation, without_features
 from pipespec.generation.arguments import ARGUMENTS, How, check_arguments, for_forward, plain_number, refusal
+from pipespec.models.adapters import without_wrapper
 from pipespec.models.compat import lost_arguments
 from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope
@@ -455,10 +456,12 @@ class Pipeline(BasePipeline):
         native: bool = True,
         exact: bool = False,
     ) -> None:
+        drafts, target = without_wrapper(drafts), without_wrapper(target)
         if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft)):
             drafts = [] if drafts is None else [drafts]
         if not isinstance(drafts, Sequence):
             raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
+        drafts = [without_wrapper(draft) for draft in drafts]
         ngram, draft_models = first_of(drafts)
         options: dict[str, Any] = {
             "lookahead": lookahead,

@@ -78,10 +78,15 @@ def test_attention(batch, group, width, dtype, invariant, level, data) -> None:
         v_cache[row, :, n + fed :] = math.nan
     q = torch.randn(batch, width, 2 * group, 16).to(dtype).transpose(1, 2)
     n, fed = on_device(lengths, CPU), on_device(query_lens, CPU)
-    got = ops.verify_attention(q, k_cache, v_cache, n, fed, invariant=invariant)
+    window, softcap = data.draw(st.sampled_from([None, 1, 5, 60])), data.draw(st.sampled_from([None, 2.0]))
+    for row, before in enumerate(lengths):
+        if window is not None:  # in no window
+            k_cache[row, :, : max(0, before + 1 - window)] = math.nan
+            v_cache[row, :, : max(0, before + 1 - window)] = math.nan
+    got = ops.verify_attention(q, k_cache, v_cache, n, fed, invariant=invariant, window=window, softcap=softcap)
     assert got.dtype == dtype
     assert got.transpose(1, 2).is_contiguous()
-    expected = reference.verify_attention(q, k_cache, v_cache, n, fed)
+    expected = reference.verify_attention(q, k_cache.nan_to_num(), v_cache.nan_to_num(), n, fed, None, window, softcap)
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
     if invariant:
@@ -89,7 +94,13 @@ def test_attention(batch, group, width, dtype, invariant, level, data) -> None:
             for j in range(query_lens[row]):
                 one = slice(row, row + 1)
                 alone = ops.verify_attention(
-                    q[one, :, j : j + 1], k_cache[one], v_cache[one], n[one] + j, invariant=True
+                    q[one, :, j : j + 1],
+                    k_cache[one],
+                    v_cache[one],
+                    n[one] + j,
+                    invariant=True,
+                    window=window,
+                    softcap=softcap,
                 )
                 assert torch.equal(alone[0, :, 0], got[row, :, j])
 
@@ -103,6 +114,10 @@ def test_the_oracle_is_attention_with_a_causal_mask() -> None:
     torch.testing.assert_close(reference.verify_attention(q, k, v, zeros), whole)
     last = reference.verify_attention(q[:, :, 8:], k, v, zeros + 8)
     torch.testing.assert_close(last, whole[:, :, 8:])
+    at = torch.arange(9)
+    near = (at <= at[:, None]) & (at[:, None] - at < 3)
+    windowed = F.scaled_dot_product_attention(q, k, v, near, enable_gqa=True)
+    torch.testing.assert_close(reference.verify_attention(q, k, v, zeros, window=3), windowed)
     halved = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.125)
     torch.testing.assert_close(reference.verify_attention(q, k, v, zeros, scale=0.125), halved)
 
@@ -194,6 +209,8 @@ BAD = {
         (ValueError, "q must have shape", {"q": NEW[..., :8]}),
         (ValueError, "3 query heads cannot share 2", {"q": torch.ones(2, 3, 4, 16)}),
         (ValueError, "scale must be finite", {"scale": math.nan}),
+        (ValueError, "window must be at least 1, is 0", {"window": 0}),
+        (ValueError, "softcap must be positive and finite, is 0.0", {"softcap": 0.0}),
         (ValueError, "out must have shape", {"out": NEW[:1]}),
         (ValueError, "out is written to", {"out": torch.zeros(1, 2, 4, 16).expand(2, 2, 4, 16)}),
         (TypeError, "workspace must be a tensor", {"workspace": 8}),

@@ -122,7 +122,10 @@ def storage_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
         (namespace.kv_compact.default, (*storage, c["positions"], c["lengths"], c["n_keep"])),
         (namespace.kv_compact.default, (*storage, c["positions"].int(), c["lengths"], c["n_keep"], True)),
         (namespace.verify_attention.default, tuple(seen)),
-        (namespace.verify_attention.default, (*seen[:3], c["lengths"].long().clamp(max=6), None, 0.3, True, True)),
+        (
+            namespace.verify_attention.default,
+            (*seen[:3], c["lengths"].long().clamp(max=6), None, 0.3, True, True, 3, 2.0),
+        ),
     ]
 
 

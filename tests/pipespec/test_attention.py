@@ -217,7 +217,7 @@ def test_ragged_rows_equal_rows_run_alone(models, calls) -> None:
             tokens = torch.from_numpy(rng.integers(3, VOCABULARY, (rows, q)))
             for r in range(rows):
                 tokens[r, : real[r]] = text[r, have[r] : have[r] + real[r]]
-                cache._store[:, r, :, have[r] :] = torch.nan
+                cache._stores[0][:, r, :, have[r] :] = torch.nan
             if step % 2:
                 logits = forward(model, tokens, cache, keep=q)
             else:

@@ -17,8 +17,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaModel,
-    MistralConfig,
-    MistralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -160,22 +160,24 @@ def small(config_class, **kwargs):
             "T5ForConditionalGeneration.*LLaMA-like",
         ),
         (
-            lambda: MistralForCausalLM(
+            lambda: Qwen3NextForCausalLM(
                 small(
-                    MistralConfig,
+                    Qwen3NextConfig,
                     hidden_size=32,
-                    num_hidden_layers=1,
+                    num_hidden_layers=4,
                     num_attention_heads=2,
                     num_key_value_heads=2,
                     intermediate_size=32,
-                    sliding_window=16,
+                    linear_num_key_heads=2,
+                    linear_num_value_heads=2,
+                    num_experts=2,
                 )
             ),
-            "MistralForCausalLM.*(full attention|sliding)",
+            "Qwen3NextForCausalLM: some layers.*linear_attention needs a copy of the state",
         ),
         (lambda: LlamaModel(random_llama(1).config), "LlamaModel.*(head|AutoModelForCausalLM)"),
     ],
-    ids=["gpt2", "bert", "t5", "sliding", "headless"],
+    ids=["gpt2", "bert", "t5", "recurrent", "headless"],
 )
 def test_models_that_are_not_like_llama(model, make, match):
     with torch.random.fork_rng():

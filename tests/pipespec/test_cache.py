@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3NextConfig
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
@@ -159,7 +159,7 @@ def test_ragged_rows_equal_rows_run_alone(model, step, seed):
     text = torch.from_numpy(rng.integers(3, VOCAB, (rows, total)))
     alone = [model(text[r : r + 1]).logits[0] for r in range(rows)]
     cache = RowCache.for_model(model, rows, total + 16)
-    pointer = cache._store.data_ptr()
+    pointer = cache._stores[0].data_ptr()
     for _ in range(12):
         q = int(rng.integers(1, 9))
         have = np.array(cache.lengths)
@@ -176,7 +176,7 @@ def test_ragged_rows_equal_rows_run_alone(model, step, seed):
             )
         back = np.array([rng.integers(0, min(have[r] + real[r], 6) + 1) for r in range(rows)])
         cache.truncate(have + real - back)
-    assert pointer == cache._store.data_ptr()
+    assert pointer == cache._stores[0].data_ptr()
 
 
 def test_truncate_reset_and_lengths_run_no_torch_operation(model, ids):
@@ -291,10 +291,10 @@ def test_mask_trap(model, ids, asked):
     call(model, ids[:2, :9], cache)
     cache.truncate([9, 4])
     options = asked(cache)
-    before = cache._store.clone()
+    before = cache._stores[0].clone()
     with pytest.raises(RuntimeError, match=r"\[9, 4\].*attention_mask=cache.mask\(q\)"):
         model(ids[:2, 9:11], past_key_values=cache, **options)
-    assert torch.equal(cache._store, before)
+    assert torch.equal(cache._stores[0], before)
     assert cache.lengths == (9, 4)
     call(model, ids[:2, 9:11], cache)  # the right call still works
 
@@ -318,7 +318,7 @@ def test_overflow_is_refused_before_anything_is_written(model, ids):
     cache = RowCache.for_model(model, 2, 12)
     call(model, ids[:2, :9], cache)
     cache.truncate([4, 9])
-    before = cache._store.clone()
+    before = cache._stores[0].clone()
     message = r"capacity is 12, and feeding 4 columns to row 1, which holds 9 tokens, needs 13"
     with pytest.raises(ValueError, match=message):
         cache.mask(4)
@@ -329,7 +329,7 @@ def test_overflow_is_refused_before_anything_is_written(model, ids):
     cache.truncate([4, 4])
     with pytest.raises(ValueError, match="capacity is 12"):
         model(ids[:2, :9], past_key_values=cache)
-    assert torch.equal(cache._store, before)
+    assert torch.equal(cache._stores[0], before)
     assert cache.lengths == (4, 4)
     call(model, ids[:2, :8], cache)  # exactly full
     assert cache.lengths == (12, 12)
@@ -371,11 +371,9 @@ def test_sizes_are_checked(rows, capacity):
         RowCache(make_model().config, rows, capacity, dtype=torch.float32, device="cpu")
 
 
-def test_sliding_windows_are_refused():
-    config = MistralConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=8
-    )
-    with pytest.raises(ValueError, match="full attention layers only; this mistral model has sliding_attention"):
+def test_recurrent_layers_are_refused():
+    config = Qwen3NextConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ValueError, match="linear_attention needs a copy of the state per draft token"):
         RowCache(config, 1, 8, dtype=torch.float32, device="cpu")
 
 
@@ -434,7 +432,7 @@ def test_storage_and_its_properties():
     config = make_model(kv_heads=2).config
     with torch.inference_mode():
         cache = RowCache(config, 2, 10, dtype=torch.bfloat16, device="cpu")
-    assert not cache._store.is_inference()  # which could not be written outside of inference_mode
+    assert not cache._stores[0].is_inference()  # which could not be written outside of inference_mode
     assert (cache.rows, cache.capacity, len(cache)) == (2, 10, 3)
     assert cache.nbytes == 2 * 3 * 2 * 2 * 10 * 8 * 2
     assert cache.layers[0].keys.shape == (2, 2, 0, 8)
@@ -456,8 +454,8 @@ def test_update_returns_views_of_the_used_prefix(ids):
     for layer in range(3):
         keys, values = cache.update(states, states + 1, layer)
         assert keys.shape == values.shape == (2, 2, 3, 8)
-        assert keys.data_ptr() == cache._store[layer].data_ptr()
-        assert values.data_ptr() == cache._store[3 + layer].data_ptr()
+        assert keys.data_ptr() == cache._stores[0][layer].data_ptr()
+        assert values.data_ptr() == cache._stores[0][3 + layer].data_ptr()
         assert torch.equal(keys, states)
         assert torch.equal(values, states + 1)
 

@@ -45,14 +45,16 @@ def mask_kind(config: Any) -> MaskKind:
     return MaskKind.EAGER if name == "eager" else MaskKind.NONE
 
 
-def attach_lengths(keys: torch.Tensor, lengths: torch.Tensor) -> None:
+def attach_lengths(keys: torch.Tensor, lengths: torch.Tensor, window: int | None = None) -> None:
     """Attach row lengths to the keys that a cache returns to the model.
 
     Args:
         keys: ``[rows, kv_heads, S, head_dim]``.
         lengths: int32 ``[rows]`` on their device, the tokens that each row held before the columns of this forward.
+        window: of the layer; None: its columns see all keys.
     """
     keys._pipespec_lengths = lengths  # type: ignore[attr-defined]
+    keys._pipespec_window = window  # type: ignore[attr-defined]
 
 
 def lengths_only(rows: int, q: int, device: torch.device) -> torch.Tensor:
@@ -97,7 +99,7 @@ def attention_forward(
 
     from pipespec_kernels import ops
 
-    lengths = getattr(key, "_pipespec_lengths", None)
+    lengths, window = getattr(key, "_pipespec_lengths", None), getattr(key, "_pipespec_window", None)
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         if lengths is None:
             raise RuntimeError("the mask of a RowCache was passed to a model without that cache")
@@ -126,7 +128,7 @@ def attention_forward(
         return result
     else:
         lengths = torch.full((query.shape[0],), keys - q, dtype=torch.int32, device=query.device)
-    return ops.verify_attention(query, key, value, lengths, scale=scaling).transpose(1, 2), None
+    return ops.verify_attention(query, key, value, lengths, scale=scaling, window=window).transpose(1, 2), None
 
 
 def _torchs_own(q: int, keys: int, on_gpu: bool) -> bool:

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
 from pipespec.models.compat import cropped_length, query_length
+from pipespec.models.layout import FULL, SLIDING, CacheLayout, UnsupportedLayers
 from pipespec.models.properties import compute_dtype, text_config
 from pipespec_kernels import ops
 
@@ -20,10 +21,11 @@ _BAND_WIDTH = 64
 """Most columns whose mask is a view of the precomputed band. Masks of wider forwards (a prefill in chunks) are computed each time."""
 
 
-def _head_shape(config: Any) -> tuple[int, int]:
-    """Number of key/value heads of a layer, and their size."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _unbound(stores: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors of all layers, those of the first storage first."""
+    if len(stores) == 1:
+        return stores[0].unbind(0)
+    return [tensor for store in stores for tensor in store.unbind(0)]
 
 
 class _RowLayer(CacheLayerMixin):
@@ -95,11 +97,14 @@ class _RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """Keys and values of ``rows`` sequences at fixed addresses, each row with a length of its own.
 
-    One tensor ``[2 * layers, rows, kv_heads, capacity, head_dim]`` is allocated once. A forward of ``q`` columns writes the keys and values of
+    One tensor ``[2 * layers, rows, kv_heads, capacity, head_dim]`` is allocated once (two, where keys and values differ in size). A forward of ``q`` columns writes the keys and values of
     row ``r`` at ``lengths[r] .. lengths[r] + q - 1`` and attends over the used prefix ``[rows, kv_heads, max(lengths) + q, head_dim]`` (views,
     no copy). After the last layer every length grows by ``q``; the caller then truncates to what it committed. Column ``i`` of row ``r`` sees
     the keys ``0 .. lengths[r] + i``, which always include its own. What lies beyond a row's length is never visible, and the next forward
     overwrites it, so padding columns to the right of a row's tokens are harmless.
+
+    **Sliding windows.** A layer with a window keeps all of its keys and values, as the others do, so that a rollback of any depth is a store
+    to a length. The mask hides what lies before the window: column ``i`` sees the keys ``lengths[r] + i - window + 1 .. lengths[r] + i``.
 
     With equal lengths it behaves as ``DynamicCache``: ``model(..., past_key_values=cache)`` and ``model.generate(past_key_values=cache)`` work,
     left padding with a 2-D mask included. With different lengths, the mask and the positions that transformers derives from one length would
@@ -119,7 +124,7 @@ class RowCache(Cache):
     another one, since a mask is added to scores and does not replace them. A model with finite values leaves none.
 
     Args:
-        config: of a model with full attention in every layer.
+        config: of a model whose layers have full attention or sliding windows.
         rows: number of sequences.
         capacity: positions per row.
         dtype: of keys and values.
@@ -130,7 +135,7 @@ class RowCache(Cache):
         text: per row, int32 ids of the tokens held, where a call of ``Pipeline.generate`` left the cache; else None.
 
     Raises:
-        ValueError: a model with other attention, sizes below 1, or ``static`` without ``attn_implementation="pipespec"``.
+        ValueError: a model with layers of other types, sizes below 1, or ``static`` without ``attn_implementation="pipespec"``.
     """
 
     def __init__(
@@ -146,15 +151,16 @@ class RowCache(Cache):
         if rows < 1 or capacity < 1:
             raise ValueError(f"RowCache needs at least one row and a capacity of one, not {rows} and {capacity}")
         config = text_config(config)
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-        if kinds or (not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None)):
-            raise ValueError(
-                f"RowCache holds full attention layers only; this {config.model_type} model has "
-                f"{', '.join(sorted(kinds)) or 'sliding_attention'} layers"
-            )
+        try:
+            layout = CacheLayout.of(config)
+        except UnsupportedLayers as error:
+            raise ValueError(f"RowCache: {error}") from error
         self._config = config
         self._rows, self._depth = rows, config.num_hidden_layers
-        self._heads, self._head_dim = _head_shape(config)
+        self._layout = layout
+        self._heads = layout.heads
+        # One tensor for keys and values of equal size, else one for each.
+        self._dims = (layout.key_dim,) if layout.key_dim == layout.value_dim else (layout.key_dim, layout.value_dim)
         self.text: Sequence[np.ndarray] | None = None
         self._static = static
         self._stale = True
@@ -174,21 +180,24 @@ class RowCache(Cache):
         # Not inference tensors, which could not be written outside of inference_mode.
         # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
         with torch.inference_mode(False), torch.no_grad():
-            shape = (2 * self._depth, self._rows, self._heads, capacity, self._head_dim)
-            self._store = torch.zeros(shape, dtype=dtype, device=device)
+            count, dims = 2 * self._depth // len(self._dims), self._dims
+            shape = (count, self._rows, self._heads, capacity)
+            self._stores = tuple(torch.zeros((*shape, dim), dtype=dtype, device=device) for dim in dims)
             self._capacity = capacity
-            self._halves = self._store[: self._depth], self._store[self._depth :]
-            self._columns_first = self._store.transpose(2, 3)  # [2 * layers, rows, capacity, heads, head_dim]
+            self._halves = self._stores[0][: self._depth], self._stores[-1][-self._depth :]
+            # [.., rows, capacity, heads, head_dim]
+            self._columns_first = tuple(store.transpose(2, 3) for store in self._stores)
             # Ragged scatters write here.
-            self._flat = self._store.view(2 * self._depth, -1, self._head_dim).unbind(0)
+            self._flat = _unbound([store.view(count, -1, dim) for store, dim in zip(self._stores, dims, strict=True)])
             self._arange = torch.arange(capacity, device=device)
         self._index_base: torch.Tensor | None = None
-        self._band: dict[torch.dtype, tuple[int, torch.Tensor]] = {}
+        self._band: dict[tuple[torch.dtype, int | None], tuple[int, torch.Tensor]] = {}
 
     def _held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, see :class:`_RowLayer`."""
         columns = self._capacity if self._static else self._top
-        return self._store[layer, :, :, :columns], self._store[self._depth + layer, :, :, :columns]
+        keys, values = self._halves
+        return keys[layer, :, :, :columns], values[layer, :, :, :columns]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
         """Per layer keys, values, and None, as a ``DynamicCache`` of full attention gives them."""
@@ -206,11 +215,15 @@ class RowCache(Cache):
             raise ValueError(
                 f"a static RowCache keeps its capacity of {self._capacity}: make one for {capacity} tokens"
             )
-        old, top = self._store, self._top
+        old, top = self._stores, self._top
         self._allocate(capacity, self.dtype, self.device)
-        with torch.inference_mode(False), torch.no_grad():
-            self._store[:, :, :, :top].copy_(old[:, :, :, :top])
+        self._copy_prefix(old, top)
         self._set(list(self._lengths))
+
+    def _copy_prefix(self, stores: Sequence[torch.Tensor], top: int) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for store, other in zip(self._stores, stores, strict=True):
+                store[:, :, :, :top].copy_(other[:, :, :, :top])
 
     @staticmethod
     def bytes_for(config: Any, rows: int, capacity: int, dtype: torch.dtype) -> int:
@@ -222,16 +235,14 @@ class RowCache(Cache):
             capacity: positions per row.
             dtype: of keys and values.
         """
-        config = text_config(config)
-        heads, head_dim = _head_shape(config)
-        return int(2 * config.num_hidden_layers * rows * heads * capacity * head_dim * dtype.itemsize)
+        return int(CacheLayout.of(config).numbers_per_position * rows * capacity * dtype.itemsize)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, rows: int, capacity: int, *, static: bool = False) -> RowCache:
         """A cache for ``model``, in its dtype and on its device.
 
         Args:
-            model: with full attention in every layer.
+            model: whose layers have full attention or sliding windows.
             rows: number of sequences.
             capacity: positions per row.
             static: see :class:`RowCache`.
@@ -261,15 +272,20 @@ class RowCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of key and value storage."""
-        return self._store.nbytes
+        return sum(store.nbytes for store in self._stores)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer, the number of last positions that a column sees, its own included; None: all."""
+        return self._layout.windows
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._store.dtype
+        return self._stores[0].dtype
 
     @property
     def device(self) -> torch.device:
-        return self._store.device
+        return self._stores[0].device
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -323,10 +339,10 @@ class RowCache(Cache):
         Raises:
             ValueError: the other cache has another shape or holds less.
         """
-        if (other._depth, other._heads, other._head_dim, other._rows) != (
+        if (other._depth, other._heads, other._dims, other._rows) != (
             self._depth,
             self._heads,
-            self._head_dim,
+            self._dims,
             self._rows,
         ):
             raise ValueError(f"{other!r} cannot be copied into {self!r}")
@@ -334,8 +350,7 @@ class RowCache(Cache):
             raise ValueError(f"lengths {list(lengths)} of a cache that holds {other._lengths}")
         self.reset()
         top = self._need(max(lengths))
-        with torch.inference_mode(False), torch.no_grad():
-            self._store[:, :, :, :top].copy_(other._store[:, :, :, :top])
+        self._copy_prefix(other._stores, top)
         self._set(list(lengths))
 
     def sync(self) -> None:
@@ -397,7 +412,7 @@ class RowCache(Cache):
         """Copy keys and values into the cache; every row then holds ``n`` tokens.
 
         Args:
-            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``.
+            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``, each with its own size.
 
         Raises:
             ValueError: another shape, or more than the capacity.
@@ -405,27 +420,26 @@ class RowCache(Cache):
         n = states[0][0].shape[2]
         self.reset()
         self._need(n)
-        shape = (self._rows, self._heads, n, self._head_dim)
-        for keys, values in states:
-            if keys.shape != shape or values.shape != shape:
-                raise ValueError(f"keys and values of shape {list(keys.shape)} cannot be loaded as {list(shape)}")
+        for pair in states:
+            for given, dim in zip(pair, (self._dims[0], self._dims[-1]), strict=True):
+                shape = (self._rows, self._heads, n, dim)
+                if given.shape != shape:
+                    raise ValueError(f"keys and values of shape {list(given.shape)} cannot be loaded as {list(shape)}")
         with torch.inference_mode(False), torch.no_grad():
-            for layer, (keys, values) in enumerate(states):
-                self._store[layer, :, :, :n].copy_(keys)
-                self._store[self._depth + layer, :, :, :n].copy_(values)
+            for layer, pair in enumerate(states):
+                for half, given in zip(self._halves, pair, strict=True):
+                    half[layer, :, :, :n].copy_(given)
         self._set([n] * self._rows)
 
     def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per layer the keys and values of the used prefix, views ``[rows, kv_heads, max(lengths), head_dim]``."""
-        used = self._store.narrow(3, 0, self._top).unbind(0)
+        used = self._narrowed(self._stores, 3, 0, self._top)
         return [(used[i], used[self._depth + i]) for i in range(self._depth)]
 
     def matches(self, model: PreTrainedModel) -> bool:
         """Whether this cache can hold the keys and values of ``model``: shapes, dtype, device."""
-        config = text_config(model.config)
-        shape = (config.num_hidden_layers, *_head_shape(config))
         return (
-            shape == (self._depth, self._heads, self._head_dim)
+            CacheLayout.of(model.config) == self._layout
             and compute_dtype(model) == self.dtype
             and model.device == self.device
         )
@@ -442,7 +456,7 @@ class RowCache(Cache):
         copy = RowCache(
             self._config, self._rows, self._capacity, dtype=self.dtype, device=self.device, static=self._static
         )
-        copy._store.copy_(self._store)
+        copy._copy_prefix(self._stores, self._capacity)
         copy._set(list(self._lengths))
         copy.text = None if self.text is None else [tokens.copy() for tokens in self.text]
         memo[id(self)] = copy
@@ -540,29 +554,32 @@ class RowCache(Cache):
             self._ragged = (q, lengths[:, None] + self._arange[:q])
         return self._ragged[1]
 
-    def mask(self, q: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    def mask(self, q: int, dtype: torch.dtype | None = None, *, window: int | None = None) -> torch.Tensor | None:
         """The 4-D mask of a forward of ``q`` columns at the present lengths.
 
-        Key ``j`` is visible to column ``i`` of row ``r`` iff ``j <= lengths[r] + i``.
+        Key ``j`` is visible to column ``i`` of row ``r`` iff ``j <= lengths[r] + i``, and with a window ``j > lengths[r] + i - window``.
 
         Args:
             q: columns.
             dtype: ``torch.bool``: True for visible, which sdpa takes; eager attention would add it. A floating dtype: 0 for visible, else
                 -inf, which both take. None: the cache's own dtype, since sdpa would convert a boolean mask in each layer.
+            window: of the layers that the mask is for; None: they see all keys.
 
         Returns:
-            ``[rows, 1, q, max(lengths) + q]``. None where the model needs none: equal lengths, and one column or (with sdpa) an empty cache.
-            Without ``dtype``, and with attention that reads ``device_lengths``: a mask of no keys.
+            ``[rows, 1, q, max(lengths) + q]``. None where the model needs none: equal lengths within the window, and one column or (with sdpa)
+            an empty cache. Without ``dtype``, and with attention that reads ``device_lengths``: a mask of no keys.
 
         Raises:
             ValueError: beyond the capacity.
             NotImplementedError: the lengths differ, and the model's attention takes no such mask.
         """
         top = self._need(q)
+        if window is not None and top <= window:
+            window = None
         if self.uses_device_lengths and dtype is None:
             self._masked_q = q
             return lengths_only(self._rows, q, self.device)
-        if self._even:
+        if self._even and window is None:
             if q == 1:
                 return None
             if self._top == 0 and dtype is None and mask_kind(self._config) is MaskKind.SDPA:
@@ -578,22 +595,35 @@ class RowCache(Cache):
         self._masked_q = q
         if self._even and q <= _BAND_WIDTH:
             # Row i of the band is visible up to column capacity + i. So the view that begins at capacity - length is the mask at that length.
-            width, band = self._band.get(dtype, (0, self._arange))
+            width, band = self._band.get((dtype, window), (0, self._arange))
             if width < q:
                 width = min(_BAND_WIDTH, max(16, 1 << (q - 1).bit_length()))
-                band = self._make_mask(
-                    torch.arange(width, device=self.device)[None] + self._capacity, self._capacity + width, dtype
-                )[0]
-                self._band[dtype] = (width, band)
+                rows = torch.arange(width, device=self.device)[None] + self._capacity
+                band = self._make_mask(rows, self._capacity + width, dtype, window)[0]
+                self._band[dtype, window] = (width, band)
             # [q, top], expanded to [rows, 1, q, top].
             return band[:q, self._capacity - self._top : self._capacity + q].expand(self._rows, 1, q, top)
-        return self._make_mask(self._indices(q), top, dtype)[:, None]
+        return self._make_mask(self._indices(q), top, dtype, window)[:, None]
 
-    def _make_mask(self, indices: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    def masks(self, q: int) -> list[torch.Tensor | None]:
+        """Per layer the mask of a forward of ``q`` columns, see :meth:`mask`. Layers with the same window share it."""
+        windows = self.windows
+        made = {window: self.mask(q, window=window) for window in dict.fromkeys(windows)}
+        return [made[window] for window in windows]
+
+    def masks_by_type(self, q: int) -> dict[str, torch.Tensor | None]:
+        """:meth:`mask` of the two types of layers, as transformers names them."""
+        window = next((window for window in self.windows if window is not None), None)
+        return {FULL: self.mask(q), SLIDING: self.mask(q, window=window)}
+
+    def _make_mask(self, indices: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
         """``[rows, q, keys]`` for columns at ``indices [rows, q]``."""
         # Not inference tensors: the band is kept, and used inside and outside of inference_mode.
         with torch.inference_mode(False), torch.no_grad():
-            visible = torch.arange(keys, device=self.device) <= indices[:, :, None]
+            at = torch.arange(keys, device=self.device)
+            visible = at <= indices[:, :, None]
+            if window is not None:
+                visible &= at > indices[:, :, None] - window
             if dtype == torch.bool:
                 return visible
             return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
@@ -621,8 +651,8 @@ class RowCache(Cache):
             self._check_attention()
             self._update_device()
             self._open_q = q
-            return (), (self._store if self._static else self._store.narrow(3, 0, top)).unbind(0)
-        used = self._store.narrow(3, 0, top).unbind(0)
+            return (), self._narrowed(self._stores, 3, 0, self._capacity if self._static else top)
+        used = self._narrowed(self._stores, 3, 0, top)
         new: Sequence[torch.Tensor] = ()
         if not self._even:
             # Once per forward: where the states [rows, q, kv_heads] belong in a layer's storage [rows * kv_heads * capacity, head_dim].
@@ -631,11 +661,16 @@ class RowCache(Cache):
                 self._index_base = starts.view(self._rows, 1, self._heads)
             self._index = (self._index_base + self._indices(q)[:, :, None]).view(-1)
         elif columns_first:
-            new = self._columns_first.narrow(2, self._top, q).unbind(0)
+            new = self._narrowed(self._columns_first, 2, self._top, q)
         else:
-            new = self._store.narrow(3, self._top, q).unbind(0)
+            new = self._narrowed(self._stores, 3, self._top, q)
         self._open_q = q
         return new, used
+
+    @staticmethod
+    def _narrowed(stores: Sequence[torch.Tensor], dim: int, begin: int, length: int) -> Sequence[torch.Tensor]:
+        """Per layer a part of the keys, then per layer a part of the values."""
+        return _unbound([store.narrow(dim, begin, length) for store in stores])
 
     def open_storage(self, q: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Begin a forward of ``q`` columns, for code that writes into the storage itself. ``close()`` ends it.
@@ -662,8 +697,8 @@ class RowCache(Cache):
             values: as ``keys``.
             layer: index of the layer.
         """
-        self._flat[layer].index_copy_(0, self._index, keys.reshape(-1, self._head_dim))
-        self._flat[self._depth + layer].index_copy_(0, self._index, values.reshape(-1, self._head_dim))
+        self._flat[layer].index_copy_(0, self._index, keys.reshape(-1, self._dims[0]))
+        self._flat[self._depth + layer].index_copy_(0, self._index, values.reshape(-1, self._dims[-1]))
 
     def close(self) -> None:
         """End a forward: every length grows by its columns.
@@ -697,23 +732,23 @@ class RowCache(Cache):
                 of order.
         """
         if layer_idx == 0:
-            self._check(key_states)
+            self._check(key_states, value_states)
             self._new, self._used = self.open(key_states.shape[2])
         elif self._open_q != key_states.shape[2]:
             raise RuntimeError(f"RowCache: layer {layer_idx} is updated, but its forward did not begin with layer 0")
         used, depth = self._used, self._depth
         if self.uses_device_lengths:
-            values = value_states.to(self._store.dtype)
-            stored = self._store[layer_idx], self._store[depth + layer_idx]
+            values = value_states.to(self.dtype)
+            stored = self._halves[0][layer_idx], self._halves[1][layer_idx]
             ops.kv_append(key_states, values, *stored, self.device_lengths)
-            attach_lengths(used[layer_idx], self.device_lengths)
+            attach_lengths(used[layer_idx], self.device_lengths, self.windows[layer_idx])
         elif self._even:
             new = self._new
             new[layer_idx].copy_(key_states)
             new[depth + layer_idx].copy_(value_states)
         else:
             # Under autocast only the keys have the model's dtype.
-            values = value_states.to(self._store.dtype)
+            values = value_states.to(self.dtype)
             self.scatter(key_states.transpose(1, 2), values.transpose(1, 2), layer_idx)
         keys, values = used[layer_idx], used[depth + layer_idx]
         if layer_idx == depth - 1:
@@ -728,12 +763,13 @@ class RowCache(Cache):
             )
         self.sync()
 
-    def _check(self, states: torch.Tensor) -> None:
-        rows, heads, q, head_dim = states.shape
-        if (rows, heads, head_dim) != (self._rows, self._heads, self._head_dim) or q < 1:
+    def _check(self, states: torch.Tensor, values: torch.Tensor) -> None:
+        rows, heads, q, dim = states.shape
+        shape, sizes = (rows, heads, dim, values.shape[3]), (self._dims[0], self._dims[-1])
+        if shape != (self._rows, self._heads, *sizes) or values.shape[:3] != states.shape[:3] or q < 1:
             raise ValueError(
-                f"RowCache of {self._rows} rows, {self._heads} heads, head_dim {self._head_dim}: cannot hold new keys "
-                f"of shape [rows, heads, columns, head_dim] = {list(states.shape)}"
+                f"RowCache of {self._rows} rows, {self._heads} heads, keys of {sizes[0]} and values of {sizes[1]}: cannot hold new keys and "
+                f"values of shape [rows, heads, columns, head_dim] = {list(states.shape)} and {list(values.shape)}"
             )
         if states.dtype != self.dtype or states.device != self.device:
             raise ValueError(
@@ -805,8 +841,9 @@ class RowCache(Cache):
         if len(order) != self._rows:
             raise ValueError(f"{len(order)} row indices for a cache of {self._rows} rows")
         with torch.no_grad():
-            prefix = self._store.narrow(3, 0, self._top)
-            prefix.copy_(prefix.index_select(1, beam_idx.to(self.device)))
+            for store in self._stores:
+                prefix = store.narrow(3, 0, self._top)
+                prefix.copy_(prefix.index_select(1, beam_idx.to(self.device)))
         if self.text is not None:
             self.text = [self.text[row] for row in order]
         self._set([self._lengths[row] for row in order])
@@ -829,12 +866,13 @@ class RowCache(Cache):
         order: list[int] = indices.tolist()
         if not order or not all(0 <= row < self._rows for row in order):
             raise ValueError(f"rows {order} of a cache of {self._rows} rows")
-        old, top = self._store, self._top
+        old, top = self._stores, self._top
         self._rows = len(order)
         lengths, text = [self._lengths[row] for row in order], self.text
         self._allocate(self._capacity, self.dtype, self.device)
         with torch.inference_mode(False), torch.no_grad():
             self._device_lengths = torch.zeros(self._rows, dtype=torch.int32, device=self.device)
-            self._store[:, :, :, :top].copy_(old[:, :, :, :top].index_select(1, indices.to(self.device)))
+            for store, other in zip(self._stores, old, strict=True):
+                store[:, :, :, :top].copy_(other[:, :, :, :top].index_select(1, indices.to(self.device)))
         self.text = None if text is None else [text[row] for row in order]
         self._set(lengths)

@@ -18,6 +18,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.fused import FusedForm, fused_form, fused_signature
 from pipespec.engine.native import NATIVE, Form, PartsForm, native_form, native_signature, probe_cache
 from pipespec.models.families import NotReadable, packed_bytes
+from pipespec.models.layout import takes_mask_per_type
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, has_hooks, has_own_forward
 
@@ -192,17 +193,24 @@ class _WholeModel(Form):
     def __init__(self, model: PreTrainedModel) -> None:
         # Weak, because _callers must not keep models alive.
         self.model = weakref.ref(model)
+        self._masks_by_type = takes_mask_per_type(getattr(model, model.base_model_prefix, model))
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         model = self.model()
         assert model is not None
         q = tokens.shape[1]
         # With equal lengths, attentions without a 4-D mask (flash) are right without one.
-        masked = cache.ragged or mask_kind(model.config) is not MaskKind.NONE
+        mask: Any = None
+        if cache.ragged or mask_kind(model.config) is not MaskKind.NONE:
+            windows = set(cache.windows)
+            if windows == {None} or cache.uses_device_lengths:
+                mask = cache.mask(q)
+            else:
+                mask = cache.masks_by_type(q) if self._masks_by_type else cache.mask(q, window=cache.windows[0])
         # logits_to_keep=0 would compute all of them.
         logits: torch.Tensor = model(
             input_ids=tokens,
-            attention_mask=cache.mask(q) if masked else None,
+            attention_mask=mask,
             position_ids=cache.positions(q),
             past_key_values=cache,
             use_cache=True,
@@ -243,6 +251,16 @@ class _LlamaLoop(PartsForm):
         begin = cache.get_seq_length()
         return cos.narrow(1, begin, q), sin.narrow(1, begin, q)
 
+    def ropes(self, hidden: torch.Tensor, cache: RowCache, q: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """:meth:`rope` per layer. Some models have one per type of layer."""
+        parts = self.parts
+        if not hasattr(self.rotary, "layer_types"):
+            return [self.rope(hidden, cache, q)] * len(parts.layers)
+        types = parts.config.layer_types[parts.first : parts.first + len(parts.layers)]
+        positions = cache.positions(q)
+        made = {kind: self.rotary(hidden, positions, kind) for kind in dict.fromkeys(types)}
+        return [made[kind] for kind in types]
+
     def signed(self, sin: torch.Tensor) -> torch.Tensor:
         """The sines in the form that the loop uses."""
         return sin
@@ -276,11 +294,11 @@ class _LayerLoop(_LlamaLoop):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         q, first = hidden.shape[1], self.parts.first
         streams: dict[int, torch.Tensor] = {}
-        mask = cache.mask(q)
+        masks = cache.masks(q)
         positions = cache.positions(q)
-        rope = self.rope(hidden, cache, q)
+        ropes = self.ropes(hidden, cache, q)
         own = _OffsetCache(cache, first) if first else cache
-        for i, layer in enumerate(self.parts.layers, first + 1):
+        for i, (layer, mask, rope) in enumerate(zip(self.parts.layers, masks, ropes, strict=True), first + 1):
             hidden = layer(
                 hidden,
                 attention_mask=mask,

@@ -170,7 +170,7 @@ class FusedForm(Form):
             queries, keys, values = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
             norms = {"q_norm": weights.q_norm, "k_norm": weights.k_norm, **self._norm}
             queries = ops.rope_append(queries, keys, values, cos, sin, *storage, lengths, **norms)
-            ops.verify_attention(queries, *storage, lengths, out=out, **options)
+            ops.verify_attention(queries, *storage, lengths, out=out, window=read.windows[i], **options)
             x = self._linear(mixed, weights.o, weights.o_bias)
             x, hidden = ops.add_rms_norm(x, hidden, weights.post_norm, **self._norm)
             x = ops.silu_mul(self._linear(x, *layer.gate_up.whole()), activation=shape.activation)

@@ -124,6 +124,7 @@ class NativeForm(PartsForm):
             self.decoder = NativeDecoder(
                 read.shape,
                 read.layers,
+                windows=read.windows,
                 embedding=read.embedding,
                 norm=read.norm,
                 head=read.head,

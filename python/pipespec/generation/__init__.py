@@ -19,7 +19,8 @@ from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_se
 from pipespec.engine.stage import PREFILL_CHUNK, RightPadding, StageInputs
 from pipespec.errors import Unsupported, UnsupportedInput
 from pipespec.generation.arguments import MOST_TOKENS, check_options, check_positions
-from pipespec.models.compat import first_position_behind, mask_columns_of_call
+from pipespec.models.compat import first_position_behind, keep_window, mask_columns_of_call
+from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import head_size
 from pipespec.models.rope import DynamicRope
 from pipespec.observe import Report
@@ -164,6 +165,7 @@ class Generation:
         self._right_padding = self._behind_padding(input_ids, mask, position_ids)
         self._mask = mask
         self._check_features()
+        self._check_windows()
 
         pad = getattr(config, "_pad_token_tensor", None)
         self._pad = int(pad) if pad is not None else (self._eos or [0])[0]
@@ -207,6 +209,18 @@ class Generation:
         config, names = self.config, ("output_hidden_states", "output_attentions")
         return [name for name in names if getattr(config, name, None)] if config.return_dict_in_generate else []
 
+    def _check_windows(self) -> None:
+        """Check that windows of the target hold the same tokens as in ``generate()``, which counts columns, padding included."""
+        if not CacheLayout.of(self._target.config).restricts(max(self.limits)):
+            return
+        for row, places in enumerate(self._columns.places):
+            if int(places[0]) + len(places) != self._columns.count:
+                raise UnsupportedInput(
+                    "attention_mask",
+                    f"attention_mask: row {row} has padding behind its first token, which counts in the target's sliding windows; pad on "
+                    "the left",
+                )
+
     def _check_features(self) -> None:
         """Check that one forward over the finished text can give what :attr:`features` ask for."""
         if not self.features:
@@ -248,6 +262,12 @@ class Generation:
             if n:
                 if len(cache.layers) != len(own.layers):
                     raise ValueError(f"past_key_values has {len(cache.layers)} layers, the target {len(own.layers)}")
+                if any(layer.keys.shape[2] < n for layer in cache.layers):
+                    raise UnsupportedInput(
+                        "past_key_values",
+                        f"past_key_values holds only the last tokens of {n} in its sliding-window layers, and a rollback needs them all: pass the "
+                        "cache that a call of this pipeline returned (return_dict_in_generate=True), or a new DynamicCache()",
+                    )
                 sources = [columns.of_text(row, h) for row, h in enumerate(held)]
 
                 def ours(states: torch.Tensor) -> torch.Tensor:
@@ -423,6 +443,7 @@ class Generation:
                 self._cache.update(keys, values, i)
             else:
                 layer.keys, layer.values = keys, values
+                keep_window(layer)
         return self._cache
 
 

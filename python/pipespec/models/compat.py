@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import warnings
@@ -18,6 +19,29 @@ from transformers.cache_utils import DynamicLayer
 def query_length(query: int | torch.Tensor) -> int:
     """Columns of a forward, from the argument of ``Cache.get_mask_sizes``: an int, or in 5.0 the 1-D ``cache_position``."""
     return query if isinstance(query, int) else query.shape[0]
+
+
+def caches_latents(model_type: str) -> bool:
+    """Whether multi-head latent attention of this type keeps the compressed latents, and not the keys and values of all heads.
+
+    Newer versions do: the classes of such models have ``expand_kv()``.
+
+    Args:
+        model_type: of the configuration.
+    """
+    try:
+        source = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    except ImportError:
+        return False
+    return any(name.endswith("Attention") and hasattr(kind, "expand_kv") for name, kind in vars(source).items())
+
+
+def keep_window(layer: Any) -> None:
+    """After all keys and values of a layer of a ``DynamicCache`` were replaced: keep those that its window holds, if it has one."""
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:
+        layer.cumulative_length = layer.keys.shape[2]
+        layer.keys, layer.values = (x[:, :, -window + 1 :] for x in (layer.keys, layer.values))
 
 
 def mask_columns(kwargs: dict[str, Any]) -> tuple[int, int | None]:

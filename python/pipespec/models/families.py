@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
@@ -141,7 +142,7 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
     taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
-    return (*dtypes, *seen)
+    return (*dtypes, *seen, *_windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model)))
 
 
 def samples(model: PreTrainedModel | ModelParts) -> list[torch.Tensor]:
@@ -165,6 +166,7 @@ class ReadModel:
     Attributes:
         shape: of the decoder. Without layers, the sizes in layers are 1.
         layers: weights per layer.
+        windows: per layer, the number of last positions that a column sees, its own included; None: all.
         embedding: ``[vocabulary, hidden]``, or None.
         norm: weight of the last norm, or None.
         head: ``[vocabulary, hidden]``, or None.
@@ -175,6 +177,7 @@ class ReadModel:
 
     shape: DecoderShape
     layers: tuple[LayerWeights, ...]
+    windows: tuple[int | None, ...]
     embedding: Any
     norm: Any
     head: Any
@@ -216,6 +219,7 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
     return ReadModel(
         shape,
         tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in parts.layers),
+        _windows_of(parts),
         None if embed is None else embed.weight.detach(),
         None if parts.norm is None else parts.norm.weight.detach(),
         None if head is None else head.weight.detach(),
@@ -223,6 +227,13 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
         parts.rotary,
         None if embed is None or type(embed) is nn.Embedding else embed,
     )
+
+
+def _windows_of(parts: ModelParts) -> tuple[int | None, ...]:
+    try:
+        return CacheLayout.of(parts.config).windows[parts.first : parts.first + len(parts.layers)]
+    except UnsupportedLayers as error:
+        raise NotReadable(str(error)) from error
 
 
 def of_one_input(model: PreTrainedModel) -> list[tuple[nn.Parameter, ...]]:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.errors import DoesNotFit
+from pipespec.models.adapters import without_wrapper
 from pipespec.process.signals import pass_on
 
 DAMAGE = (SafetensorError, StrictDataclassError, RuntimeError, ArithmeticError, LookupError)
@@ -74,7 +75,7 @@ def load_model(
     package accelerate.
 
     Args:
-        model: a folder, or a hub name. A loaded model is returned as it is.
+        model: a folder, or a hub name. A loaded model is returned as it is, and of a ``PeftModel`` the model within.
         dtype: as ``from_pretrained`` takes it.
         device: where to; None: the CPU.
         trust_remote_code: as ``from_pretrained`` takes it.
@@ -86,6 +87,7 @@ def load_model(
         TypeError: neither a model nor a path.
         ValueError: the weights are damaged or incomplete, or no safetensors.
     """
+    model = without_wrapper(model)
     if isinstance(model, PreTrainedModel):
         return model.eval()
     config = load_config(model, trust_remote_code=trust_remote_code)

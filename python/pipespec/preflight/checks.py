@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -10,12 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.engine.forward import not_exact, not_native
 from pipespec.engine.stage import stage_names
-from pipespec.models.properties import embedding_size, head_size
+from pipespec.models.families import FAMILIES
+from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
+from pipespec.models.properties import embedding_size, head_size, text_config
 from pipespec.models.rope import rope_changes_at, rope_type
 from pipespec.preflight.support import check_runnable
 from pipespec.process.signals import pass_on
@@ -109,7 +113,7 @@ def check_exact(target: PreTrainedModel, *, captured: bool = False) -> None:
 
 
 def check_architecture(name: str, model: PreTrainedModel) -> None:
-    """Check that a model is a decoder with a language-model head and full attention in every layer.
+    """Check that a model is a decoder with a language-model head, and that its layers can be rolled back row by row.
 
     Args:
         name: of the stage.
@@ -137,13 +141,93 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} has num_hidden_layers={config.num_hidden_layers} in its configuration; a model has at least one layer"
         )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if kinds != {"full_attention"} or (window and not hasattr(config, "layer_types")):
+    _check_layers(name, model, decoder)
+
+
+def _check_layers(name: str, model: PreTrainedModel, decoder: Any) -> None:
+    """Raise ``TypeError`` for layers whose keys and values no :class:`pipespec.engine.cache.RowCache` can hold or mask."""
+    config, kind = text_config(model.config), type(model).__name__
+    try:
+        layout = CacheLayout.of(config)
+    except UnsupportedLayers as error:
+        raise TypeError(f"{name} is a {kind}: {error}") from error
+    if len(set(layout.windows)) > 1 and not takes_mask_per_type(decoder):
         raise TypeError(
-            f"{name} is a {kind} with other than full attention in its layers ({', '.join(sorted(kinds))}); only full attention can be "
-            "rolled back row by row"
+            f"{name} is a {kind} with windows in some of its layers, and its forward() takes one mask for all of them"
         )
+    if kind not in FAMILIES:
+        _check_kept(name, model, layout)
+
+
+class _Kept(DynamicCache):
+    """A cache that keeps what each layer would store, as ``(layer, heads, size of a key, size of a value)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[int, int, int, int]] = []
+        self.other = ""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.kept.append((layer_idx, key_states.shape[1], key_states.shape[3], value_states.shape[3]))
+        return key_states, value_states
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.other = "the state of a convolution"
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.other = "a recurrent state"
+        return recurrent_states
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.other = "the keys of an index"
+        return indexer_key_states
+
+
+def _check_kept(name: str, model: PreTrainedModel, layout: CacheLayout) -> None:
+    """Raise ``TypeError`` for a model whose layers keep something else than its configuration says.
+
+    A twin without weights runs one token on the meta device. Where its operations wait for data (experts), the layers before count.
+    """
+    kept, is_complete = _Kept(), False
+    config = copy.deepcopy(model.config)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            twin = type(model)(config).eval()
+            twin(
+                input_ids=torch.zeros((1, 1), dtype=torch.long),
+                attention_mask=torch.zeros((1, 1, 1, 1), dtype=twin.dtype),
+                position_ids=torch.zeros((1, 1), dtype=torch.long),
+                past_key_values=kept,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        is_complete = True
+    except Exception as error:
+        pass_on(error)
+    what = kept.other
+    sizes = (layout.heads, layout.key_dim, layout.value_dim)
+    other = next(
+        (
+            f"{keys} and values of {values} in {heads} heads"
+            for _, heads, keys, values in kept.kept
+            if (heads, keys, values) != sizes
+        ),
+        "",
+    )
+    layers = [layer for layer, *_ in kept.kept]
+    if other:
+        what = (
+            f"keys of {other}, where its configuration says {layout.key_dim} and {layout.value_dim} in {layout.heads}"
+        )
+    elif layers != list(range(len(layout.windows)))[: len(layers)] or (
+        is_complete and len(layers) < len(layout.windows)
+    ):
+        what = f"keys and values of the layers {layers} and not of each of the {len(layout.windows)}"
+    if what:
+        raise TypeError(f"{name} is a {type(model).__name__} that stores {what}; no cache here can roll that back")
 
 
 _NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}

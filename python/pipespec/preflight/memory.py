@@ -18,6 +18,7 @@ from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.stage import PREFILL_CHUNK, first_capacity, static_capacity
 from pipespec.errors import DoesNotFit
+from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, text_config
 from pipespec.preflight.devices import DeviceFacts, device_facts
 from pipespec.preflight.stages import StageFacts
@@ -175,8 +176,8 @@ def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, schedule
 def _activations(stage: StageFacts, rows: int, capacity: int) -> int:
     """Bytes that one forward of a prefill's chunk or of a step holds at a time, at most.
 
-    Per token: 6 hidden states, queries and keys and values twice, 3 intermediate states. Per row: an additive mask, keys and values repeated
-    for all heads, with eager attention the scores twice, and logits of a step's widest columns in the model's dtype and in float32.
+    Per token: 6 hidden states, queries and keys and values twice, 3 intermediate states. Per row: an additive mask for each window, keys and
+    values repeated for all heads (with latent attention, made from the latents), with eager attention the scores twice, and logits of a step's widest columns in the model's dtype and in float32.
     """
     config, tokens = stage.config, min(PREFILL_CHUNK, capacity)
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -184,7 +185,9 @@ def _activations(stage: StageFacts, rows: int, capacity: int) -> int:
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
     values = tokens * (6 * hidden + 2 * (heads + kv_heads) * head_dim + 3 * intermediate)
-    values += tokens * capacity + 2 * heads * head_dim * capacity
+    if getattr(config, "kv_lora_rank", None):
+        head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    values += len(set(CacheLayout.of(config).windows)) * tokens * capacity + 2 * heads * head_dim * capacity
     if getattr(config, "_attn_implementation", None) == "eager":
         values += 2 * heads * tokens * capacity
     size = stage.dtype.itemsize

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.stage import stage_names
 from pipespec.errors import NotCapturable
+from pipespec.models.adapters import named_tensors
+from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, quantisation, text_config
 from pipespec.models.rope import is_dynamic
 
@@ -152,17 +154,13 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
                 )
         with torch.device("meta"):
             rebuilt = kind(copy.deepcopy(model.config))
-        added = sorted(_tensor_names(model) - _tensor_names(rebuilt))
+        own, created = ({name for name, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
+        added = sorted(own - created)
         if added:
             raise ValueError(
                 f"{name} has {_some(added)}, which its class {kind.__qualname__} does not create (an adapter, replaced layers?): a worker "
                 "process could not build it; merge what was added into the weights, or use schedule='lockstep'"
             )
-
-
-def _tensor_names(model: nn.Module) -> set[str]:
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name for name, _ in named}
 
 
 # ---- in captured steps
@@ -222,6 +220,9 @@ def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         )
     elif getattr(config, "attn_logit_softcapping", None):
         yield first, "it caps its scores (attn_logit_softcapping), which attention by lengths does not"
+    layout = CacheLayout.of(config)
+    if layout.key_dim != layout.value_dim:
+        yield first, "it keeps keys and values of different sizes (latents), which attention by lengths does not read"
     for at, module in model.named_modules():
         if isinstance(getattr(module, "sinks", None), torch.Tensor):
             yield at, "it has attention sinks, which attention by lengths does not support"

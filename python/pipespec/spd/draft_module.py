@@ -442,6 +442,9 @@ def _block_config(config: DraftModuleConfig) -> Any:
     built = AutoConfig.for_model(kind, **record)
     if hasattr(built, "use_sliding_window"):
         built.use_sliding_window = False
+    if getattr(built, "sliding_window", None) is not None:
+        # The default of some classes.
+        built.sliding_window = None
     built._attn_implementation = "sdpa"
     return built
 

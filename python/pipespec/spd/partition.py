@@ -28,8 +28,31 @@ from pipespec.preflight.checks import check_architecture
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
 
-FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose forward is embedding, layers with one rotary embedding, norm, head, and nothing in between."""
+FAMILY = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma",
+    "gemma3_text",
+    "ministral",
+    "mixtral",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "starcoder2",
+    "stablelm",
+    "exaone4",
+    "glm4",
+    "gpt_oss",
+    "deepseek_v3",
+    "dots1",
+)
+"""Model types whose forward is embedding, layers with a rotary embedding, norm, head, and nothing in between."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +206,10 @@ def check_target(model: PreTrainedModel) -> None:
     if model.config.model_type not in FAMILY:
         raise TypeError(
             f"target is a {type(model).__name__} (model_type {model.config.model_type!r}); only {', '.join(FAMILY)} can be cut into stages"
+        )
+    if getattr(model.config, "final_logit_softcapping", None) is not None:
+        raise TypeError(
+            f"target is a {type(model).__name__} that caps its logits (final_logit_softcapping), which no stage does"
         )
 
 
@@ -423,6 +450,12 @@ def _load(path: str | Path, parts: dict[str, nn.Module], dtype: torch.dtype, dev
                     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged: {error}") from error
+    for prefix, module in parts.items():
+        for name, buffer in module.named_buffers(prefix=prefix):
+            if buffer.is_meta:
+                raise TypeError(
+                    f"{path}: {name} is in no file of weights, so stages of this model run in one process only"
+                )
 
 
 def _files(path: str | Path, names: Iterable[str]) -> dict[str, list[str]]:

@@ -60,14 +60,19 @@ def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layou
     scale = data.draw(st.sampled_from([None, 0.3]))
     n, fed = on_device(lengths, device, torch.int64), on_device(query_lens, device)
     splits = data.draw(st.sampled_from([None, 2, 3]))
+    window, softcap = (
+        data.draw(st.sampled_from([None, None, 1, 20, 300])),
+        data.draw(st.sampled_from([None, None, 2.0])),
+    )
     workspace = torch.zeros(2 * batch * heads, dtype=torch.int32, device=device) if data.draw(st.booleans()) else None
     out = torch.full((batch, heads * group, width, dim + 3), -9.0, dtype=dtype, device=device)[..., :dim]
     got = kernels.verify_attention(
-        q, k_cache, v_cache, n, fed, scale=scale, invariant=invariant, splits=splits, out=out, workspace=workspace
-    )
+        q, k_cache, v_cache, n, fed, scale=scale, invariant=invariant, splits=splits, out=out, workspace=workspace,
+        window=window, softcap=softcap,
+    )  # fmt: skip
     assert got is out
     assert workspace is None or not workspace.any()
-    check(got, reference.verify_attention(q, k_cache, v_cache, n, fed, scale), dtype)
+    check(got, reference.verify_attention(q, k_cache, v_cache, n, fed, scale, window, softcap), dtype)
     for row, count in enumerate(query_lens):
         assert (got[row, :, count:] == 0).all()
 
@@ -81,6 +86,20 @@ def test_a_mask_that_is_off_by_one_is_caught(device: torch.device) -> None:
     for wrong in (129, 131):
         with pytest.raises(AssertionError, match="not close"):
             check(got, reference.verify_attention(q, k_cache, v_cache, torch.tensor([wrong])), torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", some([20, 1, 64, 139], 0, 3))
+def test_windows_and_caps(window: int, device: torch.device) -> None:
+    """Windows that begin within a block of keys, and the bits of the invariant form column by column."""
+    k_cache, v_cache = make_storage(2, 1, 150, 32, torch.float32, "plain", device)
+    q = make_queries(2, 2, 3, 32, torch.float32, device)
+    n = on_device([130, 7], device)
+    expected = reference.verify_attention(q, k_cache, v_cache, n, None, 1.0, window, 3.0)
+    options: dict[str, Any] = {"scale": 1.0, "window": window, "softcap": 3.0}
+    for more in ({}, {"splits": 4}, {"invariant": True}):
+        got = kernels.verify_attention(q, k_cache, v_cache, n, **options, **more)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(steps(q, k_cache, v_cache, n, **options, invariant=True), got)
 
 
 @pytest.mark.parametrize(("dtype", "dim"), some([(torch.bfloat16, 256), (torch.float32, 80)], 0, 2))

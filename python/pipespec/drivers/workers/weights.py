@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from pipespec.models.adapters import named_tensors
 from pipespec_kernels.state import SharedMemory
 
 _ALIGN = 64
@@ -36,9 +36,9 @@ class SharedWeights:
 
     @staticmethod
     def describe(model: PreTrainedModel) -> SharedWeights:
-        """Lay out all parameters and buffers of ``model``, non-persistent buffers included. Tied tensors stay tied."""
+        """Lay out all parameters and buffers of ``model``, non-persistent buffers included. Tied tensors stay tied; adapters are merged."""
         tensors, offsets, end = {}, {}, 0
-        for name, tensor in _named_tensors(model):
+        for name, tensor in list(named_tensors(model)):
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape)
             if key not in offsets:
                 offsets[key] = end
@@ -56,8 +56,8 @@ class SharedWeights:
         return raw.view(dtype).view(shape)
 
     def store(self, model: PreTrainedModel, memory: SharedMemory) -> None:
-        """Copy the model's tensors into ``memory``. The tensors of a model on the CPU become views of it."""
-        for name, tensor in list(_named_tensors(model)):
+        """Copy the model's tensors into ``memory``. The tensors of a model on the CPU become views of it, but for those with adapters."""
+        for name, tensor in list(named_tensors(model)):
             shared = self.view(memory, name)
             shared.copy_(tensor.detach())
             if tensor.device.type == "cpu":
@@ -91,7 +91,7 @@ def share(model: PreTrainedModel) -> tuple[SharedWeights, SharedMemory]:
     known = _shared.get(model)
     if known is not None:
         weights, memory = known
-        tensors = dict(_named_tensors(model))
+        tensors = dict(named_tensors(model))
         if tensors.keys() == weights.tensors.keys() and all(
             (t.data_ptr(), t.dtype, t.shape) == (memory.address + offset, dtype, shape)
             for t, (offset, dtype, shape) in ((tensors[name], weights.tensors[name]) for name in tensors)
@@ -104,8 +104,3 @@ def share(model: PreTrainedModel) -> tuple[SharedWeights, SharedMemory]:
     weights.store(model, memory)
     _shared[model] = weights, memory
     return weights, memory
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)

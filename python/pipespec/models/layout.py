@@ -1,0 +1,95 @@
+"""What the layers of a model keep of a text: sizes of keys and values, and sliding windows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pipespec.models.compat import caches_latents
+from pipespec.models.properties import text_config
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers whose keys and values a rollback can drop, as transformers names them."""
+
+_STATE = "a copy of the state per draft token, since no length rolls a state back"
+_MISSING = {
+    "chunked_attention": "a mask by chunks, whose limits depend on the padding of each row",
+    "linear_attention": _STATE,
+    "conv": _STATE,
+    "mamba": _STATE,
+    "hybrid": _STATE,
+}
+"""By the type of a layer, what a rollback of it would need here."""
+
+
+class UnsupportedLayers(ValueError):
+    """Layers whose keys and values, or state, cannot be rolled back row by row. The message is a whole sentence without an end."""
+
+
+class CacheLayout(NamedTuple):
+    """Sizes of the keys and values of a model, equal in all of its layers, and the window of each layer.
+
+    Attributes:
+        heads: Heads of keys and values.
+        key_dim: Size of a key.
+        value_dim: Size of a value.
+        windows: Per layer, the number of last positions that a column sees, its own included; None: all.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, config: Any) -> CacheLayout:
+        """The layout for a configuration.
+
+        Raises:
+            UnsupportedLayers: A layer is of another type than :data:`FULL` or :data:`SLIDING`.
+        """
+        config = text_config(config)
+        return cls(*_sizes(config), _windows(config))
+
+    @property
+    def numbers_per_position(self) -> int:
+        """Numbers that all layers together keep of one token."""
+        return len(self.windows) * self.heads * (self.key_dim + self.value_dim)
+
+    def restricts(self, length: int) -> bool:
+        """Whether a text of ``length`` tokens is longer than the window of some layer."""
+        return any(window is not None and window < length for window in self.windows)
+
+
+def _sizes(config: Any) -> tuple[int, int, int]:
+    """Heads, and sizes of a key and of a value."""
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None):
+        # Multi-head latent attention (DeepSeek-V2, section 2.1).
+        if caches_latents(config.model_type):
+            return 1, config.kv_lora_rank, config.qk_rope_head_dim
+        return config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    if types is None:
+        types = [FULL if window is None else SLIDING] * config.num_hidden_layers
+        if getattr(config, "attention_chunk_size", None) is not None:
+            types = ["chunked_attention"] * config.num_hidden_layers
+    others = sorted(set(types) - {FULL, SLIDING})
+    if others:
+        needs = "; ".join(f"{kind} needs {_MISSING.get(kind, 'a cache of its own')}" for kind in others)
+        raise UnsupportedLayers(f"some layers of {config.model_type} models cannot be rolled back row by row: {needs}")
+    if SLIDING in types and not window:
+        raise UnsupportedLayers(f"its configuration has {SLIDING} layers and no sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def takes_mask_per_type(decoder: Any) -> bool:
+    """Whether the ``forward()`` of a decoder takes, as ``attention_mask``, a dictionary with a mask per type of layer."""
+    return "dict" in inspect.unwrap(type(decoder).forward).__code__.co_names

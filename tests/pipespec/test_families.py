@@ -1,0 +1,322 @@
+"""Families of models: windows, soft caps, sinks, experts, latent attention. Every text is that of ``generate()``; what is refused is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.generation import LogitsProcessor
+
+from pipespec import Pipeline
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import forward, not_native
+from pipespec.engine.sampling import row_seeds
+from pipespec.models.layout import CacheLayout
+from pipespec.preflight.checks import check_architecture
+from pipespec.preflight.support import _not_static
+from pipespec.spd import SpeculativePipeline
+from pipespec.spd.partition import FAMILY, check_target
+from pipespec_kernels import reference
+from pipespec_kernels.noise import TARGET
+from tests.conftest import left_pad, noisy
+from tests.pipespec.tiny_models import FAMILIES, LAYERS, SIZES, VOCABULARY, WINDOW, make, model_of
+from tests.trials import PROFILE
+from tests.waiting import drafts_keep_up
+
+NEW = 10
+SEED = 11
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/reference/models.md"
+SLIDING = [name for name in FAMILIES if "window" in name or "mixed" in name]
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt beyond the window, and one that reaches it later, beside left padding."""
+    generator = torch.Generator().manual_seed(3)
+    return left_pad([torch.randint(2, VOCABULARY, (n,), generator=generator) for n in (10, 3)])
+
+
+class Noise(LogitsProcessor):
+    """Coupled sampling as a processor: greedy ``generate()`` then draws what the seeds draw here."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.keys, self.padding = row_seeds(SEED, len(mask)), (mask == 0).sum(1).tolist()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ids, length = torch.arange(scores.shape[1]), input_ids.shape[1]
+        drawn = [
+            reference.philox_draw(k, length - n, TARGET, ids) for k, n in zip(self.keys, self.padding, strict=True)
+        ]
+        return scores + reference.gumbel(torch.stack(drawn))
+
+
+@functools.cache
+def wanted(name: str, is_sampled: bool) -> torch.Tensor:
+    ids, mask = prompts()
+    processors = [Noise(mask)] if is_sampled else []
+    return model_of(name).generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, logits_processor=processors
+    )
+
+
+def check(pipe: Any, name: str, is_sampled: bool) -> None:
+    ids, mask = prompts()
+    options = {"do_sample": True, "top_k": 0, "seed": SEED} if is_sampled else {"do_sample": False}
+    got = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **options)
+    assert got.tolist() == wanted(name, is_sampled).tolist()
+
+
+def pipeline(name: str, how: str) -> Any:
+    target = model_of(name)
+    draft = noisy(target, 0.02)
+    if how == "spd":
+        return SpeculativePipeline(target, draft, stages=[1, LAYERS - 1])
+    return Pipeline(target, draft, schedule=how, lookahead=3, min_draft_tokens=None if how == "lockstep" else 1)
+
+
+CROSS = [(name, "lockstep") for name in FAMILIES]
+CROSS += [(name, "spd") for name in FAMILIES if FAMILIES[name][0] in FAMILY]
+if PROFILE == "nightly":
+    CROSS += [(name, how) for name in FAMILIES for how in ("plain", "workers")]
+    CROSS += [(name, "streams") for name in FAMILIES if not list(_not_static(model_of(name)))]
+
+
+@pytest.mark.parametrize(("name", "how"), CROSS, ids=[f"{name}-{how}" for name, how in CROSS])
+def test_text(name, how):
+    """Greedy and sampled, a batch with padding, texts beyond the window."""
+    few = PROFILE != "nightly"
+    if (
+        few
+        and how == "spd"
+        and name not in ("mistral, window", "gemma3, mixed, two RoPE bases", "gpt_oss, mixed, sinks")
+    ):
+        check_target(model_of(name))
+        return
+    pipe = pipeline(name, how)
+    # Each type of attention is sampled in the few trials, too.
+    for is_sampled in (False, True) if not few or list(FAMILIES).index(name) % 3 == 2 else (False,):
+        check(pipe, name, is_sampled)
+    assert pipe.report.stages[-1].produced > 0
+    if how == "lockstep":
+        assert pipe.report.stages[-1].acceptance_rate > 0.1
+    if hasattr(pipe, "close"):
+        pipe.close()
+
+
+@pytest.mark.parametrize("name", SLIDING if PROFILE == "nightly" else SLIDING[::3])
+def test_windows_matter(name):
+    """Without its window, a model says something else: the texts of the other tests are beyond it."""
+    layers = CacheLayout.of(model_of(name).config)
+    assert WINDOW in layers.windows
+    assert layers.restricts(WINDOW + 1)
+    assert not layers.restricts(WINDOW)
+    ids = prompts()[0][:1]
+    wide = make(name, sliding_window=100)
+    with torch.inference_mode():
+        assert not torch.equal(wide(ids).logits, model_of(name)(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["mistral, window", "gemma3, mixed, two RoPE bases"])
+def test_other_schedules(name):
+    for how in ("plain", "streams"):
+        with pipeline(name, how) as pipe:
+            check(pipe, name, False)
+            assert pipe.report.schedule == how
+
+
+def test_workers():
+    name = "gpt_oss, mixed, sinks"
+    mask = prompts()[1]
+    with pipeline(name, "workers") as pipe:
+        with drafts_keep_up(pipe, (mask.sum(1) + NEW).tolist()):
+            check(pipe, name, True)
+        assert pipe.report.stages[-1].drafted > 0
+
+
+# ---- rollback
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(
+    "name", ["mistral, window", "qwen2, mixed", "gemma3, mixed, two RoPE bases", "deepseek_v3, latents"]
+)
+def test_rollback_at_every_depth(name, native):
+    """After a rollback of any depth, ragged ones too, the logits are bit for bit those of a cache that never held more."""
+    model, length = model_of(name), 2 * WINDOW + 3
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(2, VOCABULARY, (2, length + 4), generator=generator)
+    other = torch.randint(2, VOCABULARY, (2, length), generator=generator)
+
+    def fed(cache: RowCache, tokens: torch.Tensor) -> torch.Tensor:
+        return forward(model, tokens, cache, keep=tokens.shape[1], native=native)
+
+    once = RowCache.for_model(model, 2, 64)
+    steps = [fed(once, text[:, at : at + 1]) for at in range(length)]
+    assert len(steps) == length
+    for depth in range(length):
+        for lengths in ([length - depth] * 2, [length - depth, length]):
+            cache, never = copy.deepcopy(once), copy.deepcopy(once)
+            # What is rolled back was something else.
+            cache.truncate(lengths)
+            more = cache.capacity - max(lengths)
+            fed(cache, other[:, : min(length, more)])
+            cache.truncate(lengths)
+            never.truncate(lengths)
+            for store in never._stores:
+                for row, n in enumerate(lengths):
+                    store[:, row, :, n:] = 0
+            next_tokens = torch.stack([text[row, n : n + 3] for row, n in enumerate(lengths)])
+            assert torch.equal(fed(cache, next_tokens), fed(never, next_tokens))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "name", ["mistral, window", "gemma2, mixed, caps", "gpt_oss, mixed, sinks", "deepseek_v2, latents"]
+)
+def test_ragged_rows(name):
+    """Rows of different lengths, fed several columns: as each row alone, in one piece."""
+    model = model_of(name)
+    text = torch.randint(2, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(1))
+    whole = model(text).logits
+    cache = RowCache.for_model(model, 2, 64)
+    forward(model, text[:, :12], cache, keep=0, native=False)
+    cache.truncate([12, 4])
+    got = forward(model, torch.stack([text[0, 12:17], text[1, 4:9]]), cache, keep=5, native=False)
+    torch.testing.assert_close(got, torch.stack([whole[0, 12:17], whole[1, 4:9]]), rtol=1e-3, atol=1e-4)
+    assert cache.nbytes == RowCache.bytes_for(model.config, 2, 64, torch.float32)
+
+
+def test_windows_that_no_text_reaches():
+    """As long as a text fits the window, it is full attention: the same text, and the native form."""
+    wide = make("mistral", sliding_window=SIZES["max_position_embeddings"])
+    ids, mask = prompts()
+    pipe = Pipeline(wide, noisy(wide, 0.02), schedule="lockstep")
+    got = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    assert got.tolist() == wanted("mistral", False).tolist()
+    assert pipe.report.stages[-1].forward == "native"
+
+
+# ---- caches and masks of the caller
+
+
+def test_caches_of_the_caller():
+    name = "gemma3, mixed, two RoPE bases"
+    target, ids = model_of(name), prompts()[0][:1]
+    pipe = Pipeline(target, schedule="plain")
+    longer = torch.cat([ids, torch.full((1, 3), 5)], 1)
+    expected = target.generate(longer, max_new_tokens=NEW, do_sample=False)
+    first = pipe.generate(ids, max_new_tokens=2, return_dict_in_generate=True, do_sample=False)
+    held = longer[:, : ids.shape[1]]
+    assert torch.equal(first.sequences[:, : ids.shape[1]], held)
+    kept = first.past_key_values
+    kept.truncate([ids.shape[1]])
+    assert torch.equal(pipe.generate(longer, past_key_values=kept, max_new_tokens=NEW, do_sample=False), expected)
+    # A DynamicCache without windows keeps all, one with windows only their content.
+    everything, windows = DynamicCache(), DynamicCache(config=target.config)
+    for cache in (everything, windows):
+        got = pipe.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        assert torch.equal(got, first.sequences)
+    again = target.generate(torch.cat([got, ids[:, :2]], 1), past_key_values=windows, max_new_tokens=4, do_sample=False)
+    same = target.generate(torch.cat([got, ids[:, :2]], 1), max_new_tokens=4, do_sample=False)
+    assert torch.equal(again, same)
+    assert torch.equal(
+        pipe.generate(torch.cat([got, ids[:, :2]], 1), past_key_values=everything, max_new_tokens=4, do_sample=False),
+        same,
+    )
+    with pytest.raises(NotImplementedError, match="holds only the last tokens of"):
+        pipe.generate(torch.cat([same, ids], 1), past_key_values=windows, max_new_tokens=4)
+
+
+def test_padding_within_a_window_is_refused():
+    """transformers counts columns, padding included. Left padding shifts all of them."""
+    pipe = Pipeline(model_of("mistral, window"), schedule="plain")
+    ids, mask = prompts()
+    for column in (9, 5):
+        holes = mask.clone()
+        holes[0, column] = 0
+        with pytest.raises(NotImplementedError, match=r"row 0 has padding behind its first token.*pad on the left"):
+            pipe.generate(ids, attention_mask=holes, max_new_tokens=4)
+    wide = Pipeline(make("mistral", sliding_window=64), schedule="plain")
+    assert torch.equal(
+        wide.generate(ids, attention_mask=holes, max_new_tokens=4, do_sample=False),
+        wide.target.generate(ids, attention_mask=holes, max_new_tokens=4, do_sample=False),
+    )
+
+
+# ---- what is refused, and the page that says so
+
+
+def other(kind: str, **given: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | given)))
+
+
+RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+REFUSED = {
+    "Qwen3-Next": lambda: other("qwen3_next", **RECURRENT, **EXPERTS, head_dim=8),
+    "Qwen3.5": lambda: other("qwen3_5_text", **RECURRENT, head_dim=8),
+    "LFM2": lambda: other("lfm2", layer_types=["conv", "full_attention"] * 2),
+    "Gemma 3n": lambda: other(
+        "gemma3n_text", head_dim=8, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCABULARY
+    ),
+}
+
+
+def sentence(name: str) -> str:
+    with pytest.raises(TypeError) as refusal:
+        check_architecture("target", REFUSED[name]())
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_are_those_of_the_page(name):
+    rows = dict(
+        re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", PAGE.read_text().split("## What is refused")[1], re.MULTILINE)
+    )
+    assert rows[name] == sentence(name)
+
+
+def table() -> list[str]:
+    """The rows of the page, by what the code says of the tiny models."""
+    rows: dict[str, list[str]] = {}
+    for name, (kind, _) in FAMILIES.items():
+        model = model_of(name)
+        layout = CacheLayout.of(model.config)
+        found = set(layout.windows)
+        words = {(True, False): "full", (False, True): "windows", (True, True): "full and windows"}
+        what = words[None in found, found != {None}]
+        what = "latent" if layout.key_dim != layout.value_dim else what
+        native = not_native(model) is None
+        static = not list(_not_static(model))
+        marks = ["yes" if mark else "-" for mark in (native, static, kind in FAMILY)]
+        rows.setdefault(kind, [what, *marks])[1:] = marks
+        rows[kind][0] = max(rows[kind][0], what, key=len)
+    return [" | ".join([f"| `{kind}`", *row]) + " |" for kind, row in sorted(rows.items())]
+
+
+def test_the_page_lists_the_tested_families():
+    """``python -m tests.pipespec.test_families`` prints the rows."""
+    section = PAGE.read_text().split("## Model families")[1].split("## ")[0]
+    assert [line for line in section.splitlines() if line.startswith("| `")][1:] == table()
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
+    for name in REFUSED:
+        print(f"| {name} | {sentence(name)} |")

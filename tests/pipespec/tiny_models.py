@@ -1,0 +1,105 @@
+"""Tiny random models of many families, made from transformers' configurations. Windows are shorter than the texts of the tests."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 97
+WINDOW = 7
+LAYERS = 4
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SLIDES = {"sliding_window": WINDOW}
+MIXED = SLIDES | {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+HEADS = {"head_dim": 8}
+SWITCHED = SLIDES | {"use_sliding_window": True, "max_window_layers": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+DEEPSEEK = LATENT | {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window": ("mistral", SLIDES | HEADS),
+    "ministral, mixed": ("ministral", MIXED | HEADS),
+    "mixtral, window": ("mixtral", SLIDES | {"num_local_experts": 4}),
+    "phi3, window": ("phi3", SLIDES),
+    "phimoe, window": ("phimoe", SLIDES | {"num_local_experts": 4}),
+    "starcoder2, window": ("starcoder2", SLIDES),
+    "qwen2": ("qwen2", {}),
+    "qwen2, mixed": ("qwen2", SWITCHED),
+    "qwen2_moe, mixed": ("qwen2_moe", SWITCHED | EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3, mixed": ("qwen3", SWITCHED | HEADS),
+    "qwen3_moe, window": ("qwen3_moe", SWITCHED | EXPERTS | HEADS),
+    "gemma": ("gemma", HEADS),
+    "gemma2, mixed, caps": ("gemma2", MIXED | HEADS | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
+    "gemma3, mixed, two RoPE bases": ("gemma3_text", MIXED | HEADS | {"query_pre_attn_scalar": 8}),
+    "olmo2": ("olmo2", {}),
+    "olmo3, mixed": ("olmo3", MIXED),
+    "cohere2, mixed": ("cohere2", MIXED),
+    "exaone4, mixed": ("exaone4", MIXED),
+    "smollm3, mixed": ("smollm3", MIXED | {"use_sliding_window": True}),
+    "gpt_oss, mixed, sinks": ("gpt_oss", MIXED | HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2, latents": ("deepseek_v2", DEEPSEEK),
+    "deepseek_v3, latents": ("deepseek_v3", DEEPSEEK),
+    "minicpm3, latents": ("minicpm3", LATENT),
+    "granite": ("granite", {}),
+    "glm4": ("glm4", HEADS),
+    "stablelm": ("stablelm", {}),
+    "dots1, mixed": ("dots1", MIXED | HEADS | {k: v for k, v in DEEPSEEK.items() if k not in LATENT}),
+}
+"""By name: type of the model and what its configuration has beside SIZES."""
+
+
+def make(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
+    """A model of a family, float32, with a text that varies."""
+    kind, given = FAMILIES[name]
+    config = AutoConfig.for_model(kind, **(SIZES | given | more))
+    if kind == "gpt_oss":
+        config._attn_implementation = "eager"
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not torch.isfinite(parameter).all() or not parameter.any():
+                parameter.normal_(0, 0.1)
+    torch.random.set_rng_state(state)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+model_of = functools.cache(make)
