@@ -133,7 +133,7 @@ ARGUMENTS: dict[str, Argument] = {
     "dola_layers": Argument(How.REFUSED, "DoLa reads hidden states of inner layers"),
     # other ways to speculate
     "prompt_lookup_num_tokens": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='ngram')"),
-    "assistant_early_exit": Argument(How.REFUSED, _ASSISTED),
+    "assistant_early_exit": Argument(How.NO_EFFECT, "`drafts='self'` reads it from the target's `generation_config`"),
     "use_mtp": Argument(How.REFUSED, _ASSISTED),
     "speculation_type": Argument(How.REFUSED, _ASSISTED),
     "assistant_ensemble_weight": Argument(How.REFUSED, _ASSISTED),

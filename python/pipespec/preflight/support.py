@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.stage import stage_names
 from pipespec.errors import NotCapturable
+from pipespec.models.derived import Derivation
 from pipespec.models.properties import compute_dtype, quantisation, text_config
 from pipespec.models.rope import is_dynamic
 
@@ -150,8 +150,7 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
                 raise ValueError(
                     f"{name}: {at} is a {type(tensor).__name__}, which cannot lie in shared memory; use schedule='lockstep'"
                 )
-        with torch.device("meta"):
-            rebuilt = kind(copy.deepcopy(model.config))
+        rebuilt = Derivation.of(model).skeleton(kind, model.config)
         added = sorted(_tensor_names(model) - _tensor_names(rebuilt))
         if added:
             raise ValueError(
