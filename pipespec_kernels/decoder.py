@@ -140,7 +140,7 @@ class NativeDecoder:
         if (norm is None) != (head is None):
             raise ValueError("norm and head go together")
         if head is None and (head_bias is not None or head_scale is not None):
-            raise ValueError("head_bias and head_scale need a head")
+            raise ValueError("head_bias needs a head, and so does head_scale")
         _check_scales(layers, head, head_scale)
         self.shape = shape
         self.num_layers = len(layers)

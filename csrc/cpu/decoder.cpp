@@ -491,7 +491,8 @@ Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& lay
 
   // First the offsets, in the order of a forward, then the contents.
   p.layers.resize(layers.size());
-  const auto lay_out = [&p, int8](Matrix& m, int64_t outputs, int64_t inputs, int64_t groups, bool bias) {
+  const auto lay_out = [&p, int8](Matrix& m, int64_t outputs, int64_t inputs, int64_t groups,
+                                  bool bias) {
     m.outputs = outputs, m.inputs = inputs, m.groups = groups;
     if (bias) m.bias.resize(size_t(m.panels() * kPanel));
     if (int8) m.scale.resize(size_t(m.panels() * kPanel));

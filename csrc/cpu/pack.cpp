@@ -66,9 +66,8 @@ void copy_row(const MatrixRow& row, int64_t inputs, int64_t begin, int64_t count
 }
 template <typename To>
 void copy_row(const MatrixRow& row, int64_t inputs, int64_t begin, int64_t count, To* to) {
-  (row.weights.dtype == DType::kFloat32
-       ? convert_row<float, To>
-       : convert_row<uint16_t, To>)(row, inputs, begin, count, to);
+  (row.weights.dtype == DType::kFloat32 ? convert_row<float, To>
+                                        : convert_row<uint16_t, To>)(row, inputs, begin, count, to);
 }
 
 template <typename To>

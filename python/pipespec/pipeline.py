@@ -31,7 +31,7 @@ from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
 from pipespec.generation import Generation, without_features
 from pipespec.models.compat import lost_arguments
-from pipespec.models.derived import QUANTISED, SelfDraft
+from pipespec.models.derived import INT8, SelfDraft
 from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope
 from pipespec.models.vocabulary import draft_vocabulary as vocabulary_ids
@@ -412,9 +412,8 @@ class Pipeline(BasePipeline):
             :meth:`close` restores theirs. A model that cannot be captured runs without graphs, and a :class:`pipespec.SpeedWarning` names it.
         trace: Steps per stage that ``report.save_trace()`` has of a call; 72 bytes each. 0: no trace.
         dtype: For models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits it may differ at near-ties.
-        draft_dtype: For the drafts. A dtype: that of drafts given as paths. ``"int8"`` or ``"int4"``: the matrices of all drafts are quantised, also
-            of drafts given as objects, which stay as they are: the pipeline has a copy. int8 needs no package and runs in the native form; int4
-            needs torchao.
+        draft_dtype: Of the drafts. A dtype is for those given as paths. ``"int8"``: the matrices of all drafts in 8 bits, with a scale per row. A
+            draft given as an object stays as it is, and the pipeline has a copy that shares the rest.
         draft_vocabulary: Tokens that drafts may propose, so that their heads take less time: a number N (the N lowest ids), a text (its tokens),
             ``(N, text)`` (the N commonest of it), or token ids. The target's end tokens are always among them. The text does not depend on it.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
@@ -602,20 +601,20 @@ def load_chain(
     if schedule == "plain":  # which ignores the drafts
         chosen = [draft for draft in chosen if not isinstance(draft, SelfDraft)]
     given = [*(draft for draft in chosen if not isinstance(draft, SelfDraft)), target]
-    form = draft_dtype if isinstance(draft_dtype, str) and draft_dtype in QUANTISED else None
-    dtypes = [*[dtype if draft_dtype is None or form is not None else draft_dtype] * (len(given) - 1), dtype]
+    int8 = draft_dtype == INT8
+    dtypes = [*[dtype if draft_dtype is None or int8 else draft_dtype] * (len(given) - 1), dtype]
     devices = arrange(given, device=device, schedule=schedule, dtype=dtypes, trust_remote_code=trust_remote_code)
     models = [
         load_model(m, dtype=t, device=d, trust_remote_code=trust_remote_code)
         for m, t, d in zip(given, dtypes, devices, strict=True)
     ]
     check_chain(models, given)
-    is_derived = form is not None or draft_vocabulary is not None
+    is_derived = int8 or draft_vocabulary is not None
     if not chosen or not (is_derived or any(isinstance(draft, SelfDraft) for draft in chosen)):
         return models, []
     *loaded, its_target = models
     ids = None if draft_vocabulary is None else vocabulary_ids(draft_vocabulary, target, its_target)
-    made, notes = make_drafts(chosen, loaded, its_target, ids=ids, form=form)
+    made, notes = make_drafts(chosen, loaded, its_target, ids=ids, int8=int8)
     models = [*made, its_target]
     check_chain(models, [its_target] * len(models))
     return models, notes

@@ -39,7 +39,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def add_draft_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that make drafts cheaper."""
     parser.add_argument(
-        "--draft-dtype", metavar="D", help="of the drafts: a dtype, or int8 or int4 (int4 needs torchao)"
+        "--draft-dtype", metavar="D", help="of the drafts: a dtype, or int8: matrices in 8 bits, with a scale per row"
     )
     parser.add_argument(
         "--draft-vocabulary",

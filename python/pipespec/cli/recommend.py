@@ -48,7 +48,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 def run(args: argparse.Namespace) -> int:
     """Compare candidates for the drafts of a target: models, the target's own layers, an n-gram index, in each schedule of the CPU. Step times and
     agreement on your prompts are measured, rates are predicted from them, and the best options are run. The last line is a command to copy. With
-    --draft-dtype int8 or int4 and --draft-vocabulary, each draft is compared with its cheaper form, too."""
+    --draft-dtype int8 and --draft-vocabulary, each draft is compared with its cheaper form, too."""
     at_least_one(args, "new_tokens")
     if args.measure < 0:
         raise ValueError(f"--measure must not be negative, not {args.measure}")
@@ -56,13 +56,11 @@ def run(args: argparse.Namespace) -> int:
     target, paths, dtype = _paths(args)
     prompts = None if args.prompts is None else _read_prompts(args.prompts)
     with working("importing torch and transformers"):
-        from pipespec.models.derived import QUANTISED
-        from pipespec.planning.recommend import Recommendation
-    if args.draft_dtype is not None and args.draft_dtype not in QUANTISED:
-        raise ValueError(f"--draft-dtype {args.draft_dtype}: recommend compares {' and '.join(QUANTISED)}")
+        from pipespec.models.derived import INT8
+    if args.draft_dtype not in (None, INT8):
+        raise ValueError(f"--draft-dtype {args.draft_dtype}: recommend compares drafts as stored with {INT8}")
     with quiet_transformers():
         found = _Survey(args, target, paths, dtype, prompts, vocabulary).recommendation()
-    assert isinstance(found, Recommendation)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0
 
@@ -170,7 +168,7 @@ class _Survey:
         """Measure, predict, and run the best options."""
         from pipespec.planning import planner
         from pipespec.planning.drafts import written_by
-        from pipespec.planning.recommend import Option, Recommendation, mean_context, measure_options
+        from pipespec.planning.recommend import Recommendation, mean_context, measure_options
 
         with working("generating the target's texts"):
             texts = written_by(self.target, self.prompts, self.args.new_tokens)
@@ -178,8 +176,6 @@ class _Survey:
         self._add_self(texts)
         self._add_cheaper()
         options, profile = self._predicted(texts)
-        plain = planner.plan(replace_stages(profile, [len(profile.stages) - 1]), planner.Answers(), self.call).plain
-        options.append(Option((), "plain", rate=plain.rate))
         with working("running the n-gram index"):
             options.append(self._ngram(texts, profile))
         with working(f"running the best {self.args.measure} options"):
@@ -203,7 +199,7 @@ class _Survey:
 
     def _add_cheaper(self) -> None:
         """With ``--draft-dtype`` and ``--draft-vocabulary``: each draft as it is, trimmed, quantised, and both."""
-        from pipespec.models.derived import quantised, with_vocabulary
+        from pipespec.models.derived import in_int8, with_vocabulary
         from pipespec.models.vocabulary import draft_vocabulary as ids_of
 
         self.options: dict[str, tuple[str, ...]] = dict.fromkeys(self.models, ())
@@ -215,24 +211,25 @@ class _Survey:
             if ids is not None:
                 forms.append((("--draft-vocabulary", *words), with_vocabulary(model, ids)))
             if self.args.draft_dtype is not None:
-                of = [((), model), *forms]
-                forms += [
-                    ((*o, "--draft-dtype", self.args.draft_dtype), quantised(m, self.args.draft_dtype)) for o, m in of
-                ]
+                whole: list[tuple[tuple[str, ...], PreTrainedModel]] = [((), model), *forms]
+                forms += [((*o, "--draft-dtype", self.args.draft_dtype), in_int8(m)) for o, m in whole]
             for options, changed in forms:
                 changed_name = " ".join([name, *(o.removeprefix("--draft-") for o in options)])
                 self.models[changed_name], self.options[changed_name], self.given[changed_name] = changed, options, name
 
     def _predicted(self, texts: list[Text]) -> tuple[list[Option], Profile]:
-        """Options with one draft each, and those of the best two drafts together. The profile has all drafts."""
+        """Plain decoding, options with one draft each, and those of the best two drafts together. The profile has all drafts."""
         import os
 
         from pipespec.planning import measure, planner
         from pipespec.planning.drafts import agreement_with
-        from pipespec.planning.recommend import Draft, best_names, options_of
+        from pipespec.planning.recommend import Draft, Option, best_drafts, options_of
         from pipespec.planning.simulator import Answers
 
         names, models = list(self.models), list(self.models.values())
+        labels = {given: Path(given).name for given in self.given.values()}
+        if len(set(labels.values())) < len(labels):
+            labels = {given: given for given in labels}
         cores = len(os.sched_getaffinity(0))
         with working(f"measuring {len(models)} drafts"):
             profile = measure.measure_stages(
@@ -245,16 +242,19 @@ class _Survey:
                 float((table[:, i] == 0).mean()),
                 stage.seconds(1, threads=profile.threads, context=self.call.context),
                 self.options[name],
+                labels[self.given[name]],
             )
             for i, (name, stage) in enumerate(zip(names, profile.stages[:-1], strict=True))
         ]
 
         def planned(some: list[int], of: Profile) -> list[Option]:
-            answers = Answers(table=table[:, some].copy())
-            return options_of(planner.plan(of, answers, self.call, cores=cores), [drafts[i] for i in some])
+            plan = planner.plan(of, Answers(table=table[:, some].copy()), self.call, cores=cores)
+            return options_of(plan, [drafts[i] for i in some], plain.rate)
+
+        plain = planner.plan(replace_stages(profile, [len(names)]), Answers(), self.call).plain
 
         options = [o for i in range(len(names)) for o in planned([i], replace_stages(profile, [i, len(names)]))]
-        best = [names.index(name) for name in best_names(options, 2)]
+        best = [drafts.index(draft) for draft in best_drafts(options, 2)]
         best.sort(key=lambda i: drafts[i].step_s)
         if len(best) == 2 or (best and cores > 1):
             with working("measuring the best drafts beside the target"):
@@ -264,7 +264,7 @@ class _Survey:
             options = [o for o in options if o.drafts[0] not in again] + planned(
                 best, own or replace_stages(profile, [*best, len(names)])
             )
-        return options, profile
+        return [*options, Option((), "plain", rate=plain.rate)], profile
 
     def _beside(self, models: list[PreTrainedModel], names: list[str], cores: int) -> Profile | None:
         """The profile of a chain with the slowdown of its worker processes; None where there are none."""

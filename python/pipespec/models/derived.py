@@ -1,4 +1,4 @@
-"""Drafts made out of a model: some of its layers, a head over some of its tokens, quantised weights.
+"""Drafts made out of a model: some of its layers, a head over some of its tokens, weights in int8.
 
 A draft shares every parameter that it does not change: the same ``nn.Parameter`` objects in modules of its own. So whatever moves a weight (shared
 memory, merged matrices, ``.to()``) moves it for both models, and no weight exists twice.
@@ -7,7 +7,7 @@ memory, merged matrices, ``.to()``) moves it for both models, and no weight exis
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,8 @@ SELF = "self"
 
 AUTO = "auto"
 
-QUANTISED = ("int8", "int4")
-"""Formats of quantised drafts."""
-
-INT4_GROUP = 32
-"""Weights of a row that share a scale in int4."""
+INT8 = "int8"
+"""As the dtype of drafts: their matrices become :class:`Int8Linear`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class SelfDraft:
         return cls(found[0] if len(found) == 1 else tuple(found))
 
 
-def layer_indices(model: PreTrainedModel, layers: int | Sequence[int]) -> tuple[int, ...]:
+def layer_indices(model: PreTrainedModel, layers: int | Sequence[int] | str) -> tuple[int, ...]:
     """Indices of the layers that a draft takes from ``model``.
 
     Args:
@@ -175,10 +172,11 @@ def with_vocabulary(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedMod
         ValueError: the head is quantised, or trimmed already.
     """
     head: Any = model.get_output_embeddings()
-    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or not head.weight.is_floating_point():
+    weight = getattr(head, "weight", None)
+    if type(head) is not nn.Linear or type(weight) is not nn.Parameter or not weight.is_floating_point():
         raise ValueError(
-            f"draft_vocabulary: the head of a draft is a {type(head).__name__} of {type(head.weight).__name__} (quantised, or with an "
-            "adapter?), so its rows cannot be selected"
+            f"draft_vocabulary: the head of a draft is a {type(head).__name__} with a {type(weight).__name__} (trimmed, quantised, or with "
+            "an adapter?), so its rows cannot be selected"
         )
     draft = _sharing(model)
     kept = torch.tensor(list(ids), dtype=torch.int64, device=head.weight.device)
@@ -237,51 +235,28 @@ class Int8Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def quantised(model: PreTrainedModel, form: str) -> PreTrainedModel:
-    """A draft with quantised matrices: weights in ``form``, hidden states as before. All else is shared with ``model``.
-
-    Args:
-        model: a draft that is not quantised.
-        form: one of :data:`QUANTISED`. ``"int8"``: :class:`Int8Linear`. ``"int4"``: torchao's, with a scale per group of
-            :data:`INT4_GROUP` weights.
+def in_int8(model: PreTrainedModel) -> PreTrainedModel:
+    """A draft whose matrices, the head included, are :class:`Int8Linear`. All else is shared with ``model``.
 
     Raises:
-        ImportError: int4 without torchao.
-        ValueError: another form, a model that is quantised, or one that torchao cannot quantise.
+        ValueError: the model is quantised already.
     """
-    if form not in QUANTISED:
-        raise ValueError(f"{form!r} is no quantised form; use one of {', '.join(map(repr, QUANTISED))}")
-    method = "int8" if Derivation.of(model).int8 else quantisation(model)
+    method = INT8 if Derivation.of(model).int8 else quantisation(model)
     if method is not None:
-        raise ValueError(f"draft_dtype={form!r}: a draft is quantised already ({method})")
+        raise ValueError(f"draft_dtype={INT8!r}: a draft is quantised already ({method})")
     draft = _sharing(model)
-    if form == "int4":
-        _quantise_int4(draft)
-    else:
-        _replace_linear(draft, Int8Linear.of)
+    with torch.no_grad():
+        _replace_linear(draft)
     _untie(draft)
     return draft.eval()
 
 
-def _replace_linear(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+def _replace_linear(module: nn.Module) -> None:
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
-            setattr(module, name, make(child))
+            setattr(module, name, Int8Linear.of(child))
         else:
-            _replace_linear(child, make)
-
-
-def _quantise_int4(draft: PreTrainedModel) -> None:
-    try:
-        from torchao.quantization import Int4WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise ImportError(
-            f"draft_dtype='int4' needs the package torchao (pip install torchao): {type(error).__name__}: {error}"
-        ) from error
-    try:
-        quantize_(draft, Int4WeightOnlyConfig(group_size=INT4_GROUP))
-    except (RuntimeError, ValueError, NotImplementedError, AssertionError, ImportError) as error:
-        raise ValueError(f"draft_dtype='int4': torchao cannot quantise a draft: {error}") from error
+            _replace_linear(child)
 
 
 # ---- in another process
@@ -316,5 +291,5 @@ class Derivation:
                 ids = torch.empty(self.kept, dtype=torch.int64)
                 model.set_output_embeddings(TrimmedHead(ids, rows, head.out_features))
             if self.int8:
-                _replace_linear(model, Int8Linear.of)
+                _replace_linear(model)
         return model

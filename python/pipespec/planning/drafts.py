@@ -17,10 +17,9 @@ from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.forward import release
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs, stage_names
-from pipespec.models.derived import AUTO, SelfDraft, layer_indices, quantised, with_layers, with_vocabulary
+from pipespec.models.derived import AUTO, SelfDraft, in_int8, layer_indices, with_layers, with_vocabulary
 from pipespec.models.properties import head_size, text_config
 from pipespec.planning import agreement, measure, planner
-from pipespec.planning.planner import CallShape, Candidate
 from pipespec.planning.profile import Profile, StageProfile
 from pipespec.planning.simulator import Answers
 from pipespec.preflight.checks import check_architecture
@@ -33,7 +32,6 @@ TEXT_TOKENS = 64
 
 _PARTS = (12, 8, 6, 4, 3, 2)
 """Self-drafts of one such part of the layers are tried."""
-_LOOKAHEADS = (1, 2, 3, 4, 6, 8)
 _WIDTHS = (1, 2, 4, 9)
 _BUDGET_S = 2.0
 
@@ -226,12 +224,8 @@ def measure_layers(
 def lockstep_gain(profile: Profile, answers: Answers) -> float:
     """Predicted rate of a draft and its target in lockstep, with the best lookahead, divided by that of plain decoding."""
 
-    def rate(drafts: tuple[int, ...], lookahead: tuple[int, ...]) -> float:
-        schedule = "lockstep" if drafts else "plain"
-        candidate = Candidate(schedule, drafts, lookahead, 0, profile.threads, 0.0)
-        return planner.predict(profile, answers, candidate, CallShape()).rate
-
-    return max(rate((0,), (n,)) for n in _LOOKAHEADS) / rate((), ())
+    plan = planner.plan(profile, answers, schedules=("lockstep",))
+    return max(c.rate for c in plan.candidates if c.schedule == "lockstep") / plan.plain.rate
 
 
 def _between(few: StageProfile, many: StageProfile, share: float) -> StageProfile:
@@ -253,7 +247,7 @@ def make_drafts(
     target: PreTrainedModel,
     *,
     ids: Sequence[int] | None = None,
-    form: str | None = None,
+    int8: bool = False,
 ) -> tuple[list[PreTrainedModel], list[str]]:
     """The draft models of a pipeline.
 
@@ -262,13 +256,12 @@ def make_drafts(
         loaded: Models.
         target: The target.
         ids: Tokens of trimmed heads, see :func:`pipespec.models.vocabulary.draft_vocabulary`. None: whole heads.
-        form: A quantised form of :data:`pipespec.models.derived.QUANTISED`, or None.
+        int8: Whether their matrices are quantised.
 
     Returns:
         The models, and notes about them for the reports.
 
     Raises:
-        ImportError: As :func:`pipespec.models.derived.quantised`.
         TypeError: As :func:`self_draft`.
         ValueError: Likewise; or a draft cannot be trimmed or quantised.
     """
@@ -283,9 +276,9 @@ def make_drafts(
             size = head_size(model)
             model = with_vocabulary(model, [i for i in ids if i < size])
             said.append(f"drafts {len(ids)} of {size} tokens")
-        if form is not None:
-            model = quantised(model, form)
-            said.append(f"{form} weights")
+        if int8:
+            model = in_int8(model)
+            said.append("int8 weights")
         drafts.append(model)
         if said:
             notes.append(f"{name}: {', '.join(said)}")
@@ -314,7 +307,6 @@ def _of_itself(target: PreTrainedModel, draft: SelfDraft) -> tuple[PreTrainedMod
                 f" (measured: agreement {best.agreement:.2f}, a step takes {best.step_s / survey.target_step_s:.2f} of the target's, "
                 f"predicted {best.gain:.2f}x in lockstep)"
             )
-    assert not isinstance(layers, str)
     indices = layer_indices(target, layers)
     return with_layers(target, indices), f"layers {', '.join(_runs(indices))} of the target's {total}{why}"
 

@@ -25,12 +25,19 @@ class Draft:
         agreement: Share of the target's tokens that it chooses, teacher-forced; for an n-gram index the share of its draft tokens that are right.
         step_s: Seconds of its step.
         options: Options of the command line that change it, such as ``("--draft-dtype", "int8")``.
+        label: Its name in tables; empty: ``given``.
     """
 
     given: str
     agreement: float
     step_s: float
     options: tuple[str, ...] = ()
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in tables, with the options."""
+        return " ".join([self.label or self.given, *(o.removeprefix("--draft-") for o in self.options)])
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,8 @@ class Option:
 
     @property
     def name(self) -> str:
-        """Names of the drafts with their options."""
-        changed = [" ".join([d.given, *(o.removeprefix("--draft-") for o in d.options)]) for d in self.drafts]
-        return " > ".join(changed) or "none"
+        """Names of the drafts."""
+        return " > ".join(draft.name for draft in self.drafts) or "none"
 
     @property
     def arguments(self) -> list[str]:
@@ -152,7 +158,8 @@ class Recommendation:
         return "\n".join([aligned(lines, left=3), self.why, "", self.command])
 
     def _sorted(self) -> list[Option]:
-        return sorted(self.options, key=lambda option: -self.gain(option))
+        # Measured ones first: their gains do not compare with predicted ones.
+        return sorted(self.options, key=lambda option: (option.measured is None, -self.gain(option)))
 
     def _row(self, option: Option, mark: str) -> tuple[str, ...]:
         return (
@@ -181,8 +188,15 @@ class Recommendation:
         }
 
 
-def options_of(plan: Plan, drafts: Sequence[Draft]) -> list[Option]:
-    """The candidates of a plan that have drafts, as options. ``drafts``: those of the plan's profile, in order."""
+def options_of(plan: Plan, drafts: Sequence[Draft], plain: float) -> list[Option]:
+    """The candidates of a plan that have drafts, as options.
+
+    Args:
+        plan: From one profile.
+        drafts: Those of the profile, in order.
+        plain: Rate of plain decoding. The plan's rates are scaled to it, since profiles that were measured one after the other saw a machine of
+            different speed.
+    """
     return [
         Option(
             tuple(drafts[i] for i in c.drafts),
@@ -191,7 +205,7 @@ def options_of(plan: Plan, drafts: Sequence[Draft]) -> list[Option]:
             c.min_draft_tokens,
             c.decode_meanwhile,
             c.tokens_per_step,
-            c.rate,
+            c.rate * plain / plan.plain.rate,
         )
         for c in plan.candidates
         if c.schedule != "plain"
@@ -220,11 +234,10 @@ def measure_options(
     return tuple(found)
 
 
-def best_names(options: Sequence[Option], count: int) -> list[str]:
-    """Names of the ``count`` single drafts with the best predictions, all with the options of the first."""
-    single = [o for o in sorted(options, key=lambda o: -o.rate) if len(o.drafts) == 1]
-    alike = [o for o in single if o.drafts[0].options == single[0].drafts[0].options]
-    return list(dict.fromkeys(o.name for o in alike))[:count]
+def best_drafts(options: Sequence[Option], count: int) -> list[Draft]:
+    """The ``count`` drafts with the best predictions alone, all with the command line's options of the first."""
+    single = [o.drafts[0] for o in sorted(options, key=lambda o: -o.rate) if len(o.drafts) == 1]
+    return list(dict.fromkeys(draft for draft in single if draft.options == single[0].options))[:count]
 
 
 def ngram_option(
