@@ -133,7 +133,7 @@ ARGUMENTS: dict[str, Argument] = {
     "dola_layers": Argument(How.REFUSED, "DoLa reads hidden states of inner layers"),
     # other ways to speculate
     "prompt_lookup_num_tokens": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='ngram')"),
-    "assistant_early_exit": Argument(How.NO_EFFECT, "`drafts='self'` reads it from the target's `generation_config`"),
+    "assistant_early_exit": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='self:N'); in the target's `generation_config` it is accepted, and `drafts='self'` reads it"),
     "use_mtp": Argument(How.REFUSED, _ASSISTED),
     "speculation_type": Argument(How.REFUSED, _ASSISTED),
     "assistant_ensemble_weight": Argument(How.REFUSED, _ASSISTED),
@@ -246,6 +246,8 @@ def _effective_config(
 ) -> GenerationConfig:
     """Merge as transformers does: keywords, the caller's configuration, the model's."""
     config = copy.deepcopy(model.generation_config)
+    # A property of the checkpoint, see pipespec.self_draft, and no wish of the caller.
+    config.assistant_early_exit = None
     if given is not None:
         if not isinstance(given, GenerationConfig):
             raise TypeError(f"generation_config must be a GenerationConfig, not {type(given).__name__}")

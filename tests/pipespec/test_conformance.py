@@ -330,7 +330,6 @@ SAMPLED = {
 DRAWN = {"do_sample", "seed", "num_return_sequences"}
 
 NO_EFFECT = {
-    "assistant_early_exit": 1,
     "compile_config": CompileConfig(),
     "disable_compile": True,
     "continuous_batching_config": 3,  # its own class where that exists
@@ -373,6 +372,7 @@ REFUSED = {
     "penalty_alpha": (0.6, "contrastive"),
     "dola_layers": ("low", "DoLa"),
     "prompt_lookup_num_tokens": (3, "drafts"),
+    "assistant_early_exit": (1, "drafts"),
     "use_mtp": (True, "drafts"),
     "speculation_type": ("dflash", "drafts"),
     "assistant_ensemble_weight": (0.5, "drafts"),

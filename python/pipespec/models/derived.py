@@ -79,7 +79,7 @@ def layer_indices(model: PreTrainedModel, layers: int | Sequence[int] | str) -> 
         raise TypeError(f"layers must be a number of layers, their indices or {AUTO!r}, not {layers!r}")
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
         raise TypeError(f"layers must be indices, not {list(layers)!r}")
-    found = tuple(layers)
+    found: tuple[int, ...] = tuple(layers)  # type: ignore[arg-type]
     if not found or list(found) != sorted(set(found)) or not 0 <= found[0] <= found[-1] < total:
         raise ValueError(f"layers of a self-draft must be ascending indices from 0 to {total - 1}, not {list(found)}")
     if len(found) == total:
