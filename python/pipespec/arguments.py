@@ -190,7 +190,7 @@ def check_arguments(
         NotImplementedError: An argument of transformers is not supported.
     """
     config = _effective_config(model, generation_config, kwargs)
-    check_options(config)
+    check_options(config, model.generation_config)
     ids = _check_input_ids(input_ids, model, config)
     eos = _as_ids("eos_token_id", config.eos_token_id)
     if len(eos) > MAX_EOS:
@@ -209,8 +209,12 @@ def check_arguments(
     return ids, mask, config
 
 
-def check_options(config: GenerationConfig) -> None:
+def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
     """Check the options of a merged configuration.
+
+    Args:
+        config: Of the call.
+        own: The target's. Its ``assistant_early_exit`` is a property of the checkpoint, see :func:`pipespec.self_draft`.
 
     Raises:
         NotImplementedError: For the first option that is refused or unknown.
@@ -223,6 +227,8 @@ def check_options(config: GenerationConfig) -> None:
         if argument is not None and argument.how is not How.REFUSED:
             continue
         if value is None or value is False or value == getattr(defaults, name, None):
+            continue
+        if name == "assistant_early_exit" and value == getattr(own, name, None):
             continue
         if isinstance(value, (dict, list, tuple)) and not value:
             continue
@@ -246,8 +252,6 @@ def _effective_config(
 ) -> GenerationConfig:
     """Merge as transformers does: keywords, the caller's configuration, the model's."""
     config = copy.deepcopy(model.generation_config)
-    # A property of the checkpoint, see pipespec.self_draft, and no wish of the caller.
-    config.assistant_early_exit = None
     if given is not None:
         if not isinstance(given, GenerationConfig):
             raise TypeError(f"generation_config must be a GenerationConfig, not {type(given).__name__}")

@@ -134,7 +134,7 @@ class _Survey:
                         raise ValueError("it is no smaller than the target")
                     self.models[str(path)] = model
                 except (ValueError, TypeError, OSError) as error:
-                    if path in map(Path, args.draft) or str(path) in args.draft:
+                    if str(path) in args.draft:
                         raise
                     say(f"skipped {path}: {' '.join(str(error).split())}")
         self.vocabulary = vocabulary

@@ -289,9 +289,11 @@ def _of_itself(target: PreTrainedModel, draft: SelfDraft) -> tuple[PreTrainedMod
     check_architecture("the target", target)
     total = text_config(target.config).num_hidden_layers
     layers, why = draft.layers, ""
-    if layers == AUTO:
-        layers, why = early_exit(target), " (assistant_early_exit of its generation_config)"
-        if layers is None:
+    if isinstance(layers, str) and layers == AUTO:
+        exits_at = early_exit(target)
+        if exits_at is not None:
+            layers, why = exits_at, " (assistant_early_exit of its generation_config)"
+        else:
             with working("measuring which of the target's layers draft best"):
                 survey = measure_layers(target)
             best = survey.best
