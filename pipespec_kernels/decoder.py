@@ -1,7 +1,7 @@
 """The forward of LLaMA-like decoders on the CPU, one native call per step.
 
 :class:`NativeDecoder` copies a model's matrices into panels that a forward reads front to back: as bfloat16 where that changes no
-weight, else as float32. Arithmetic is float32, whatever the dtypes of weights and cache.
+weight, as int8 where they are given in int8, else as float32. Arithmetic is float32, whatever the dtypes of weights and cache.
 
 Every number is computed by one sequence of operations. It depends neither on the other rows and columns of the call nor on the
 number of threads, so one forward of ``q`` columns gives the same bits as ``q`` forwards of one column. Only other instructions
@@ -24,6 +24,7 @@ __all__ = ["DecoderShape", "LayerWeights", "NativeDecoder"]
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _CODES: Mapping[torch.dtype, int] = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _TOKEN_BYTES = {torch.int32: 4, torch.int64: 8}
 
 
@@ -67,7 +68,8 @@ class DecoderShape:
 class LayerWeights:
     """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
 
-    ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation.
+    ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation. A matrix with a scale, float32 ``[out]``, is int8;
+    its weights are ``scale[:, None] * matrix``. All matrices of a decoder, its head included, are int8 or none is.
     """
 
     input_norm: Tensor
@@ -88,6 +90,13 @@ class LayerWeights:
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    o_scale: Tensor | None = None
+    gate_scale: Tensor | None = None
+    up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
 
 
 class NativeDecoder:
@@ -101,13 +110,14 @@ class NativeDecoder:
         norm: The last norm ``[H]``, together with ``head``.
         head: ``[V, H]``; copied.
         head_bias: ``[V]``.
+        head_scale: float32 ``[V]``, of a head in int8.
         threads: Upper bound while the weights are packed; default ``torch.get_num_threads()``.
 
     Attributes:
         shape: As given.
         num_layers: Number of layers.
         nbytes: Bytes of the packed weights.
-        weight_bits: 16 where bfloat16 represents every entry of every matrix, else 32.
+        weight_bits: 8 for matrices in int8, 16 where bfloat16 represents every entry of every matrix, else 32.
         logits_dtype: bfloat16 if the head's dtype is, else float32.
 
     Raises:
@@ -125,28 +135,36 @@ class NativeDecoder:
         norm: Tensor | None = None,
         head: Tensor | None = None,
         head_bias: Tensor | None = None,
+        head_scale: Tensor | None = None,
         threads: int | None = None,
     ) -> None:
         _check_shape(shape)
         if (norm is None) != (head is None):
             raise ValueError("norm and head go together")
-        if head is None and head_bias is not None:
-            raise ValueError("head_bias needs a head")
+        if head is None and (head_bias is not None or head_scale is not None):
+            raise ValueError("head_bias needs a head, and so does head_scale")
+        _check_scales(layers, head, head_scale)
         seen = [index(window or 0) for window in windows or [0] * len(layers)]
         if len(seen) != len(layers) or any(window < 0 for window in seen):
             raise ValueError(f"windows must be positive, one per layer of {len(layers)}, got {windows}")
         self.shape = shape
         self.num_layers = len(layers)
-        self.logits_dtype = torch.float32 if head is None else head.dtype
+        self.logits_dtype = torch.float32 if head is None or head_scale is not None else head.dtype
         self._embedding = None if embedding is None else embedding.detach().contiguous()
         held: list[Tensor] = []  # until they are packed
 
-        def at(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> tuple[int, int]:
+        def at(
+            name: str, tensor: Tensor | None, expected: tuple[int, ...], scale: Tensor | None = None
+        ) -> tuple[int, int, int]:
             if tensor is None:
-                return 0, 0
-            _check_weight(name, tensor, expected)
+                return 0, 0, 0
+            _check_weight(name, tensor, expected, scale)
             held.append(tensor.detach().contiguous())
-            return held[-1].data_ptr(), _CODES[tensor.dtype]
+            address = held[-1].data_ptr()
+            if scale is None:
+                return address, _CODES[tensor.dtype], 0
+            held.append(scale.detach().contiguous())
+            return address, 0, held[-1].data_ptr()
 
         h, v = shape.hidden, shape.vocabulary
         sizes = _layer_shapes(shape)
@@ -157,14 +175,17 @@ class NativeDecoder:
             _ACTIVATIONS[shape.activation],
             shape.norm_offset,
             [
-                [at(f"layers[{i}].{f.name}", getattr(layer, f.name), sizes[f.name]) for f in fields(LayerWeights)]
+                [
+                    at(f"layers[{i}].{name}", getattr(layer, name), size, getattr(layer, f"{name}_scale", None))
+                    for name, size in sizes.items()
+                ]
                 for i, layer in enumerate(layers)
             ],
             seen,
             [
                 at("embedding", self._embedding, (v, h)),
                 at("norm", norm, (h,)),
-                at("head", head, (v, h)),
+                at("head", head, (v, h), head_scale),
                 at("head_bias", head_bias, (v,)),
             ],
             _num_threads(threads),
@@ -419,11 +440,27 @@ def _layer_shapes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
         "k_norm": (shape.head_dim,),
     }
     biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
-    return matrices | biases | norms
+    found = matrices | biases | norms
+    return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}
 
 
-def _check_weight(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    if tensor.dtype not in _CODES:
+def _check_scales(layers: Sequence[LayerWeights], head: Tensor | None, head_scale: Tensor | None) -> None:
+    scales = [getattr(layer, f"{name}_scale") for layer in layers for name in _MATRICES]
+    if head is not None:
+        scales.append(head_scale)
+    if any(scale is None for scale in scales) and any(scale is not None for scale in scales):
+        raise ValueError("all matrices must be int8 with a scale, the head too, or none of them")
+
+
+def _check_weight(name: str, tensor: Tensor, expected: tuple[int, ...], scale: Tensor | None = None) -> None:
+    if scale is not None:
+        if tensor.dtype is not torch.int8 or scale.dtype is not torch.float32:
+            raise TypeError(
+                f"{name} with a scale must be int8 and the scale float32, got {tensor.dtype} and {scale.dtype}"
+            )
+        if scale.shape != expected[:1] or not scale.is_cpu:
+            raise ValueError(f"the scale of {name} must be {expected[:1]} on the CPU, got {tuple(scale.shape)}")
+    elif tensor.dtype not in _CODES:
         raise TypeError(f"{name} must be float32 or bfloat16, got {tensor.dtype}")
     if tensor.shape != expected:
         raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")

@@ -7,7 +7,6 @@
 #include <array>
 #include <memory>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
@@ -17,13 +16,16 @@ namespace py = pybind11;
 namespace pipespec {
 namespace {
 
-using WeightsAt = std::pair<std::uintptr_t, int>;  // address and dtype; address 0: there is none
+// Address, dtype, and address of the scales; address 0: there are none.
+using WeightsAt = std::tuple<std::uintptr_t, int, std::uintptr_t>;
 
 cpu::Weights weights(const WeightsAt& at) {
-  return {reinterpret_cast<const void*>(at.first), cpu::DType(at.second)};
+  const auto& [data, dtype, scale] = at;
+  return {reinterpret_cast<const void*>(data), cpu::DType(dtype),
+          reinterpret_cast<const float*>(scale)};
 }
 
-// In the order of the fields of pipespec_kernels.decoder.LayerWeights.
+// In the order of the fields of pipespec_kernels.decoder.LayerWeights, without the scales.
 cpu::LayerWeights layer(const std::array<WeightsAt, 18>& at) {
   cpu::LayerWeights w;
   cpu::Weights* const fields[] = {&w.input_norm, &w.q,      &w.k,      &w.v,         &w.o,

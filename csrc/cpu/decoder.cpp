@@ -138,7 +138,7 @@ struct Decoder::Matrix {
   int64_t inputs = 0, outputs = 0, groups = 1;
   int64_t offset = 0;  // in bytes, from the beginning of all weights
   const unsigned char* data = nullptr;
-  std::vector<float> bias;  // of all panels, or none
+  std::vector<float> bias, scale;  // of all panels, or none
 
   int64_t group_panels() const { return whole(outputs, kPanel); }
   int64_t panels() const { return groups * group_panels(); }
@@ -306,9 +306,16 @@ struct Decoder::Job {
 
   void product(const Matrix& m, int64_t panel, int64_t panels, const float* x, int64_t x_stride,
                int64_t rows, float* to, int64_t stride) const {
-    (packed.weight_bits == 16 ? kernels.product16 : kernels.product32)(
-        m.data + panel * kPanel * m.inputs * (packed.weight_bits / 8), m.inputs, panels, x,
-        x_stride, rows, to, stride, packed.bytes > kCachedBytes);
+    const Product multiply = packed.weight_bits == 8    ? kernels.product8
+                             : packed.weight_bits == 16 ? kernels.product16
+                                                        : kernels.product32;
+    multiply(m.data + panel * kPanel * m.inputs * (packed.weight_bits / 8), m.inputs, panels, x,
+             x_stride, rows, to, stride, packed.bytes > kCachedBytes);
+    if (!m.scale.empty()) {
+      const float* const scale = m.scale.data() + panel * kPanel;
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < panels * kPanel; ++i) to[r * stride + i] *= scale[i];
+    }
     if (m.bias.empty()) return;
     const float* const bias = m.bias.data() + panel * kPanel;
     for (int64_t r = 0; r < rows; ++r)
@@ -478,15 +485,19 @@ Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& lay
     for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * s.hidden});
     for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
   }
-  const bool bfloat16 = are_bfloat16(spans, threads);
+  const bool int8 = std::any_of(spans.begin(), spans.end(), [](const WeightSpan& span) {
+    return span.weights.scale != nullptr;
+  });
   Packed& p = *packed_;
-  p.weight_bits = bfloat16 ? 16 : 32;
+  p.weight_bits = int8 ? 8 : are_bfloat16(spans, threads) ? 16 : 32;
 
   // First the offsets, in the order of a forward, then the contents.
   p.layers.resize(layers.size());
-  const auto lay_out = [&p](Matrix& m, int64_t outputs, int64_t inputs, int64_t groups, bool bias) {
+  const auto lay_out = [&p, int8](Matrix& m, int64_t outputs, int64_t inputs, int64_t groups,
+                                  bool bias) {
     m.outputs = outputs, m.inputs = inputs, m.groups = groups;
     if (bias) m.bias.resize(size_t(m.panels() * kPanel));
+    if (int8) m.scale.resize(size_t(m.panels() * kPanel));
     m.offset = p.bytes;
     p.bytes += rounded(m.panels() * kPanel * inputs * (p.weight_bits / 8), 64);
   };
@@ -517,6 +528,7 @@ Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& lay
                        int64_t row) {
     matrices.back().rows[size_t(at)] = {weights, row};
     if (bias.data != nullptr) m.bias[size_t(at)] = value(bias, row);
+    if (weights.scale != nullptr) m.scale[size_t(at)] = weights.scale[row];
   };
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights& from = layers[i];

@@ -2,7 +2,8 @@
 // states out, keys and values appended to storage with a length per row.
 //
 // The weights are copied into panels that one pass reads front to back, as bfloat16 where that
-// changes no weight and as float32 otherwise. Arithmetic is float32. Each number is computed by the
+// changes no weight, as int8 where they are given so, and as float32 otherwise. Arithmetic is
+// float32. Each number is computed by the
 // same sequence of operations whatever the number of rows, columns or threads: q forwards of one
 // column and one forward of q columns give the same bits. Other instructions (set_simd) may round
 // differently.
@@ -28,13 +29,15 @@ struct DecoderShape {
   float norm_offset;  // added to the weights of all RMS norms
 };
 
-// Contiguous, float32 or bfloat16; null data: there is none.
+// Contiguous, float32 or bfloat16; null data: there is none. With a scale per output the data of a
+// matrix are int8, whatever the dtype says.
 struct Weights {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
+  const float* scale = nullptr;
 };
 
-// Matrices are [outputs, inputs].
+// Matrices are [outputs, inputs], all of them int8 or none.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;

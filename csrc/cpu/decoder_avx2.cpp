@@ -24,6 +24,15 @@ struct DecoderAvx2 : Avx2 {
                          _mm256_permute2f128_ps(low, high, 0x31));
   }
 
+  struct Weights8 {
+    static constexpr int64_t kBytes = 1;
+    static void load(const unsigned char* p, F (&w)[2]) {
+      for (int i = 0; i < 2; ++i) {
+        const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
+        w[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
+      }
+    }
+  };
   struct Weights16 {
     static constexpr int64_t kBytes = 2;
     static void load(const unsigned char* p, F (&w)[2]) {

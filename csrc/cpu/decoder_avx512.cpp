@@ -31,6 +31,13 @@ struct DecoderAvx512 : Avx512 {
     return _mm512_insertf32x8(_mm512_castps256_ps512(sum_eight(x)), sum_eight(x + 8), 1);
   }
 
+  struct Weights8 {
+    static constexpr int64_t kBytes = 1;
+    static void load(const unsigned char* p, F (&w)[1]) {
+      const __m128i x = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+      w[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
+    }
+  };
   struct Weights16 {
     static constexpr int64_t kBytes = 2;
     static void load(const unsigned char* p, F (&w)[1]) {

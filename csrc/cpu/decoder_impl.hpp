@@ -462,7 +462,8 @@ void attend(const AttendTask& task) {
 
 template <class V>
 constexpr DecoderKernels decoder_table() {
-  return {product<V, typename V::Weights16>,
+  return {product<V, typename V::Weights8>,
+          product<V, typename V::Weights16>,
           product<V, typename V::Weights32>,
           rms_norm<V>,
           norm_row<V, FloatItems>,

@@ -18,6 +18,17 @@ struct DecoderPortable : Portable {
     return sums;
   }
 
+  struct Weights8 {
+    static constexpr int64_t kBytes = 1;
+    static void load(const unsigned char* p, F (&w)[4]) {
+      typedef int8_t Four __attribute__((vector_size(4)));
+      for (int i = 0; i < 4; ++i) {
+        Four x;
+        __builtin_memcpy(&x, p + 4 * i, sizeof(x));
+        w[i] = __builtin_convertvector(x, F);
+      }
+    }
+  };
   struct Weights16 {
     static constexpr int64_t kBytes = 2;
     static void load(const unsigned char* p, F (&w)[4]) {

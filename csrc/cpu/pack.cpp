@@ -49,7 +49,7 @@ void convert(uint16_t from, float& to) { to = float_of_bfloat16(from); }
 void convert(uint16_t from, uint16_t& to) { to = from; }
 
 template <typename From, typename To>
-void copy_row(const MatrixRow& row, int64_t inputs, int64_t begin, int64_t count, To* to) {
+void convert_row(const MatrixRow& row, int64_t inputs, int64_t begin, int64_t count, To* to) {
   const From* const from = static_cast<const From*>(row.weights.data) + row.row * inputs + begin;
   for (int64_t k = 0; k < count; ++k) convert(from[k], to[k]);
 }
@@ -60,16 +60,23 @@ constexpr int64_t place(int64_t output) {
   return sizeof(To) == 2 ? output % 8 * 2 + output / 8 : output;
 }
 
+void copy_row(const MatrixRow& row, int64_t inputs, int64_t begin, int64_t count, int8_t* to) {
+  std::memcpy(to, static_cast<const int8_t*>(row.weights.data) + row.row * inputs + begin,
+              size_t(count));
+}
+template <typename To>
+void copy_row(const MatrixRow& row, int64_t inputs, int64_t begin, int64_t count, To* to) {
+  (row.weights.dtype == DType::kFloat32 ? convert_row<float, To>
+                                        : convert_row<uint16_t, To>)(row, inputs, begin, count, to);
+}
+
 template <typename To>
 void pack_panel(const MatrixRow* rows, int64_t inputs, To* out) {
   alignas(64) To tile[kPanel][kTile] = {};
   for (int64_t begin = 0; begin < inputs; begin += kTile) {
     const int64_t count = std::min(kTile, inputs - begin);
     for (int64_t i = 0; i < kPanel; ++i) {
-      if (rows[i].weights.data == nullptr) continue;
-      (rows[i].weights.dtype == DType::kFloat32
-           ? copy_row<float, To>
-           : copy_row<uint16_t, To>)(rows[i], inputs, begin, count, tile[i]);
+      if (rows[i].weights.data != nullptr) copy_row(rows[i], inputs, begin, count, tile[i]);
     }
     for (int64_t k = 0; k < count; ++k, out += kPanel)
       for (int64_t i = 0; i < kPanel; ++i) out[place<To>(i)] = tile[i][k];
@@ -127,7 +134,9 @@ void pack(const std::vector<PanelMatrix>& matrices, int bits, int threads) {
     for (int64_t at = number * kUnitPanels * kPanel; at < last; at += kPanel) {
       unsigned char* const to = m.to + at * m.inputs * (bits / 8);
       const MatrixRow* const rows = m.rows.data() + at;
-      if (bits == 16) {
+      if (bits == 8) {
+        pack_panel(rows, m.inputs, reinterpret_cast<int8_t*>(to));
+      } else if (bits == 16) {
         pack_panel(rows, m.inputs, reinterpret_cast<uint16_t*>(to));
       } else {
         pack_panel(rows, m.inputs, reinterpret_cast<float*>(to));

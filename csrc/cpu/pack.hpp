@@ -28,8 +28,8 @@ struct WeightSpan {
 // Whether bfloat16 represents every weight.
 bool are_bfloat16(const std::vector<WeightSpan>& spans, int threads);
 
-// Writes the panels of all matrices, in `bits` of 16 or 32 per weight. 16 bits keep the high half
-// of a float32.
+// Writes the panels of all matrices, in `bits` of 8, 16 or 32 per weight: 8 for int8. 16 bits keep
+// the high half of a float32.
 void pack(const std::vector<PanelMatrix>& matrices, int bits, int threads);
 
 }  // namespace pipespec::cpu

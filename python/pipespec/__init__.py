@@ -11,33 +11,42 @@ if TYPE_CHECKING:
     from pipespec.attachment import attach, attached, detach
     from pipespec.drivers.base import SpeedWarning, StageFailure
     from pipespec.engine.ngram import NgramDraft
+    from pipespec.models.derived import SelfDraft
+    from pipespec.models.vocabulary import common_tokens
     from pipespec.observe import Report, StageReport
     from pipespec.pipeline import Pipeline
+    from pipespec.planning.drafts import self_draft
 
 __all__ = [
     "NgramDraft",
     "Pipeline",
     "Report",
+    "SelfDraft",
     "SpeedWarning",
     "StageFailure",
     "StageReport",
     "__version__",
     "attach",
     "attached",
+    "common_tokens",
     "detach",
     "register_attention",
+    "self_draft",
 ]
 
 _HOMES = {
     "NgramDraft": "pipespec.engine.ngram",
     "Pipeline": "pipespec.pipeline",
     "Report": "pipespec.observe",
+    "SelfDraft": "pipespec.models.derived",
     "SpeedWarning": "pipespec.drivers.base",
     "StageFailure": "pipespec.drivers.base",
     "StageReport": "pipespec.observe",
     "attach": "pipespec.attachment",
     "attached": "pipespec.attachment",
+    "common_tokens": "pipespec.models.vocabulary",
     "detach": "pipespec.attachment",
+    "self_draft": "pipespec.planning.drafts",
 }
 
 

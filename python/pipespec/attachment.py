@@ -15,6 +15,7 @@ from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
 from pipespec.models.adapters import without_wrapper
+from pipespec.models.derived import SelfDraft
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.pipeline import Pipeline
 from pipespec.process.warnings import user_stacklevel
@@ -76,7 +77,12 @@ class _Plain:
 
 def attach(
     model: PreTrainedModel,
-    drafts: Sequence[PreTrainedModel | NgramDraft | str | Path] | PreTrainedModel | NgramDraft | str | Path,
+    drafts: Sequence[PreTrainedModel | NgramDraft | SelfDraft | str | Path]
+    | PreTrainedModel
+    | NgramDraft
+    | SelfDraft
+    | str
+    | Path,
     *,
     unsupported: str = "plain",
     **options: Any,
@@ -88,7 +94,7 @@ def attach(
 
     Args:
         model: The target; of a ``PeftModel``, the model within is attached, which its ``generate()`` calls.
-        drafts: As for :class:`pipespec.Pipeline`, smallest first; ``"ngram"`` for prompt lookup.
+        drafts: As for :class:`pipespec.Pipeline`, smallest first; ``"ngram"`` for prompt lookup, ``"self"`` for the model's own layers.
         unsupported: The treatment of a call that a pipeline cannot run (beam search, for example). ``"plain"``: transformers decodes it, and a
             :class:`pipespec.SpeedWarning` names the argument, once. ``"raise"``: it is refused by name, as by :meth:`pipespec.Pipeline.generate`.
         **options: As for :class:`pipespec.Pipeline`.

@@ -32,11 +32,14 @@ from pipespec.generation import Generation, without_features
 from pipespec.generation.arguments import ARGUMENTS, How, check_arguments, for_forward, plain_number, refusal
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.compat import lost_arguments
+from pipespec.models.derived import INT8, SelfDraft
 from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope
+from pipespec.models.vocabulary import draft_vocabulary as vocabulary_ids
 from pipespec.observe import Report
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.planning.auto import AutoDriver
+from pipespec.planning.drafts import make_drafts
 from pipespec.planning.planner import Plan
 from pipespec.preflight.checks import check_chain, check_exact, check_rope
 from pipespec.preflight.devices import Devices
@@ -391,7 +394,9 @@ class Pipeline(BasePipeline):
         target: A LLaMA-family causal language model, or its path: a folder with ``config.json`` and safetensors.
         drafts: Models or paths, smallest first, all with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
-            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model.
+            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. ``"self"`` is a draft out of the target's own layers,
+            see :func:`pipespec.self_draft`: ``"self:4"`` of its first four, ``"self:0,1,11"`` of these three, ``"self"`` of those that are
+            measured to be best. It shares the target's weights, lies where the target does, and has no entry in ``device``.
         schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
@@ -408,6 +413,10 @@ class Pipeline(BasePipeline):
             :meth:`close` restores theirs. A model that cannot be captured runs without graphs, and a :class:`pipespec.SpeedWarning` names it.
         trace: Steps per stage that ``report.save_trace()`` has of a call; 72 bytes each. 0: no trace.
         dtype: For models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits it may differ at near-ties.
+        draft_dtype: Of the drafts. A dtype is for those given as paths. ``"int8"``: the matrices of all drafts in 8 bits, with a scale per row. A
+            draft given as an object stays as it is, and the pipeline has a copy that shares the rest.
+        draft_vocabulary: Tokens that drafts may propose, so that their heads take less time: a number N (the N lowest ids), a text (its tokens),
+            ``(N, text)`` (the N commonest of it), or token ids. The target's end tokens are always among them. The text does not depend on it.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
             ``"auto"``, see :func:`pipespec.preflight.placement.choose`. Default: the CPU. Models given as objects stay where they are.
         trust_remote_code: Allow the Python code in a model's folder to run.
@@ -437,9 +446,10 @@ class Pipeline(BasePipeline):
     def __init__(
         self,
         target: PreTrainedModel | str | Path,
-        drafts: Sequence[PreTrainedModel | NgramDraft | str | Path]
+        drafts: Sequence[PreTrainedModel | NgramDraft | SelfDraft | str | Path]
         | PreTrainedModel
         | NgramDraft
+        | SelfDraft
         | str
         | Path
         | None = (),
@@ -451,13 +461,15 @@ class Pipeline(BasePipeline):
         graphs: bool | None = None,
         trace: int = 0,
         dtype: torch.dtype | str = "auto",
+        draft_dtype: torch.dtype | str | None = None,
+        draft_vocabulary: int | str | Path | tuple[int, str | Path] | Sequence[int] | None = None,
         device: Devices = None,
         trust_remote_code: bool = False,
         native: bool = True,
         exact: bool = False,
     ) -> None:
         drafts, target = without_wrapper(drafts), without_wrapper(target)
-        if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft)):
+        if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft, SelfDraft)):
             drafts = [] if drafts is None else [drafts]
         if not isinstance(drafts, Sequence):
             raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
@@ -475,23 +487,29 @@ class Pipeline(BasePipeline):
         }
         configure = functools.partial(SpeculationConfig.of, len(drafts))
         config = configure(schedule=schedule or "lockstep", **options)  # checks the options before any model is read
-        given = [*draft_models, target]
-        loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        devices = arrange(given, device=device, schedule=config.schedule, **loading)
-        models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
-        check_chain(models, given)
+        models, notes = load_chain(
+            target,
+            draft_models,
+            schedule=config.schedule,
+            dtype=dtype,
+            draft_dtype=draft_dtype,
+            draft_vocabulary=draft_vocabulary,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
         if config.ngram is not None:
-            options["ngram"] = config.ngram.for_target(given[-1], models[-1])
+            options["ngram"] = config.ngram.for_target(target, models[-1])
             config = replace(config, ngram=options["ngram"])
         super().__init__(models)
-        self._notes: tuple[str, ...] = ()  # for every report
+        self._notes = tuple(notes)  # for every report
         self._warned_of_rope = False
         if schedule is None:
             places = [str(model.device) for model in models]
             schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None)
             config = configure(schedule=schedule, **options)
             _check_form(models, config)
-            self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep", **options))
+            self._driver, reasons = _default_driver(models, config, configure(schedule="lockstep", **options))
+            self._notes += reasons
         else:
             _check_form(models, config)
             self._driver = (
@@ -554,6 +572,55 @@ class Pipeline(BasePipeline):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def load_chain(
+    target: PreTrainedModel | str | Path,
+    drafts: Sequence[Any],
+    *,
+    schedule: str = "lockstep",
+    dtype: torch.dtype | str = "auto",
+    draft_dtype: torch.dtype | str | None = None,
+    draft_vocabulary: Any = None,
+    device: Devices = None,
+    trust_remote_code: bool = False,
+) -> tuple[list[PreTrainedModel], list[str]]:
+    """Load the models of a chain, make those that are made here, and check that they form one.
+
+    Args:
+        target: As for :class:`Pipeline`, as for all that follow.
+        drafts: Without an n-gram index.
+        schedule: How they are to run.
+        dtype: See :class:`Pipeline`.
+        draft_dtype: See :class:`Pipeline`.
+        draft_vocabulary: See :class:`Pipeline`.
+        device: See :class:`Pipeline`.
+        trust_remote_code: See :class:`Pipeline`.
+
+    Returns:
+        The models, the target last, and notes about the drafts that were made.
+    """
+    chosen = [SelfDraft.of(draft) for draft in drafts]
+    if schedule == "plain":  # which ignores the drafts
+        chosen = [draft for draft in chosen if not isinstance(draft, SelfDraft)]
+    given = [*(draft for draft in chosen if not isinstance(draft, SelfDraft)), target]
+    int8 = draft_dtype == INT8
+    dtypes = [*[dtype if draft_dtype is None or int8 else draft_dtype] * (len(given) - 1), dtype]
+    devices = arrange(given, device=device, schedule=schedule, dtype=dtypes, trust_remote_code=trust_remote_code)
+    models = [
+        load_model(m, dtype=t, device=d, trust_remote_code=trust_remote_code)
+        for m, t, d in zip(given, dtypes, devices, strict=True)
+    ]
+    check_chain(models, given)
+    is_derived = int8 or draft_vocabulary is not None
+    if not chosen or not (is_derived or any(isinstance(draft, SelfDraft) for draft in chosen)):
+        return models, []
+    *loaded, its_target = models
+    ids = None if draft_vocabulary is None else vocabulary_ids(draft_vocabulary, target, its_target)
+    made, notes = make_drafts(chosen, loaded, its_target, ids=ids, int8=int8)
+    models = [*made, its_target]
+    check_chain(models, [its_target] * len(models))
+    return models, notes
 
 
 def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:

@@ -24,6 +24,19 @@ ODD = DecoderShape(
 )
 
 
+def int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits, and its scales."""
+    scale = matrix.abs().amax(1) / 127
+    return (matrix / scale[:, None]).round().to(torch.int8), scale
+
+
+def int8_layer(layer: LayerWeights) -> LayerWeights:
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    changed = {name: int8(getattr(layer, name)) for name in names}
+    matrices = {name: matrix for name, (matrix, _) in changed.items()}
+    return dataclasses.replace(layer, **matrices, **{f"{name}_scale": scale for name, (_, scale) in changed.items()})
+
+
 class Model:
     """A decoder with random weights, and its forward in float64 by definition."""
 
@@ -68,6 +81,18 @@ class Model:
             for _ in range(layers)
         ]
         self.head = random(s.vocabulary, s.hidden)
+        # In 8 bits: the matrices as the decoder takes them. The others are what they stand for.
+        self.int8 = bits == 8
+        if self.int8:
+            self.given = [int8_layer(layer) for layer in self.layers]
+            self.given_head, self.head_scale = int8(self.head)
+            self.layers = [
+                dataclasses.replace(
+                    layer, **{n: getattr(layer, n) * getattr(layer, f"{n}_scale")[:, None] for n in sizes}
+                )
+                for layer in self.given
+            ]
+            self.head = self.given_head * self.head_scale[:, None]
         self.embedding = self.head if tied else random(s.vocabulary, s.hidden) * 4
         self.norm = random(s.hidden, around=weight)
         self.head_bias = random(s.vocabulary) if biases else None
@@ -75,11 +100,12 @@ class Model:
     def native(self) -> NativeDecoder:
         return NativeDecoder(
             self.shape,
-            self.layers,
+            self.given if self.int8 else self.layers,
             embedding=self.embedding,
             norm=self.norm,
-            head=self.head,
+            head=self.given_head if self.int8 else self.head,
             head_bias=self.head_bias,
+            head_scale=self.head_scale if self.int8 else None,
         )
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -187,6 +213,8 @@ MODELS = {
     "one kv head": {"shape": dataclasses.replace(FEW, heads=5, kv_heads=1, head_dim=8)},
     "16 bits": {"shape": ODD, "bits": 16, "biases": True},
     "bfloat16 weights": {"shape": FEW, "bits": 16, "dtype": torch.bfloat16},
+    "8 bits": {"shape": ODD, "bits": 8, "biases": True},
+    "8 bits, few": {"shape": FEW, "bits": 8},
 }
 
 
@@ -196,7 +224,7 @@ def test_equals_the_definition(name: str, variant: str) -> None:
     model = Model(**MODELS[name])
     with simd(variant):
         decoder = model.native()
-        assert decoder.weight_bits == (16 if "16" in name else 32)
+        assert decoder.weight_bits == (16 if "16" in name else 8 if "8 bits" in name else 32)
         tables = angles(model.shape)
         tokens = random_tokens(model.shape, 2, 50)
         cache = storage(model, 2)
@@ -217,7 +245,7 @@ def test_equals_the_definition(name: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["grouped", "odd, everything", "16 bits", "one head"])
+@pytest.mark.parametrize("name", ["grouped", "odd, everything", "16 bits", "8 bits", "one head"])
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_call(name: str, variant: str, cache_dtype: torch.dtype) -> None:
     # Column by column, in blocks, all at once; alone and in a batch; with one thread and with several.
@@ -526,3 +554,16 @@ def test_refuses_weights() -> None:
         bare.run_layers(torch.zeros(1, 64), torch.zeros(0), torch.zeros(0), [0], *angles(FEW))
     with pytest.raises(TypeError, match="hidden must be float32"):
         bare.run_layers(torch.zeros(1, 1, 64).double(), torch.zeros(0), torch.zeros(0), [0], *angles(FEW))
+
+
+def test_refuses_some_matrices_in_int8() -> None:
+    model = Model(FEW, bits=8)
+    half = dataclasses.replace(model.given[0], q=model.layers[0].q, q_scale=None)
+    with pytest.raises(ValueError, match="all matrices must be int8"):
+        NativeDecoder(FEW, [half])
+    with pytest.raises(ValueError, match="the head too"):
+        NativeDecoder(FEW, model.given, norm=model.norm, head=model.head)
+    with pytest.raises(TypeError, match="q with a scale must be int8"):
+        NativeDecoder(FEW, [dataclasses.replace(model.given[0], q=model.layers[0].q)])
+    with pytest.raises(ValueError, match="scale of layers"):
+        NativeDecoder(FEW, [dataclasses.replace(model.given[0], q_scale=torch.ones(3))])

@@ -110,13 +110,13 @@ TEST(products_are_sums) {
         for (int64_t rows : {1, 2, 3, 5, 6, 7, 13}) {
           const int64_t outputs = panels * kPanelOutputs;
           std::vector<float> weights(size_t(outputs * inputs)), x(size_t(rows * inputs));
-          for (float& w : weights) w = float(int(normal(rng) * 50));
+          for (float& w : weights) w = float(std::clamp(int(normal(rng) * 50), -127, 127));
           for (float& value : x) value = normal(rng);
           // 64-byte alignment is what the packed weights have.
           std::vector<unsigned char> memory(weights.size() * 4 + 64);
           unsigned char* panel = memory.data();
           while (reinterpret_cast<uintptr_t>(panel) % 64 != 0) ++panel;
-          for (int bits : {16, 32}) {
+          for (int bits : {8, 16, 32}) {
             for (int64_t o = 0; o < outputs; ++o) {
               for (int64_t k = 0; k < inputs; ++k) {
                 const int64_t first = (o / 16 * inputs + k) * 16, lane = o % 16;
@@ -124,15 +124,20 @@ TEST(products_are_sums) {
                 uint32_t word;
                 std::memcpy(&word, &w, 4);
                 const uint16_t high = uint16_t(word >> 16);
-                if (bits == 16)
+                if (bits == 8)
+                  panel[first + lane] = static_cast<unsigned char>(int8_t(w));
+                else if (bits == 16)
                   std::memcpy(panel + 2 * (first + lane % 8 * 2 + lane / 8), &high, 2);
                 else
                   std::memcpy(panel + 4 * (first + lane), &w, 4);
               }
             }
             std::vector<float> out(size_t(rows * outputs));
-            (bits == 16 ? decoder_kernels().product16 : decoder_kernels().product32)(
-                panel, inputs, panels, x.data(), inputs, rows, out.data(), outputs, bits == 16);
+            const DecoderKernels& kernels = decoder_kernels();
+            (bits == 8    ? kernels.product8
+             : bits == 16 ? kernels.product16
+                          : kernels.product32)(panel, inputs, panels, x.data(), inputs, rows,
+                                               out.data(), outputs, bits == 16);
             bool right = true;
             for (int64_t r = 0; r < rows; ++r) {
               for (int64_t o = 0; o < outputs; ++o) {

@@ -12,4 +12,6 @@ BEGIN, END = "<!-- arguments:begin -->\n", "<!-- arguments:end -->"
 def test_the_table_of_arguments():
     text = (Path(__file__).resolve().parents[2] / "docs" / "generate.md").read_text()
     shown = text.partition(BEGIN)[2].partition(END)[0]
-    assert shown == table(), "docs/generate.md is behind the code: run python -m pipespec.generation.arguments docs/generate.md"
+    assert shown == table(), (
+        "docs/generate.md is behind the code: run python -m pipespec.generation.arguments docs/generate.md"
+    )

@@ -51,6 +51,14 @@ def test_for_programs(folders, capsys):
     assert json.loads(capsys.readouterr().out)["chosen"]["schedule"] == "plain"
 
 
+def test_drafts_that_are_made_here(folders, capsys):
+    given = ["--target", str(folders / "target"), "--draft", "self:1", "--draft-vocabulary", "100", "--new-tokens", "8"]
+    assert main(["plan", *given, "--draft-dtype", "int8"]) == 0
+    out, err = capsys.readouterr()
+    assert "self:1 > target" in out
+    assert "draft 0: layers 0 of the target's 2, drafts 100 of 320 tokens, int8 weights" in err
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -13,6 +13,7 @@ from pipespec.cli.options import (
     add_models,
     at_least_one,
     chosen_models,
+    draft_vocabulary,
     one_or_all,
     read_text,
     require_text,
@@ -51,6 +52,9 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         help="draft tokens that the target waits for, with a deadline (default: 0)",
+    )
+    parser.add_argument(
+        "--decode-meanwhile", action="store_true", help="during that wait, the target decodes one token at a time"
     )
     parser.add_argument(
         "--exact", action="store_true", help="refuse a target whose bits depend on batch or drafts, in bfloat16 too"
@@ -113,9 +117,12 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report:
                 schedule=args.schedule,
                 lookahead=one_or_all(args.lookahead),
                 min_draft_tokens=args.min_draft_tokens,
+                decode_meanwhile=args.decode_meanwhile,
                 exact=args.exact,
                 trace=trace,
                 dtype=dtype,
+                draft_dtype=args.draft_dtype,
+                draft_vocabulary=draft_vocabulary(args),
                 device=one_or_all(args.device),
                 trust_remote_code=args.trust_remote_code,
             )

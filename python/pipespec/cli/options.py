@@ -23,7 +23,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         action="append",
         default=[],
-        help="draft; several: smallest first; ngram: prompt lookup, first or alone",
+        help="draft; several: smallest first; ngram: prompt lookup, first or alone; self: the target's own layers, self:4 its first four",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
     parser.add_argument(
@@ -32,7 +32,34 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="cpu, cuda or cuda:1: one for all or one per stage, drafts first; auto: GPUs by free memory; default: cpu",
     )
+    add_draft_options(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+
+
+def add_draft_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that make drafts cheaper."""
+    parser.add_argument(
+        "--draft-dtype", metavar="D", help="of the drafts: a dtype, or int8: matrices in 8 bits, with a scale per row"
+    )
+    parser.add_argument(
+        "--draft-vocabulary",
+        metavar="N|FILE",
+        nargs="+",
+        help="tokens that drafts may propose: the N lowest ids, those of a text, or with both the N commonest of it",
+    )
+
+
+def draft_vocabulary(args: argparse.Namespace) -> Any:
+    """The value of ``--draft-vocabulary`` as ``Pipeline`` takes it. ``ValueError`` for other than a number, a file, or both."""
+    given = args.draft_vocabulary
+    if given is None:
+        return None
+    numbers, files = [int(v) for v in given if v.isdigit()], [Path(v) for v in given if not v.isdigit()]
+    if len(numbers) > 1 or len(files) > 1:
+        raise ValueError("--draft-vocabulary: give a number, a file, or a number and a file")
+    if files and numbers:
+        return numbers[0], files[0]
+    return files[0] if files else numbers[0]
 
 
 def chosen_models(
@@ -48,11 +75,11 @@ def chosen_models(
         Target, drafts, and dtype.
 
     Raises:
-        ValueError: Drafts without a target. The n-gram index needs none.
+        ValueError: Drafts without a target. The n-gram index and self-drafts need none.
     """
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
-    if args.draft not in ([], ["ngram"]):
+    if any(draft != "ngram" and draft.partition(":")[0] != "self" for draft in args.draft):
         raise ValueError("--draft needs a --target: the bundled family has its own drafts")
     from pipespec.demo import family_path
 

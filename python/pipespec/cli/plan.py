@@ -13,6 +13,7 @@ from pipespec.cli.options import (
     at_least_one,
     check_output,
     chosen_models,
+    draft_vocabulary,
     one_or_all,
     read_text,
 )
@@ -56,24 +57,28 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.prompt_file is None else read_text(args.prompt_file)
     if args.svg is not None and not drafts:
         raise ValueError("--svg: there is nothing to draw without a draft")
-    loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
     with working("importing torch and transformers"):
         from pipespec.cli.survey import calibrate, call_of, picture, settings, survey, table
         from pipespec.engine.stage import stage_names
-        from pipespec.models.loading import load_model
+        from pipespec.pipeline import load_chain
         from pipespec.planning import planner
         from pipespec.planning.auto import AutoDriver
-        from pipespec.preflight.checks import check_chain
-        from pipespec.preflight.placement import arrange
-    given = [*drafts, target]
     with quiet_transformers():
         with working("loading the models"):
-            devices = arrange(given, device=one_or_all(args.device), **loading)
-            models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
-            check_chain(models, given)
-        names = [Path(m).name for m in given]
+            models, notes = load_chain(
+                target,
+                drafts,
+                dtype=dtype,
+                draft_dtype=args.draft_dtype,
+                draft_vocabulary=draft_vocabulary(args),
+                device=one_or_all(args.device),
+                trust_remote_code=args.trust_remote_code,
+            )
+        for note in notes:
+            say(note)
+        names = [Path(m).name for m in (*drafts, target)]
         if len(set(names)) < len(names):
-            names = stage_names(len(given))
+            names = stage_names(len(models))
         limit = getattr(models[-1].config, "max_position_embeddings", None)
         prompts = _prompts(target, text, models[-1], args.trust_remote_code)
         longest = max(ids.shape[1] for ids in prompts)

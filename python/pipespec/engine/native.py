@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.models import families
+from pipespec.models.derived import TrimmedHead, head_rows
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec_kernels.decoder import NativeDecoder
@@ -129,12 +131,14 @@ class NativeForm(PartsForm):
                 norm=read.norm,
                 head=read.head,
                 head_bias=read.head_bias,
+                head_scale=read.head_scale,
             )
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take it: {error}") from error
         self._scaled, self._rotary = read.scaled, read.rotary
         # One call runs all parts.
         self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
+        self._trimmed = parts.head if isinstance(parts.head, TrimmedHead) else None
         self._samples = families.samples(parts)
         self._sampled = torch.cat(self._samples)
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -179,7 +183,8 @@ class NativeForm(PartsForm):
         return hidden, streams
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
-        return self.decoder.logits(hidden[:, hidden.shape[1] - keep :])
+        logits = self.decoder.logits(hidden[:, hidden.shape[1] - keep :])
+        return logits if self._trimmed is None else self._trimmed.spread(logits)
 
     def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The table for at least ``capacity`` positions, from the model's own rotary embedding."""
@@ -232,9 +237,12 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     Raises:
         NotReadable: the outputs do not agree.
     """
+    if isinstance(parts.head, TrimmedHead):
+        # The others are -inf in both.
+        own, ours = own[..., parts.head.ids], ours[..., parts.head.ids]
     if own.dtype == torch.float32:
         error, allowed = (ours - own).abs().amax(), TOLERANCE * own.abs().amax()
-    elif torch.equal(ours, own):
+    elif ours.dtype == own.dtype and torch.equal(ours, own):
         return
     else:
         exact = probed(_in_float32(parts, given))
@@ -294,6 +302,8 @@ def _in_float32(parts: ModelParts, given: torch.Tensor) -> torch.Tensor:
         hidden = wide(layer)(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
     if parts.head is None:
         return hidden
-    hidden, head = wide(parts.norm)(hidden), parts.head
+    hidden, head = wide(parts.norm)(hidden), head_rows(parts.head)
+    if type(head) is not nn.Linear:
+        return wide(head)(hidden)
     logits = torch.cat([F.linear(hidden, part.float()) for part in head.weight.split(_ROWS)], -1)
     return logits if head.bias is None else logits + head.bias.float()

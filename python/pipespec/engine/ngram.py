@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.models.properties import embedding_size
+from pipespec.models.vocabulary import encode_file
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 
@@ -75,7 +76,9 @@ class NgramDraft:
             return self
         ids = self.corpus
         if isinstance(ids, (str, Path)):
-            ids = np.array(_encoded(Path(ids), given if given is not target else target.config._name_or_path))
+            source = given if given is not target else target.config._name_or_path
+            instead = "give its token ids instead, NgramDraft(corpus=tokenizer(text).input_ids)"
+            ids = np.array(encode_file(Path(ids), source, "corpus", instead))
         if len(ids) == 0:
             raise ValueError("the corpus of the n-gram draft is empty")
         vocabulary = embedding_size(target)
@@ -93,24 +96,6 @@ class NgramDraft:
         if tokens is not None:
             index.write(0, tokens)
         return index
-
-
-def _encoded(file: Path, source: Any) -> list[int]:
-    from transformers import AutoTokenizer
-
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the corpus {file} is not UTF-8 text") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"the corpus {file} cannot be encoded, as there is no tokenizer beside the target ({error}): give its token ids instead, "
-            "NgramDraft(corpus=tokenizer(text).input_ids)"
-        ) from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
 
 
 def first_of(drafts: Sequence[Any]) -> tuple[NgramDraft | None, list[Any]]:

@@ -110,7 +110,7 @@ class Generation:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> None:
-        check_options(config)
+        check_options(config, target.generation_config)
         self.config, self._target, self._cache = config, target, cache
         rows, width = input_ids.shape
         mask = attention_mask

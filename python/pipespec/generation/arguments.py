@@ -133,7 +133,7 @@ ARGUMENTS: dict[str, Argument] = {
     "dola_layers": Argument(How.REFUSED, "DoLa reads hidden states of inner layers"),
     # other ways to speculate
     "prompt_lookup_num_tokens": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='ngram')"),
-    "assistant_early_exit": Argument(How.REFUSED, _ASSISTED),
+    "assistant_early_exit": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='self:N'); in the target's `generation_config` it is accepted, and `drafts='self'` reads it"),
     "use_mtp": Argument(How.REFUSED, _ASSISTED),
     "speculation_type": Argument(How.REFUSED, _ASSISTED),
     "assistant_ensemble_weight": Argument(How.REFUSED, _ASSISTED),
@@ -190,7 +190,7 @@ def check_arguments(
         NotImplementedError: An argument of transformers is not supported.
     """
     config = _effective_config(model, generation_config, kwargs)
-    check_options(config)
+    check_options(config, model.generation_config)
     ids = _check_input_ids(input_ids, model, config)
     eos = _as_ids("eos_token_id", config.eos_token_id)
     if len(eos) > MAX_EOS:
@@ -209,8 +209,12 @@ def check_arguments(
     return ids, mask, config
 
 
-def check_options(config: GenerationConfig) -> None:
+def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
     """Check the options of a merged configuration.
+
+    Args:
+        config: Of the call.
+        own: The target's. Its ``assistant_early_exit`` is a property of the checkpoint, see :func:`pipespec.self_draft`.
 
     Raises:
         NotImplementedError: For the first option that is refused or unknown.
@@ -223,6 +227,8 @@ def check_options(config: GenerationConfig) -> None:
         if argument is not None and argument.how is not How.REFUSED:
             continue
         if value is None or value is False or value == getattr(defaults, name, None):
+            continue
+        if name == "assistant_early_exit" and value == getattr(own, name, None):
             continue
         if isinstance(value, (dict, list, tuple)) and not value:
             continue

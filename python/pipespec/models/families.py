@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from pipespec.models.derived import Int8Linear, TrimmedHead, head_rows
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
@@ -57,7 +59,7 @@ class Family:
         parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
         own = frozenset(getattr(source, self.prefix + part) for part in parts)
         # Dropout is for training, which is excluded.
-        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout)
+        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear, TrimmedHead)
         return own, own.union(common, _activations(), [getattr(source, self.embedding or "", nn.Embedding)])
 
 
@@ -118,7 +120,7 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
     dtypes = set()
     for name, module in model.named_modules():
         kind, where = type(module), name or "the model"
-        if kind not in classes:
+        if kind not in classes or (not packed and kind in (Int8Linear, TrimmedHead)):
             raise NotReadable(f"{where} is of class {kind.__name__}")
         if has_own_forward(module):
             raise NotReadable(f"{where} has a forward of its own")
@@ -169,10 +171,11 @@ class ReadModel:
         windows: per layer, the number of last positions that a column sees, its own included; None: all.
         embedding: ``[vocabulary, hidden]``, or None.
         norm: weight of the last norm, or None.
-        head: ``[vocabulary, hidden]``, or None.
+        head: ``[vocabulary, hidden]``, or None. Of a trimmed head its rows, and the vocabulary is that of the rows.
         head_bias: ``[vocabulary]``, or None.
+        head_scale: ``[vocabulary]`` of a head in int8, or None.
         rotary: the model's rotary embedding; None without layers.
-        scaled: the embedding's module where it does more than look up rows; else None.
+        scaled: the embedding's module where it does more than look up rows, or has other rows than the head; else None.
     """
 
     shape: DecoderShape
@@ -182,6 +185,7 @@ class ReadModel:
     norm: Any
     head: Any
     head_bias: torch.Tensor | None
+    head_scale: torch.Tensor | None
     rotary: Any
     scaled: nn.Module | None
 
@@ -200,7 +204,7 @@ def read(model: PreTrainedModel | ModelParts) -> ReadModel:
 
 
 def _read(parts: ModelParts, family: Family) -> ReadModel:
-    config, head, embed = parts.config, parts.head, parts.embed
+    config, head, embed = parts.config, head_rows(parts.head), parts.embed
     if family.embedding is not None and type(embed) is nn.Embedding:
         # In transformers 5.0.
         raise NotReadable("its embedding is scaled outside of the embedding's module")
@@ -208,6 +212,8 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
     eps = {_eps(norm) for norm in (*norms, parts.norm) if norm is not None}
     if len(eps) > 1:
         raise NotReadable("its norms differ in more than their weights")
+    # A lookup outside of the decoder.
+    apart = embed if type(embed) is not nn.Embedding or isinstance(parts.head, TrimmedHead) else None
     ends = [end.weight for end in (head, embed) if end is not None]
     shape = DecoderShape(
         hidden=config.hidden_size,
@@ -220,12 +226,13 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
         shape,
         tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in parts.layers),
         _windows_of(parts),
-        None if embed is None else embed.weight.detach(),
+        None if embed is None or isinstance(parts.head, TrimmedHead) else embed.weight.detach(),
         None if parts.norm is None else parts.norm.weight.detach(),
         None if head is None else head.weight.detach(),
         None if head is None else _bias(head),
+        None if head is None else _scale(head),
         parts.rotary,
-        None if embed is None or type(embed) is nn.Embedding else embed,
+        apart,
     )
 
 
@@ -296,11 +303,16 @@ def _bias(linear: Any) -> torch.Tensor | None:
     return None if linear.bias is None else linear.bias.detach()
 
 
+def _scale(linear: Any) -> torch.Tensor | None:
+    return linear.scale if isinstance(linear, Int8Linear) else None
+
+
 def _separate(layer: Any) -> LayerWeights:
     attn, mlp = layer.self_attn, layer.mlp
     linears = {name: getattr(attn, f"{name}_proj") for name in ("q", "k", "v", "o")}
     linears |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
     optional: dict[str, Any] = {f"{name}_bias": _bias(linear) for name, linear in linears.items()}
+    optional |= {f"{name}_scale": _scale(linear) for name, linear in linears.items()}
     optional |= {name: getattr(attn, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attn, name)}
     return LayerWeights(
         input_norm=layer.input_layernorm.weight.detach(),
@@ -312,11 +324,13 @@ def _separate(layer: Any) -> LayerWeights:
 
 def _fused(layer: Any, shape: DecoderShape) -> LayerWeights:
     sizes = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    names = ("q", "k", "v"), ("gate", "up")
-    split = layer.self_attn.qkv_proj.weight.detach().split(sizes), layer.mlp.gate_up_proj.weight.detach().chunk(2)
-    both = {
-        name: part for some, parts in zip(names, split, strict=True) for name, part in zip(some, parts, strict=True)
-    }
+    qkv, gate_up = layer.self_attn.qkv_proj, layer.mlp.gate_up_proj
+    both = _parts(("q", "k", "v"), qkv.weight.detach().split(sizes))
+    both |= _parts(("gate", "up"), gate_up.weight.detach().chunk(2))
+    if isinstance(qkv, Int8Linear):
+        both |= _parts(("q_scale", "k_scale", "v_scale"), qkv.scale.split(sizes))
+        both |= _parts(("gate_scale", "up_scale"), gate_up.scale.chunk(2))
+        both |= {"o_scale": _scale(layer.self_attn.o_proj), "down_scale": _scale(layer.mlp.down_proj)}
     return LayerWeights(
         input_norm=layer.input_layernorm.weight.detach(),
         post_norm=layer.post_attention_layernorm.weight.detach(),
@@ -326,8 +340,14 @@ def _fused(layer: Any, shape: DecoderShape) -> LayerWeights:
     )
 
 
+def _parts(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    return dict(zip(names, tensors, strict=True))
+
+
 def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
     """Bytes that a packed copy takes, at most. A float32 model whose weights are all bfloat16's takes half of it."""
     parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
     # The embedding is not copied, only a head that is tied to it.
-    return sum(parameter.nbytes for parameter in parts._replace(embed=None).parameters())
+    parts = parts._replace(embed=None)
+    int8 = sum(module.weight.nbytes for _, module in parts.named_modules() if isinstance(module, Int8Linear))
+    return int8 + sum(parameter.nbytes for parameter in parts.parameters())

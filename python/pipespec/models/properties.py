@@ -37,6 +37,7 @@ def head_size(model: Any) -> int:
 
 def _rows(module: Any, declared: str) -> int:
     weight = getattr(module, "weight", None)
+    # A trimmed head has no weight of its own, and says its outputs.
     if isinstance(weight, torch.Tensor) and weight.is_floating_point():
         return weight.shape[0]
     return int(getattr(module, declared))

@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from pipespec.drivers import Driver, GenerationRequest, WorkersDriver
 from pipespec.drivers.base import CacheOwner, Decoder, SpeedWarning, StageFailure, TextSource
 from pipespec.drivers.graphed.driver import host_reason
-from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs, stage_names
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import head_size
 from pipespec.models.rope import rope_changes_at
 from pipespec.planning import agreement, measure, planner, profile_store
+from pipespec.planning.drafts import written
 from pipespec.planning.driver_pool import DriverPool
 from pipespec.planning.planner import CallShape, Candidate, Key, Plan
 from pipespec.planning.profile import Profile, StepTimes
@@ -307,10 +307,7 @@ class AutoDriver(Decoder):
         tokens = int(max(16, min(_CALIBRATION_TOKENS, _CALIBRATION_S / step_s)))
         driver = self.pool.get(Candidate("plain", (), (), 0, profile.threads, 0.0))
         vocabulary = head_size(self.models[-1])
-        prompt = np.array([min(begin, vocabulary - 1)], dtype=np.int32)
-        driver.run(GenerationRequest(StageInputs([prompt], [1 + tokens], SamplingParams(), vocabulary), []))
-        generated = driver.block.tokens(driver.block.target, 0, 1, 1 + tokens)
-        return np.concatenate([prompt, np.array(generated, dtype=np.int32)]), 1
+        return written(driver, [min(begin, vocabulary - 1)], tokens, vocabulary)
 
     def _lacks(self, rows: int, *, captured: bool = False) -> bool:
         """Whether steps of a batch must be measured. After a failure the nearest measured number of rows is used instead."""

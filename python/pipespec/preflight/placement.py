@@ -25,7 +25,7 @@ def arrange(
     given: Sequence[PreTrainedModel | str | Path],
     *,
     device: Devices = None,
-    dtype: torch.dtype | str = "auto",
+    dtype: torch.dtype | str | Sequence[torch.dtype | str] = "auto",
     schedule: str = "lockstep",
     trust_remote_code: bool = False,
     facts: Sequence[DeviceFacts] | None = None,
@@ -35,7 +35,7 @@ def arrange(
     Args:
         given: models or paths, drafts first, target last.
         device: the user's request.
-        dtype: as ``from_pretrained`` takes it.
+        dtype: as ``from_pretrained`` takes it: of all stages, or one per stage.
         schedule: how the stages are to run.
         trust_remote_code: as ``from_pretrained`` takes it.
         facts: of the devices; None queries them.
@@ -49,11 +49,12 @@ def arrange(
         Exception: those of :func:`pipespec.models.loading.load_config`.
     """
     wanted = requested(device, len(given))
+    dtypes = [dtype] * len(given) if isinstance(dtype, (str, torch.dtype)) else dtype
     stages = [
         StageFacts.of_model(name, model)
         if isinstance(model, PreTrainedModel)
-        else StageFacts.of_path(name, model, dtype, trust_remote_code=trust_remote_code)
-        for name, model in zip(stage_names(len(given)), given, strict=True)
+        else StageFacts.of_path(name, model, of_stage, trust_remote_code=trust_remote_code)
+        for name, model, of_stage in zip(stage_names(len(given)), given, dtypes, strict=True)
     ]
     if schedule == "workers":
         for stage in stages[:-1]:

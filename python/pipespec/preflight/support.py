@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.stage import stage_names
 from pipespec.errors import NotCapturable
 from pipespec.models.adapters import named_tensors
+from pipespec.models.derived import Derivation
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, quantisation, text_config
 from pipespec.models.rope import is_dynamic
@@ -152,8 +152,7 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
                 raise ValueError(
                     f"{name}: {at} is a {type(tensor).__name__}, which cannot lie in shared memory; use schedule='lockstep'"
                 )
-        with torch.device("meta"):
-            rebuilt = kind(copy.deepcopy(model.config))
+        rebuilt = Derivation.of(model).skeleton(kind, model.config)
         own, created = ({name for name, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
         added = sorted(own - created)
         if added:

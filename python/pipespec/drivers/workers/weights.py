@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.models.adapters import named_tensors
+from pipespec.models.derived import Derivation
 from pipespec_kernels.state import SharedMemory
 
 _ALIGN = 64
@@ -23,6 +24,7 @@ class SharedWeights:
     Attributes:
         model_class: Class of the model.
         config: Configuration of the model.
+        derivation: How the model differs from what its class makes of the configuration.
         device: Device of the model.
         tensors: Byte offset, dtype and shape by name of the tensor.
         size: Bytes of all tensors.
@@ -30,6 +32,7 @@ class SharedWeights:
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
+    derivation: Derivation
     device: torch.device
     tensors: dict[str, tuple[int, torch.dtype, torch.Size]]
     size: int
@@ -44,7 +47,8 @@ class SharedWeights:
                 offsets[key] = end
                 end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
             tensors[name] = (offsets[key], tensor.dtype, tensor.shape)
-        return SharedWeights(type(model), model.config, model.device, tensors, max(end, _ALIGN))
+        derivation = Derivation.of(model)
+        return SharedWeights(type(model), model.config, derivation, model.device, tensors, max(end, _ALIGN))
 
     def view(self, memory: SharedMemory, name: str) -> torch.Tensor:
         """The tensor ``name`` as a view of ``memory``."""
@@ -65,8 +69,7 @@ class SharedWeights:
 
     def build(self, memory: SharedMemory) -> PreTrainedModel:
         """The same model in another process. Its tensors are views of ``memory``, or copies on an accelerator."""
-        with torch.device("meta"):
-            model = self.model_class(self.config)
+        model = self.derivation.skeleton(self.model_class, self.config)
         for name in self.tensors:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
