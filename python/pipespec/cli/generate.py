@@ -66,6 +66,8 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     sample.add_argument("--min-p", metavar="P", type=float, help="keep tokens with P times the highest probability")
     sample.add_argument("--seed", metavar="N", type=int, help="one seed gives one text, whatever the drafts")
     sample.add_argument("--repetition-penalty", metavar="R", type=float, help="above 1: fewer repetitions; greedy, too")
+    for kind, what in (("presence", "tokens that the new text has"), ("frequency", "tokens, per occurrence in the new text")):
+        sample.add_argument(f"--{kind}-penalty", metavar="P", type=float, help=f"subtracted from the scores of {what}")
     parser.add_argument("--stop", metavar="TEXT", action="append", help="stop after this text; may be repeated")
     parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the prompt")
     parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
@@ -167,8 +169,8 @@ def _sampling_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any
     if sample:
         # transformers' default would be top_k=50.
         options |= {"top_k": 0, "seed": args.seed} | given
-    if args.repetition_penalty is not None:
-        options["repetition_penalty"] = args.repetition_penalty
+    penalties = {name: getattr(args, name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")}
+    options |= {name: value for name, value in penalties.items() if value is not None}
     if args.stop:
         options |= {"stop_strings": args.stop, "tokenizer": tokenizer}
     return options
