@@ -719,8 +719,8 @@ def block_sample(
 
     The number of accepted draft tokens is decided from the probabilities of the whole block (Sun et al., "Block Verification Accelerates Speculative
     Decoding", arXiv 2403.10444, algorithm 2). The result is distributed as draws from the target alone, and in expectation no fewer draft tokens are
-    accepted than by :func:`rejection_sample`. A token behind the accepted ones took part in the decision: a later call must not reuse the noise of its position,
-    nor the token.
+    accepted than by :func:`rejection_sample`. The draft tokens behind the accepted ones took part in the decision, so a later call must not reuse the noise
+    of their positions (another seed, or positions far away).
 
     The decisions are made in plain torch, in float64, on the CPU: tensors on a GPU are copied there.
 
@@ -737,8 +737,7 @@ def block_sample(
         out: as for :func:`verify`.
 
     Returns:
-        ``(selected[B, Q], accepted[B])``, int32 on the device of ``query_lens``. ``selected`` is -1 past ``accepted[r]``. The token at ``accepted[r]`` may
-        be the draft token that was rejected there.
+        ``(selected[B, Q], accepted[B])``, int32 on the device of ``query_lens``. ``selected`` is -1 past ``accepted[r]``.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.

@@ -5,7 +5,7 @@ distribution. It is a function of target, draft, lookahead, prompt and seed.
 
 Per row and *round*, one verification by the target, the noise differs: it is keyed by (seed, position + round * 2**40, token id). Block verification needs
 that, as its decisions depend on all draft tokens of a block: what is drawn behind a rejected token must not reuse the noise of a token that took part in
-the rejection.
+the rejection. Tokens themselves are not reused: neither rule draws the token that it has just rejected, so the draft rolls back.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class Acceptance:
 
     def __init__(self, rule: str, lookahead: int) -> None:
         self._sample = {"rejection": ops.rejection_sample, "block": ops.block_sample}[rule]
-        # Rejection sampling decides token by token: a token behind a decided one may be used in a later round.
-        self._needs_fresh = rule == "block"
         self._room = lookahead + 1
 
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
@@ -51,7 +49,6 @@ class Acceptance:
         self._rounds = np.zeros(rows, dtype=np.int64)
         # By position modulo the room: what the token at the position was drawn from.
         self._positions = np.full((rows, self._room), -1, dtype=np.int64)
-        self._drawn_in = np.zeros((rows, self._room), dtype=np.int64)
         self._logits = torch.full((rows, self._room, vocabulary), -torch.inf, dtype=torch.float32, device=device)
         self._cutoff = torch.full((rows, self._room), -torch.inf, dtype=torch.float32, device=device)
 
@@ -72,7 +69,7 @@ class Acceptance:
             position = int(noise.positions[row]) + column
             at = position % self._room
             own = min(logits.shape[2], self._logits.shape[2])
-            self._positions[row, at], self._drawn_in[row, at] = position, self._rounds[row]
+            self._positions[row, at] = position
             self._logits[row, at, :own] = logits[row, column, :own]
             if noise.cutoff is not None:
                 self._cutoff[row, at] = noise.cutoff[row, column]
@@ -96,8 +93,6 @@ class Acceptance:
         first = (query_lens - 1 - num_draft_tokens)[:, None]
         drafted = (column >= first) & (column < query_lens[:, None] - 1)
         known = self._positions[rows, entry] == at
-        if self._needs_fresh:
-            known &= self._drawn_in[rows, entry] == self._rounds[:, None]
         # Without its distribution a draft token cannot be tested: the target then draws by itself.
         unknown = (drafted & ~known).any(1) & (query_lens > 0)
         counts = np.where(unknown, query_lens - num_draft_tokens, query_lens).astype(np.int32)

@@ -425,7 +425,7 @@ class Stage:
     def _drop_rejected(self, selected: torch.Tensor) -> None:
         """Take a rejected draft token out of the step if the stage's own token in its place is the same: commit would accept it, and go on.
 
-        Only block verification rejects a draft token and then draws it.
+        Rejection sampling rejects the token of a draft without a distribution (NaN), and may then draw it from the target's.
         """
         for row in np.flatnonzero(self._num_draft_tokens * (self._n_select > 0)):
             draft_tokens = int(self._num_draft_tokens[row])
