@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.harness import choose_sizes, save, write_table
+from bench.harness import choose_sizes, markdown_table, replace_table, save
 from bench.provenance import provenance
 from pipespec import Pipeline
 from pipespec.config import ACCEPTANCES
@@ -78,14 +78,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown: a row per draft and temperature, tokens per verification of each rule, and tokens/s against the target alone."""
     found = {(r["draft"], r["rule"], r["temperature"]): r for r in results}
-    lines = ["| draft | temperature | coupled | rejection | block |", "|---|---:|---:|---:|---:|"]
+    rows = []
     for name in dict.fromkeys(r["draft"] for r in results if r["draft"] != "none"):
         for temperature in TEMPERATURES:
             base = found["none", "alone", temperature]["tokens_per_second"]
             cells = [found[name, rule, temperature] for rule in ACCEPTANCES]
             shown = [f"{c['tokens_per_verification']:.2f} ({c['tokens_per_second'] / base:.2f}x)" for c in cells]
-            lines.append(f"| {name} | {temperature} | {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
+            rows.append((name, str(temperature), *shown))
+    return markdown_table(("draft", "temperature", *ACCEPTANCES), rows)
 
 
 def main() -> None:
@@ -101,12 +101,12 @@ def main() -> None:
     choose_sizes(options, prompts=(8, 2), repeats=(2, 1), new_tokens=(96, 24))
     info = provenance()
     results = measure(options)
-    print(table(results), end="")
+    print(table(results))
     info["load_average_after"] = provenance()["load_average"]
     setting = {k: v for k, v in vars(options).items() if k not in ("json", "docs")}
     save(options.json, {"machine": info, "setting": setting, "results": results})
     if options.docs is not None:
-        write_between(options.docs, "acceptance", table(results))
+        replace_table(options.docs, table(results), "acceptance")
 
 
 if __name__ == "__main__":

@@ -107,15 +107,18 @@ def penalize(
         _penalize(logits, tokens, history, lengths, *flat, query_lens, num_draft_tokens, bitmask, workspace)
 
 
-def _flat(penalties: Penalties, logits: Tensor) -> tuple[Any, ...]:
+def _flat(penalties: Penalties, logits: Tensor) -> _Flat:
     """The fields, with tensors in place of those that are None."""
     if not isinstance(penalties, Penalties):
         raise TypeError(f"penalties must be Penalties, got {type(penalties).__name__}")
-    found = []
-    for name, (dtype, neutral) in _FIELDS.items():
-        value = getattr(penalties, name)
-        found.append(torch.full(logits.shape[:1], neutral, dtype=dtype, device=logits.device) if value is None else value)
-    return *found, penalties.bias_ids, penalties.bias
+
+    def given(name: str) -> Tensor:
+        dtype, neutral = _FIELDS[name]
+        value: Tensor | None = getattr(penalties, name)
+        return torch.full(logits.shape[:1], neutral, dtype=dtype, device=logits.device) if value is None else value
+
+    repetition, presence, frequency, prompt_lengths = map(given, _FIELDS)
+    return repetition, presence, frequency, prompt_lengths, penalties.bias_ids, penalties.bias
 
 
 def _check(tensor: Any, name: str, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
@@ -227,8 +230,9 @@ def _penalize(
         return
     kernels = dispatch.kernels(logits)
     if kernels is None:
-        counts = (None, None) if query_lens is None else (query_lens.to(CPU), num_draft_tokens.to(CPU))
-        reference.penalize(logits, tokens, history, lengths, *flat, *counts, bitmask)
+        if query_lens is not None:
+            query_lens, num_draft_tokens = query_lens.to(CPU), num_draft_tokens.to(CPU)
+        reference.penalize(logits, tokens, history, lengths, *flat, query_lens, num_draft_tokens, bitmask)
         return
     needed = batch * width * vocab
     if workspace is None:

@@ -157,10 +157,10 @@ def penalize(
                 ids = bias_ids[row].long()
                 inside = (ids >= 0) & (ids < vocab)
                 x[ids[inside]] += bias[row][inside]
-            seen = seen.unique()
+            seen = torch.unique(seen)
             penalised = x[seen]
             x[seen] = torch.where(penalised < 0, penalised * repetition[row], penalised / repetition[row])
-            ids, counts = generated.unique(return_counts=True)
+            ids, counts = torch.unique(generated, return_counts=True)
             x[ids] -= frequency[row] * counts.float()
             x[ids] -= presence[row]
             if bitmask is not None:

@@ -23,8 +23,21 @@ SEEN = tl.constexpr(1 << 30)
 
 _UNSPECIALIZED = {
     "do_not_specialize": ["width", "num_biases", "history_stride", "tokens_stride_b", "tokens_stride_q"],
-    "do_not_specialize_on_alignment": "tokens history lengths repetition presence frequency prompt_lengths bias_ids bias bitmask query_lens "
-    "num_draft_tokens table".split(),
+    "do_not_specialize_on_alignment": [
+        "tokens",
+        "history",
+        "lengths",
+        "repetition",
+        "presence",
+        "frequency",
+        "prompt_lengths",
+        "bias_ids",
+        "bias",
+        "bitmask",
+        "query_lens",
+        "num_draft_tokens",
+        "table",
+    ],
 }
 
 

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from pipespec.attachment import attach, attached, detach
     from pipespec.drivers.base import SpeedWarning, StageFailure
     from pipespec.engine.ngram import NgramDraft
+    from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
     from pipespec.observe import Report, StageReport
     from pipespec.pipeline import Pipeline
 
 __all__ = [
     "NgramDraft",
+    "OutputPenaltyLogitsProcessor",
     "Pipeline",
     "Report",
     "SpeedWarning",
@@ -30,6 +32,7 @@ __all__ = [
 
 _HOMES = {
     "NgramDraft": "pipespec.engine.ngram",
+    "OutputPenaltyLogitsProcessor": "pipespec.engine.sampling",
     "Pipeline": "pipespec.pipeline",
     "Report": "pipespec.observe",
     "SpeedWarning": "pipespec.drivers.base",

@@ -248,7 +248,9 @@ def check_penalties(
             if not isinstance(number, (int, float)) or isinstance(number, bool):
                 raise TypeError(f"logit_bias: the bias of token {token} must be a number, not {bias!r}")
             if not number < math.inf:
-                raise ValueError(f"logit_bias: the bias of token {token} is {number}; it must be finite, or -inf to forbid the token")
+                raise ValueError(
+                    f"logit_bias: the bias of token {token} is {number}; it must be finite, or -inf to forbid the token"
+                )
             biases[token] = float(number)
         logit_bias = biases
     return found | {"logit_bias": logit_bias}

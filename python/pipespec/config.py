@@ -119,7 +119,9 @@ class SpeculationConfig:
         elif self.exact:
             where = "exact=True, as the text then depends on the draft"
         if where:
-            raise ValueError(f"acceptance={self.acceptance!r} is not supported with {where}, or use acceptance='coupled'")
+            raise ValueError(
+                f"acceptance={self.acceptance!r} is not supported with {where}, or use acceptance='coupled'"
+            )
 
     @classmethod
     def of(

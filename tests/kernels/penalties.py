@@ -60,10 +60,10 @@ def by_processors(given: dict[str, Any]) -> torch.Tensor:
         first = fed - 1 - int(given["num_draft_tokens"][row])
         for column in range(first if fed else 0, fed):
             scores = out[row, column][None]
-            seen = torch.cat([given["history"][row, : given["lengths"][row]], given["tokens"][row, : column + 1]]).long()
-            biases = {
-                (int(i),): float(b) for i, b in zip(p.bias_ids[row], p.bias[row], strict=True) if 0 <= i < vocab
-            }
+            seen = torch.cat(
+                [given["history"][row, : given["lengths"][row]], given["tokens"][row, : column + 1]]
+            ).long()
+            biases = {(int(i),): float(b) for i, b in zip(p.bias_ids[row], p.bias[row], strict=True) if 0 <= i < vocab}
             scores = SequenceBiasLogitsProcessor(biases)(None, scores)
             inside = seen[(seen >= 0) & (seen < vocab)]
             if len(inside):

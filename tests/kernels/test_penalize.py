@@ -102,7 +102,9 @@ def test_arguments_are_checked_before_anything_is_written(change, error, message
 VOCAB, COLUMNS = 12, 3
 
 
-def distribution_of_penalised_draws(mutate=lambda given: None, draws: int = trials(ci=20_000, nightly=350_000)) -> float:
+def distribution_of_penalised_draws(
+    mutate=lambda given: None, draws: int = trials(ci=20_000, nightly=350_000)
+) -> float:
     """The largest chi-square, over the columns, of draws from penalised logits by coupled verification with draft tokens that are always right.
 
     Each column sees the draft tokens before it, so its distribution is that of the same text decoded token by token.

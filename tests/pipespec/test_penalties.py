@@ -117,7 +117,11 @@ def test_a_mutation_is_caught(target, monkeypatch) -> None:
     ids, mask = left_pad(prompts(1))
     wanted = theirs(target, ids, mask, CASES["all"], do_sample=False)
     real = Sampler._prefix
-    monkeypatch.setattr(Sampler, "_prefix", lambda self, row, end: np.append(real(self, row, end)[:2], [-1] * (end - 2)).astype(np.int32))
+    monkeypatch.setattr(
+        Sampler,
+        "_prefix",
+        lambda self, row, end: np.append(real(self, row, end)[:2], [-1] * (end - 2)).astype(np.int32),
+    )
     with Pipeline(target, [noisy(target, 0.02)], lookahead=4, schedule="lockstep") as chain:
         got = chain.generate(ids, max_new_tokens=NEW, pad_token_id=0, do_sample=False, **CASES["all"])
     assert got.shape != wanted.shape or not torch.equal(got, wanted)
@@ -128,9 +132,7 @@ def test_captured_buffers_are_those_of_the_call(target) -> None:
     with Pipeline(target, [noisy(target, 0.02)], lookahead=3, schedule="lockstep", graphs=True) as chain:
         for i, case in enumerate([*CASES.values(), {}, *CASES.values()]):
             ids, mask = left_pad(prompts(1 + i % 2))
-            got = chain.generate(
-                ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, do_sample=False, **case
-            )
+            got = chain.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, do_sample=False, **case)
             assert torch.equal(got, theirs(target, ids, mask, case, do_sample=False)), case
 
 
@@ -139,7 +141,10 @@ def test_other_processors_run_beside_them(target) -> None:
     ids, mask = left_pad(prompts(2))
     case = OWN | {"repetition_penalty": 1.2}
     with Pipeline(target, [noisy(target, 0.02)], lookahead=3, schedule="lockstep") as chain:
-        for more in ({"min_new_tokens": 9, "eos_token_id": list(range(10, 40))}, {"sequence_bias": {(4, 6): 2.0, (5,): -1.0}}):
+        for more in (
+            {"min_new_tokens": 9, "eos_token_id": list(range(10, 40))},
+            {"sequence_bias": {(4, 6): 2.0, (5,): -1.0}},
+        ):
             options = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
             got = chain.generate(ids, **options, **case, **more)
             assert torch.equal(got, theirs(target, ids, mask, case | more, do_sample=False))

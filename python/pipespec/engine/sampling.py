@@ -24,7 +24,7 @@ from pipespec_kernels.penalties import Penalties
 _Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class OutputPenaltyLogitsProcessor(hf.LogitsProcessor):  # type: ignore[misc]
+class OutputPenaltyLogitsProcessor(hf.LogitsProcessor):
     """Presence and frequency penalty of OpenAI's API and vLLM, as a logits processor of transformers.
 
     From the score of each token that occurs ``n > 0`` times in the generated text it subtracts ``n * frequency_penalty``, then ``presence_penalty``. The
@@ -128,9 +128,7 @@ class FusedPenalties(NamedTuple):
                     return None
                 bias |= single
             # An int is the user's own number of ignored tokens. transformers sets a tensor to leave out the padding.
-            elif (
-                kind is hf.RepetitionPenaltyLogitsProcessor and place < 1 and not isinstance(_ignored(processor), int)
-            ):
+            elif kind is hf.RepetitionPenaltyLogitsProcessor and place < 1 and not isinstance(_ignored(processor), int):
                 place, fused["repetition"] = 1, float(given.penalty)
             elif kind is OutputPenaltyLogitsProcessor and place < 2:
                 place = 2
@@ -467,7 +465,7 @@ class Sampler:
         rows, width, _ = out.shape
         lengths, tokens = np.zeros(rows, dtype=np.int32), np.full((rows, width), -1, dtype=np.int32)
         seen = [np.zeros(0, dtype=np.int32)] * rows
-        for row in np.flatnonzero(query_lens):
+        for row in np.flatnonzero(query_lens).tolist():
             fed = int(query_lens[row])
             prefix = self._prefix(row, int(positions[row]) + fed - 1)[self._ignored[row] :]
             # Columns before the first one that matters may lie in a part of the text that processors do not see.
