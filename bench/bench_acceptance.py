@@ -13,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness import choose_sizes, markdown_table, replace_table, save
@@ -27,6 +28,8 @@ DRAFTS = ("small", "medium")
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     names = DRAFTS[-1:] if options.quick else DRAFTS
     with quiet_transformers():
         models = {
@@ -44,8 +47,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     }
     alone = Pipeline(models["target"])
     sums: dict[tuple[Any, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for repeat in range(options.repeats + 1):  # the first one warms up
-        for at, ids in enumerate(texts):
+    for repeat in range(options.repeats + 1):  # the first one warms up, with one prompt
+        for at, ids in enumerate(texts if repeat else texts[:1]):
             for temperature in TEMPERATURES:
                 rules = [(("none", "alone"), alone), *chains.items()]
                 for key, pipe in rules:
@@ -95,6 +98,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, metavar="R", help="(2; quick: 1)")
     parser.add_argument("--new-tokens", type=int, metavar="T", help="per prompt (96; quick: 24)")
     parser.add_argument("--lookahead", type=int, metavar="L", default=4, help="%(default)s")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch; on a busy machine, 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the table into this page, between its marks")
     options = parser.parse_args()
