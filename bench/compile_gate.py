@@ -59,6 +59,8 @@ from pipespec_kernels.triton.kv import append_kernel, compact_kernel, gather_ker
 from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, Config, choose_config, cut
 from pipespec_kernels.triton.norm import add_rms_norm_kernel
 from pipespec_kernels.triton.norm import tile_of as norm_tile
+from pipespec_kernels.triton.penalize import BLOCK as PENALTY_BLOCK
+from pipespec_kernels.triton.penalize import penalize_kernel
 from pipespec_kernels.triton.rejection_sample import rejection_choose_kernel, rejection_test_kernel
 from pipespec_kernels.triton.rope import rope_append_kernel
 from pipespec_kernels.triton.rope import tile_of as rope_tile
@@ -72,6 +74,7 @@ IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test
 IN_QUICK += (
     "cutoff, scan",
     "cutoff, search",
+    "penalize",
     "attention, D=128, M=32",
     "attention, D=128, M=128, parts",
     "attention, D=128, M=16, invariant",
@@ -89,8 +92,9 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
     "*i64": "tokens best ticket next_token length epoch seeds undrawn top_k",
-    "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets",
-    "*fp32": "inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights",
+    "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets "
+    "history prompt_lengths bias_ids bitmask table",
+    "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights",
     "*fp64": "top_p min_p",
     "fp32": "scale_log2 cap_log2 eps",
 }
@@ -175,6 +179,14 @@ def cases() -> Iterator[CompileCase]:
         search = filters | {"SHIFT": shift, "BLOCK": TILE}
         yield CompileCase(
             "cutoff, search", cutoff_search_kernel, dtype, None, search, None, SEARCH_WARPS, instructions=3200
+        )
+    penalties = {"HAS_COUNTS": True, "HAS_BITMASK": False, "BLOCK": PENALTY_BLOCK, "WIDTH_BLOCK": LEAST_WIDTH_BLOCK}
+    for name, mask, most in (("penalize", False, 1250), ("penalize, bitmask", True, 1900)):
+        # The name begins the type of the logits: float32 only, whatever the case's type is.
+        constants = penalties | {"HAS_BITMASK": mask}
+        types = {"logits": "*fp32", "bias": "*fp32"}
+        yield CompileCase(
+            name, penalize_kernel, "bf16", None, constants, None, instructions=most, fused=False, types=types
         )
     yield from kv_cases()
     yield from layer_cases()

@@ -1,7 +1,7 @@
 """The operations of speculative decoding.
 
 Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either; :func:`rejection_sample` for drafts
-with a distribution; :func:`cutoff` for top-k, top-p and min-p. Keys and values in storage ``[B, Hkv, S, D]`` with a length per row:
+with a distribution; :func:`cutoff` for top-k, top-p and min-p; :func:`penalize` for penalties, biases and bitmasks. Keys and values in storage ``[B, Hkv, S, D]`` with a length per row:
 :func:`kv_append`, :func:`kv_truncate`, :func:`kv_gather`, :func:`kv_compact`, and :func:`verify_attention` over them. The rest of a
 decoder layer but its matrix products: :func:`add_rms_norm`, :func:`silu_mul`, and :func:`rope_append` in place of RoPE and :func:`kv_append`.
 
@@ -31,17 +31,21 @@ from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, v
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.library import register, traced
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams
+from pipespec_kernels.penalties import Penalties, penalize
 
 __all__ = [
     "Noise",
+    "Penalties",
     "Streams",
     "add_rms_norm",
     "argmax",
+    "block_sample",
     "cutoff",
     "kv_append",
     "kv_compact",
     "kv_gather",
     "kv_truncate",
+    "penalize",
     "rejection_sample",
     "rope_append",
     "sample",
@@ -693,3 +697,119 @@ def _rejection_sample(
 
 
 _NO_DRAFT = (0,) * 7  # stands for missing draft logits, in the form of arguments.check_logits()
+
+
+# --- block_sample ----------------------------------------------------------------------------------------------------
+
+
+def block_sample(
+    logits: Tensor,
+    tokens: Tensor,
+    query_lens: Tensor | Any,
+    num_draft_tokens: Tensor | Any,
+    draft_logits: Tensor,
+    noise: Noise,
+    *,
+    streams: Streams = INDEPENDENT,
+    draft_inv_temperature: Tensor | Any | None = None,
+    draft_cutoff: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Block verification: as :func:`rejection_sample`, but the draft tokens of a row are accepted together.
+
+    The number of accepted draft tokens is decided from the probabilities of the whole block (Sun et al., "Block Verification Accelerates Speculative
+    Decoding", arXiv 2403.10444, algorithm 2). The result is distributed as draws from the target alone, and in expectation no fewer draft tokens are
+    accepted than by :func:`rejection_sample`. The draft tokens behind the accepted ones took part in the decision, so a later call must not reuse the noise
+    of their positions (another seed, or positions far away).
+
+    The decisions are made in plain torch, in float64, on the CPU: tensors on a GPU are copied there.
+
+    Args:
+        logits: as for :func:`verify`.
+        tokens: likewise.
+        query_lens: likewise.
+        num_draft_tokens: likewise.
+        draft_logits: as for :func:`rejection_sample`; required.
+        noise: as for :func:`rejection_sample`.
+        streams: likewise.
+        draft_inv_temperature: likewise.
+        draft_cutoff: likewise.
+        out: as for :func:`verify`.
+
+    Returns:
+        ``(selected[B, Q], accepted[B])``, int32 on the device of ``query_lens``. ``selected`` is -1 past ``accepted[r]``.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: shapes, strides, devices, counts or streams that do not fit. Nothing has been written then.
+
+    Example::
+
+        >>> certain = torch.tensor([[[-float("inf"), 0.0], [0.0, -float("inf")]]])  # 1, then 0
+        >>> noise = Noise(torch.tensor([7]), torch.tensor([0]), torch.tensor([1.0]))
+        >>> two = torch.tensor([2], dtype=torch.int32)
+        >>> block_sample(certain, torch.tensor([[5, 1]]), two, two - 1, certain, noise)
+        (tensor([[1, 0]], dtype=torch.int32), tensor([1], dtype=torch.int32))
+    """
+    check_streams(streams)
+    seeds, positions, scale, cutoff, _ = arguments.fields(noise)
+    drafts = draft_logits, seeds, positions, scale, cutoff, draft_inv_temperature, draft_cutoff
+    given = tokens, query_lens, num_draft_tokens, *drafts
+    if traced(logits):
+        found = torch.ops.pipespec.block_sample(logits.detach(), *arguments.as_tensors(given), *streams)
+        return arguments.both_into(out, found)
+    return _block_sample(logits, *given, *streams, out)
+
+
+@register(
+    "(Tensor logits, Tensor tokens, Tensor query_lens, Tensor num_draft_tokens, Tensor draft_logits, Tensor seeds, Tensor positions, "
+    "Tensor inv_temperature, Tensor? cutoff, Tensor? draft_inv_temperature, Tensor? draft_cutoff, int draft_stream, "
+    "int accept_stream, int residual_stream) -> (Tensor, Tensor)",
+    _fake_rejection_sample,
+)
+def _block_sample(
+    logits: Tensor,
+    tokens: Tensor,
+    query_lens: Any,
+    num_draft_tokens: Any,
+    draft_logits: Tensor,
+    seeds: Tensor,
+    positions: Any,
+    inv_temperature: Any,
+    cutoff: Tensor | None,
+    draft_inv_temperature: Any,
+    draft_cutoff: Tensor | None,
+    draft_stream: int,
+    accept_stream: int,
+    residual_stream: int,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, width, _, _ = arguments.check_logits(logits)
+    given = seeds, positions, inv_temperature, cutoff, 0
+    query_lens, num_draft_tokens, noise = _verify_arguments(
+        logits, tokens, query_lens, num_draft_tokens, given, logits.device
+    )
+    assert noise is not None
+    streams = Streams(draft_stream, accept_stream, residual_stream)
+    if draft_logits is None:
+        raise TypeError("draft_logits must be a tensor, got NoneType")
+    scale, bars = _draft_arguments(logits, draft_logits, draft_inv_temperature, draft_cutoff, streams)
+    selected, accepted = arguments.results(out, query_lens, batch, width)
+    reference.check_counts(query_lens, num_draft_tokens, width)
+    arguments.check_noise_values(noise, arguments.busy_rows(query_lens), width)
+    if scale is not None:
+        arguments.check_noise_values(
+            (noise[0], noise[1], scale, None, 0), arguments.busy_rows(query_lens), width, "draft_inv_temperature"
+        )
+    found = reference.block_sample(
+        logits,
+        tokens,
+        query_lens,
+        num_draft_tokens,
+        draft_logits,
+        Noise(*noise),
+        streams=streams,
+        draft_inv_temperature=scale,
+        draft_cutoff=bars,
+    )
+    return arguments.write_to(found, selected, accepted)

@@ -123,6 +123,53 @@ def cutoff(
     return out
 
 
+def penalize(
+    logits: Tensor,
+    tokens: Tensor,
+    history: Tensor,
+    lengths: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    prompt_lengths: Tensor,
+    bias_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+    query_lens: Tensor | None = None,
+    num_draft_tokens: Tensor | None = None,
+    bitmask: Tensor | None = None,
+) -> None:
+    """Column after column; see :func:`pipespec_kernels.ops.penalize`.
+
+    Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable Generation" (2019), section 4.1, for the repetition penalty;
+    the presence and frequency penalties are those of OpenAI's API and vLLM.
+    """
+    batch, width, vocab = logits.shape
+    for row in range(batch):
+        n, prompt = int(lengths[row]), int(prompt_lengths[row])
+        fed = width if query_lens is None else int(query_lens[row])
+        first = 0 if num_draft_tokens is None else fed - 1 - int(num_draft_tokens[row])
+        for column in range(first if fed > 0 else 0, fed):
+            x = logits[row, column]
+            seen = torch.cat([history[row, :n].long(), tokens[row, : column + 1].long()])
+            generated = seen[prompt:]
+            seen, generated = (ids[(ids >= 0) & (ids < vocab)] for ids in (seen, generated))
+            if bias_ids is not None and bias is not None:
+                ids = bias_ids[row].long()
+                inside = (ids >= 0) & (ids < vocab)
+                x[ids[inside]] += bias[row][inside]
+            seen = torch.unique(seen)
+            penalised = x[seen]
+            x[seen] = torch.where(penalised < 0, penalised * repetition[row], penalised / repetition[row])
+            ids, counts = torch.unique(generated, return_counts=True)
+            x[ids] -= frequency[row] * counts.float()
+            x[ids] -= presence[row]
+            if bitmask is not None:
+                at = torch.arange(vocab, device=x.device)
+                x[(bitmask[row, column][at // 32] >> (at % 32)) & 1 == 0] = -torch.inf
+        room = min(width, history.shape[1] - n)
+        history[row, n : n + room] = tokens[row, :room].to(history.dtype)
+
+
 def rejection_sample(
     logits: Tensor,
     tokens: Tensor,
@@ -149,26 +196,12 @@ def rejection_sample(
     fed, draft_tokens = query_lens.long().cpu(), num_draft_tokens.long().cpu()
     ids = torch.arange(vocab)
     rows = torch.arange(batch)
-
-    def scores_of(x: Tensor, column: Tensor, scale: Tensor, cutoff: Tensor | None) -> Tensor:
-        x = x[rows, column].cpu()
-        y = x.double() * scale.double().cpu()[:, None]
-        return y if cutoff is None else y.masked_fill(x.float() < cutoff[rows, column].cpu()[:, None], -torch.inf)
-
-    def words(column: Tensor, stream: int, ids: Tensor) -> Tensor:
-        """The noise of every row at its own seed and position: ``[B, len(ids)]``."""
-        seeds, at = noise.seeds.cpu()[:, None], (noise.positions.cpu() + column)[:, None]
-        same = torch.zeros((batch, len(ids)), dtype=torch.int64)
-        counter = [same + (ids >> 2), same + (at & _WORD), same + (at >> 32 & _WORD), same + stream]
-        drawn = torch.stack(philox(counter, (seeds & _WORD, seeds >> 32 & _WORD)))
-        return drawn.gather(0, (same + (ids & 3))[None])[0]
-
     selected = torch.full((batch, width), -1, dtype=torch.int32)
     accepted = torch.zeros(batch, dtype=torch.int32)
     walking = fed > 0
     for j in range(width):
         column = (fed - 1 - draft_tokens + j).clamp(0, width - 1)
-        scores = scores_of(logits, column, noise.inv_temperature, noise.cutoff)
+        scores = _scores(logits, column, noise.inv_temperature, noise.cutoff)
         p = torch.softmax(scores, -1)
         draft_token = tokens[rows, (column + 1).clamp(max=width - 1)].long().cpu()
         real = (draft_token >= 0) & (draft_token < vocab)
@@ -177,21 +210,108 @@ def rejection_sample(
             q = torch.zeros_like(p).scatter_(1, safe[:, None], real.double()[:, None])
         else:
             scale = noise.inv_temperature if draft_inv_temperature is None else draft_inv_temperature
-            q = torch.softmax(scores_of(draft_logits, column, scale, draft_cutoff), -1)
+            q = torch.softmax(_scores(draft_logits, column, scale, draft_cutoff), -1)
 
-        u = (words(column, streams[1], torch.zeros(1, dtype=torch.int64))[:, 0].double() + 0.5) * 2.0**-32
+        u = _uniform(noise, column, streams[1])
         tested = walking & (j < draft_tokens)
         passed = tested & real & (u * q[rows, safe] < p[rows, safe])
 
         residual = (p - q).clamp(min=0)
         usable = tested & (residual.sum(-1) > 0)  # false for a NaN, too
         drawn_from = torch.where(usable[:, None], residual.log(), scores)
-        choice = torch.argmax(drawn_from + gumbel(words(column, streams[2], ids)).double(), -1)
+        choice = torch.argmax(drawn_from + gumbel(_words(noise, column, streams[2], ids)).double(), -1)
         stops = walking & ~passed
         selected[:, j] = torch.where(passed, draft_token, torch.where(stops, choice, -1)).to(torch.int32)
         accepted += passed.int()
         walking &= passed
     return selected, accepted
+
+
+def _scores(x: Tensor, column: Tensor, scale: Tensor, cutoff: Tensor | None) -> Tensor:
+    """Scaled float64 logits ``[B, V]`` of one column per row, -inf below the cutoff."""
+    rows = torch.arange(len(x))
+    x = x[rows, column].cpu()
+    y = x.double() * scale.double().cpu()[:, None]
+    return y if cutoff is None else y.masked_fill(x.float() < cutoff[rows, column].cpu()[:, None], -torch.inf)
+
+
+def _words(noise: Noise, column: Tensor, stream: int, ids: Tensor) -> Tensor:
+    """The random words of every row at its own seed and position: ``[B, len(ids)]``."""
+    seeds, at = noise.seeds.cpu()[:, None], (noise.positions.cpu() + column)[:, None]
+    same = torch.zeros((len(column), len(ids)), dtype=torch.int64)
+    counter = [same + (ids >> 2), same + (at & _WORD), same + (at >> 32 & _WORD), same + stream]
+    drawn = torch.stack(philox(counter, (seeds & _WORD, seeds >> 32 & _WORD)))
+    return drawn.gather(0, (same + (ids & 3))[None])[0]
+
+
+def _uniform(noise: Noise, column: Tensor, stream: int) -> Tensor:
+    """A uniform number per row, in (0, 1)."""
+    return (_words(noise, column, stream, torch.zeros(1, dtype=torch.int64))[:, 0].double() + 0.5) * 2.0**-32
+
+
+def block_sample(
+    logits: Tensor,
+    tokens: Tensor,
+    query_lens: Tensor,
+    num_draft_tokens: Tensor,
+    draft_logits: Tensor,
+    noise: Noise,
+    *,
+    streams: tuple[int, int, int] = (DRAFT, ACCEPT, RESIDUAL),
+    draft_inv_temperature: Tensor | None = None,
+    draft_cutoff: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Block verification in float64, all rows at once. Of ``streams`` (draft, accept, residual) the first is not used here.
+
+    Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh, "Block Verification Accelerates Speculative Decoding" (ICLR 2025, arXiv 2403.10444),
+    algorithm 2. With ``P_i`` and ``Q_i`` the distributions of target and draft behind ``i`` draft tokens and ``w_0 = 1``,
+    ``w_i = min(w_{i-1} P_{i-1}(x_i) / Q_{i-1}(x_i), 1)``. Length ``i`` is accepted with probability ``h_i = R_i / (R_i + 1 - w_i)``, where ``R_i`` is
+    the mass of ``max(w_i P_i - Q_i, 0)``, and the last one with ``w_i``. The largest accepted length counts; behind it comes a draw from the residual
+    of its length, or behind the whole block from ``P``. Where a distribution is missing (NaN), no length that needs it is accepted.
+    """
+    batch, width, vocab = logits.shape
+    fed, draft_tokens = query_lens.long().cpu(), num_draft_tokens.long().cpu()
+    ids, rows = torch.arange(vocab), torch.arange(batch)
+    scale = noise.inv_temperature if draft_inv_temperature is None else draft_inv_temperature
+    draft_tokens = torch.where(fed > 0, draft_tokens, 0)
+
+    def column_of(i: Tensor | int) -> Tensor:
+        return (fed - 1 - draft_tokens + i).clamp(0, width - 1)
+
+    def distributions(i: Tensor | int) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's scores, ``P_i`` and ``Q_i``; without a draft token behind it, ``Q_i`` is 0."""
+        scores = _scores(logits, column_of(i), noise.inv_temperature, noise.cutoff)
+        q = torch.softmax(_scores(draft_logits, column_of(i), scale, draft_cutoff), -1)
+        return scores, torch.softmax(scores, -1), torch.where((draft_tokens > i)[:, None], q, 0.0)
+
+    weight = torch.ones(batch, dtype=torch.float64)
+    accepted, kept = torch.zeros(batch, dtype=torch.int64), weight.clone()
+    _, p, q = distributions(0)
+    for i in range(1, int(draft_tokens.max()) + 1 if batch else 0):
+        token = tokens[rows, column_of(i)].long().cpu()
+        real = (token >= 0) & (token < vocab)
+        safe = torch.where(real, token, 0)
+        ratio = torch.where(real, p[rows, safe] / q[rows, safe], 0.0)
+        weight = (weight * ratio).nan_to_num(0.0).clamp(max=1.0)
+        _, p, q = distributions(i)
+        mass = (weight[:, None] * p - q).clamp(min=0).sum(-1)
+        # 1 where nothing remains to be accepted: w = 1 and equal distributions.
+        chance = torch.where(weight >= 1.0, 1.0, mass / (mass + 1 - weight))
+        chance = torch.where(draft_tokens == i, weight, chance)
+        passed = (i <= draft_tokens) & (_uniform(noise, column_of(i - 1), streams[1]) < chance)
+        accepted, kept = torch.where(passed, i, accepted), torch.where(passed, weight, kept)
+
+    scores, p, q = distributions(accepted)
+    residual = (kept[:, None] * p - q).clamp(min=0)
+    usable = (draft_tokens > accepted) & (residual.sum(-1) > 0)  # false for a NaN, too
+    drawn_from = torch.where(usable[:, None], residual.log(), scores)
+    own = torch.argmax(drawn_from + gumbel(_words(noise, column_of(accepted), streams[2], ids)).double(), -1)
+    steps = torch.arange(width)
+    at = (fed - draft_tokens)[:, None] + steps
+    selected = tokens.cpu().gather(1, at.clamp(0, width - 1)).long()
+    selected = torch.where(steps == accepted[:, None], own[:, None], selected)
+    selected = torch.where((steps <= accepted[:, None]) & (fed > 0)[:, None], selected, -1)
+    return selected.int(), accepted.int()
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------

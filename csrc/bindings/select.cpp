@@ -3,6 +3,7 @@
 #include "../cpu/select.hpp"
 
 #include "../cpu/cutoff.hpp"
+#include "../cpu/penalize.hpp"
 #include "../cpu/pool.hpp"
 #include "../cpu/rejection.hpp"
 #include "bindings.hpp"
@@ -95,6 +96,35 @@ void cutoff(Address logits, int dtype, std::int64_t batch, std::int64_t width, s
               pointer<float>(out), threads);
 }
 
+void penalize(Address logits, std::int64_t batch, std::int64_t width, std::int64_t vocab,
+              std::int64_t batch_stride, std::int64_t width_stride, Address tokens, int token_bytes,
+              std::int64_t token_batch_stride, std::int64_t token_width_stride, Address history,
+              std::int64_t capacity, Address lengths, Address repetition, Address presence,
+              Address frequency, Address prompt_lengths, Address bias_ids, Address bias,
+              std::int64_t num_biases, Address query_lens, Address num_draft_tokens,
+              Address bitmask) {
+  cpu::penalize({pointer<float>(logits),
+                 batch,
+                 width,
+                 vocab,
+                 batch_stride,
+                 width_stride,
+                 {pointer(tokens), token_bytes, token_batch_stride, token_width_stride},
+                 pointer<std::int32_t>(history),
+                 capacity,
+                 pointer<std::int32_t>(lengths),
+                 pointer<float>(repetition),
+                 pointer<float>(presence),
+                 pointer<float>(frequency),
+                 pointer<std::int32_t>(prompt_lengths),
+                 pointer<std::int32_t>(bias_ids),
+                 pointer<float>(bias),
+                 num_biases,
+                 pointer<std::int32_t>(query_lens),
+                 pointer<std::int32_t>(num_draft_tokens),
+                 pointer<std::uint32_t>(bitmask)});
+}
+
 void gumbel(std::uint64_t seed, std::int64_t position, std::uint32_t stream, std::int64_t begin,
             std::int64_t count, Address out) {
   cpu::gumbel_noise(seed, position, stream, begin, count, pointer<float>(out));
@@ -117,6 +147,7 @@ void bind_select(py::module_& m) {
   m.def("rejection_sample", &rejection_sample, WithoutGil());
   m.def("sample", &sample, WithoutGil());
   m.def("cutoff", &cutoff, WithoutGil());
+  m.def("penalize", &penalize, WithoutGil());
   m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("stream"),
         py::arg("begin"), py::arg("count"), py::arg("out"), WithoutGil());
   m.def("simd", &cpu::simd);

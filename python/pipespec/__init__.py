@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pipespec.attachment import attach, attached, detach
     from pipespec.drivers.base import SpeedWarning, StageFailure
     from pipespec.engine.ngram import NgramDraft
+    from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
     from pipespec.models.derived import SelfDraft
     from pipespec.models.vocabulary import common_tokens
     from pipespec.observe import Report, StageReport
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NgramDraft",
+    "OutputPenaltyLogitsProcessor",
     "Pipeline",
     "Report",
     "SelfDraft",
@@ -36,6 +38,7 @@ __all__ = [
 
 _HOMES = {
     "NgramDraft": "pipespec.engine.ngram",
+    "OutputPenaltyLogitsProcessor": "pipespec.engine.sampling",
     "Pipeline": "pipespec.pipeline",
     "Report": "pipespec.observe",
     "SelfDraft": "pipespec.models.derived",

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from pipespec.arguments import OWN
 from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
@@ -36,14 +37,15 @@ class _Generate:
             del kwargs["custom_generate"]
         if kwargs.get("custom_generate") is not None:  # another decoding loop
             return GenerationMixin.generate(self.pipeline.target, *args, **kwargs)
-        if self.is_strict or kwargs.get("seed") is not None:  # transformers has no such argument
+        if self.is_strict or any(kwargs.get(name) is not None for name in OWN):  # transformers has no such arguments
             return self.pipeline.generate(*args, **kwargs)
         with notify_reader_of_failure(kwargs.get("streamer")):
             try:
                 return Pipeline.generate.__wrapped__(self.pipeline, *args, **kwargs)  # type: ignore[attr-defined]
             except Unsupported as error:
                 self._warn(error)
-            kwargs.pop("seed", None)
+            for name in OWN:
+                kwargs.pop(name, None)
             return type(self.pipeline.target).generate(self.pipeline.target, *args, **kwargs)
 
     def _warn(self, error: Unsupported) -> None:

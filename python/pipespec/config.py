@@ -13,6 +13,9 @@ from typing import Any
 SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
 """Values of ``schedule``."""
 
+ACCEPTANCES = ("coupled", "rejection", "block")
+"""Values of ``acceptance``."""
+
 WIDTH = 64
 """Most tokens that one row feeds in one step. A stage that is further behind catches up in several steps."""
 
@@ -50,6 +53,7 @@ class SpeculationConfig:
         exact: The target runs in a form whose bits depend on neither batch nor width (on the CPU the native one, in captured steps the exact
             fused one), or a call is refused.
         ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
+        acceptance: One of :data:`ACCEPTANCES`, see :mod:`pipespec.engine.acceptance`.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -66,6 +70,7 @@ class SpeculationConfig:
     native: bool = True
     exact: bool = False
     ngram: Any = None
+    acceptance: str = "coupled"
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -95,8 +100,28 @@ class SpeculationConfig:
             raise ValueError(
                 f"{what} does not support an n-gram draft, as yet: use schedule='lockstep' or 'workers', or leave 'ngram' out of the drafts"
             )
+        if self.acceptance not in ACCEPTANCES:
+            raise ValueError(f"acceptance={self.acceptance!r} is not one of {', '.join(map(repr, ACCEPTANCES))}")
+        if self.acceptance != "coupled":
+            self._check_acceptance()
         if self.exact and not self.native:
             raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
+
+    def _check_acceptance(self) -> None:
+        """Check that both distributions of each draft token are at hand, in the process of the target."""
+        where = ""
+        if self.schedule not in ("plain", "lockstep"):
+            where = f"schedule={self.schedule!r}: use 'lockstep'"
+        elif self.graphs:
+            where = "graphs=True: leave it out"
+        elif self.ngram is not None or len(self.lookahead) > 1:
+            where = "a chain other than one draft model and the target"
+        elif self.exact:
+            where = "exact=True, as the text then depends on the draft"
+        if where:
+            raise ValueError(
+                f"acceptance={self.acceptance!r} is not supported with {where}, or use acceptance='coupled'"
+            )
 
     @classmethod
     def of(
@@ -112,6 +137,7 @@ class SpeculationConfig:
         native: bool = True,
         exact: bool = False,
         ngram: Any = None,
+        acceptance: str = "coupled",
     ) -> SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
@@ -127,6 +153,7 @@ class SpeculationConfig:
             native: See the class.
             exact: See the class.
             ngram: See the class.
+            acceptance: See the class. Without drafts it has no effect.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -141,6 +168,7 @@ class SpeculationConfig:
             native=native,
             exact=exact,
             ngram=None if schedule == "plain" else ngram,
+            acceptance=acceptance,
         )
         if schedule == "plain" or num_drafts == 0:
             captured = bool(graphs) or schedule == "streams"

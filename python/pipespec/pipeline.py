@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,15 @@ from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
 from pipespec.generation import Generation, without_features
-from pipespec.generation.arguments import ARGUMENTS, How, check_arguments, for_forward, plain_number, refusal
+from pipespec.generation.arguments import (
+    ARGUMENTS,
+    How,
+    check_arguments,
+    check_penalties,
+    for_forward,
+    plain_number,
+    refusal,
+)
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.compat import lost_arguments
 from pipespec.models.derived import INT8, SelfDraft
@@ -133,6 +141,9 @@ class BasePipeline:
         streamer: Any = None,
         tokenizer: Any = None,
         seed: int | Sequence[int] | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate the text of the target: arguments and result are those of ``target.generate()``.
@@ -153,6 +164,9 @@ class BasePipeline:
             streamer: Gets each token once, in order, as soon as the target has committed it.
             tokenizer: For ``stop_strings``.
             seed: One integer, or one per row, see :func:`pipespec.engine.sampling.row_seeds`.
+            presence_penalty: Subtracted from the score of each token that the generated text holds.
+            frequency_penalty: Likewise, once per occurrence.
+            logit_bias: By token id, what is added to its score; ``-inf`` forbids the token.
             **kwargs: Fields of ``GenerationConfig``, and all else that ``generate()`` takes.
 
         Returns:
@@ -177,6 +191,7 @@ class BasePipeline:
                 kwargs,
                 has_cache=past_key_values is not None,
             )
+            penalties = check_penalties(presence_penalty, frequency_penalty, logit_bias)
             # The others are checked, and have no effect.
             kwargs = {name: plain_number(value) for name, value in kwargs.items() if hasattr(config, name)}
             stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
@@ -188,7 +203,9 @@ class BasePipeline:
                 # transformers drops the tokenizer before it calls a custom_generate.
                 stopping_criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
                 kwargs["stop_strings"] = None
-            decode = functools.partial(self._decode, own_streamer=streamer, own_cache=past_key_values, seed=seed)
+            decode = functools.partial(
+                self._decode, own_streamer=streamer, own_cache=past_key_values, seed=seed, penalties=penalties
+            )
             return GenerationMixin.generate(
                 self.target,
                 inputs=ids,
@@ -209,6 +226,9 @@ class BasePipeline:
         stopping_criteria: Any,
         generation_config: GenerationConfig,
         seed: int | Sequence[int] | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
@@ -234,6 +254,7 @@ class BasePipeline:
                 own_streamer=lost.get("streamer"),
                 own_cache=cache,
                 seed=seed,
+                penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
                 prompt_streamed=True,
                 **model_kwargs,
             )
@@ -248,6 +269,7 @@ class BasePipeline:
         own_streamer: Any = None,
         own_cache: Cache | None = None,
         seed: int | Sequence[int] | None = None,
+        penalties: Mapping[str, Any] | None = None,
         prompt_streamed: bool = False,
         **model_kwargs: Any,
     ) -> Any:
@@ -269,6 +291,7 @@ class BasePipeline:
                 generation_config,
                 streamer=own_streamer,
                 seed=seed,
+                penalties=penalties,
                 cache=own_cache,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
@@ -426,6 +449,10 @@ class Pipeline(BasePipeline):
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.
+        acceptance: How the target accepts draft tokens in sampled calls. ``"coupled"``: both draw with the same noise, and one seed gives one
+            text. ``"rejection"`` and ``"block"`` accept more draft tokens: rejection sampling (Leviathan et al. 2023) and block verification (Sun
+            et al. 2024). The text has the target's distribution, too, but depends on the draft and on ``lookahead``. They are for one draft model
+            in ``schedule="lockstep"``, which they choose by default.
 
     Models given as objects are put into eval mode. With ``"workers"`` the drafts' weights move into shared memory (same values, one copy). A
     draft may have a shorter position limit than the target; past it, the draft is only less accurate.
@@ -467,6 +494,7 @@ class Pipeline(BasePipeline):
         trust_remote_code: bool = False,
         native: bool = True,
         exact: bool = False,
+        acceptance: str = "coupled",
     ) -> None:
         drafts, target = without_wrapper(drafts), without_wrapper(target)
         if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft, SelfDraft)):
@@ -484,7 +512,10 @@ class Pipeline(BasePipeline):
             "native": native,
             "exact": exact,
             "ngram": ngram,
+            "acceptance": acceptance,
         }
+        if acceptance != "coupled" and schedule is None:
+            schedule = "lockstep"
         configure = functools.partial(SpeculationConfig.of, len(drafts))
         config = configure(schedule=schedule or "lockstep", **options)  # checks the options before any model is read
         models, notes = load_chain(
@@ -543,6 +574,16 @@ class Pipeline(BasePipeline):
             )
 
     def _check_request(self, request: GenerationRequest) -> None:
+        sampling_params = request.inputs.sampling_params
+        if self.config.acceptance != "coupled" and sampling_params.seeds is not None:
+            by_position = sampling_params.stepwise or (request.record is not None and request.record.scores is not None)
+            if by_position:
+                name = "logits_processor" if sampling_params.stepwise else "output_scores"
+                raise UnsupportedInput(
+                    name,
+                    f"generate(): {name} runs position by position, which acceptance={self.config.acceptance!r} does not support: use "
+                    "Pipeline(..., acceptance='coupled')",
+                )
         if not self.config.exact:
             return
         if request.inputs.right_padding is not None:

@@ -20,6 +20,7 @@ from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 from tests.trials import trials
 
+from . import penalties
 from .layers import rope_case
 from .selection import (
     DTYPES,
@@ -52,6 +53,14 @@ def case(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def penalty_arguments() -> tuple[Any, ...]:
+    """The arguments of the schema of ``penalize``, all of them."""
+    given = penalties.case(1)
+    fed = [given[name] for name in ("logits", "tokens", "history", "lengths")]
+    counts = [given[name] for name in ("query_lens", "num_draft_tokens", "bitmask")]
+    return *fed, *penalties.flat(given["penalties"]), *counts
+
+
 NOISE = ("seeds", "positions", "inv_temperature", "cutoff")
 FED = ("logits", "tokens", "query_lens", "num_draft_tokens")
 
@@ -75,6 +84,9 @@ def schema_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
         (namespace.rejection_sample.default, (*fed, None, *noise[:3], None, None, None, *Streams(), 1)),
         (namespace.cutoff.default, (c["logits"], scales, ks, ps, least, *fed[2:])),
         (namespace.cutoff.default, (c["logits"], scales, ks.int(), ps.float(), least, None, None, 1)),
+        (namespace.block_sample.default, (*fed, draft, *noise, scales * 0.5, c["cutoff"] - 1, *Streams())),
+        (namespace.penalize.default, penalty_arguments()),
+        (namespace.penalize.default, (*penalty_arguments()[:8], None, None, None, None, None)),
     ]
 
 
@@ -156,7 +168,7 @@ def test_opcheck_of_storage_on_a_gpu(which: int) -> None:
             torch.testing.assert_close(ours.cpu(), theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("which", range(10))
+@pytest.mark.parametrize("which", range(13))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_opcheck(which: int, dtype: torch.dtype) -> None:
     operation, arguments = schema_calls(dtype)[which]
@@ -166,7 +178,7 @@ def test_opcheck(which: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("which", range(10))
+@pytest.mark.parametrize("which", range(13))
 def test_opcheck_on_a_gpu(which: int) -> None:
     operation, arguments = schema_calls(torch.bfloat16)[which]
     there = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]

@@ -328,6 +328,7 @@ SAMPLED = {
 
 # Sampled text differs from that of transformers.
 DRAWN = {"do_sample", "seed", "num_return_sequences"}
+OWN = {"presence_penalty", "frequency_penalty", "logit_bias"}  # not of transformers, see test_penalties.py
 
 NO_EFFECT = {
     "compile_config": CompileConfig(),
@@ -389,7 +390,7 @@ def test_every_argument_is_classified_and_has_a_case(capsys):
         f"this transformers has arguments that pipespec.generation.arguments.ARGUMENTS does not classify: {unknown}"
     )
     honoured = of(How.HONOURED, How.FUSED, How.STEPWISE)
-    assert sorted([*CASES, *SAMPLED, *DRAWN]) == sorted(honoured)
+    assert sorted([*CASES, *SAMPLED, *DRAWN, *OWN]) == sorted(honoured)
     assert sorted(NO_EFFECT) == sorted(of(How.NO_EFFECT))
     assert sorted(REFUSED) == sorted(of(How.REFUSED))
     counts = Counter(argument.how.value for argument in ARGUMENTS.values())

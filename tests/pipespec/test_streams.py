@@ -526,7 +526,10 @@ class Bans:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"repetition_penalty": 1.3}, "repetition_penalty .*; leave it out"),
+        (
+            {"repetition_penalty": 1.3, "suppress_tokens": [9]},
+            "RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor; leave them out",
+        ),
         ({"logits_processor": LogitsProcessorList([Bans()])}, "position by position: Bans; leave them out"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
         ({"output_logits": True, "return_dict_in_generate": True}, "output_logits .*; leave them out"),

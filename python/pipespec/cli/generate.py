@@ -18,7 +18,7 @@ from pipespec.cli.options import (
     read_text,
     require_text,
 )
-from pipespec.config import SCHEDULES
+from pipespec.config import ACCEPTANCES, SCHEDULES
 from pipespec.process.progress import quiet_transformers, say, working
 
 if TYPE_CHECKING:
@@ -70,6 +70,17 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     sample.add_argument("--min-p", metavar="P", type=float, help="keep tokens with P times the highest probability")
     sample.add_argument("--seed", metavar="N", type=int, help="one seed gives one text, whatever the drafts")
     sample.add_argument("--repetition-penalty", metavar="R", type=float, help="above 1: fewer repetitions; greedy, too")
+    for kind, what in (
+        ("presence", "tokens that the new text has"),
+        ("frequency", "tokens, per occurrence in the new text"),
+    ):
+        sample.add_argument(f"--{kind}-penalty", metavar="P", type=float, help=f"subtracted from the scores of {what}")
+    sample.add_argument(
+        "--acceptance",
+        choices=ACCEPTANCES,
+        default="coupled",
+        help="how the target accepts draft tokens; rejection and block: more of them, in lockstep with one draft, and the text depends on the draft, too",
+    )
     parser.add_argument("--stop", metavar="TEXT", action="append", help="stop after this text; may be repeated")
     parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the prompt")
     parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
@@ -102,7 +113,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report:
     else:
         prompt = require_text(args.prompt, "--prompt")
     at_least_one(args, "max_new_tokens")
-    target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule))
+    target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule, args.acceptance))
     with working("importing torch and transformers"):
         from transformers import AutoTokenizer
 
@@ -119,6 +130,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report:
                 min_draft_tokens=args.min_draft_tokens,
                 decode_meanwhile=args.decode_meanwhile,
                 exact=args.exact,
+                acceptance=args.acceptance,
                 trace=trace,
                 dtype=dtype,
                 draft_dtype=args.draft_dtype,
@@ -174,8 +186,8 @@ def _sampling_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any
     if sample:
         # transformers' default would be top_k=50.
         options |= {"top_k": 0, "seed": args.seed} | given
-    if args.repetition_penalty is not None:
-        options["repetition_penalty"] = args.repetition_penalty
+    penalties = {name: getattr(args, name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")}
+    options |= {name: value for name, value in penalties.items() if value is not None}
     if args.stop:
         options |= {"stop_strings": args.stop, "tokenizer": tokenizer}
     return options
@@ -191,9 +203,11 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
     )
 
 
-def _bundled(schedule: str | None) -> list[str]:
+def _bundled(schedule: str | None, acceptance: str) -> list[str]:
     """Drafts of the bundled family; with few cores, one draft, since a worker process needs a core of its own."""
     names = ["small", "medium"] if schedule in ("auto", "lockstep") or len(os.sched_getaffinity(0)) > 2 else ["medium"]
+    if acceptance != "coupled":
+        names = names[-1:]
     if schedule == "plain":
         names = []
     say(f"no --target: using the bundled demo family, target{''.join(f' + {name}' for name in names)}")

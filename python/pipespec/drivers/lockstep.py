@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import Driver, GenerationRequest
+from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.stage import Stage
 from pipespec_kernels.state import Action
 
@@ -22,10 +23,15 @@ class LockstepDriver(Driver):
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
         ngram = self._make_ngram()
+        acceptance = None
+        if config.acceptance != "coupled" and len(self.models) > 1:
+            acceptance = Acceptance(config.acceptance, max(config.lookahead))
         self._stages: list[Stage] = []
         for i, model in enumerate(self.models, self._first):
             trace, upstream = self._trace_of(i), None if self._stages else ngram
-            self._stages.append(Stage(model, self.block, i, trace, native=config.native, ngram=upstream))
+            self._stages.append(
+                Stage(model, self.block, i, trace, native=config.native, ngram=upstream, acceptance=acceptance)
+            )
             self.block.set_alive(i, True)
 
     @property
@@ -37,6 +43,11 @@ class LockstepDriver(Driver):
         return self._stages
 
     def _generate(self, request: GenerationRequest) -> None:
+        self.remarks = ()
+        if self.config.acceptance != "coupled" and request.inputs.sampling_params.seeds is not None:
+            self.remarks = (
+                f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on the draft, too",
+            )
         self.begin(request)
         run_in_turn(self, request)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,10 +16,35 @@ import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
+from pipespec.engine.acceptance import Acceptance
 from pipespec_kernels import ops
 from pipespec_kernels.noise import ALL_DRAWN, Noise
+from pipespec_kernels.penalties import Penalties
 
 _Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class OutputPenaltyLogitsProcessor(hf.LogitsProcessor):
+    """Presence and frequency penalty of OpenAI's API and vLLM, as a logits processor of transformers.
+
+    From the score of each token that occurs ``n > 0`` times in the generated text it subtracts ``n * frequency_penalty``, then ``presence_penalty``. The
+    prompt does not count.
+
+    Args:
+        prompt_length: columns of ``input_ids`` that are the prompt.
+        presence_penalty: any finite number; above 0: fewer repetitions.
+        frequency_penalty: likewise.
+    """
+
+    def __init__(self, prompt_length: int, presence_penalty: float = 0.0, frequency_penalty: float = 0.0) -> None:
+        self.prompt_length = prompt_length
+        self.presence_penalty, self.frequency_penalty = presence_penalty, frequency_penalty
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        generated = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+        return (scores - self.frequency_penalty * counts) - self.presence_penalty * (counts > 0)
+
 
 # Processors without a state, which drafts run, too. All others run in the target only, where each sees every token once and in order.
 _STATELESS = {
@@ -29,13 +54,108 @@ _STATELESS = {
     hf.MinNewTokensLengthLogitsProcessor, hf.MinPLogitsWarper, hf.NoBadWordsLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor, hf.RepetitionPenaltyLogitsProcessor, hf.SequenceBiasLogitsProcessor,
     hf.SuppressTokensAtBeginLogitsProcessor, hf.SuppressTokensLogitsProcessor, hf.TemperatureLogitsWarper,
-    hf.TopHLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.TypicalLogitsWarper,
+    hf.TopHLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.TypicalLogitsWarper, OutputPenaltyLogitsProcessor,
 }  # fmt: skip
 
 _LEAST = 1e-37
 """Below this a temperature's inverse is near the end of float32; above 1 / this, too."""
 
 _FUSED_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
+
+
+def with_penalties(
+    processors: Sequence[_Processor],
+    prompt_length: int,
+    *,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+) -> list[_Processor]:
+    """Add processors for pipespec's own arguments, where vLLM applies them.
+
+    The bias goes behind transformers' ``sequence_bias``, or to the beginning. The penalties go behind the repetition penalty, or behind the biases.
+
+    Args:
+        processors: those that transformers has prepared.
+        prompt_length: columns of the prompt.
+        presence_penalty: see :class:`OutputPenaltyLogitsProcessor`.
+        frequency_penalty: likewise.
+        logit_bias: is added to the scores of these ids.
+    """
+    found = list(processors)
+    at = 0
+    while at < len(found) and type(found[at]) is hf.SequenceBiasLogitsProcessor:
+        at += 1
+    if logit_bias:
+        found.insert(at, hf.SequenceBiasLogitsProcessor({(int(i),): float(b) for i, b in logit_bias.items()}))
+        at += 1
+    if presence_penalty or frequency_penalty:
+        at = next((i + 1 for i, p in enumerate(found) if type(p) is hf.RepetitionPenaltyLogitsProcessor), at)
+        own = OutputPenaltyLogitsProcessor(prompt_length, float(presence_penalty or 0), float(frequency_penalty or 0))
+        found.insert(at, own)
+    return found
+
+
+class FusedPenalties(NamedTuple):
+    """Penalties and biases that :func:`pipespec_kernels.ops.penalize` applies to all positions of a step at once.
+
+    Attributes:
+        repetition: 1.0: off.
+        presence: 0.0: off.
+        frequency: 0.0: off.
+        bias: pairs of a token id and what is added to its logit.
+        prompt_length: ids that processors see of a prompt, padding included.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    prompt_length: int = 0
+
+    @classmethod
+    def of(cls, processors: Sequence[_Processor]) -> FusedPenalties | None:
+        """From processors in the order that the operation has; None if there are none, others, or in another order."""
+        bias: dict[int, float] = {}
+        fused: dict[str, Any] = {}
+        place = 0
+        for processor in processors:
+            given: Any = processor
+            kind = type(given)
+            if kind is hf.SequenceBiasLogitsProcessor and place == 0:
+                single = {ids[0]: float(value) for ids, value in given.sequence_bias.items() if len(ids) == 1}
+                if len(single) < len(given.sequence_bias) or bias.keys() & single.keys():
+                    return None
+                bias |= single
+            # An int is the user's own number of ignored tokens. transformers sets a tensor to leave out the padding.
+            elif kind is hf.RepetitionPenaltyLogitsProcessor and place < 1 and not isinstance(_ignored(processor), int):
+                place, fused["repetition"] = 1, float(given.penalty)
+            elif kind is OutputPenaltyLogitsProcessor and place < 2:
+                place = 2
+                fused |= {"presence": given.presence_penalty, "frequency": given.frequency_penalty}
+                fused["prompt_length"] = given.prompt_length
+            else:
+                return None
+        return cls(bias=tuple(bias.items()), **fused) if processors else None
+
+    def tensors(self, ignored: Sequence[int], device: torch.device | str) -> Penalties:
+        """The numbers of each row; ``ignored``: per row, ids at the beginning of its prompt that count for nothing."""
+        rows = len(ignored)
+
+        def each(value: float) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=torch.float32, device=device)
+
+        ids = torch.tensor([i for i, _ in self.bias], dtype=torch.int32, device=device)
+        bias = torch.tensor([b for _, b in self.bias], dtype=torch.float32, device=device)
+        prompts = torch.tensor([self.prompt_length - n for n in ignored], dtype=torch.int32, device=device)
+        return Penalties(
+            each(self.repetition),
+            each(self.presence),
+            each(self.frequency),
+            prompts,
+            ids.repeat(rows, 1) if self.bias else None,
+            bias.repeat(rows, 1) if self.bias else None,
+        )
 
 
 class Prompt(NamedTuple):
@@ -65,7 +185,8 @@ class SamplingParams:
         top_k: keep the k largest logits; 0: all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1.0: all.
         min_p: drop tokens below this fraction of the largest probability; 0.0: none.
-        processors: transformers' and the user's, run position by position before the warpers. A repetition penalty alone is fused, too.
+        processors: transformers' and the user's, run position by position before the warpers. Penalties and biases alone are fused, too, see
+            :class:`FusedPenalties`.
         warpers: transformers' objects for the fused part; only ``output_scores`` needs them.
         prompts: per row, what processors see of its prompt; empty: the text as it is.
         ends: ids that end a row. Positions after one are not sampled.
@@ -87,18 +208,33 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
-    def penalty(self) -> float:
-        """The repetition penalty if it is the only processor, so that it is fused; else 1.0."""
-        only: Any = self.processors[0] if len(self.processors) == 1 else None
-        # An int is the user's own number of ignored tokens. transformers sets a tensor to leave out the padding.
-        if type(only) is hf.RepetitionPenaltyLogitsProcessor and not isinstance(_ignored(only), int):
-            return float(only.penalty)
-        return 1.0
+    def penalties(self) -> FusedPenalties | None:
+        """Penalties and biases, if they are the only processors, so that they are fused; else None."""
+        return FusedPenalties.of(self.processors)
 
     @property
     def stepwise(self) -> bool:
         """Whether processors must run position by position."""
-        return bool(self.processors) and self.penalty == 1.0
+        return bool(self.processors) and self.penalties is None
+
+    def ignored_ids(self, row: int) -> int:
+        """Ids at the beginning of a row's prompt that a repetition penalty leaves out: those that transformers' does, else the padding."""
+        for processor in self.processors:
+            if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
+                return _ignored_ids(self, processor, row)
+        return 0
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Check the ids of fused biases, as transformers does at the first token.
+
+        Raises:
+            ValueError: An id lies outside of the vocabulary.
+        """
+        wrong = [i for i, _ in self.penalties.bias if not 0 <= i < vocabulary] if self.penalties else []
+        if wrong:
+            raise ValueError(
+                f"sequence_bias, logit_bias: the target has {vocabulary} tokens, but these ids are biased: {wrong}"
+            )
 
     def for_drafts(self) -> bytes:
         """Pickled parameters for the drafts: without what only the target may run.
@@ -228,6 +364,7 @@ class Sampler:
         record: where the target's scores and logits are stored; None: nowhere.
         vocabulary: tokens of the target's vocabulary. Logits beyond it, of a draft's padding, are ignored.
         is_target: whether unusable logits are an error. In a draft they only cost a draft token.
+        acceptance: of draft tokens by rejection sampling; None: coupled.
     """
 
     def __init__(
@@ -237,18 +374,21 @@ class Sampler:
         record: ScoreRecord | None = None,
         vocabulary: int | None = None,
         is_target: bool = True,
+        acceptance: Acceptance | None = None,
     ) -> None:
         self._sampling_params = sampling_params
         self._text = text
         self._record = record
         self._vocabulary = vocabulary
         self._is_target = is_target
+        self._acceptance = acceptance
         rows = text.shape[0]
         self._processors = [
             [_for_row(p, row, rows, sampling_params) for p in sampling_params.processors] for row in range(rows)
         ]
         self._stepwise = sampling_params.stepwise or (record is not None and record.scores is not None)
-        self._penalty = sampling_params.penalty
+        self._penalties = sampling_params.penalties
+        self._ignored = [sampling_params.ignored_ids(row) for row in range(rows)]
         if sampling_params.seeds is not None:
             self._keys = torch.from_numpy(np.array(sampling_params.seeds, dtype=np.uint64).view(np.int64))
             inverse = torch.full((rows,), 1 / sampling_params.temperature, dtype=torch.float32, device="cpu")
@@ -282,7 +422,7 @@ class Sampler:
         if self._stepwise:
             return self._by_position(logits, fed, query_lens, num_draft_tokens, positions)
         raw, sampling_params = logits, self._sampling_params
-        if self._penalty != 1.0:
+        if self._penalties is not None:
             logits = self._penalised(logits, query_lens, num_draft_tokens, positions)
         noise = undrawn = None
         if sampling_params.seeds is not None:
@@ -294,7 +434,13 @@ class Sampler:
             noise = Noise(self._keys, positions, self._inverse_temperature, cutoff)
             if self._is_target:
                 undrawn = torch.full(query_lens.shape, ALL_DRAWN, dtype=torch.int64, device=logits.device)
-        selected, accepted = ops.verify(logits, fed, query_lens, num_draft_tokens, noise=noise, undrawn=undrawn)
+        counts = query_lens, num_draft_tokens
+        if self._acceptance is None or noise is None:
+            selected, accepted = ops.verify(logits, fed, *counts, noise=noise, undrawn=undrawn)
+        elif self._is_target:
+            selected, accepted = self._acceptance.accept(logits, fed, *counts, noise, undrawn)
+        else:
+            selected, accepted = self._acceptance.draw(logits, fed, *counts, noise)
         if undrawn is not None:
             check_drawn(undrawn)
         if self._record is not None and self._record.logits is not None:
@@ -313,27 +459,32 @@ class Sampler:
     def _penalised(
         self, logits: torch.Tensor, query_lens: np.ndarray, num_draft_tokens: np.ndarray, positions: np.ndarray
     ) -> torch.Tensor:
-        """A float32 copy in which tokens that a position's prefix holds are penalised (CTRL, Keskar et al. 2019, section 4.1)."""
-        penalty, vocabulary = self._penalty, logits.shape[2]
+        """A float32 copy with penalties and biases, each column with its own prefix, see :func:`pipespec_kernels.ops.penalize`."""
+        assert self._penalties is not None
         out = logits.to(torch.float32, copy=True)
-        for row in range(logits.shape[0]):
-            if query_lens[row] == 0:
-                continue
-            draft_tokens = int(num_draft_tokens[row])
-            first = int(query_lens[row]) - 1 - draft_tokens
-            prefix = self._prefix(row, int(positions[row]) + first + draft_tokens)
-            prefix = prefix[_ignored_ids(self._sampling_params, self._sampling_params.processors[0], row) :]
-            known = len(prefix) - draft_tokens  # length of the first needed column's prefix
-            block = out[row, first : first + draft_tokens + 1]
-            # Per token, the first column whose prefix holds it: 0, or the column after the draft token.
-            said, where = np.unique(prefix, return_index=True)
-            inside = said < vocabulary
-            said, since = said[inside].astype(np.int64), np.maximum(where[inside] - known + 1, 0)
-            ids = torch.from_numpy(said).to(out.device)
-            applies = torch.from_numpy(since[None] <= np.arange(draft_tokens + 1)[:, None]).to(out.device)
-            scores = block[:, ids]
-            changed = torch.where(scores < 0, scores * penalty, scores / penalty)
-            block[:, ids] = torch.where(applies, changed, scores)
+        rows, width, _ = out.shape
+        lengths, tokens = np.zeros(rows, dtype=np.int32), np.full((rows, width), -1, dtype=np.int32)
+        seen = [np.zeros(0, dtype=np.int32)] * rows
+        for row in np.flatnonzero(query_lens).tolist():
+            fed = int(query_lens[row])
+            prefix = self._prefix(row, int(positions[row]) + fed - 1)[self._ignored[row] :]
+            # Columns before the first one that matters may lie in a part of the text that processors do not see.
+            known = max(0, len(prefix) - fed)
+            tokens[row, fed - (len(prefix) - known) : fed] = prefix[known:]
+            seen[row], lengths[row] = prefix[:known], known
+        history = np.zeros((rows, int(lengths.max()) + width), dtype=np.int32)
+        for row, ids in enumerate(seen):
+            history[row, : len(ids)] = ids
+        device = out.device
+        ops.penalize(
+            out,
+            torch.from_numpy(tokens).to(device),
+            torch.from_numpy(history).to(device),
+            torch.from_numpy(lengths).to(device),
+            self._penalties.tensors(self._ignored, device),
+            query_lens=query_lens,
+            num_draft_tokens=num_draft_tokens,
+        )
         return out
 
     def _prefix(self, row: int, end: int) -> np.ndarray:

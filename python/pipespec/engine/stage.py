@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
+from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, recheck, release
 from pipespec.engine.ngram import NgramStage
@@ -126,6 +127,7 @@ class Stage:
         trace: buffer for the times of prefill and steps; None: no trace.
         native: whether the model may run in the native form.
         ngram: the stage upstream, if it is an n-gram index: it drafts before each step of this one.
+        acceptance: shared by a draft and the target whose sampled calls use rejection sampling; None: coupled.
     """
 
     def __init__(
@@ -137,8 +139,10 @@ class Stage:
         *,
         native: bool = True,
         ngram: NgramStage | None = None,
+        acceptance: Acceptance | None = None,
     ) -> None:
         self.model = model
+        self._acceptance = acceptance
         self.block = block
         self.index = index
         self._trace = trace
@@ -269,7 +273,10 @@ class Stage:
         if self._clamp is not None and sampling_params.stepwise:
             # Processors may name tokens that this model does not have.
             sampling_params = replace(sampling_params, processors=())
-        self._select = Sampler(sampling_params, self._text, record, inputs.vocabulary, is_target)
+        acceptance = None if sampling_params.seeds is None else self._acceptance
+        if acceptance is not None and is_target:
+            acceptance.begin(rows, inputs.vocabulary, self.model.device)
+        self._select = Sampler(sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance)
         self.port = self.block.port(self.index, WIDTH)
         self.port.trace(self._trace)
         self._tokens = torch.from_numpy(self.port.tokens)
@@ -403,6 +410,8 @@ class Stage:
                 self._num_draft_tokens * selecting,
                 self._kv.astype(np.int64) + (first + 1),
             )
+            if self._acceptance is not None:
+                self._drop_rejected(selected)
             port.commit(selected.data_ptr(), columns - first)
         else:
             self._forward(fed, cache, keep=0, seen=seen)
@@ -412,6 +421,21 @@ class Stage:
         self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
         port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
         return action
+
+    def _drop_rejected(self, selected: torch.Tensor) -> None:
+        """Take a rejected draft token out of the step if the stage's own token in its place is the same: commit would accept it, and go on.
+
+        Rejection sampling rejects the token of a draft without a distribution (NaN), and may then draw it from the target's.
+        """
+        for row in np.flatnonzero(self._num_draft_tokens * (self._n_select > 0)):
+            draft_tokens = int(self._num_draft_tokens[row])
+            kept = int((selected[row] >= 0).sum()) - 1
+            if kept >= draft_tokens:
+                continue
+            fed = int(self._query_lens[row])
+            if int(selected[row, kept]) == int(self.port.tokens[row, fed - draft_tokens + kept]):
+                for counts in (self._n_select, self._query_lens, self._num_draft_tokens):
+                    counts[row] -= draft_tokens - kept
 
     def _limit_to_rope(self, cache: RowCache, rope: DynamicRope) -> int:
         """Reduce the planned step to what ``generate()`` would feed with the same RoPE. Returns the length that the RoPE belongs to.

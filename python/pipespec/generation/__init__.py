@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 
 from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest, TextSource
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds
+from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
 from pipespec.engine.stage import PREFILL_CHUNK, RightPadding, StageInputs
 from pipespec.errors import Unsupported, UnsupportedInput
 from pipespec.generation.arguments import MOST_TOKENS, check_options, check_positions
@@ -87,6 +87,7 @@ class Generation:
         config: The merged configuration.
         streamer: Gets the tokens as they are committed.
         seed: One integer, or one per row.
+        penalties: Arguments of :func:`pipespec.engine.sampling.with_penalties`.
         cache: The caller's ``past_key_values``.
         attention_mask: ``[B, S]``, 0 for padding. With a cache it may have columns for cached tokens before these.
         position_ids: As derived from the mask.
@@ -106,6 +107,7 @@ class Generation:
         *,
         streamer: Any = None,
         seed: Any = None,
+        penalties: Mapping[str, Any] | None = None,
         cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -154,7 +156,9 @@ class Generation:
 
         seeds = row_seeds(seed, rows) if config.do_sample or seed is not None else None
         self.seeds = seeds if config.do_sample else None  # greedy: a seed is checked, and changes nothing
+        logits_processor = with_penalties(logits_processor, width, **(penalties or {}))
         self._sampling_params = SamplingParams.of(logits_processor, seeds=self.seeds, prompts=shown, ends=self._eos)
+        self._sampling_params.check_ids(head_size(target))
         self._record = None
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             self._record = ScoreRecord(

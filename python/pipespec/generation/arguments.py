@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 import operator
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +57,9 @@ ARGUMENTS: dict[str, Argument] = {
     "prefix_allowed_tokens_fn": Argument(How.STEPWISE, "gets the row's index in the batch and its ids; drafts do not run it"),
     "streamer": Argument(How.HONOURED, "tokens in order, once, as soon as the target has committed them"),
     "seed": Argument(How.HONOURED, "pipespec's own: one integer, or one per row; default: drawn from torch's generator"),
+    "presence_penalty": Argument(How.FUSED, "pipespec's own, as in vLLM: subtracted from the scores of generated tokens", (0, 0.0)),
+    "frequency_penalty": Argument(How.FUSED, "pipespec's own, as in vLLM: subtracted once per occurrence in the generated text", (0, 0.0)),
+    "logit_bias": Argument(How.FUSED, "pipespec's own: `{token id: number}`, added to the scores before all penalties; like `sequence_bias` of single tokens"),
     "tokenizer": Argument(How.HONOURED, "needed by `stop_strings`"),
     "past_key_values": Argument(How.HONOURED, "a cache that a pipeline returned, or a DynamicCache; `input_ids` is the whole text, or the new tokens with the mask of the whole text"),
     "custom_generate": Argument(How.REFUSED, "a pipeline is one itself: `model.generate(..., custom_generate=pipe)`"),
@@ -84,7 +89,7 @@ ARGUMENTS: dict[str, Argument] = {
     "top_k": Argument(How.FUSED, ""),
     "top_p": Argument(How.FUSED, "tokens that tie with the last one kept are all kept"),
     "min_p": Argument(How.FUSED, ""),
-    "repetition_penalty": Argument(How.FUSED, "padding is not penalised; position by position if other processors are set", (1.0,)),
+    "repetition_penalty": Argument(How.FUSED, "padding is not penalised; position by position beside other processors than penalties and biases", (1.0,)),
     "top_h": Argument(How.STEPWISE, ""),
     "typical_p": Argument(How.STEPWISE, "", (1.0,)),
     "epsilon_cutoff": Argument(How.STEPWISE, "", (0.0,)),
@@ -94,7 +99,7 @@ ARGUMENTS: dict[str, Argument] = {
     "encoder_repetition_penalty": Argument(How.STEPWISE, "", (1.0,)),
     "encoder_no_repeat_ngram_size": Argument(How.STEPWISE, "", (0,)),
     "bad_words_ids": Argument(How.STEPWISE, ""),
-    "sequence_bias": Argument(How.STEPWISE, ""),
+    "sequence_bias": Argument(How.FUSED, "single tokens; position by position with longer sequences, or beside other processors"),
     "suppress_tokens": Argument(How.STEPWISE, ""),
     "begin_suppress_tokens": Argument(How.STEPWISE, ""),
     "forced_bos_token_id": Argument(How.STEPWISE, ""),
@@ -149,6 +154,9 @@ ARGUMENTS: dict[str, Argument] = {
     "transformers_version": Argument(How.NO_EFFECT, _FILE),
 }  # fmt: skip
 """Every argument of ``generate()`` and field of ``GenerationConfig``; ``docs/generate.md`` has the same table."""
+
+OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
+"""Arguments of a pipeline's ``generate()`` that transformers does not have."""
 
 MOST_TOKENS = 2**30  # positions are 32-bit numbers
 
@@ -207,6 +215,45 @@ def check_arguments(
             raise refusal("position_ids", positions)
     _check_length(config, ids.shape[1])
     return ids, mask, config
+
+
+def check_penalties(
+    presence_penalty: Any = None, frequency_penalty: Any = None, logit_bias: Any = None
+) -> dict[str, Any]:
+    """Check pipespec's own penalties and biases.
+
+    Returns:
+        The arguments of :func:`pipespec.engine.sampling.with_penalties`.
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A number is not finite, or a bias is NaN or +inf.
+    """
+    found: dict[str, Any] = {}
+    for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
+        number = plain_number(value)
+        if number is not None and (not isinstance(number, (int, float)) or isinstance(number, bool)):
+            raise TypeError(f"{name} must be a number, not {value!r}")
+        if number is not None and not math.isfinite(number):
+            raise ValueError(f"{name} must be finite, not {value!r}")
+        found[name] = number
+    if logit_bias is not None:
+        if not isinstance(logit_bias, Mapping):
+            raise TypeError(f"logit_bias must be a dict of token ids and numbers, not {type(logit_bias).__name__}")
+        biases = {}
+        for token, bias in logit_bias.items():
+            token, number = plain_number(token), plain_number(bias)
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise TypeError(f"logit_bias: {token!r} is not a token id")
+            if not isinstance(number, (int, float)) or isinstance(number, bool):
+                raise TypeError(f"logit_bias: the bias of token {token} must be a number, not {bias!r}")
+            if not number < math.inf:
+                raise ValueError(
+                    f"logit_bias: the bias of token {token} is {number}; it must be finite, or -inf to forbid the token"
+                )
+            biases[token] = float(number)
+        logit_bias = biases
+    return found | {"logit_bias": logit_bias}
 
 
 def check_options(config: GenerationConfig, own: GenerationConfig) -> None:

@@ -14,10 +14,11 @@ import triton.language as tl
 
 from pipespec_kernels import reference
 from pipespec_kernels.noise import Noise, Streams
-from pipespec_kernels.triton import Config, cutoff, rejection_sample, verify
+from pipespec_kernels.triton import Config, cutoff, penalize, rejection_sample, verify
 from pipespec_kernels.triton.philox import INTERPRETED, draw4, uniform
 from pipespec_kernels.triton.philox import draw as right_draw
 
+from .. import penalties
 from ..selection import make_logits
 from .test_philox import noise_kernel
 
@@ -75,6 +76,18 @@ def accepts_most_counts(fed, draft_tokens, width):
 def unordered(x, SHIFT: tl.constexpr):
     """Compares raw bits, whose order is reversed for negative numbers."""
     return x.to(tl.int32, bitcast=True) >> SHIFT
+
+
+@triton.jit
+def counts_once(table, ids, inside, generated):
+    """Of several generated occurrences only one."""
+    tl.atomic_max(table + ids, 1, mask=inside & generated)
+    tl.atomic_or(table + ids, 1 << 30, mask=inside & ~generated)
+
+
+@triton.jit
+def always_allowed(mask, ids, inside, HAS_BITMASK: tl.constexpr):
+    return inside
 
 
 @triton.jit
@@ -142,7 +155,17 @@ def check_cutoff() -> None:
     assert torch.equal(cutoff(logits, top_k=5), reference.cutoff(logits, n, n.long() * 5, n, n * 0))
 
 
-CHECKS = [check_greedy, check_coupled, check_rejection, check_counts, check_noise, check_cutoff]
+def check_penalties() -> None:
+    given = penalties.case(4)
+    expected = penalties.by_processors(given)
+    p = tuple(getattr(given["penalties"], name) for name in type(given["penalties"]).__slots__)
+    fed = [given[name] for name in ("logits", "tokens", "history", "lengths")]
+    counts = [given[name] for name in ("query_lens", "num_draft_tokens", "bitmask")]
+    penalize(*fed, p, *counts, torch.zeros(given["logits"].numel(), dtype=torch.int32))
+    assert penalties.same_bits(given["logits"], expected)
+
+
+CHECKS = [check_penalties, check_greedy, check_coupled, check_rejection, check_counts, check_noise, check_cutoff]
 MUTATIONS = {
     "better: the last of equals": (check_greedy, "verify", "better", last_of_equals),
     "better: no NaN": (check_greedy, "verify", "better", ignores_nan),
@@ -154,6 +177,8 @@ MUTATIONS = {
     "noise: 24 bits": (check_noise, "philox", "uniform", rough_uniform),
     "ratio: another stream": (check_rejection, "rejection_sample", "draw", other_stream),
     "ratio: no residual": (check_rejection, "rejection_sample", "lg2", ignored_ratio),
+    "penalties: one occurrence": (check_penalties, "penalize", "count", counts_once),
+    "penalties: no bitmask": (check_penalties, "penalize", "allowed", always_allowed),
     "counts: trusted": (check_counts, "verify", "invalid", accepts_most_counts),
     "cutoff: order of bits": (check_cutoff, "cutoff", "_key", unordered),
 }

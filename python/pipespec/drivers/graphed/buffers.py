@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampling import SamplingParams, check_drawn
+from pipespec.engine.sampling import FusedPenalties, SamplingParams, check_drawn
 from pipespec_kernels import dispatch, ops
 from pipespec_kernels.noise import ALL_DRAWN, Noise
+
+_numbers = itertools.count(1)
 
 
 class SamplingKind(NamedTuple):
@@ -21,18 +24,89 @@ class SamplingKind(NamedTuple):
     Attributes:
         sampled: False: greedy.
         top_k: Whether a top-k filter runs; likewise ``top_p`` and ``min_p``.
+        penalties: Number of the :class:`StaticPenalties` that apply; 0: none.
     """
 
     sampled: bool = False
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
+    penalties: int = 0
 
     @classmethod
-    def of(cls, sampling_params: SamplingParams) -> SamplingKind:
+    def of(cls, sampling_params: SamplingParams, penalties: int = 0) -> SamplingKind:
         if sampling_params.seeds is None:
-            return cls()
-        return cls(True, sampling_params.top_k > 0, sampling_params.top_p < 1.0, sampling_params.min_p > 0.0)
+            return cls(penalties=penalties)
+        s = sampling_params
+        return cls(True, s.top_k > 0, s.top_p < 1.0, s.min_p > 0.0, penalties)
+
+
+class StaticPenalties:
+    """The text that penalties see, and their numbers, at fixed addresses.
+
+    Args:
+        rows: Rows of the batch.
+        capacity: Tokens of a row's history.
+        biases: Biases per row that there is room for.
+        device: The stage's device.
+
+    Attributes:
+        number: Differs between any two instances.
+    """
+
+    def __init__(self, rows: int, capacity: int, biases: int, device: torch.device) -> None:
+        self.number = next(_numbers)
+        self._capacity, self._room = capacity, biases
+        self._history = torch.zeros((rows, capacity), dtype=torch.int32, device=device)
+        # Position in the history of the text's first token.
+        self._offsets = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._penalties = self._padded(FusedPenalties()).tensors([0] * rows, device)
+        self._workspaces: dict[int, Tensor] = {}  # by width
+
+    def fits(self, capacity: int, biases: int) -> bool:
+        """Whether there is room for this many tokens and biases. Without biases none are applied."""
+        return capacity <= self._capacity and biases <= self._room and (biases > 0) == (self._room > 0)
+
+    def _padded(self, fused: FusedPenalties) -> FusedPenalties:
+        """With a bias for each place there is. Id -1 has no effect."""
+        return fused._replace(bias=(*fused.bias, *[(-1, 0.0)] * (self._room - len(fused.bias))))
+
+    def set(self, fused: FusedPenalties, sampling_params: SamplingParams, prompts: Sequence[np.ndarray]) -> None:
+        """Start a call with these prompts, int32 ``[P_r]``."""
+        ignored = [sampling_params.ignored_ids(row) for row in range(len(prompts))]
+        new = self._padded(fused).tensors(ignored, self._history.device)
+        for name in ("repetition", "presence", "frequency", "prompt_lengths", "bias_ids", "bias"):
+            if (own := getattr(self._penalties, name)) is not None:
+                own.copy_(getattr(new, name))
+        offsets = [0] * len(prompts)
+        for row, prompt in enumerate(prompts):
+            shown = prompt
+            if sampling_params.prompts:
+                shown = sampling_params.prompts[row].ids[ignored[row] :]
+                offsets[row] = len(shown) - sampling_params.prompts[row].length
+            self._history[row, : len(shown)].copy_(torch.from_numpy(np.ascontiguousarray(shown)))
+        self._offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
+
+    def __call__(
+        self, logits: Tensor, tokens: Tensor, kv: Tensor, n_select: Tensor, num_draft_tokens: Tensor
+    ) -> Tensor:
+        """The penalised logits, float32; see :meth:`StaticSampler.__call__`. Appends the tokens to the text."""
+        if logits.dtype is not torch.float32:
+            logits = logits.float()
+        rows, width, vocab = logits.shape
+        if logits.is_cuda and width not in self._workspaces:
+            self._workspaces[width] = torch.zeros(rows * width * vocab, dtype=torch.int32, device=logits.device)
+        ops.penalize(
+            logits,
+            tokens,
+            self._history,
+            kv + self._offsets,
+            self._penalties,
+            query_lens=n_select,
+            num_draft_tokens=num_draft_tokens,
+            workspace=self._workspaces.get(width),
+        )
+        return logits
 
 
 class StaticSampler:
@@ -49,6 +123,8 @@ class StaticSampler:
 
     def __init__(self, rows: int, device: torch.device, is_target: bool) -> None:
         self.kind, self._is_target = SamplingKind(), is_target
+        self._rows, self._device = rows, device
+        self._penalties: StaticPenalties | None = None
         # By width, since graphs keep the addresses.
         self._workspaces: dict[int, Any] = {}
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -60,9 +136,15 @@ class StaticSampler:
         undrawn = torch.full((rows,), ALL_DRAWN, dtype=torch.int64, device="cpu")
         self._undrawn = undrawn if device.type == "cpu" else undrawn.pin_memory()
 
-    def set(self, sampling_params: SamplingParams) -> None:
-        """Use these parameters from the next step on. The numbers overwrite the old ones in place."""
-        self.kind = SamplingKind.of(sampling_params)
+    def set(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], most: int) -> None:
+        """Use these parameters from the next step on. The numbers overwrite the old ones in place.
+
+        Args:
+            sampling_params: Of the call.
+            prompts: Per row, int32 ids ``[P_r]``.
+            most: Positions that a row may come to use.
+        """
+        self.kind = SamplingKind.of(sampling_params, self._set_penalties(sampling_params, prompts, most))
         if sampling_params.seeds is None:
             return
         self._seeds.copy_(torch.from_numpy(np.array(sampling_params.seeds, dtype=np.uint64).view(np.int64)))
@@ -71,6 +153,19 @@ class StaticSampler:
         self._top_p.fill_(sampling_params.top_p)
         self._min_p.fill_(sampling_params.min_p)
         self._undrawn.fill_(ALL_DRAWN)
+
+    def _set_penalties(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], most: int) -> int:
+        """Returns the number of the penalties that apply."""
+        fused = sampling_params.penalties
+        if fused is None:
+            return 0
+        # Ids that processors see may be more than those of the text: padding within a prompt.
+        capacity = most + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
+        if self._penalties is None or not self._penalties.fits(capacity, len(fused.bias)):
+            room = 1 << (len(fused.bias) - 1).bit_length() if fused.bias else 0
+            self._penalties = StaticPenalties(self._rows, 1 << (capacity - 1).bit_length(), room, self._device)
+        self._penalties.set(fused, sampling_params, prompts)
+        return self._penalties.number
 
     def __call__(
         self, logits: Tensor, tokens: Tensor, kv: Tensor, n_select: Tensor, num_draft_tokens: Tensor
@@ -88,6 +183,9 @@ class StaticSampler:
             ``selected``, int32 ``[rows, width]``.
         """
         kind, noise, undrawn = self.kind, None, None
+        if kind.penalties:
+            assert self._penalties is not None
+            logits = self._penalties(logits, tokens, kv, n_select, num_draft_tokens)
         if kind.sampled:
             cutoff = None
             if kind.top_k or kind.top_p or kind.min_p:

@@ -56,11 +56,9 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
     if sampling_params.stepwise:
         names = ", ".join(dict.fromkeys(getattr(p, "__name__", type(p).__name__) for p in sampling_params.processors))
         return (
-            f"these logits processors run on the host, position by position: {names}; leave them out, or use temperature, top_k, top_p "
-            "and min_p"
+            f"these logits processors run on the host, position by position: {names}; leave them out, or use temperature, top_k, top_p, "
+            "min_p, penalties and biases of single tokens"
         )
-    if sampling_params.penalty != 1.0:
-        return "a repetition_penalty needs the text on the host; leave it out"
     return None
 
 

@@ -119,7 +119,7 @@ class GraphedStage(Stage):
             form.add_cache(found.cache)
         while len(self._buffers) > _MAX_BUFFERS:
             del self._buffers[next(iter(self._buffers))]
-        found.sampler.set(inputs.sampling_params)
+        found.sampler.set(inputs.sampling_params, inputs.prompts, inputs.most)
         return found
 
     def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> int:

@@ -1,0 +1,187 @@
+"""``penalize`` on the CPU: native and reference against transformers' processors, and its arguments."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from pipespec_kernels import ops, reference
+from pipespec_kernels.noise import Noise
+from pipespec_kernels.penalties import Penalties
+from tests.trials import trials
+
+from .penalties import by_processors, case, flat, same_bits
+
+
+@pytest.mark.parametrize("kind", ["normal", "few values", "any bits"])
+@pytest.mark.parametrize("seed", range(trials(ci=4, nightly=60)))
+def test_bits_of_transformers_processors(kind: str, seed: int) -> None:
+    given = case(seed, kind=kind, width=1 + seed % 5, vocab=(70, 33, 32)[seed % 3])
+    expected = by_processors(given)
+    native, slow = copy.deepcopy(given), copy.deepcopy(given)
+    ops.penalize(**native)
+    counts = slow["query_lens"], slow["num_draft_tokens"], slow["bitmask"]
+    fed = [slow[name] for name in ("logits", "tokens", "history", "lengths")]
+    reference.penalize(*fed, *flat(slow["penalties"]), *counts)
+    assert same_bits(slow["logits"], expected)
+    assert same_bits(native["logits"], expected)
+    assert not same_bits(expected, given["logits"])
+    # All tokens are in the history, as far as it has room.
+    for row, n in enumerate(given["lengths"].tolist()):
+        wanted = torch.cat([given["history"][row, :n], given["tokens"][row]])[: given["history"].shape[1]]
+        wanted = torch.cat([wanted, given["history"][row, len(wanted) :]])
+        assert torch.equal(native["history"][row], wanted)
+        assert torch.equal(slow["history"][row], wanted)
+
+
+def test_a_block_is_its_columns() -> None:
+    """Columns with draft tokens give what steps of one token give, each with the tokens before it."""
+    given = case(3, batch=2, width=5)
+    del given["query_lens"], given["num_draft_tokens"]
+    given["lengths"].fill_(11)
+    block, stepped = copy.deepcopy(given), copy.deepcopy(given)
+    ops.penalize(**block)
+    for column in range(5):
+        own = stepped["logits"][:, column : column + 1]
+        ops.penalize(
+            own,
+            stepped["tokens"][:, column : column + 1],
+            stepped["history"],
+            stepped["lengths"] + column,
+            stepped["penalties"],
+            bitmask=stepped["bitmask"][:, column : column + 1].contiguous(),
+        )
+    assert same_bits(block["logits"], stepped["logits"])
+    assert torch.equal(block["history"], stepped["history"])
+
+
+def test_strided_logits_and_wide_tokens() -> None:
+    given = case(5)
+    expected = by_processors(given)
+    given["tokens"] = given["tokens"].long().t().contiguous().t()
+    given["logits"] = given["logits"].transpose(0, 1).contiguous().transpose(0, 1)
+    ops.penalize(**given)
+    assert same_bits(given["logits"], expected)
+
+
+def test_what_is_off_changes_nothing() -> None:
+    given = case(6)
+    before = given["logits"].clone()
+    ops.penalize(**given | {"penalties": None, "bitmask": None})
+    assert same_bits(given["logits"], before)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logits": torch.zeros(5, 4, 70, dtype=torch.bfloat16)}, TypeError, "must be float32"),
+        ({"history": torch.zeros(5, 9, dtype=torch.int64)}, TypeError, "history must be a tensor of torch.int32"),
+        ({"history": torch.zeros(4, 9, dtype=torch.int32)}, ValueError, r"history must be contiguous \[5, any\]"),
+        ({"lengths": torch.full((5,), 43, dtype=torch.int32)}, ValueError, r"row 0: lengths must be 0 .. 42, is 43"),
+        ({"bitmask": torch.zeros(5, 4, 2, dtype=torch.int32)}, ValueError, r"bitmask must be contiguous \[5, 4, 3\]"),
+        ({"query_lens": torch.full((5,), 9, dtype=torch.int32)}, ValueError, "row 0: need"),
+        ({"num_draft_tokens": None}, ValueError, "go together"),
+        ({"penalties": Penalties(repetition=torch.zeros(5))}, ValueError, "finite and positive, is 0"),
+        ({"penalties": Penalties(presence=torch.full((5,), math.nan))}, ValueError, "must be finite, are nan and 0"),
+        ({"penalties": Penalties(bias=torch.zeros(5, 1))}, ValueError, "bias and penalties.bias_ids go together"),
+        ({"penalties": 1.2}, TypeError, "penalties must be Penalties, got float"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_written(change, error, message) -> None:
+    given = case(7)
+    before = copy.deepcopy(given)
+    with pytest.raises(error, match=message):
+        ops.penalize(**given | change)
+    assert torch.equal(given["logits"], before["logits"])
+    assert torch.equal(given["history"], before["history"])
+
+
+VOCAB, COLUMNS = 12, 3
+
+
+def distribution_of_penalised_draws(
+    mutate=lambda given: None, draws: int = trials(ci=20_000, nightly=350_000)
+) -> float:
+    """The largest chi-square, over the columns, of draws from penalised logits by coupled verification with draft tokens that are always right.
+
+    Each column sees the draft tokens before it, so its distribution is that of the same text decoded token by token.
+    """
+    generator = torch.Generator().manual_seed(11)
+    logits = torch.randn(COLUMNS, VOCAB, generator=generator)
+    fed = torch.tensor([4, 4, 7], dtype=torch.int32)
+    history = torch.tensor([1, 2, 4, 0, 0, 0], dtype=torch.int32)
+    numbers = Penalties(*(torch.full((1,), x) for x in (1.7, 0.4, 0.6)), torch.tensor([2], dtype=torch.int32))
+    worst = 0.0
+    for column in range(COLUMNS):
+        # By hand: 1 and 2 are in the prompt, 4 and what was fed up to the column are generated.
+        x = logits[column].double()
+        seen = [1, 2, 4, *fed[: column + 1].tolist()]
+        for token in set(seen):
+            x[token] = x[token] * 1.7 if x[token] < 0 else x[token] / 1.7
+            n = seen[2:].count(token)
+            x[token] -= 0.6 * n + 0.4 * (n > 0)
+        p = x.softmax(0)
+        block = logits.expand(1, -1, -1).clone()
+        given = {
+            "logits": block,
+            "tokens": fed[None].clone(),
+            "history": history[None].clone(),
+            "lengths": torch.tensor([3], dtype=torch.int32),
+            "penalties": copy.deepcopy(numbers),
+        }
+        mutate(given)
+        ops.penalize(**given)
+        noise = Noise(torch.arange(draws), torch.full((draws,), 9 + column), torch.ones(draws))
+        drawn = ops.sample(block[:, column : column + 1].expand(draws, -1, -1), noise)[:, 0]
+        counts = torch.bincount(drawn.long(), minlength=VOCAB).double()
+        worst = max(worst, float(((counts - draws * p) ** 2 / (draws * p)).sum()))
+    return worst
+
+
+BIGGEST = VOCAB - 1 + 10 * math.sqrt(2 * (VOCAB - 1))  # ten standard deviations
+
+
+def test_distribution() -> None:
+    assert distribution_of_penalised_draws() < BIGGEST
+
+
+def forgets_the_draft_tokens(given) -> None:
+    given["tokens"][:, 1:] = -1
+
+
+def forgets_the_prompt(given) -> None:
+    given["history"][:, :2] = -1
+
+
+def counts_the_prompt(given) -> None:
+    given["penalties"].prompt_lengths = None
+
+
+def ignores_repetition(given) -> None:
+    given["penalties"].repetition = None
+
+
+def ignores_presence(given) -> None:
+    given["penalties"].presence = None
+
+
+def ignores_frequency(given) -> None:
+    given["penalties"].frequency = None
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        forgets_the_draft_tokens,
+        forgets_the_prompt,
+        counts_the_prompt,
+        ignores_repetition,
+        ignores_presence,
+        ignores_frequency,
+    ],
+)
+def test_a_wrong_rule_has_another_distribution(mutation) -> None:
+    assert distribution_of_penalised_draws(mutation, draws=20_000) > BIGGEST

@@ -1,0 +1,197 @@
+"""Rejection sampling and block verification in a pipeline: the target's distribution of texts, more accepted draft tokens, and errors by name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pipespec import Pipeline
+from pipespec.config import SpeculationConfig
+from pipespec.engine.acceptance import Acceptance
+from pipespec.engine.stage import Stage
+from pipespec_kernels.noise import Noise
+from tests.conftest import left_pad, noisy, random_llama
+from tests.trials import trials
+
+IDS, NEW = 5, 4
+TEXTS = trials(ci=3_000, nightly=100_000)
+RULES = ("rejection", "block")
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3}
+PROMPT = torch.tensor([[1, 3]])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(8, vocabulary=IDS, hidden=16, layers=1)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return noisy(target, 0.25)
+
+
+def exact(target, length: int, given: dict[str, float]) -> torch.Tensor:
+    """Probability of each text of ``length`` new tokens, float64 ``[IDS] * length``, by a forward of each."""
+    texts = torch.tensor(list(itertools.product(range(IDS), repeat=length)))
+    ids = torch.cat([PROMPT.expand(len(texts), -1), texts], 1)
+    with torch.no_grad():
+        logits = target(ids).logits.double()
+    p = torch.ones(len(texts), dtype=torch.float64)
+    for i in range(length):
+        at = PROMPT.shape[1] + i
+        x = logits[:, at - 1].clone()
+        for row in range(len(texts)):
+            for token in set(ids[row, :at].tolist()):
+                penalty = given.get("repetition_penalty", 1.0)
+                x[row, token] = x[row, token] * penalty if x[row, token] < 0 else x[row, token] / penalty
+            for token in set(ids[row, PROMPT.shape[1] : at].tolist()):
+                x[row, token] -= given.get("presence_penalty", 0.0)
+        p *= x.softmax(-1)[torch.arange(len(texts)), texts[:, i]]
+    return p
+
+
+def generated(pipe: Pipeline, count: int, **given) -> torch.Tensor:
+    rows = 500
+    found = []
+    for i in range(0, count, rows):
+        ids = PROMPT.expand(rows, -1)
+        seeds = list(range(i, i + rows))
+        out = pipe.generate(
+            ids, do_sample=True, top_k=0, seed=seeds, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0, **given
+        )
+        found.append(out[:, ids.shape[1] :])
+    return torch.cat(found)
+
+
+LENGTH = 3  # of the texts that are compared: 125 of them
+
+
+def chi_square(texts: torch.Tensor, p: torch.Tensor) -> tuple[float, float]:
+    """The statistic of the first tokens, and its threshold of ten standard deviations; rare texts are merged."""
+    code = torch.zeros(len(texts), dtype=torch.int64)
+    for i in range(LENGTH):
+        code = code * IDS + texts[:, i]
+    counts = torch.bincount(code, minlength=IDS**LENGTH).double()
+    expected = p * len(texts)
+    rare = expected < 5
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None].clamp(min=1e-9)])
+    df = len(counts) - 1
+    return float(((counts - expected) ** 2 / expected).sum()), df + 10 * math.sqrt(2 * df)
+
+
+@pytest.mark.parametrize("given", [{}, PENALTIES], ids=["plain", "penalties"])
+@pytest.mark.parametrize("rule", ["coupled", *RULES])
+def test_texts_have_the_targets_distribution(target, draft, rule, given) -> None:
+    pipe = Pipeline(target, draft, schedule="lockstep", lookahead=3, acceptance=rule)
+    statistic, threshold = chi_square(generated(pipe, TEXTS, **given), exact(target, LENGTH, given))
+    assert statistic < threshold
+    assert pipe.report.stages[-1].accepted > 0
+
+
+def test_more_draft_tokens_are_accepted_than_coupled(target, draft) -> None:
+    per_step = {}
+    for rule in ("coupled", *RULES):
+        pipe = Pipeline(target, draft, schedule="lockstep", lookahead=3, acceptance=rule)
+        generated(pipe, 1000, temperature=1.0)
+        last = pipe.report.stages[-1]
+        per_step[rule] = last.accepted / last.steps
+    assert per_step["coupled"] < per_step["rejection"] < per_step["block"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_mutation_is_caught(target, draft, rule, monkeypatch) -> None:
+    """The target tests against logits that the draft token was not drawn from."""
+    real = Acceptance.accept
+
+    def accept(self, *args):
+        self._logits *= 0.3
+        return real(self, *args)
+
+    monkeypatch.setattr(Acceptance, "accept", accept)
+    pipe = Pipeline(target, draft, schedule="lockstep", lookahead=3, acceptance=rule)
+    statistic, threshold = chi_square(generated(pipe, 3_000), exact(target, LENGTH, {}))
+    assert statistic > threshold
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_seed_one_text_for_one_configuration(target, draft, rule) -> None:
+    """Of a row, in any batch. Greedy calls, filters and processors by position are those of coupled calls."""
+    target, draft = random_llama(3), noisy(random_llama(3), 0.05)
+    pipe = Pipeline(target, draft, lookahead=4, acceptance=rule)
+    assert pipe.schedule == "lockstep"
+    ids, mask = left_pad([torch.randint(4, 300, (n,)) for n in (5, 9)])
+    options = {"max_new_tokens": 24, "pad_token_id": 0, "do_sample": True, "top_p": 0.9, "temperature": 0.8}
+    texts = pipe.generate(ids, attention_mask=mask, seed=[4, 5], **options)
+    assert torch.equal(pipe.generate(ids, attention_mask=mask, seed=[4, 5], **options), texts)
+    alone = pipe.generate(ids[1:], seed=[5], **options)
+    assert torch.equal(alone[0], texts[1][: alone.shape[1]])
+    assert "acceptance=" in str(pipe.report)
+    assert 0 < pipe.report.stages[-1].accepted < pipe.report.stages[-1].drafted
+    greedy = {"max_new_tokens": 24, "pad_token_id": 0, "do_sample": False, "attention_mask": mask}
+    assert torch.equal(pipe.generate(ids, **greedy), target.generate(ids, **greedy))
+    assert pipe.report.decisions is None
+    for more in ({"no_repeat_ngram_size": 2}, {"output_scores": True, "return_dict_in_generate": True}):
+        with pytest.raises(NotImplementedError, match=f"position by position, which acceptance='{rule}'"):
+            pipe.generate(ids, attention_mask=mask, **options, **more)
+    logits = pipe.generate(ids[1:], seed=[5], output_logits=True, return_dict_in_generate=True, **options)
+    assert torch.equal(logits.sequences, alone)
+    with torch.no_grad():
+        plain = target(alone).logits[0, ids.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.cat(logits.logits), plain, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_that_the_draft_does_not_have() -> None:
+    """They have no draft probability."""
+    acceptance = Acceptance("rejection", 4)
+    acceptance.begin(1, 64, torch.device("cpu"))
+    one = np.ones(1, dtype=np.int32)
+    noise = Noise(torch.arange(1), np.array([5]), torch.ones(1))
+    acceptance.draw(torch.zeros(1, 1, 48), torch.zeros(1, 1, dtype=torch.int32), one, one * 0, noise)
+    assert acceptance._logits[0, 5 % 5].softmax(-1).nonzero().flatten().tolist() == list(range(48))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_without_a_distribution(target, rule, monkeypatch) -> None:
+    """The target draws by itself, now and then the token that it has rejected. Its own logits without a distribution are an error."""
+    broken = noisy(target, 0.0)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.nan)
+    pipe = Pipeline(target, broken, schedule="lockstep", acceptance=rule)
+    texts = generated(pipe, TEXTS)
+    statistic, threshold = chi_square(texts, exact(target, LENGTH, {}))
+    assert statistic < threshold
+    assert (texts == 0).any()  # the draft's token
+    with pytest.raises(ValueError, match="no token can be drawn at position 2 of row 0"):
+        generated(Pipeline(broken, target, schedule="lockstep", acceptance=rule), 500)
+    # A commit of the rejected token would go on behind it.
+    monkeypatch.setattr(Stage, "_drop_rejected", lambda self, selected: None)
+    assert (generated(pipe, 500) < 0).any()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"acceptance": "ratio"}, "acceptance='ratio' is not one of 'coupled', 'rejection', 'block'"),
+        ({"acceptance": "block", "schedule": "workers"}, "not supported with schedule='workers': use 'lockstep'"),
+        ({"acceptance": "block", "schedule": "streams"}, "not supported with schedule='streams': use 'lockstep'"),
+        ({"acceptance": "block", "schedule": "auto"}, "not supported with schedule='auto': use 'lockstep'"),
+        ({"acceptance": "rejection", "graphs": True}, "graphs=True: leave it out"),
+        ({"acceptance": "rejection", "exact": True}, "exact=True, as the text then depends on the draft"),
+        ({"acceptance": "rejection", "num_drafts": 2}, "a chain other than one draft model and the target"),
+        ({"acceptance": "rejection", "ngram": object()}, "a chain other than one draft model and the target"),
+    ],
+)
+def test_what_is_not_supported(given, message) -> None:
+    given = {"num_drafts": 1} | given
+    with pytest.raises(ValueError, match=message):
+        SpeculationConfig.of(given.pop("num_drafts"), **given)
+
+
+def test_without_drafts_it_has_no_effect() -> None:
+    assert SpeculationConfig.of(0, acceptance="block").acceptance == "coupled"
+    assert SpeculationConfig.of(1, schedule="plain", acceptance="block").acceptance == "coupled"
