@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from pipespec.arguments import OWN
 from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
+from pipespec.generation.arguments import OWN
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.derived import SelfDraft
 from pipespec.observe.text import notify_reader_of_failure
