@@ -26,6 +26,8 @@ from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
 from pipespec.drivers.graphed.attention import own_attention
+from pipespec.drivers.ranks.draft import DraftRank
+from pipespec.drivers.ranks.membership import join
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
@@ -394,12 +396,14 @@ class Pipeline(BasePipeline):
         schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
-            a captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"auto"`` measures the models once, keeps the profile on disk,
+            a captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"ranks"`` runs each stage in a process that torchrun has
+            started, on any machine: rank 0 has the target and ``generate()``, rank 1 the first draft, and so on; they call :meth:`serve`. Each
+            rank loads its own model only. ``"auto"`` measures the models once, keeps the profile on disk,
             and chooses schedule, drafts and numbers for each call.
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: 4 in lockstep, otherwise 8; 8 for
             ``"ngram"``.
-        min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``
-            and ``"streams"``.
+        min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``,
+            ``"streams"`` and ``"ranks"``.
         decode_meanwhile: During that wait, the target decodes one token at a time. This pays if a verification costs much more than a
             one-token step.
         graphs: Run ``"plain"`` and ``"lockstep"`` as captured CUDA graphs, one per round; on a CPU, the same steps uncaptured. Default:
@@ -474,6 +478,15 @@ class Pipeline(BasePipeline):
         config = configure(schedule=schedule or "lockstep", **options)  # checks the options before any model is read
         given = [*draft_models, target]
         loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        self._notes: tuple[str, ...] = ()  # for every report
+        self._warned_of_rope = False
+        if config.schedule == "ranks":
+            model, self._driver = join(given, config, device=device, **loading)
+            super().__init__([model])
+            self.config, self.schedule = config, config.schedule
+            if self.is_controller:
+                _check_form(self.models, config)
+            return
         devices = arrange(given, device=device, schedule=config.schedule, **loading)
         models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
         check_chain(models, given)
@@ -481,8 +494,6 @@ class Pipeline(BasePipeline):
             options["ngram"] = config.ngram.for_target(given[-1], models[-1])
             config = replace(config, ngram=options["ngram"])
         super().__init__(models)
-        self._notes: tuple[str, ...] = ()  # for every report
-        self._warned_of_rope = False
         if schedule is None:
             places = [str(model.device) for model in models]
             schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None)
@@ -499,6 +510,29 @@ class Pipeline(BasePipeline):
         # A driver in place of another has its own.
         self.config: SpeculationConfig = getattr(self._driver, "config", config)
         self.schedule = self.config.schedule
+
+    @property
+    def is_controller(self) -> bool:
+        """Whether this process has the target, and so ``generate()``. False on the ranks of drafts, which call :meth:`serve`."""
+        return not isinstance(self._driver, DraftRank)
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The model whose text is generated. Raises ``RuntimeError`` on the rank of a draft."""
+        if isinstance(self._driver, DraftRank):
+            raise self._driver.refusal()
+        return super().target
+
+    def serve(self) -> None:
+        """With ``schedule="ranks"``, on the rank of a draft: take part in the calls of rank 0 until it closes.
+
+        Raises:
+            RuntimeError: This process has the target.
+            pipespec.process.ranks.RankError: Rank 0 has ended.
+        """
+        if not isinstance(self._driver, DraftRank):
+            raise RuntimeError("serve() is for the ranks of drafts, with schedule='ranks': call generate() here")
+        self._driver.serve()
 
     @property
     def plan(self) -> Plan | None:
