@@ -20,7 +20,7 @@ class InProcess:
     """A chain whose ranks share this process. ``drafts[i]`` is on rank ``i + 1``."""
 
     def __init__(self, models: Sequence[Any], **options: Any) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ngram = options.pop("ngram", None)
         count = len(models) - 1 + (ngram is not None)
         self.config = SpeculationConfig.of(count, schedule="ranks", ngram=ngram, **options)
@@ -61,6 +61,7 @@ class InProcess:
             thread.join(60)
             assert not thread.is_alive(), f"rank {rank} serves on"
             self.drafts[rank].close()
+        self.store = None  # its thread ends
 
 
 @contextmanager

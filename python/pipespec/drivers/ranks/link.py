@@ -6,6 +6,7 @@ group of their own, so that the loss of one affects no other connection. A conne
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ BEAT_S = 0.25
 SILENCE_S = 3.0
 """A rank without a message for this time counts as lost, until the next one."""
 
-_CONNECT_S = 10.0
+_CONNECT_S = 3.0
 _POLL_S = 0.02
 """Between two looks at the store while there is no connection."""
 
@@ -76,7 +77,7 @@ class Link:
 
     def __init__(self, store: Any, rank: int, peer: int, owner: Owner) -> None:
         self.rank, self.peer, self._owner = rank, peer, owner
-        self._store = store.clone()
+        self._store, self._key = store.clone(), f"link/{min(rank, peer)}-{max(rank, peer)}"
         self.cause: str | None = "it is not connected yet"
         self.since = time.monotonic()
         self.messages = self.sent_bytes = 0
@@ -109,12 +110,12 @@ class Link:
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             _break(self._group)
-            self._thread.join(_CLOSE_S)
+            self._thread.join(_CLOSE_S + _CONNECT_S)
 
     # ---- threads
 
     def _run(self) -> None:
-        attempt = 0
+        attempt = 0  # number of the connection
         while not self._closing.is_set() and not self.is_over:
             connected = self._connect(attempt)
             if connected is None:
@@ -128,21 +129,20 @@ class Link:
                 target=self._guarded, args=(self._receive,), daemon=True, name=f"pipespec-from-{self.peer}"
             )
             receiver.start()
-            self._guarded(self._send)
+            self._guarded(functools.partial(self._send, attempt))
             _break(self._group)
             receiver.join()
             self._group = None
 
     def _connect(self, seen: int) -> tuple[Any, int] | None:
         """A new group of the two ranks, and its number; None if the link closes. The higher rank chooses the number."""
-        low, high = sorted((self.rank, self.peer))
-        key = f"link/{low}-{high}"
+        high = max(self.rank, self.peer)
         while not self._closing.is_set():
             try:
-                number = self._store.add(key, int(self.rank == high))
+                number = self._store.add(self._key, int(self.rank == high))
                 if number != seen:
                     seen = number
-                    store = dist.PrefixStore(f"{key}/{number}", self._store)
+                    store = dist.PrefixStore(f"{self._key}/{number}", self._store)
                     return dist.ProcessGroupGloo(store, int(self.rank == high), 2, timedelta(seconds=_CONNECT_S)), seen
             except RuntimeError as error:  # the store's, too
                 self.cause = self.cause or _first_line(error)
@@ -166,7 +166,7 @@ class Link:
             self._broken.set()
             _break(self._group)
 
-    def _send(self) -> None:
+    def _send(self, attempt: int) -> None:
         message = torch.empty(HEAD + BODY, dtype=torch.int32)
         words, to, beaten = message.numpy(), int(self.rank < self.peer), 0.0
         while not self._broken.is_set():
@@ -174,6 +174,9 @@ class Link:
                 self._group.send([message[: write_head(words, BYE, 0, 0)]], to, _MESSAGES).wait(_FOREVER)
                 return
             beat = time.monotonic() - beaten > BEAT_S
+            # A machine that was switched off closes no connection. Its rank may have started again.
+            if beat and self.rank < self.peer and self.trouble() and self._store.add(self._key, 0) != attempt:
+                raise RuntimeError("it has started again")
             count = self._owner.compose(self, words, beat)
             if count == 0:
                 self._wake.wait(BEAT_S)
