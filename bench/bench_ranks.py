@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.harness import save
+from bench.harness import markdown_table, replace_table, save
 
 CONDITIONS = {"0 ms": (0.0, 0.0), "1 ms": (1e-3, 0.0), "10 ms": (1e-2, 0.0), "50 ms": (5e-2, 0.0), "1 ms, 1 % loss": (1e-3, 0.01)}  # fmt: skip
 """One-way delay in seconds, and share of the packets that are lost."""
@@ -38,7 +38,11 @@ LIMIT_S = 60.0
 """A call that takes longer is a hang."""
 
 PARTITION_S = 5.0
-NEW_TOKENS = 48
+
+RESTART_S = 180.0
+"""Longest wait for a rank that is started again. It imports torch and transformers."""
+
+NEW_TOKENS = 128
 CHAINS = {2: ("medium",), 3: ("small", "medium")}
 _PREFIX = "pipespec-bench"
 _PORT = 29611
@@ -253,12 +257,20 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
     ranks = Ranks(CHAINS[chain])
     number = 0
 
-    def run(count: int, strike: Any = None, until_equal: float = 0.0) -> tuple[list[dict[str, Any]], int, int]:
+    def run(
+        count: int, strike: Any = None, seconds: float = 0.0, until_back: bool = False
+    ) -> tuple[list[dict[str, Any]], int, int]:
         nonlocal number
         done: list[dict[str, Any]] = []
         before, hangs = forwarder.bytes, 0
-        end = time.monotonic() + until_equal
-        while len(done) + hangs < count or time.monotonic() < end:
+        end = time.monotonic() + seconds
+
+        def is_over() -> bool:
+            if until_back and done and any("is back after" in d for d in done[-1]["decisions"] or ()):
+                return True
+            return len(done) >= count and time.monotonic() > end
+
+        while not is_over():
             ranks.call(number)
             number += 1
             if strike is not None:
@@ -284,7 +296,7 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
             forwarder.cut = {victim}
             heal = threading.Timer(PARTITION_S, forwarder.cut.clear)
             heal.start()
-            rows.append(summary(chain, f"1 ms, rank {victim} cut off for 5 s", *run(1, until_equal=PARTITION_S + 8.0)))
+            rows.append(summary(chain, f"1 ms, rank {victim} cut off for 5 s", *run(1, seconds=PARTITION_S + 8.0)))
             heal.join()
             print(rows[-1], flush=True)
         for i in range(kills):
@@ -297,7 +309,7 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
 
             lost = run(3, kill)
             ranks.restart(victim)
-            done, hangs, sent = run(1, until_equal=25.0)
+            done, hangs, sent = run(1, seconds=RESTART_S, until_back=True)
             rows.append(
                 summary(
                     chain,
@@ -316,6 +328,29 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
     return rows
 
 
+def table(results: Sequence[dict[str, Any]]) -> str:
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            f"{row['models']} models, {row['link']}",
+            f"{row['equal']} of {row['calls']}",
+            str(row["hangs"]),
+            number(row["tokens_per_s"], ".0f"),
+            number(row["plain_tokens_per_s"], ".0f"),
+            number(row["acceptance_rate"], ".2f"),
+            number(row["accepted_per_token"], ".2f"),
+            number(row["bytes_per_token"], ".0f"),
+            f"{row['warnings']} / {row['taken_back']}",
+        ]
+        for row in results
+        if "link" in row
+    ]
+    header = ["link, one-way delay", "equal texts", "hangs", "tokens/s", "plain", "acceptance rate", "accepted per token", "bytes per token", "lost / back"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
 def _kill_rank(ranks: Ranks, rank: int) -> None:
     """``ip netns exec`` replaces itself by the program, so the process is the rank."""
     ranks.processes[rank].send_signal(signal.SIGKILL)
@@ -324,6 +359,7 @@ def _kill_rank(ranks: Ranks, rank: int) -> None:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--json", type=Path, help="write the figures here, after each chain")
+    options.add_argument("--docs", type=Path, help="write the table into this page, between its marks")
     options.add_argument("--quick", action="store_true", help="few calls; the figures mean little")
     options.add_argument("--calls", type=int, help="per chain and link")
     options.add_argument("--partitions", type=int, help="per chain")
@@ -351,6 +387,8 @@ def main() -> int:
             given.seed,
         )
         save(given.json, record)
+    if given.docs:
+        replace_table(given.docs, table(record["results"]), "ranks")
     bad = [row for row in record["results"] if row.get("hangs") or row.get("equal") != row.get("calls")]
     return 1 if bad else 0
 

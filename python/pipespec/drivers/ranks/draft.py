@@ -177,6 +177,8 @@ class DraftRank(Decoder):
             call = party.next_call()
             if call is not None:
                 self._take_part(*call)
+            elif link.store_has_ended:
+                raise RankError(f"rank {self.rank}: the ranks' store has ended, and so rank 0, or torchrun")
             elif link.cause is not None and not link.is_over and time.monotonic() - link.since > RETURN_S:
                 raise RankError(
                     f"rank {self.rank}: rank 0, the target, is gone ({link.cause}) and has not come back within {RETURN_S:g} s"

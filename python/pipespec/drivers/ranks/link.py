@@ -71,6 +71,8 @@ class Link:
     Attributes:
         cause: Why there is no connection; None while there is one.
         since: When that changed, or the last message came (``time.monotonic()``).
+        is_over: Whether there will be no other connection: the peer has closed, or the store has ended.
+        store_has_ended: And so rank 0, or torchrun.
         messages: Sent so far.
         sent_bytes: In these messages.
     """
@@ -81,7 +83,7 @@ class Link:
         self.cause: str | None = "it is not connected yet"
         self.since = time.monotonic()
         self.messages = self.sent_bytes = 0
-        self.is_over = False
+        self.is_over = self.store_has_ended = False
         self._wake, self._closing, self._broken = threading.Event(), threading.Event(), threading.Event()
         self._group: Any = None
         self._connected = threading.Event()
@@ -144,7 +146,10 @@ class Link:
                     seen = number
                     store = dist.PrefixStore(f"{self._key}/{number}", self._store)
                     return dist.ProcessGroupGloo(store, int(self.rank == high), 2, timedelta(seconds=_CONNECT_S)), seen
-            except RuntimeError as error:  # the store's, too
+            except dist.DistNetworkError:
+                self.is_over, self.store_has_ended = True, True
+                return None
+            except RuntimeError as error:  # one rank is not there, or not any more
                 self.cause = self.cause or _first_line(error)
                 self._closing.wait(BEAT_S)
             self._closing.wait(_POLL_S)
