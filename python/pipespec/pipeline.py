@@ -483,7 +483,8 @@ class Pipeline(BasePipeline):
         if config.schedule == "ranks":
             model, self._driver = join(given, config, device=device, **loading)
             super().__init__([model])
-            self.config, self.schedule = config, config.schedule
+            self.config: SpeculationConfig = config
+            self.schedule = config.schedule
             if self.is_controller:
                 _check_form(self.models, config)
             return
@@ -508,7 +509,7 @@ class Pipeline(BasePipeline):
                 else _make_driver(models, config)
             )
         # A driver in place of another has its own.
-        self.config: SpeculationConfig = getattr(self._driver, "config", config)
+        self.config = getattr(self._driver, "config", config)
         self.schedule = self.config.schedule
 
     @property

@@ -86,6 +86,7 @@ class Link:
         self.is_over = self.store_has_ended = False
         self._wake, self._closing, self._broken = threading.Event(), threading.Event(), threading.Event()
         self._group: Any = None
+        self._said_goodbye = False
         self._connected = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"pipespec-rank-{peer}")
         self._thread.start()
@@ -109,7 +110,7 @@ class Link:
         """Say goodbye if the connection allows that, and end the threads."""
         self._closing.set()
         self._wake.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(2 * _CLOSE_S)
         if self._thread.is_alive():
             _break(self._group)
             self._thread.join(_CLOSE_S + _CONNECT_S)
@@ -132,6 +133,9 @@ class Link:
             )
             receiver.start()
             self._guarded(functools.partial(self._send, attempt))
+            if self._said_goodbye:
+                # The other rank closes the connection when it has read that. A reset would overtake it.
+                receiver.join(_CLOSE_S)
             _break(self._group)
             receiver.join()
             self._group = None
@@ -177,6 +181,7 @@ class Link:
         while not self._broken.is_set():
             if self._closing.is_set():
                 self._group.send([message[: write_head(words, BYE, 0, 0)]], to, _MESSAGES).wait(_FOREVER)
+                self._said_goodbye = True
                 return
             beat = time.monotonic() - beaten > BEAT_S
             # A machine that was switched off closes no connection. Its rank may have started again.

@@ -134,7 +134,7 @@ def _own_device(device: Devices, names: Sequence[str], own: int) -> Devices:
         device = device[own]
     if device is None or device == AUTO:
         return device
-    return str(own_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))))  # type: ignore[arg-type]
+    return str(own_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))))
 
 
 def _terms(given: Sequence[Any], config: SpeculationConfig) -> dict[str, Any]:
