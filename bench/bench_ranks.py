@@ -39,10 +39,10 @@ LIMIT_S = 60.0
 
 PARTITION_S = 5.0
 
-RESTART_S = 180.0
-"""Longest wait for a rank that is started again. It imports torch and transformers."""
+START_S = 180.0
+"""Longest wait for a rank that starts, for the first time or again. It imports torch and transformers."""
 
-NEW_TOKENS = 128
+NEW_TOKENS = 64
 CHAINS = {2: ("medium",), 3: ("small", "medium")}
 _PREFIX = "pipespec-bench"
 _PORT = 29611
@@ -150,11 +150,11 @@ class Ranks:
         self.processes[rank].wait()
         self.processes[rank] = self.start(rank)
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, limit_s: float = LIMIT_S) -> dict[str, Any]:
         """The next line of rank 0. Raises ``TimeoutError`` for a hang."""
         out = self.processes[0].stdout
         assert out is not None
-        if not select.select([out], [], [], LIMIT_S)[0]:
+        if not select.select([out], [], [], limit_s)[0]:
             raise TimeoutError
         line = out.readline()
         if not line:
@@ -283,7 +283,7 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
         return done, hangs, forwarder.bytes - before
 
     try:
-        ranks.answer()
+        ranks.answer(START_S)
         for name, (delay, loss) in CONDITIONS.items():
             forwarder.delay, forwarder.loss = delay, loss
             run(2)
@@ -309,7 +309,7 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
 
             lost = run(3, kill)
             ranks.restart(victim)
-            done, hangs, sent = run(1, seconds=RESTART_S, until_back=True)
+            done, hangs, sent = run(1, seconds=START_S, until_back=True)
             rows.append(
                 summary(
                     chain,
