@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from contextlib import contextmanager
 
@@ -57,6 +58,8 @@ def drafts_first(pipe, chain, rows):
     def wait(*_):
         if chain.driver._party.running and limits:
             until(lambda: all(ready(row) for row in range(rows)), "the draft is ahead")
+            others = [(stage, row) for stage in range(last) for row in range(rows)]
+            until(lambda: all(block.counters(*at)["steps"] for at in others), "the other drafts have taken steps")
 
     hook = pipe.target.register_forward_pre_hook(wait)
     try:
@@ -166,19 +169,23 @@ def test_a_connection_that_breaks_costs_no_token_and_is_made_again(target, monke
     with in_process(monkeypatch, [noisy(target, 0.1), noisy(target, 0.02), target]) as (pipe, chain):
         party = chain.driver._party
 
-        def cut():
-            chain.cut(2)
-            until(lambda: party.links[2].cause is not None, "the loss is noticed")
-            # The next step takes note.
-            monkeypatch.setattr(chain.driver, "_tend", tended(chain.driver._tend))
+        connect, tend, gate = link.Link._connect, chain.driver._tend, threading.Event()
 
-        def tended(tend):
-            def first_then_wait():
-                monkeypatch.setattr(chain.driver, "_tend", tend)
-                tend()
+        def gated(self, seen):
+            gate.wait(60)
+            return connect(self, seen)
+
+        def tended():
+            tend()
+            if party.links[2].cause is not None:  # the target has taken note
+                gate.set()
                 until(lambda: party.links[2].cause is None, "there is a new connection")
 
-            return first_then_wait
+        def cut():
+            monkeypatch.setattr(link.Link, "_connect", gated)
+            chain.cut(2)
+            until(lambda: party.links[2].cause is not None, "the loss is noticed")
+            monkeypatch.setattr(chain.driver, "_tend", tended)
 
         with pytest.warns(StageFailure, match=r"draft stage 1 \(rank 2\) is lost \(its connection broke") as caught:
             out = pipe.generate(ids, streamer=Between(5, cut), **options)
@@ -225,13 +232,13 @@ def test_a_rank_that_is_started_again_is_taken_back(target, monkeypatch):
     with in_process(monkeypatch, [always_right(target), target]) as (pipe, chain):
         assert torch.equal(pipe.generate(ids, **options), text)
         party = chain.driver._party
-        chain.cut(1, 0)  # as its process' end does
         chain.drafts[1].close()
         chain.threads[1].join()
-        with pytest.warns(StageFailure, match="draft stage 0 .rank 1. is lost"):
+        until(lambda: party.links[1].cause is not None, "its end is noticed")
+        with pytest.warns(StageFailure, match="draft stage 0 .rank 1. is lost .it has closed"):
             assert torch.equal(pipe.generate(ids, **options), text)
         chain.start(1)
-        until(lambda: party.links[1].cause is None and not party.links[1].is_over, "it is connected")
+        until(lambda: party.links[1].cause is None, "it is connected")
         with drafts_first(pipe, chain, 1) as limits:
             limits.append(ids.shape[1] + NEW)
             assert torch.equal(pipe.generate(ids, **options), text)

@@ -63,8 +63,7 @@ class _TargetParty(Party):
         generation, cause = self.failures.get(peer, (0, ""))
         if generation == self.generation:
             return f"it failed: {cause}"
-        link = self.links[peer]
-        return "it has closed" if link.is_over else link.trouble()
+        return self.links[peer].trouble()
 
 
 class RanksDriver(Driver):

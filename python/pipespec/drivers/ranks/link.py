@@ -71,7 +71,7 @@ class Link:
     Attributes:
         cause: Why there is no connection; None while there is one.
         since: When that changed, or the last message came (``time.monotonic()``).
-        is_over: Whether there will be no other connection: the peer has closed, or the store has ended.
+        is_over: Whether there will be no other connection: rank 0 has closed, or the store has ended.
         store_has_ended: And so rank 0, or torchrun.
         messages: Sent so far.
         sent_bytes: In these messages.
@@ -209,7 +209,9 @@ class Link:
             work, message = window.popleft()
             work.wait(_FOREVER)
             if not self._owner.receive(self, message.numpy()):
-                self.is_over = True
+                # Rank 0 ends the chain. A draft may be started again.
+                self.is_over = self.peer == 0
+                self._lose("it has closed")
                 return
             self.since = time.monotonic()
             post(message)
