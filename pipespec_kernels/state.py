@@ -311,6 +311,30 @@ class StateBlock:
         stage.memory = self.memory.array
         return stage
 
+    def outbox(self, stages: Sequence[int], *, tokens: bool, counters: bool, controls: bool) -> _native.Outbox:
+        """The writer of messages to another rank about ``stages`` of this one. For one generation.
+
+        Args:
+            stages: whose publications are sent.
+            tokens: whether the receiver reads their sequences.
+            counters: whether it reads their counters.
+            controls: whether lookaheads and limits are sent, too.
+        """
+        outbox = _native.Outbox(self._native, list(stages), tokens=tokens, counters=counters, controls=controls)
+        outbox.memory = self.memory.array
+        return outbox
+
+    def inbox(self, stages: Sequence[int], *, controls: bool) -> _native.Inbox:
+        """The reader of another rank's messages about its ``stages``, which writes them into this block. For one generation.
+
+        Args:
+            stages: of the sender.
+            controls: whether the sender may set lookaheads and limits.
+        """
+        inbox = _native.Inbox(self._native, list(stages), controls=controls)
+        inbox.memory = self.memory.array
+        return inbox
+
     def reset(self, starts: Sequence[int], limits: Sequence[int], last: Sequence[int], eos: Sequence[int]) -> None:
         """Put every stage at the end of the rows' prompts. While no stage runs.
 

@@ -11,6 +11,7 @@ void bind_decoder(pybind11::module_& m);     // decoder.cpp: a forward on the ho
 void bind_kv(pybind11::module_& m);          // kv.cpp: moves of keys and values on the host
 void bind_norm(pybind11::module_& m);        // norm.cpp: residual add and RMS norm on the host
 void bind_state(pybind11::module_& m);       // state.cpp: the state block, plan, commit
+void bind_replica(pybind11::module_& m);     // replica.cpp: messages between ranks
 void bind_ngram(pybind11::module_& m);       // ngram.cpp: prompt lookup
 void bind_schedule(pybind11::module_& m);    // schedule.cpp: the scheduler and the host launcher
 void bind_trace(pybind11::module_& m);       // trace.cpp: what the steps of a stage did

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_native, m) {
   pipespec::bind_kv(m);
   pipespec::bind_trace(m);
   pipespec::bind_state(m);
+  pipespec::bind_replica(m);
   pipespec::bind_ngram(m);
   pipespec::bind_schedule(m);
   pipespec::bind_simulate(m);

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams")
+SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams", "ranks")
 """Values of ``schedule``."""
 
 ACCEPTANCES = ("coupled", "rejection", "block")
@@ -25,7 +25,7 @@ PATIENCE = 1.5
 _MOST_TOKENS = 2**31 - 1
 """Of lookahead and ``min_draft_tokens``: stages hold them in 32 bits."""
 
-_LOOKAHEAD = {"lockstep": 4, "workers": 8, "streams": 8}
+_LOOKAHEAD = {"lockstep": 4, "workers": 8, "streams": 8, "ranks": 8}
 """Lockstep pays for each draft token with its own time. Asynchronous drafts run while the target works."""
 
 _NGRAM_LOOKAHEAD = 8
@@ -188,9 +188,9 @@ class SpeculationConfig:
             raise ValueError(f"lookahead: one per draft, {num_drafts}, not {len(config.lookahead)}")
         if min(config.lookahead) < 1:
             raise ValueError(f"lookahead must be at least 1, got {list(config.lookahead)}")
-        if decode_meanwhile and (schedule not in ("workers", "streams") or config.min_draft_tokens == 0):
+        if decode_meanwhile and (schedule not in ("workers", "streams", "ranks") or config.min_draft_tokens == 0):
             raise ValueError(
-                "decode_meanwhile is for schedule='workers' or 'streams' and needs min_draft_tokens of at least 1"
+                "decode_meanwhile is for schedule='workers', 'streams' or 'ranks' and needs min_draft_tokens of at least 1"
             )
         return config
 

@@ -25,6 +25,8 @@ from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
 from pipespec.drivers.graphed.attention import own_attention
+from pipespec.drivers.ranks.draft import DraftRank
+from pipespec.drivers.ranks.membership import join
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
@@ -423,12 +425,14 @@ class Pipeline(BasePipeline):
         schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
-            a captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"auto"`` measures the models once, keeps the profile on disk,
+            a captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"ranks"`` runs each stage in a process that torchrun has
+            started, on any machine: rank 0 has the target and ``generate()``, rank 1 the first draft, and so on; they call :meth:`serve`. Each
+            rank loads its own model only. ``"auto"`` measures the models once, keeps the profile on disk,
             and chooses schedule, drafts and numbers for each call.
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: 4 in lockstep, otherwise 8; 8 for
             ``"ngram"``.
-        min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``
-            and ``"streams"``.
+        min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``,
+            ``"streams"`` and ``"ranks"``.
         decode_meanwhile: During that wait, the target decodes one token at a time. This pays if a verification costs much more than a
             one-token step.
         graphs: Run ``"plain"`` and ``"lockstep"`` as captured CUDA graphs, one per round; on a CPU, the same steps uncaptured. Default:
@@ -518,6 +522,18 @@ class Pipeline(BasePipeline):
             schedule = "lockstep"
         configure = functools.partial(SpeculationConfig.of, len(drafts))
         config = configure(schedule=schedule or "lockstep", **options)  # checks the options before any model is read
+        self._notes: tuple[str, ...] = ()  # for every report
+        self._warned_of_rope = False
+        if config.schedule == "ranks":
+            _check_rank_drafts(draft_models, draft_dtype=draft_dtype, draft_vocabulary=draft_vocabulary)
+            loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+            model, self._driver = join([*draft_models, target], config, device=device, **loading)
+            super().__init__([model])
+            self.config: SpeculationConfig = config
+            self.schedule = config.schedule
+            if self.is_controller:
+                _check_form(self.models, config)
+            return
         models, notes = load_chain(
             target,
             draft_models,
@@ -528,12 +544,11 @@ class Pipeline(BasePipeline):
             device=device,
             trust_remote_code=trust_remote_code,
         )
+        self._notes += tuple(notes)
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(target, models[-1])
             config = replace(config, ngram=options["ngram"])
         super().__init__(models)
-        self._notes = tuple(notes)  # for every report
-        self._warned_of_rope = False
         if schedule is None:
             places = [str(model.device) for model in models]
             schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None)
@@ -549,8 +564,31 @@ class Pipeline(BasePipeline):
                 else _make_driver(models, config)
             )
         # A driver in place of another has its own.
-        self.config: SpeculationConfig = getattr(self._driver, "config", config)
+        self.config = getattr(self._driver, "config", config)
         self.schedule = self.config.schedule
+
+    @property
+    def is_controller(self) -> bool:
+        """Whether this process has the target, and so ``generate()``. False on the ranks of drafts, which call :meth:`serve`."""
+        return not isinstance(self._driver, DraftRank)
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The model whose text is generated. Raises ``RuntimeError`` on the rank of a draft."""
+        if isinstance(self._driver, DraftRank):
+            raise self._driver.refusal()
+        return super().target
+
+    def serve(self) -> None:
+        """With ``schedule="ranks"``, on the rank of a draft: take part in the calls of rank 0 until it closes.
+
+        Raises:
+            RuntimeError: This process has the target.
+            pipespec.process.ranks.RankError: Rank 0 has ended.
+        """
+        if not isinstance(self._driver, DraftRank):
+            raise RuntimeError("serve() is for the ranks of drafts, with schedule='ranks': call generate() here")
+        self._driver.serve()
 
     @property
     def plan(self) -> Plan | None:
@@ -662,6 +700,17 @@ def load_chain(
     models = [*made, its_target]
     check_chain(models, [its_target] * len(models))
     return models, notes
+
+
+def _check_rank_drafts(drafts: Sequence[Any], **options: Any) -> None:
+    """Refuse drafts that are made out of other models: a rank loads its own model alone."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is not for schedule='ranks', where each rank loads its own model: save such a draft and give its path"
+            )
+    if any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in drafts):
+        raise ValueError("drafts='self' is not for schedule='ranks', where no rank but the target's has its weights")
 
 
 def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:

@@ -68,6 +68,8 @@ def edges() -> dict[str, set[str]]:
     found = {}
     for file in (ROOT / "python" / "pipespec").rglob("*.py"):
         parts = file.relative_to(ROOT / "python").with_suffix("").parts
+        if parts[-1] == "__main__":
+            continue  # it only forwards, as the package's own __init__ does
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(encoding="utf-8")
     return graph(found)
 

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+from pipespec.process.ranks import own_device
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd import ranks as module
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-from pipespec.spd.ranks import RanksPipeline, own_device, ranks_of
+from pipespec.spd.ranks import RanksPipeline, ranks_of
 from tests.conftest import noisy, random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made

@@ -90,7 +90,7 @@ def _schedules(env: dict[str, Any]) -> dict[str, str]:
     """Per schedule: ``"yes"`` or ``"no"``, with a restriction or a reason."""
     if env["pipeline_error"]:
         return dict.fromkeys(SCHEDULES, "no: pipespec does not import")
-    available = dict.fromkeys(SCHEDULES, "yes")
+    available = dict.fromkeys(SCHEDULES, "yes") | {"ranks": "yes, in processes that torchrun starts"}
     if env["cpu"]["usable_cores"] < 2:
         available["workers"] = "yes, but with one core the stages take turns"
     if not env["cuda"]["devices"]:

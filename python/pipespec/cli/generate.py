@@ -89,26 +89,29 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Continue a prompt with the target's own text, token for token, with or without drafts. Greedy, or sampled with a seed."""
     report = generate(args)
-    if args.report:
+    if args.report and report is not None:
         print(report, file=sys.stderr)
     return 0
 
 
-def generate(args: argparse.Namespace, trace: int = 0) -> Report:
-    """Print the continuation on stdout.
+def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
+    """Print the continuation on stdout. With ``--schedule ranks`` the ranks of drafts serve instead.
 
     Args:
         args: The options of :func:`add_generation`.
         trace: Steps per stage that the report's trace keeps.
 
     Returns:
-        The report of the call.
+        The report of the call; None on the rank of a draft.
 
     Raises:
         ValueError: Options that do not fit together, an empty prompt, or models that form no chain.
         OSError: A file or a model cannot be read.
     """
-    if args.prompt is None:
+    prompt = ""
+    if args.schedule == "ranks" and int(os.environ.get("RANK", "0")):
+        pass  # rank 0 has the prompt
+    elif args.prompt is None:
         prompt = read_text(args.prompt_file)
     else:
         prompt = require_text(args.prompt, "--prompt")
@@ -139,6 +142,9 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report:
                 trust_remote_code=args.trust_remote_code,
             )
         with pipe:
+            if not pipe.is_controller:
+                pipe.serve()
+                return None
             try:
                 tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=args.trust_remote_code)
             except (OSError, ValueError) as error:
@@ -205,6 +211,9 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
 
 def _bundled(schedule: str | None, acceptance: str) -> list[str]:
     """Drafts of the bundled family; with few cores, one draft, since a worker process needs a core of its own."""
+    if schedule == "ranks":  # as many as there are ranks
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        return ["small", "medium"][max(0, 3 - world) :][: world - 1]
     names = ["small", "medium"] if schedule in ("auto", "lockstep") or len(os.sched_getaffinity(0)) > 2 else ["medium"]
     if acceptance != "coupled":
         names = names[-1:]

@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     for file in filter(None, (args.out, args.svg)):
         check_output(file)
     report = generate(args, trace=_TRACE_STEPS)
+    if report is None:
+        return 0
     from pipespec.observe.plot import timeline
     from pipespec.observe.trace import summary
 

@@ -216,17 +216,22 @@ class Driver(Decoder):
         self._first = int(config.ngram is not None)
         self.ran_as = self._name_of(self.schedule)
         self.block = self._make_block()
-        self._trace_memory = TraceMemory(self._first + len(models), config.trace) if config.trace else None
+        self._trace_memory = TraceMemory(self._stage_count, config.trace) if config.trace else None
+
+    @property
+    def _stage_count(self) -> int:
+        """Stages of the chain."""
+        return self._first + len(self.models)
 
     def _name_of(self, schedule: str) -> str:
-        return schedule if self._first + len(self.models) > 1 else "plain"
+        return schedule if self._stage_count > 1 else "plain"
 
     def _draft_name(self, i: int) -> str:
         """Of the draft at stage ``i``, for messages: models are counted."""
         return f"draft stage {i - self._first}"
 
     def _make_block(self) -> StateBlock:
-        return StateBlock.create(self._first + len(self.models), 1, 64)
+        return StateBlock.create(self._stage_count, 1, 64)
 
     def _make_ngram(self) -> NgramStage | None:
         """The n-gram draft of the chain, for stage 1; None if there is none.
@@ -237,7 +242,7 @@ class Driver(Decoder):
 
     @property
     def names(self) -> Sequence[str]:
-        return [*[NGRAM] * self._first, *stage_names(len(self.models))]
+        return [*[NGRAM] * self._first, *stage_names(self._stage_count - self._first)]
 
     @property
     @abstractmethod
@@ -302,7 +307,7 @@ class Driver(Decoder):
         Raises:
             ValueError: ``lookahead`` has another length than there are drafts.
         """
-        drafts = self._first + len(self.models) - 1
+        drafts = self._stage_count - 1
         if len(config.lookahead) != drafts:
             raise ValueError(f"a chain of {drafts + 1} needs {drafts} lookahead values, not {config.lookahead}")
         self.config = config

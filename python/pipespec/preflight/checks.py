@@ -8,6 +8,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +50,61 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
             )
     for name, model in zip(names, models, strict=True):
         check_architecture(name, model)
-    target = models[-1]
-    vocabulary = embedding_size(target)
-    digest = _tokenizer_digest(given[-1], target)
-    for name, model, source in zip(names, models, given, strict=True):
-        head = head_size(model)
-        if head != embedding_size(model):
+    check_vocabularies([vocabulary_of(*stage) for stage in zip(names, models, given, strict=True)])
+    check_runnable(models)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What must agree between the stages of a chain.
+
+    Attributes:
+        name: of the stage.
+        size: tokens of its embedding.
+        digest: of the tokenizer beside its weights; None: there is none.
+    """
+
+    name: str
+    size: int
+    digest: str | None
+
+
+def vocabulary_of(name: str, model: PreTrainedModel, given: Any) -> Vocabulary:
+    """The vocabulary of a stage.
+
+    Args:
+        name: of the stage.
+        model: the model.
+        given: what the user passed for it: a path, or the model itself.
+
+    Raises:
+        ValueError: the model's head does not fit it, or the tokenizer's file is damaged.
+    """
+    head, size = head_size(model), embedding_size(model)
+    if head != size:
+        raise ValueError(
+            f"{name} has {head} logits per position for {size} tokens: its head does not fit the vocabulary"
+        )
+    return Vocabulary(name, size, _tokenizer_digest(given, model))
+
+
+def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
+    """Check that token ids mean the same in all stages. Raises ``ValueError`` for a draft whose ids differ from those of the target, the last one."""
+    *drafts, target = stages
+    for draft in drafts:
+        if draft.digest is not None and target.digest is not None and draft.digest != target.digest:
             raise ValueError(
-                f"{name} has {head} logits per position for {embedding_size(model)} tokens: its head does not fit the vocabulary"
-            )
-        if model is target:
-            break
-        own = _tokenizer_digest(source, model)
-        if own is not None and digest is not None and own != digest:
-            raise ValueError(
-                f"{name} has another tokenizer than the target (other tokens, or the same with other ids): its draft tokens would mean "
+                f"{draft.name} has another tokenizer than the target (other tokens, or the same with other ids): its draft tokens would mean "
                 "other words; drafts must use the target's tokenizer"
             )
         # Variants of one model pad their embedding to different sizes. Only the tokenizer distinguishes that from another vocabulary.
-        if embedding_size(model) != vocabulary and (own is None or digest is None):
-            unknown = name if own is None else "the target"
+        if draft.size != target.size and (draft.digest is None or target.digest is None):
+            unknown = draft.name if draft.digest is None else "the target"
             raise ValueError(
-                f"{name} has a vocabulary of {embedding_size(model)} tokens, the target {vocabulary}: drafts must use the target's "
+                f"{draft.name} has a vocabulary of {draft.size} tokens, the target {target.size}: drafts must use the target's "
                 f"tokenizer, and {unknown} has no tokenizer.json to check that with. If it is the same one and only the "
                 "padding differs, put tokenizer.json beside the weights of both"
             )
-    check_runnable(models)
 
 
 def check_rope(target: PreTrainedModel, most: int) -> None:

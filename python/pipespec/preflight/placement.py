@@ -29,6 +29,7 @@ def arrange(
     schedule: str = "lockstep",
     trust_remote_code: bool = False,
     facts: Sequence[DeviceFacts] | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[str | None]:
     """Choose the device of each stage, and check that weights and the caches of one text fit there.
 
@@ -39,6 +40,7 @@ def arrange(
         schedule: how the stages are to run.
         trust_remote_code: as ``from_pretrained`` takes it.
         facts: of the devices; None queries them.
+        names: of the stages; None: ``given`` is the whole chain.
 
     Returns:
         Per stage the device to load it to; None for a model that is loaded.
@@ -54,7 +56,7 @@ def arrange(
         StageFacts.of_model(name, model)
         if isinstance(model, PreTrainedModel)
         else StageFacts.of_path(name, model, of_stage, trust_remote_code=trust_remote_code)
-        for name, model, of_stage in zip(stage_names(len(given)), given, dtypes, strict=True)
+        for name, model, of_stage in zip(names or stage_names(len(given)), given, dtypes, strict=True)
     ]
     if schedule == "workers":
         for stage in stages[:-1]:

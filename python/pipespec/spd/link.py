@@ -6,7 +6,6 @@ the message is overdue or a rank gives no sign of life.
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
@@ -21,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipespec.process.ranks import START_S, RankError, join_store
+
 TIMEOUT_S = 6.0
 """Longest time of a rank for its part of a cycle or of a chunk of the prefill."""
 
@@ -32,24 +33,10 @@ _BEAT_S = 0.25
 _GRACE_S = 1.0
 """Time between the watchdog's decision and the end of the process, in which the main thread may raise by itself."""
 
-START_S = 300.0
-"""Longest time for importing and loading. If a rank ends meanwhile, torchrun ends the others at once."""
-
 _FOREVER = timedelta(days=7)  # gloo's own timeout; the watchdog takes its place
 
 _OUTSTANDING = 64
 """Most sends that may be under way."""
-
-
-_stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
-"""The store of each torchrun environment: one per process for all groups, which follow each other."""
-
-_groups = itertools.count()
-"""Number of the next group. All ranks make their groups in the same order, and each has its own prefix in the store."""
-
-
-class RankError(RuntimeError):
-    """Another rank has ended, is late, or has failed. The process group cannot be used any more."""
 
 
 class Watchdog:
@@ -199,12 +186,8 @@ class Link:
     def __init__(self, terms: str, timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
         if dist.is_initialized():
             raise RuntimeError("torch.distributed is initialised already; pipespec makes its own process group")
-        here = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        store, self.rank, self.world = join_store(start_s)
         try:
-            if here not in _stores:
-                _stores[here] = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
-            whole, self.rank, self.world = _stores[here]
-            store: Any = dist.PrefixStore(f"pipespec/{next(_groups)}", whole)
             self._watchdog = Watchdog(store.clone(), self.rank, self.world, _exit, start_s)
         except dist.DistError as error:
             raise RankError(f"not all ranks have come within {start_s:g} s, or one has ended: {error}") from error

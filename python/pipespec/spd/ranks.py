@@ -36,9 +36,10 @@ from pipespec.engine.forward import open_sections, stream_dtype
 from pipespec.engine.native import NATIVE
 from pipespec.generation import Generation
 from pipespec.pipeline import BasePipeline
+from pipespec.process.ranks import START_S, RankError, own_device, rank_and_world
 from pipespec.spd.decoding import SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
-from pipespec.spd.link import START_S, TIMEOUT_S, Link, RankError, uninterrupted
+from pipespec.spd.link import TIMEOUT_S, Link, uninterrupted
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import LayerStage, Partition, Verifier, cut, load_ends, load_skeleton, load_stage
 from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
@@ -386,25 +387,6 @@ def ranks_of(stages: int, world: int) -> list[int]:
     return [s + world - stages for s in range(stages)]
 
 
-def own_device(device: torch.device | str, local_rank: int) -> torch.device:
-    """The device of a machine's rank number ``local_rank``. Raises ``ValueError`` if the device does not exist."""
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={str(device)!r}: ranks compute on 'cpu' or 'cuda'")
-    if found.type == "cpu":
-        return found
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        raise ValueError(f"device={str(device)!r}: torch finds no GPU on this machine; use device='cpu'")
-    index = local_rank if found.index is None else found.index
-    if index >= count:
-        raise ValueError(
-            f"device={str(device)!r}: GPU {index} is wanted and this machine has {count}: start fewer ranks here, or let them share one "
-            "with device='cuda:0'"
-        )
-    return torch.device("cuda", index)
-
-
 class RanksPipeline(BasePipeline):
     """A partitioned target over the ranks that torchrun has started: ``generate()`` on rank 0, ``serve()`` on the others.
 
@@ -442,17 +424,13 @@ class RanksPipeline(BasePipeline):
         device: torch.device | str = "cpu",
         native: bool = True,
     ) -> None:
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            raise ValueError(
-                "there are no ranks: start this with torchrun --nproc-per-node ... (RANK and WORLD_SIZE are not set)"
-            )
+        rank, world = rank_and_world()
         if isinstance(stages, str):
             raise ValueError(
                 f"stages={stages!r}: no rank has all layers to measure; give a number, or layers per stage"
             )
         if not isinstance(target, (str, Path)):
             raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         device = own_device(device, int(os.environ.get("LOCAL_RANK", rank)))
         self.partition = cut(load_skeleton(target).config.num_hidden_layers, stages, list)
         rank_of = ranks_of(self.partition.stages, world)

@@ -22,7 +22,8 @@ from multiprocessing.connection import Connection
 
 from transformers import PreTrainedModel
 
-from pipespec.config import PATIENCE, SpeculationConfig
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.asynchronous import target_step
 from pipespec.drivers.base import Driver, GenerationRequest, StageFailure
 from pipespec.drivers.workers import template
 from pipespec.drivers.workers.process import Failed, Setup, WorkerCall
@@ -443,29 +444,10 @@ class WorkersDriver(Driver):
         set_threads(min(config.threads or own, self._all_threads))
 
     def _step(self) -> Action:
-        upstream = self._target.index - 1
         if self._is_drafting and not self._target.accepts_draft_tokens:
             self._is_drafting = False
             self.steer(self.config)
-        config = self.in_force
-        max_draft_tokens = config.max_draft_tokens(self._target.index)
-        action = self._target.step(0, max_draft_tokens, config.min_draft_tokens)
-        if action == Action.WAIT and config.decode_meanwhile:
-            return self._target.step(0, 0)
-        if action == Action.WAIT:
-            # Wait for the time that the missing draft tokens should take, with some slack. Then verify the available ones. The draft writes its
-            # own time, which may be wrong; no wait is longer than the target needs for the tokens itself.
-            each = min(PATIENCE * self.block.step_ns(upstream), self.block.step_ns(self.block.target))
-            patience = int(config.min_draft_tokens * each)
-            deadline = time.perf_counter_ns() + patience
-            while action == Action.WAIT:
-                left = deadline - time.perf_counter_ns()
-                if left <= 0:
-                    action = self._target.step(0, max_draft_tokens)
-                    break
-                self._target.port.park(left, min(config.min_draft_tokens, max_draft_tokens))
-                action = self._target.step(0, max_draft_tokens, config.min_draft_tokens)
-        return action
+        return target_step(self._target, self.in_force, self.block)
 
     def close(self) -> None:
         """Shut the workers down. A later ``run`` starts them again."""

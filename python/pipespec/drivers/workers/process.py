@@ -19,11 +19,11 @@ from typing import NoReturn
 
 import torch
 
-from pipespec.config import WIDTH
+from pipespec.drivers.asynchronous import drafting
 from pipespec.drivers.workers.weights import SharedWeights
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage, StageInputs
-from pipespec_kernels.state import Action, SharedMemory, StateBlock
+from pipespec_kernels.state import SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
 _ORPHAN_CHECK_NS = 500_000_000
@@ -106,16 +106,11 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
 
 def _take_part(stage: Stage, call: WorkerCall, conn: Connection, parent: int) -> None:
     stage.prefill(replace(call.inputs, sampling_params=pickle.loads(call.sampling_params)))
-    port, form = stage.port, ""
-    while port.generation == call.generation:
+    form = ""
+    for _ in drafting(stage, call.generation, _ORPHAN_CHECK_NS):
         if not form and (form := stage.form):
             # For the caller's report.
             conn.send(form)
-        lookahead = port.lookahead  # the caller may change it at any time
-        if lookahead == 0:
-            port.pause(_ORPHAN_CHECK_NS)
-        elif stage.step(lookahead, min(port.upstream_lookahead, WIDTH // 2)) != Action.STEP:
-            port.park(_ORPHAN_CHECK_NS)
         if os.getppid() != parent:
             return
 

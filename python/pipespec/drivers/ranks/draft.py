@@ -1,0 +1,212 @@
+"""The other ranks of schedule ``ranks``: a draft each, which takes part in the calls of rank 0."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.asynchronous import drafting
+from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest
+from pipespec.drivers.ranks.link import Link
+from pipespec.drivers.ranks.party import Party
+from pipespec.drivers.ranks.wire import (
+    CALL,
+    FAILED,
+    FORM,
+    HEAD,
+    MOST_CALL_WORDS,
+    TEXT,
+    BadMessage,
+    Call,
+    decode_call,
+    text_words,
+    write_head,
+)
+from pipespec.engine.ngram import NgramStage
+from pipespec.engine.stage import Stage
+from pipespec.process.ranks import RankError
+from pipespec.process.signals import pass_on
+from pipespec_kernels.state import StateBlock
+
+RETURN_S = 30.0
+"""A draft whose connection to rank 0 broke ends if there is no new one for this time."""
+
+_SLEEP_NS = 500_000_000
+"""Longest sleep of a draft that has nothing to do."""
+
+
+class _DraftParty(Party):
+    """A draft's share: it receives the calls."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.changed = threading.Condition()
+        self._incoming: tuple[int, np.ndarray] = (0, np.empty(0, dtype=np.int32))
+        self._have = 0
+        self._call: tuple[int, Call] | None = None
+        self._ended = 0
+        self.is_over = False
+        self._texts: deque[tuple[int, int, str]] = deque(maxlen=4)
+        super().__init__(*arguments)
+
+    def say(self, what: int, generation: int, text: str) -> None:
+        """Send a text to the target."""
+        with self.lock:
+            self._texts.append((what, generation, text))
+        self.links[0].wake()
+
+    def next_call(self) -> tuple[int, Call] | None:
+        """Wait for a call, for a short time. Return the newest one that has not ended, and its generation."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._call is not None or self.is_over, _SLEEP_NS / 1e9)
+        with self.lock:
+            call, self._call = self._call, None
+            return None if call is None or call[0] == self._ended else call
+
+    def enter(self, generation: int, lay_out: Callable[[], None]) -> bool:
+        """Take part in a generation. Return False if it has ended already."""
+        with self.lock:
+            if self._ended == generation or self.is_over:
+                return False
+            self.forget()
+            lay_out()
+            self.block.start(generation)
+            self.begin(generation)
+            return True
+
+    def _urgent(self, link: Link, words: np.ndarray) -> int:
+        if link.peer != 0 or not self._texts:
+            return 0
+        what, generation, text = self._texts.popleft()
+        body, size = text_words(text)
+        words[HEAD : HEAD + len(body)] = body
+        return write_head(words, TEXT, generation, len(body), what, size)
+
+    def _special(self, peer: int, kind: int, generation: int, body: np.ndarray, first: int, second: int) -> None:
+        if kind != CALL or peer != 0:
+            super()._special(peer, kind, generation, body, first, second)
+        if first == 0:
+            if not 0 < second <= MOST_CALL_WORDS or generation < 1:
+                raise BadMessage(f"it announced a call of {second} words")
+            self._incoming, self._have = (generation, np.empty(second, dtype=np.int32)), 0
+        number, words = self._incoming
+        if number != generation or first != self._have or first + len(body) > len(words):
+            raise BadMessage("it sent parts of a call that do not fit together")
+        words[first : first + len(body)] = body
+        self._have += len(body)
+        if self._have < len(words):
+            return
+        call = decode_call(words)
+        self._stop()
+        with self.changed:
+            self._call = generation, call
+            self.changed.notify_all()
+
+    def _stop(self) -> None:
+        self.running = False
+        self.block.start(0)
+
+    def _target_ended(self, generation: int) -> None:
+        self._ended = generation
+        if generation == self.generation:
+            self._stop()
+
+    def _said_bye(self, peer: int) -> None:
+        if peer != 0:
+            return
+        self.is_over = True
+        self._stop()
+        with self.changed:
+            self.changed.notify_all()
+
+
+class DraftRank(Decoder):
+    """A rank that runs a draft. It has no calls of its own: :meth:`serve` takes part in those of rank 0.
+
+    Args:
+        model: The draft.
+        config: Numbers of the whole chain.
+        store: The group's store.
+        rank: This rank.
+        world: Number of ranks, one per model of the chain.
+    """
+
+    ran_as = "ranks"
+
+    def __init__(self, model: PreTrainedModel, config: SpeculationConfig, store: Any, rank: int, world: int) -> None:
+        super().__init__()
+        first = int(config.ngram is not None)
+        self.block: StateBlock = StateBlock.create(len(config.lookahead) + 1, 1, 64)
+        ngram = NgramStage(config.ngram, self.block) if config.ngram is not None and rank == 1 else None
+        self._stage = Stage(model, self.block, first + rank - 1, native=config.native, ngram=ngram)
+        self._party = _DraftParty(store, rank, world, first, self.block)
+        self.rank = rank
+        weakref.finalize(self, self._party.close)
+
+    @property
+    def target(self) -> CacheOwner:
+        raise self.refusal()
+
+    def run(self, request: GenerationRequest) -> None:
+        raise self.refusal()
+
+    def refusal(self) -> RuntimeError:
+        """The error of a call of ``generate()`` on this rank."""
+        return RuntimeError(
+            f"rank {self.rank} runs draft {self.rank - 1}: call serve() there, and generate() on rank 0, which has the target"
+        )
+
+    def for_fork(self) -> Decoder:
+        raise RuntimeError("a forked process cannot talk to the ranks: serve in the process that was started as a rank")
+
+    def serve(self) -> None:
+        """Take part in the calls of rank 0 until it closes.
+
+        Raises:
+            RankError: Rank 0 has ended, or has been cut off for longer than ``RETURN_S`` with a broken connection.
+        """
+        party, link = self._party, self._party.links[0]
+        while not party.is_over and not party.closed:
+            call = party.next_call()
+            if call is not None:
+                self._take_part(*call)
+            elif link.store_has_ended:
+                raise RankError(f"rank {self.rank}: the ranks' store has ended, and so rank 0, or torchrun")
+            elif link.cause is not None and not link.is_over and time.monotonic() - link.since > RETURN_S:
+                raise RankError(
+                    f"rank {self.rank}: rank 0, the target, is gone ({link.cause}) and has not come back within {RETURN_S:g} s"
+                )
+
+    def _take_part(self, generation: int, call: Call) -> None:
+        party, inputs = self._party, call.inputs
+        starts = [len(prompt) for prompt in inputs.prompts]
+        new = [limit - start for limit, start in zip(inputs.limits, starts, strict=True)]
+
+        def lay_out() -> None:
+            self.block.ensure(len(starts), max(new) + 2)
+            self.block.reset(starts, inputs.limits, [int(prompt[-1]) for prompt in inputs.prompts], call.eos)
+
+        try:
+            if not party.enter(generation, lay_out):
+                return
+            party.publish()
+            self._stage.prefill(inputs)
+            form = ""
+            for _ in drafting(self._stage, generation, _SLEEP_NS):
+                party.publish()
+                if not form and (form := self._stage.form):
+                    party.say(FORM, generation, form)
+        except Exception as error:
+            pass_on(error)
+            party.say(FAILED, generation, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Leave the chain. The target goes on without this draft."""
+        self._party.close()

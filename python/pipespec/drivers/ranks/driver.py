@@ -1,0 +1,213 @@
+"""Rank 0 of schedule ``ranks``: the target, which returns the text."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.asynchronous import target_step
+from pipespec.drivers.base import Decoder, Driver, GenerationRequest
+from pipespec.drivers.ranks.link import Link
+from pipespec.drivers.ranks.party import Party, parts
+from pipespec.drivers.ranks.wire import CALL, FAILED, FORM, HEAD, TEXT, encode_call, text_of, write_head
+from pipespec.engine.ngram import NgramStage
+from pipespec.engine.stage import Stage
+from pipespec_kernels.state import Action
+
+
+class _TargetParty(Party):
+    """The target's share: it also sends the calls, and hears why a draft failed."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.failures: dict[int, tuple[int, str]] = {}  # by rank: generation, cause
+        self.forms: dict[int, str] = {}
+        self._call: Sequence[np.ndarray] = ()
+        self._sent: dict[int, int] = {}  # by rank: parts of the present call
+        super().__init__(*arguments)
+
+    def open(self, generation: int, call: np.ndarray) -> None:
+        """Begin a generation, and tell the drafts. While the lock is held."""
+        self.begin(generation)
+        self._call, self._size = parts(call), len(call)
+        self._sent = {}
+
+    def _urgent(self, link: Link, words: np.ndarray) -> int:
+        sent = self._sent.get(link.peer, 0)
+        if not self.running or sent == len(self._call):
+            return 0
+        body = self._call[sent]
+        self._sent[link.peer] = sent + 1
+        words[HEAD : HEAD + len(body)] = body
+        offset = sum(map(len, self._call[:sent]))
+        return write_head(words, CALL, self.generation, len(body), offset, self._size)
+
+    def _reconnected(self, peer: int) -> None:
+        self._sent.pop(peer, None)
+
+    def _special(self, peer: int, kind: int, generation: int, body: np.ndarray, first: int, second: int) -> None:
+        if kind != TEXT:
+            super()._special(peer, kind, generation, body, first, second)
+        if first == FORM:
+            self.forms[peer] = text_of(body, second)
+        elif first == FAILED:
+            self.failures[peer] = generation, text_of(body, second)
+
+    def trouble(self, peer: int) -> str | None:
+        """Why a draft takes no part in the present generation; None if it does."""
+        generation, cause = self.failures.get(peer, (0, ""))
+        if generation == self.generation:
+            return f"it failed: {cause}"
+        return self.links[peer].trouble()
+
+
+class RanksDriver(Driver):
+    """Runs the target; the drafts run on the other ranks, see :class:`pipespec.drivers.ranks.draft.DraftRank`.
+
+    The target waits for no other rank. A draft that dies, stops or is cut off costs speed and never a token.
+
+    Args:
+        model: The target.
+        config: Numbers of the whole chain.
+        store: The group's store.
+        world: Number of ranks, one per model of the chain.
+    """
+
+    schedule = "ranks"
+
+    def __init__(self, model: PreTrainedModel, config: SpeculationConfig, store: Any, world: int) -> None:
+        super().__init__([model], config)
+        at = self.block.target
+        ngram = self._make_ngram() if world == 1 else None
+        self._target = Stage(model, self.block, at, self._trace_of(at), native=config.native, ngram=ngram)
+        self.block.set_alive(at, True)
+        self._generation = 0
+        self._is_running = self._is_drafting = False
+        self._lost_at: dict[int, float] = {}
+        self._events: list[str] = []
+        self._party = _TargetParty(store, 0, world, self._first, self.block)
+        weakref.finalize(self, self._party.close)
+
+    @property
+    def _stage_count(self) -> int:
+        return len(self.config.lookahead) + 1
+
+    def _draft_name(self, i: int) -> str:
+        return f"{super()._draft_name(i)} (rank {self._rank_of(i)})"
+
+    def _rank_of(self, i: int) -> int:
+        return i - self._first + 1
+
+    @property
+    def target(self) -> Stage:
+        return self._target
+
+    @property
+    def remarks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self._events)
+
+    def for_fork(self) -> Decoder:
+        raise RuntimeError(
+            "a forked process cannot talk to the ranks: generate in the process that was started as rank 0"
+        )
+
+    def await_drafts(self, seconds: float) -> None:
+        """Wait for the first connection to each draft, for at most so long together."""
+        deadline = time.monotonic() + seconds
+        for link in self._party.links.values():
+            link.await_connection(max(0.0, deadline - time.monotonic()))
+
+    # ---- a call
+
+    def _begin(self, request: GenerationRequest) -> None:
+        party = self._party
+        if party.closed:
+            raise RuntimeError("this pipeline is closed, and its other ranks have ended: start all ranks again")
+        call = encode_call(request.inputs, request.eos)
+        self._generation = self._generation % (2**31 - 1) + 1
+        self._events.clear()
+        with party.lock:
+            party.forget()
+            self._prepare(request)
+            self._open_lookahead()
+            self.block.start(self._generation)
+            party.open(self._generation, call)
+        party.publish()
+
+    def _generate(self, request: GenerationRequest) -> None:
+        try:
+            self._begin(request)
+            self._is_running = self._is_drafting = True
+            self._tend()
+            self._target.prefill(request.inputs, request.record)
+            while self._step() != Action.FINISHED:
+                self._party.publish()
+                self._tend()
+                request.committed(self.block)
+        finally:
+            self._is_running = False
+            with self._party.lock:
+                self._party.running = False
+                self.block.start(0)
+            self._party.publish()
+
+    def _step(self) -> Action:
+        if self._is_drafting and not self._target.accepts_draft_tokens:
+            self._is_drafting = False
+            self.steer(self.config)
+        return target_step(self._target, self.in_force, self.block)
+
+    def _tend(self) -> None:
+        """Continue without the drafts that are gone, and take back those that have returned. The user is warned of each once per call."""
+        now = time.monotonic()
+        for rank in self._party.links:
+            i = rank - 1 + self._first
+            cause, away = self._party.trouble(rank), i in self._lost_at
+            if cause is not None and not away:
+                self._lost_at[i] = now
+                name = self._draft_name(i)
+                if not any(event.startswith(f"{name} was lost") for event in self._events):
+                    self._lost(i, f"is lost ({cause}); calls go on without it, and take it back when it returns")
+                self._events.append(f"{name} was lost: {cause}")
+                self.block.set_alive(i, False)
+            elif cause is None:
+                if away:
+                    self._events.append(f"{self._draft_name(i)} is back after {now - self._lost_at.pop(i):.1f} s")
+                if not self.block.is_alive(i):
+                    self.block.set_alive(i, True)
+
+    def steer(self, config: SpeculationConfig) -> None:
+        super().steer(config)
+        if self._is_running:
+            with self._party.lock:
+                self._open_lookahead()
+
+    def _open_lookahead(self) -> None:
+        for i, lookahead in enumerate(self.in_force.lookahead):
+            self.block.set_lookahead(i, lookahead)
+
+    # ---- afterwards
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Messages and bytes that this rank has sent to the others, heartbeats included, protocol headers of gloo and TCP not."""
+        links = self._party.links.values()
+        return sum(link.messages for link in links), sum(link.sent_bytes for link in links)
+
+    @property
+    def forms(self) -> Sequence[str]:
+        drafts = [self._party.forms.get(rank, "") for rank in self._party.links]
+        return [*[NgramStage.form] * self._first, *drafts, self._target.form]
+
+    def traces(self) -> dict[str, np.ndarray]:
+        # The other ranks keep no trace.
+        return {name: steps for name, steps in super().traces().items() if name == self.names[-1]}
+
+    def close(self) -> None:
+        """Say goodbye to the other ranks, which end. The pipeline cannot be used again."""
+        self._party.close()

@@ -1,0 +1,221 @@
+"""How ranks become a chain: they compare their settings, each loads its own model, and they connect."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.base import Decoder
+from pipespec.drivers.ranks.draft import DraftRank
+from pipespec.drivers.ranks.driver import RanksDriver
+from pipespec.drivers.ranks.wire import VERSION
+from pipespec.engine.stage import stage_names
+from pipespec.models.loading import load_model
+from pipespec.preflight.checks import Vocabulary, check_architecture, check_vocabularies, vocabulary_of
+from pipespec.preflight.devices import AUTO, Devices
+from pipespec.preflight.placement import arrange
+from pipespec.preflight.support import check_runnable
+from pipespec.process.ranks import START_S, RankError, join_store, own_device, rank_and_world
+from pipespec_kernels import __version__
+from pipespec_kernels.state import MAX_STAGES
+
+_CONNECT_S = 30.0
+"""Longest wait of rank 0 for its connections to the drafts. Those that are missing then count as lost."""
+
+_READ_S = 6.0
+"""Rank 0 may hold the store, and keeps it for this time at most until the others have read why the chain does not start."""
+
+
+def join(
+    given: Sequence[PreTrainedModel | str | Path],
+    config: SpeculationConfig,
+    *,
+    device: Devices = None,
+    dtype: torch.dtype | str = "auto",
+    trust_remote_code: bool = False,
+    start_s: float = START_S,
+) -> tuple[PreTrainedModel, Decoder]:
+    """Take this rank's place in a chain. All ranks call this with the same chain.
+
+    Args:
+        given: Models or paths, drafts first, target last. Only this rank's own one is loaded: rank 0 has the target, rank 1 the first draft, and so on.
+        config: Of the whole chain.
+        device: As for ``Pipeline``. ``"cuda"`` is the GPU of number LOCAL_RANK.
+        dtype: As for ``Pipeline``.
+        trust_remote_code: As for ``Pipeline``.
+        start_s: Longest time until all ranks are there, and again until all have loaded their models.
+
+    Returns:
+        This rank's model, and what runs it: a :class:`RanksDriver` on rank 0, else a :class:`DraftRank`.
+
+    Raises:
+        ValueError: There are no ranks, their number is not that of the models, or a model cannot take part.
+        RankError: Another rank is missing, cannot take part, or has another version or other settings.
+        Exception: Those of :func:`pipespec.preflight.placement.arrange` and :func:`pipespec.models.loading.load_model`.
+    """
+    rank, world = rank_and_world()
+    if world != len(given):
+        raise ValueError(
+            f"schedule='ranks': a chain of {len(given)} models needs as many ranks, and there are {world}: start with "
+            f"torchrun --nproc-per-node {len(given)}"
+        )
+    if world > MAX_STAGES:
+        raise ValueError(f"a pipeline has at most {MAX_STAGES} stages, got {world}")
+    own = (rank - 1) % world
+    name = stage_names(world)[own]
+    wanted = _own_device(device, stage_names(world), own)
+    store, rank, world = join_store(start_s)
+    meeting = _Meeting(store, rank, world, start_s)
+    _compare(meeting.exchange("terms", json.dumps(_terms(given, config)), "all ranks have started"), meeting)
+
+    error: Exception | None = None
+    facts, model = "", None
+    try:
+        (placed,) = arrange([given[own]], device=wanted, dtype=dtype, trust_remote_code=trust_remote_code, names=[name])
+        model = load_model(given[own], device=placed, dtype=dtype, trust_remote_code=trust_remote_code)
+        check_architecture(name, model)
+        facts = json.dumps(asdict(vocabulary_of(name, model, given[own])))
+        check_runnable([model])
+    except Exception as failure:
+        error = failure
+    answers = meeting.exchange("ready", facts if error is None else f"!{error}", "all ranks have loaded their models")
+    failed = next((r for r, answer in enumerate(answers) if answer.startswith("!")), None)
+    if failed is not None or error is not None:
+        meeting.leave()
+        if error is not None:
+            raise error
+        assert failed is not None
+        raise RankError(f"rank {failed} cannot take part: {answers[failed][1:]}")
+    target, *drafts = (Vocabulary(**json.loads(answer)) for answer in answers)
+    try:
+        check_vocabularies([*drafts, target])
+    except ValueError:
+        meeting.leave()
+        raise
+    assert model is not None
+    if config.ngram is not None and own == 0:
+        # The n-gram index runs beside the first model. Its corpus may have to be encoded by the target's tokenizer.
+        source = given[-1] if isinstance(given[-1], (str, Path)) else given[-1].config._name_or_path
+        config = replace(config, ngram=config.ngram.for_target(source, model))
+    if rank:
+        return model, DraftRank(model, config, store, rank, world)
+    driver = RanksDriver(model, config, store, world)
+    driver.await_drafts(_CONNECT_S)
+    return model, driver
+
+
+def _own_device(device: Devices, names: Sequence[str], own: int) -> Devices:
+    """What ``device=`` says about one stage. The other stages' devices are on other machines, and are not checked."""
+    if isinstance(device, Mapping):
+        unknown = [key for key in device if key not in names]
+        if unknown:
+            raise ValueError(
+                f"device: there is no stage {', '.join(map(repr, unknown))}; the stages are {', '.join(names)}"
+            )
+        device = device.get(names[own])
+    elif isinstance(device, Sequence) and not isinstance(device, str):
+        if len(device) != len(names):
+            raise ValueError(
+                f"device: one for all, or one per stage ({len(names)}: {', '.join(names)}), not {len(device)}"
+            )
+        device = device[own]
+    if device is None or device == AUTO:
+        return device
+    return str(own_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))))
+
+
+def _terms(given: Sequence[Any], config: SpeculationConfig) -> dict[str, Any]:
+    """What all ranks must share."""
+    return {
+        "pipespec": __version__,
+        "protocol": VERSION,
+        "byteorder": sys.byteorder,
+        "models": len(given),
+        "ngram": config.ngram is not None,
+        "lookahead": list(config.lookahead),
+        "configurations": [_digest(model) for model in given],
+    }
+
+
+def _digest(model: Any) -> str:
+    """Digest of a model's configuration; empty where this machine does not have it."""
+    if isinstance(model, PreTrainedModel):
+        return ""
+    with suppress(OSError, ValueError):
+        content = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        # The same weights may have been saved by several versions of transformers.
+        content.pop("transformers_version", None)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return ""
+
+
+def _compare(everyone: Sequence[str], meeting: _Meeting) -> None:
+    """Raises ``RankError`` by name where ranks have other versions or settings than rank 0."""
+    try:
+        first, *others = (json.loads(terms) for terms in everyone)
+        for rank, theirs in enumerate(others, 1):
+            for key, what in (("pipespec", "version of pipespec"), ("protocol", "version of the ranks' protocol")):
+                if theirs.get(key) != first.get(key):
+                    raise RankError(
+                        f"rank {rank} has another {what} than rank 0 ({theirs.get(key)}, {first.get(key)}): install one version on all machines"
+                    )
+            for key in ("byteorder", "models", "ngram", "lookahead"):
+                if theirs[key] != first[key]:
+                    raise RankError(
+                        f"all ranks need the same arguments: rank 0 has {key}={first[key]}, rank {rank} has {key}={theirs[key]}"
+                    )
+            names = stage_names(first["models"])
+            for name, ours, its in zip(names, first["configurations"], theirs["configurations"], strict=True):
+                if ours and its and ours != its:
+                    raise RankError(
+                        f"rank {rank} has other model settings for the {name} than rank 0 (config.json differs): give all ranks the same models"
+                    )
+    except RankError:
+        meeting.leave()
+        raise
+
+
+class _Meeting:
+    """The ranks' exchange of texts through the store, before they are connected."""
+
+    def __init__(self, store: Any, rank: int, world: int, start_s: float) -> None:
+        self._store, self._rank, self._world, self._start_s = store, rank, world, start_s
+
+    def exchange(self, sign: str, mine: str, until: str) -> list[str]:
+        """Wait until all ranks are here, and return the text of each. Raises ``RankError``."""
+        names = [f"{sign}/{r}" for r in range(self._world)]
+        deadline = time.monotonic() + self._start_s
+        try:
+            self._store.set(names[self._rank], f"+{mine}")  # the store has no empty values
+            while not self._store.check(names):
+                if time.monotonic() > deadline:
+                    missing = [str(r) for r in range(self._world) if not self._store.check([names[r]])]
+                    raise RankError(f"waited {self._start_s:g} s until {until}: rank {', '.join(missing)} is missing")
+                time.sleep(0.02)
+            return [self._store.get(name)[1:].decode() for name in names]
+        except dist.DistError as error:
+            raise RankError(
+                f"ended waiting until {until}: the ranks' store broke, rank 0, or torchrun, has ended"
+            ) from error
+
+    def leave(self) -> None:
+        """End on all ranks. Rank 0, which may hold the store, waits until the others have read why."""
+        with suppress(dist.DistError):
+            self._store.set(f"read/{self._rank}", "+")
+            deadline = time.monotonic() + _READ_S
+            names = [f"read/{r}" for r in range(self._world)]
+            while self._rank == 0 and time.monotonic() < deadline and not self._store.check(names):
+                time.sleep(0.02)

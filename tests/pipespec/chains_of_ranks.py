@@ -1,0 +1,75 @@
+"""Chains of schedule ``ranks`` for tests: in one process, with a thread per draft, or as processes over gloo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from pipespec import Pipeline
+from pipespec import pipeline as pipeline_module
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.ranks.draft import DraftRank
+from pipespec.drivers.ranks.driver import RanksDriver
+
+
+class InProcess:
+    """A chain whose ranks share this process. ``drafts[i]`` is on rank ``i + 1``."""
+
+    def __init__(self, models: Sequence[Any], **options: Any) -> None:
+        self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ngram = options.pop("ngram", None)
+        count = len(models) - 1 + (ngram is not None)
+        self.config = SpeculationConfig.of(count, schedule="ranks", ngram=ngram, **options)
+        self.models, self.world = list(models), len(models)
+        self.drafts: dict[int, DraftRank] = {}
+        self.threads: dict[int, threading.Thread] = {}
+        self.errors: list[BaseException] = []
+        for rank in range(1, self.world):
+            self.start(rank)
+        self.driver = RanksDriver(models[-1], self.config, dist.PrefixStore("test", self.store), self.world)
+        self.driver.await_drafts(60)
+
+    def start(self, rank: int) -> None:
+        """Start the rank of a draft, for the first time or again."""
+        store = dist.PrefixStore("test", self.store)
+        draft = DraftRank(self.models[rank - 1], self.config, store, rank, self.world)
+
+        def serve() -> None:
+            try:
+                draft.serve()
+            except BaseException as error:
+                self.errors.append(error)
+
+        self.drafts[rank] = draft
+        self.threads[rank] = threading.Thread(target=serve)
+        self.threads[rank].start()
+
+    def cut(self, rank: int, other: int = 0) -> None:
+        """Break the connection between two ranks."""
+        from pipespec.drivers.ranks import link
+
+        party = self.driver._party if other == 0 else self.drafts[other]._party
+        link._break(party.links[rank]._group)
+
+    def close(self) -> None:
+        self.driver.close()
+        for rank, thread in self.threads.items():
+            thread.join(60)
+            assert not thread.is_alive(), f"rank {rank} serves on"
+            self.drafts[rank].close()
+        self.store = None  # its thread ends
+
+
+@contextmanager
+def in_process(monkeypatch: Any, models: Sequence[Any], **options: Any) -> Iterator[tuple[Pipeline, InProcess]]:
+    """A pipeline over a chain in this process."""
+    chain = InProcess(models, **options)
+    monkeypatch.setattr(pipeline_module, "join", lambda given, config, **_: (given[-1], chain.driver))
+    try:
+        yield Pipeline(models[-1], models[:-1], schedule="ranks"), chain
+    finally:
+        chain.close()

@@ -1,0 +1,456 @@
+"""schedule="ranks": the text of the target over gloo, whatever happens to the other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import StoppingCriteria
+
+from pipespec import NgramDraft, Pipeline, StageFailure
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.ranks import link, membership, wire
+from pipespec.drivers.ranks.party import stages_of
+from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.stage import StageInputs
+from pipespec.process.ranks import RankError
+from pipespec_kernels.state import StateBlock
+from tests.conftest import always_right, left_pad, noisy, random_prompts
+from tests.pipespec.chains_of_ranks import in_process
+from tests.trials import PROFILE
+from tests.waiting import until
+
+NEW = 24
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine must not make a rank count as lost. gloo must not look up the machine's name."""
+    monkeypatch.setattr(link, "SILENCE_S", 1e9)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def plain(target, ids, **options):
+    with Pipeline(target, schedule="plain") as pipe:
+        return pipe.generate(ids, **options)
+
+
+@contextmanager
+def drafts_first(pipe, chain, rows):
+    """Before each step of the target, its draft has a token for it, or has none left to give."""
+    block, last = chain.driver.block, chain.driver.block.target - 1
+
+    limits: list[int] = []
+
+    def ready(row):
+        length = block.length(last + 1, row)
+        return block.length(last, row) > length or length >= limits[row]
+
+    def wait(*_):
+        if chain.driver._party.running and limits:
+            until(lambda: all(ready(row) for row in range(rows)), "the draft is ahead")
+            others = [(stage, row) for stage in range(last) for row in range(rows)]
+            until(lambda: all(block.counters(*at)["steps"] for at in others), "the other drafts have taken steps")
+
+    hook = pipe.target.register_forward_pre_hook(wait)
+    try:
+        yield limits
+    finally:
+        hook.remove()
+
+
+CALLS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "seed": 5, "temperature": 0.8, "top_k": 40, "top_p": 0.95},
+    "penalty": {"do_sample": True, "seed": 7, "repetition_penalty": 1.3},
+    "ends": {"do_sample": False, "eos_token_id": list(range(2, 300, 9)), "pad_token_id": 0},
+}
+
+
+def test_the_text_is_the_targets_in_every_call(target, monkeypatch, no_thread_is_left):
+    ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
+    models = [noisy(target, 0.1, 1), noisy(target, 0.02), target]
+    with in_process(monkeypatch, models) as (pipe, chain):
+        for options in CALLS.values():
+            options = {"attention_mask": mask, "max_new_tokens": NEW} | options
+            assert torch.equal(pipe.generate(ids, **options), plain(target, ids, **options))
+            assert pipe.report.schedule == "ranks"
+            assert [stage.name for stage in pipe.report.stages] == ["draft 0", "draft 1", "target"]
+        messages, size = chain.driver.traffic
+        assert messages > 0
+        assert size > 24 * messages
+    assert not chain.errors
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_draft_tokens_arrive_and_are_accepted(target, monkeypatch, drafts):
+    ids = random_prompts(1, seed=2, longest=9)[0][None]
+    with in_process(monkeypatch, [*(always_right(target) for _ in range(drafts)), target]) as (pipe, chain):
+        with drafts_first(pipe, chain, 1) as limits:
+            limits.append(ids.shape[1] + NEW)
+            out = pipe.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(out, plain(target, ids, max_new_tokens=NEW, do_sample=False))
+        report = pipe.report
+        assert report.draft_acceptance_rate == 1.0
+        assert report.stages[-1].accepted >= (NEW - 1) // 2
+        until(lambda: chain.driver.forms[0] != "", "the draft says how its model runs")
+        if drafts == 2:  # the counters of a draft that is no neighbour of the target arrive, too
+            assert report.stages[0].steps > 0
+
+
+def test_an_ngram_draft_runs_beside_the_first_model(target, monkeypatch):
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    config = SpeculationConfig.of(2, schedule="ranks", ngram=NgramDraft())
+    assert config.lookahead == (8, 8)
+    with in_process(monkeypatch, [noisy(target, 0.02), target], ngram=NgramDraft()) as (pipe, _):
+        out = pipe.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(out, plain(target, ids, max_new_tokens=NEW, do_sample=False))
+        assert [stage.name for stage in pipe.report.stages] == ["ngram", "draft 0", "target"]
+    assert stages_of(1, 2, 1) == [0, 1]
+    assert stages_of(0, 2, 1) == [2]
+    assert stages_of(0, 1, 1) == [0, 1]
+
+
+def test_criteria_and_streamers_end_a_call_and_the_next_one_runs(target, monkeypatch):
+    ids = random_prompts(1, seed=2, longest=9)[0][None]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+
+    class Stops(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= ids.shape[1] + 7)
+
+    class Fails:
+        def put(self, value):
+            if value.ndim == 1:  # no prompt
+                raise ZeroDivisionError
+
+        def end(self):
+            pass
+
+    with in_process(monkeypatch, [noisy(target, 0.02), target]) as (pipe, chain):
+        assert pipe.generate(ids, stopping_criteria=[Stops()], **options).shape[1] == ids.shape[1] + 7
+        with pytest.raises(ZeroDivisionError):
+            pipe.generate(ids, streamer=Fails(), **options)
+        assert torch.equal(pipe.generate(ids, **options), plain(target, ids, **options))
+        pipe.close()
+        with pytest.raises(RuntimeError, match="start all ranks again"):
+            pipe.generate(ids, **options)
+    assert not chain.errors
+
+
+class Between:
+    """A streamer that does something after the n-th token."""
+
+    def __init__(self, at, what):
+        self.left, self.what = at, what
+
+    def put(self, value):
+        if value.ndim == 1:  # no prompt
+            self.left -= 1
+            if self.left == 0:
+                self.what()
+
+    def end(self):
+        pass
+
+
+def test_a_connection_that_breaks_costs_no_token_and_is_made_again(target, monkeypatch, no_thread_is_left):
+    ids = random_prompts(1, seed=2, longest=9)[0][None]
+    options = {"max_new_tokens": 40, "do_sample": False}
+    with in_process(monkeypatch, [noisy(target, 0.1), noisy(target, 0.02), target]) as (pipe, chain):
+        party = chain.driver._party
+
+        connect, tend, gate = link.Link._connect, chain.driver._tend, threading.Event()
+
+        def gated(self, seen):
+            gate.wait(60)
+            return connect(self, seen)
+
+        def tended():
+            tend()
+            if party.links[2].cause is not None:  # the target has taken note
+                gate.set()
+                until(lambda: party.links[2].cause is None, "there is a new connection")
+
+        def cut():
+            monkeypatch.setattr(link.Link, "_connect", gated)
+            chain.cut(2)
+            until(lambda: party.links[2].cause is not None, "the loss is noticed")
+            monkeypatch.setattr(chain.driver, "_tend", tended)
+
+        with pytest.warns(StageFailure, match=r"draft stage 1 \(rank 2\) is lost \(its connection broke") as caught:
+            out = pipe.generate(ids, streamer=Between(5, cut), **options)
+        assert len(caught) == 1
+        assert torch.equal(out, plain(target, ids, **options))
+        lost, back = pipe.report.decisions
+        assert "was lost" in lost
+        assert "is back after" in back
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(pipe.generate(ids, **options), out)
+        # The draft that came back publishes again.
+        until(lambda: party._theirs.get(2) == chain.driver._generation, "it takes part")
+    assert not chain.errors
+
+
+def test_a_draft_that_fails_sits_out_one_call(target, monkeypatch):
+    ids = random_prompts(1, seed=2, longest=9)[0][None]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    with in_process(monkeypatch, [noisy(target, 0.02), target]) as (pipe, chain):
+        stage = chain.drafts[1]._stage
+        real = stage.prefill
+
+        def fails(inputs, record=None):
+            raise ArithmeticError("made to fail")
+
+        stage.prefill = fails
+        said = lambda: bool(chain.driver._party.failures)  # noqa: E731
+        with pytest.warns(
+            StageFailure, match="draft stage 0 .rank 1. is lost .it failed: ArithmeticError: made to fail"
+        ):
+            out = pipe.generate(ids, streamer=Between(1, lambda: until(said, "the failure arrives")), **options)
+        assert torch.equal(out, plain(target, ids, **options))
+        stage.prefill = real
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(pipe.generate(ids, **options), out)
+
+
+def test_a_rank_that_is_started_again_is_taken_back(target, monkeypatch):
+    ids = random_prompts(1, seed=2, longest=9)[0][None]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    text = plain(target, ids, **options)
+    with in_process(monkeypatch, [always_right(target), target]) as (pipe, chain):
+        assert torch.equal(pipe.generate(ids, **options), text)
+        party = chain.driver._party
+        chain.drafts[1].close()
+        chain.threads[1].join()
+        until(lambda: party.links[1].cause is not None, "its end is noticed")
+        with pytest.warns(StageFailure, match="draft stage 0 .rank 1. is lost .it has closed"):
+            assert torch.equal(pipe.generate(ids, **options), text)
+        chain.start(1)
+        until(lambda: party.links[1].cause is None, "it is connected")
+        with drafts_first(pipe, chain, 1) as limits:
+            limits.append(ids.shape[1] + NEW)
+            assert torch.equal(pipe.generate(ids, **options), text)
+        assert pipe.report.draft_acceptance_rate == 1.0
+        assert "is back after" in pipe.report.decisions[0]
+
+
+def test_a_silent_draft_is_lost_until_its_next_message(target, monkeypatch):
+    ids = random_prompts(1, seed=2, longest=9)[0][None]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    with in_process(monkeypatch, [noisy(target, 0.02), target]) as (pipe, _):
+        monkeypatch.setattr(link, "SILENCE_S", -1.0)
+        with pytest.warns(StageFailure, match="is lost .it has given no sign for 0 s.; calls go on without it"):
+            out = pipe.generate(ids, **options)
+        assert torch.equal(out, plain(target, ids, **options))
+        monkeypatch.setattr(link, "SILENCE_S", 1e9)
+        pipe.generate(ids, **options)
+        assert "is back" in pipe.report.decisions[0]
+
+
+# ---- messages
+
+
+def test_a_call_survives_its_encoding():
+    prompts = [np.array([3, 1, 2], dtype=np.int32), np.array([9], dtype=np.int32)]
+    params = SamplingParams(
+        seeds=(2**64 - 1, 5), temperature=0.7, top_k=9, top_p=0.9, min_p=0.05, ends=frozenset({4, 2})
+    )
+    call = wire.decode_call(wire.encode_call(StageInputs(prompts, [9, 30], params, 320, 64, reuse=True), [2, 4]))
+    assert [prompt.tolist() for prompt in call.inputs.prompts] == [[3, 1, 2], [9]]
+    assert (call.inputs.limits, call.inputs.vocabulary, call.inputs.chunk) == ([9, 30], 320, 64)
+    assert call.inputs.reuse
+    assert (call.inputs.sampling_params, call.eos) == (params, [2, 4])
+
+
+def test_a_damaged_call_is_refused():
+    prompts = [np.arange(1, 9, dtype=np.int32)]
+    words = wire.encode_call(StageInputs(prompts, [20], SamplingParams(seeds=(5,)), 320), [2])
+    numbers = random.Random(1)
+    for _ in range(300 if PROFILE == "nightly" else 60):
+        damaged = words.copy()
+        if numbers.random() < 0.3:
+            damaged = damaged[: numbers.randrange(len(words))]
+        for _ in range(numbers.randrange(1, 4)):
+            if len(damaged):
+                damaged[numbers.randrange(len(damaged))] = numbers.choice([-1, 0, 7, 2**31 - 1, -(2**31)])
+        try:
+            call = wire.decode_call(damaged)
+        except wire.BadMessage:
+            continue
+        assert all(len(p) <= limit for p, limit in zip(call.inputs.prompts, call.inputs.limits, strict=True))
+    with pytest.raises(wire.BadMessage):
+        wire.decode_call(words[:-1])
+    head = np.zeros(wire.HEAD + wire.BODY, dtype=np.int32)
+    wire.write_head(head, wire.STATE, 1, 0)
+    head[0] += 1
+    with pytest.raises(wire.BadMessage, match="version"):
+        wire.read_head(head)
+
+
+def test_a_text_is_cut_and_printable():
+    words, size = wire.text_words("x\n" * 5000)
+    assert len(words) * 4 == size == 1024
+    assert set(wire.text_of(words, size)) == {"x", " "}
+
+
+class Copies:
+    """A block whose draft publishes, and one that gets its messages."""
+
+    def __init__(self, rows=3, room=40):
+        self.blocks = [StateBlock.create(2, rows, 64) for _ in range(2)]
+        for block in self.blocks:
+            block.reset([4] * rows, [60] * rows, [1] * rows, [])
+        self.rows, self.room = rows, room
+        self.restart_boxes()
+
+    def restart_boxes(self):
+        self.outboxes = [self.blocks[0].outbox([s], tokens=True, counters=s == 0, controls=s == 1) for s in (0, 1)]
+        self.inboxes = [self.blocks[1].inbox([s], controls=s == 1) for s in (0, 1)]
+        self.words = np.zeros(self.room, dtype=np.int32)
+
+    def send(self):
+        """Messages until nothing is new."""
+        for outbox, inbox in zip(self.outboxes, self.inboxes, strict=True):
+            while count := outbox.fill(self.words.ctypes.data, self.room):
+                assert count <= self.room
+                assert inbox.apply(self.words.ctypes.data, count)
+
+    def state(self, i):
+        block = self.blocks[i]
+        return [
+            [block.tokens(s, row, 3, block.length(s, row)) for s in (0, 1) for row in range(self.rows)],
+            [block.counters(0, row) for row in range(self.rows)],
+        ]
+
+
+@pytest.mark.parametrize("room", [40, 4096])
+def test_a_replica_follows_any_history(room):
+    """Random steps of draft and target, random moments of sending: afterwards both blocks have the same sequences and counters."""
+    numbers = random.Random(room)
+    for _ in range(40 if PROFILE == "nightly" else 8):
+        copies = Copies(room=room)
+        ports = [copies.blocks[0].port(stage, 8) for stage in (0, 1)]
+        for _ in range(80):
+            stage = numbers.randrange(2)
+            port = ports[stage]
+            if port.plan(6, 6 if stage else 0, 0).name == "STEP":
+                selected = np.array(
+                    [[numbers.randrange(2, 4) for _ in range(8)] for _ in range(copies.rows)], dtype=np.int32
+                )
+                port.commit(selected.ctypes.data, 8)
+            if numbers.random() < 0.3:
+                copies.send()
+            if numbers.random() < 0.05:  # a new connection
+                for box in (*copies.outboxes, *copies.inboxes):
+                    box.restart()
+            if numbers.random() < 0.02:
+                copies.blocks[0].end_row(numbers.randrange(copies.rows))
+        copies.send()
+        assert copies.state(0) == copies.state(1)
+
+
+def test_a_damaged_message_harms_nothing_but_drafts():
+    """Records with damaged words never reach outside of the sender's stages, and the replica can be planned with."""
+    numbers = random.Random(3)
+    for _ in range(200 if PROFILE == "nightly" else 40):
+        copies = Copies()
+        port = copies.blocks[0].port(0, 8)
+        for _ in range(numbers.randrange(1, 5)):
+            port.plan(30, 0, 0)
+            port.commit(np.full((3, 8), 7, dtype=np.int32).ctypes.data, 8)
+        before = copies.blocks[1].memory.array.copy()
+        count = copies.outboxes[0].fill(copies.words.ctypes.data, copies.room)
+        for _ in range(numbers.randrange(1, 3)):
+            copies.words[numbers.randrange(count)] = numbers.choice([-1, 0, 1, 3, 100, 2**31 - 1])
+        copies.inboxes[0].apply(copies.words.ctypes.data, numbers.randrange(count + 1))
+        assert [copies.blocks[1].length(1, row) for row in range(3)] == [4, 4, 4]
+        part = copies.blocks[1].memory.array
+        assert (part[:384] == before[:384]).all()  # the caller's header
+        target = copies.blocks[1].port(1, 8)
+        target.plan(0, 6, 0)
+        assert 0 <= int(target.num_draft_tokens.max()) <= 6
+
+
+# ---- how a chain starts
+
+
+class Left:
+    left = False
+
+    def leave(self):
+        self.left = True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pipespec": "0.0.9"}, "rank 1 has another version of pipespec than rank 0 .0.0.9"),
+        ({"protocol": 99}, "rank 1 has another version of the ranks' protocol"),
+        ({"lookahead": [3, 3]}, "all ranks need the same arguments: rank 0 has lookahead"),
+        ({"configurations": ["a", "x", "c"]}, "rank 1 has other model settings for the draft 1 than rank 0"),
+    ],
+)
+def test_other_versions_and_settings_are_refused_by_name(change, message):
+    config = SpeculationConfig.of(2, schedule="ranks")
+    terms = membership._terms(["/a", "/b", "/c"], config) | {"configurations": ["a", "b", "c"]}
+    meeting = Left()
+    membership._compare([json.dumps(terms)] * 3, meeting)
+    # A model that a machine does not have is not compared.
+    membership._compare([json.dumps(t) for t in (terms, terms | {"configurations": ["", "b", ""]})], meeting)
+    assert not meeting.left
+    with pytest.raises(RankError, match=message):
+        membership._compare([json.dumps(t) for t in (terms, terms | change)], meeting)
+    assert meeting.left
+
+
+def test_a_chain_needs_its_ranks(monkeypatch, target):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="torchrun"):
+        Pipeline("/nowhere/target", ["/nowhere/draft"], schedule="ranks")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="a chain of 2 models needs as many ranks, and there are 3"):
+        Pipeline("/nowhere/target", ["/nowhere/draft"], schedule="ranks")
+    with Pipeline(target, schedule="plain") as pipe, pytest.raises(RuntimeError, match="call generate"):
+        pipe.serve()
+    assert membership._own_device({"target": "cpu"}, ["draft 0", "target"], 1) == "cpu"
+    assert membership._own_device({"target": "cpu"}, ["draft 0", "target"], 0) is None
+    with pytest.raises(ValueError, match="no stage 'draft 7'"):
+        membership._own_device({"draft 7": "cpu"}, ["draft 0", "target"], 0)
+
+
+def test_processes(target, tmp_path):
+    """Three processes: several calls, a draft killed in the middle of one, models that do not fit, and wrong methods."""
+    paths = []
+    for i, model in enumerate([noisy(target, 0.1, 1), noisy(target, 0.02), target]):
+        paths.append(tmp_path / str(i))
+        model.save_pretrained(paths[-1])
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.pipespec.ranks_processes", *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    texts, killed, refused, wrong = (json.loads(line) for line in done.stdout.splitlines())
+    ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
+    for text, options in zip(texts, CALLS.values(), strict=True):
+        assert text == plain(target, ids, attention_mask=mask, max_new_tokens=NEW, **options).tolist()
+    one = torch.tensor([[5, 6, 7]])
+    assert killed["texts"] == [plain(target, one, max_new_tokens=60, do_sample=False).tolist()] * 2
+    assert killed["warnings"] == 1
+    assert "draft stage 1 (rank 2) is lost (its connection broke" in killed["first"]
+    assert killed["ended"] == {"0": 0, "1": 0, "2": -9}
+    assert all("vocabulary of 100 tokens" in error for error in refused), refused
+    assert "call serve() there, and generate() on rank 0" in wrong[1]
+    assert "call generate() here" in wrong[0]
