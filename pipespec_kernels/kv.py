@@ -25,6 +25,8 @@ from pipespec_kernels.library import register, traced
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Dtypes that the native code computes with, with its names.
+NATIVE_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 MOST_DIM = 256  # of the kernels
 MOST_GATHERED = 1024
 
@@ -392,6 +394,18 @@ def _verify_attention(
         options = {"scale": scale, "invariant": invariant, "out": out, "workspace": workspace}
         options |= {"window": window, "softcap": softcap}
         kernels.verify_attention(q, k_cache, v_cache, lengths, query_lens, **options)
+        return out
+    native = _native(q)
+    if native is not None and q.dtype in NATIVE_DTYPES:
+        native.verify_attention(
+            getattr(native, NATIVE_DTYPES[q.dtype]),
+            (batch, heads, k_cache.shape[1], width, dim, k_cache.shape[2]),
+            *((t.data_ptr(), *t.stride()[:3]) for t in (q, k_cache, v_cache, out)),
+            _numbers(lengths),
+            _numbers(query_lens),
+            dim**-0.5 if scale is None else scale,
+            torch.get_num_threads(),
+        )
         return out
     if dispatch.forced:
         step = 1 if invariant else max(width, 1)

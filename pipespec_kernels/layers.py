@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipespec_kernels import dispatch, reference
 from pipespec_kernels.kv import (
+    NATIVE_DTYPES,
     _FLOATS,
     _INTEGERS,
     _check,
@@ -35,8 +36,6 @@ from pipespec_kernels.kv import (
 from pipespec_kernels.library import register, traced
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-# Dtypes of the native code's add_rms_norm, with its names.
-_NATIVE = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 
 # --- add_rms_norm ----------------------------------------------------------------------------------------------------
 
@@ -147,7 +146,7 @@ def _run_add_rms_norm(
     _check_outs(x, residual, out, residual_out)
     kernels = dispatch.kernels(x)
     native = _native(x)
-    if kernels is None and (native is None or x.dtype not in _NATIVE):
+    if kernels is None and (native is None or x.dtype not in NATIVE_DTYPES):
         normed, total = reference.add_rms_norm(x, residual, weight, eps, one_plus_weight, bias)
         if residual is not None and residual_out is not None:
             total = residual_out.copy_(total)
@@ -163,7 +162,7 @@ def _run_add_rms_norm(
         return normed, total
     places = [(t.data_ptr(), t.stride(0)) for t in rows]
     native.add_rms_norm(
-        getattr(native, _NATIVE[x.dtype]),
+        getattr(native, NATIVE_DTYPES[x.dtype]),
         *rows[0].shape,
         *places[0],
         *(places[1] if residual is not None else (0, 0)),

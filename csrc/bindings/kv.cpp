@@ -1,11 +1,13 @@
-// Bindings of the moves of keys and values: addresses, strides and numbers in. The caller has
-// checked shapes and dtypes; a row whose numbers do not fit is returned, or -1.
+// Bindings of keys and values and attention over them: addresses, strides and numbers in. The
+// caller has checked shapes and dtypes; a row whose numbers do not fit is returned, or -1.
 #include "../cpu/kv.hpp"
 
 #include <pybind11/stl.h>
 
+#include <array>
 #include <tuple>
 
+#include "../cpu/attention.hpp"
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -31,6 +33,43 @@ cpu::Integers integers(const Numbers& numbers) {
 cpu::KvStorage storage(const Place& keys, const Place& values, const Sizes& sizes) {
   const auto [rows, heads, capacity, token_bytes] = sizes;
   return {tokens(keys), tokens(values), rows, heads, capacity, token_bytes};
+}
+
+// Address and strides in elements of row, head and column.
+using Columns = std::tuple<Address, std::int64_t, std::int64_t, std::int64_t>;
+
+void* data(const Columns& columns) { return reinterpret_cast<void*>(std::get<0>(columns)); }
+
+void strides(const Columns& columns, std::int64_t (&out)[3]) {
+  std::tie(std::ignore, out[0], out[1], out[2]) = columns;
+}
+
+std::int64_t verify_attention(int dtype, const std::array<std::int64_t, 6>& sizes,
+                              const Columns& queries, const Columns& keys, const Columns& values,
+                              const Columns& out, const Numbers& lengths, const Numbers& counts,
+                              float scale, int threads) {
+  const auto [rows, heads, kv_heads, columns, head_dim, capacity] = sizes;
+  cpu::Attention attention{cpu::DType(dtype),
+                           rows,
+                           heads,
+                           kv_heads,
+                           columns,
+                           head_dim,
+                           capacity,
+                           data(queries),
+                           {},
+                           data(keys),
+                           {},
+                           data(values),
+                           {},
+                           data(out),
+                           {},
+                           scale};
+  strides(queries, attention.query_strides);
+  strides(keys, attention.key_strides);
+  strides(values, attention.value_strides);
+  strides(out, attention.out_strides);
+  return cpu::attend(attention, integers(lengths), integers(counts), threads);
 }
 
 }  // namespace
@@ -63,6 +102,7 @@ void bind_kv(py::module_& m) {
                                positions_column, width, integers(begin), integers(counts));
       },
       release());
+  m.def("verify_attention", &verify_attention, release());
 }
 
 }  // namespace pipespec

@@ -92,19 +92,6 @@ float value(const Weights& w, int64_t i) {
                                     : float_of_bfloat16(static_cast<const uint16_t*>(w.data)[i]);
 }
 
-uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-// To the nearest, ties to even; a NaN stays one.
-uint16_t bfloat16_of(float x) {
-  const uint32_t bits = bits_of(x);
-  if ((bits & 0x7FFFFFFF) > 0x7F800000) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
 std::vector<float> floats(const Weights& w, int64_t count, float offset = 0.0f) {
   std::vector<float> out(size_t(w.data == nullptr ? 0 : count));
   for (size_t i = 0; i < out.size(); ++i) out[i] = value(w, int64_t(i)) + offset;

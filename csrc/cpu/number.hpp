@@ -1,4 +1,4 @@
-// 16-bit logits as numbers, one at a time. For files without instructions of their own (span.hpp).
+// 16-bit numbers, one at a time. For files without instructions of their own (span.hpp).
 #pragma once
 
 #include <cmath>
@@ -13,6 +13,19 @@ inline float float_of_bfloat16(uint16_t half) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));
   return x;
+}
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+// To the nearest, ties to even; a NaN stays one.
+inline uint16_t bfloat16_of(float x) {
+  const uint32_t bits = bits_of(x);
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 inline float float_of_float16(uint16_t half) {

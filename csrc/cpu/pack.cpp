@@ -37,12 +37,6 @@ void share(int threads, int64_t units, const Work& work) {
     team.run(std::min(units - job.base, Team::kMaxUnits));
 }
 
-uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
 void convert(float from, float& to) { to = from; }
 void convert(float from, uint16_t& to) { to = uint16_t(bits_of(from) >> 16); }
 void convert(uint16_t from, float& to) { to = float_of_bfloat16(from); }
