@@ -3,7 +3,7 @@
 Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and positions behind them are never
 read. Tensors on a GPU go to the Triton kernels. These calls do not wait for the device and can be captured in a CUDA graph; a
 replay uses the lengths and counts of its own time. Tensors on other devices, float64 and heads of more than 256 dimensions go to torch; on the CPU
-the native code moves keys and values of any dtype.
+the native code moves keys and values of any dtype and computes attention in float32 and bfloat16 (without a cap of the scores).
 ``PIPESPEC_OPS`` works as for :mod:`pipespec_kernels.ops`, which exports these functions, too.
 
 Lengths and counts are on the device. The host reads them only with ``check_counts=True``. Kernels skip a row whose lengths or counts lie outside the
@@ -305,7 +305,8 @@ def verify_attention(
         query_lens: ``[B]``, like ``lengths``: ``0 <= query_lens <= Q``, ``lengths + query_lens <= S``. None: all columns.
         scale: of the scores; default ``D ** -0.5``.
         invariant: add in an order that depends only on the number of keys of a column. The result is then equal to the
-            last bit for every ``Q`` and ``B``, so a verification equals decoding token by token. It is slower.
+            last bit for every ``Q`` and ``B``, so a verification equals decoding token by token. It is slower, but on the CPU in
+            float32 and bfloat16 without ``softcap``, where the native code always adds so.
         out: ``[B, Hq, Q, D]`` to write to, strides as for ``q``; must overlap no other argument.
         check_counts: check the values of lengths and counts first, which waits for the device. On the CPU always done.
         workspace: contiguous int32 ``[N]`` of zeros on the device of ``q``, ``N >= 2 * B * Hkv``; zero again after the call. Saves a GPU the second
@@ -386,7 +387,8 @@ def _verify_attention(
     _check_workspace(workspace, q, k_cache)
     batch, heads, width, dim = q.shape
     kernels = _kernels(q)
-    if check_counts or kernels is None:
+    native = _native(q) if kernels is None and softcap is None and q.dtype in NATIVE_DTYPES else None
+    if check_counts or kernels is None and native is None:
         _fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
     if out is None:
         out = q.new_empty((batch, width, heads, dim)).transpose(1, 2)
@@ -395,17 +397,19 @@ def _verify_attention(
         options |= {"window": window, "softcap": softcap}
         kernels.verify_attention(q, k_cache, v_cache, lengths, query_lens, **options)
         return out
-    native = _native(q)
-    if native is not None and q.dtype in NATIVE_DTYPES:
-        native.verify_attention(
+    if native is not None:
+        bad = native.verify_attention(
             getattr(native, NATIVE_DTYPES[q.dtype]),
             (batch, heads, k_cache.shape[1], width, dim, k_cache.shape[2]),
             *((t.data_ptr(), *t.stride()[:3]) for t in (q, k_cache, v_cache, out)),
+            window or 0,
             _numbers(lengths),
             _numbers(query_lens),
             dim**-0.5 if scale is None else scale,
             torch.get_num_threads(),
         )
+        if bad >= 0:
+            _fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
         return out
     if dispatch.forced:
         step = 1 if invariant else max(width, 1)

@@ -38,37 +38,26 @@ cpu::KvStorage storage(const Place& keys, const Place& values, const Sizes& size
 // Address and strides in elements of row, head and column.
 using Columns = std::tuple<Address, std::int64_t, std::int64_t, std::int64_t>;
 
-void* data(const Columns& columns) { return reinterpret_cast<void*>(std::get<0>(columns)); }
-
-void strides(const Columns& columns, std::int64_t (&out)[3]) {
-  std::tie(std::ignore, out[0], out[1], out[2]) = columns;
+void* take(const Columns& columns, std::int64_t (&strides)[3]) {
+  Address address;
+  std::tie(address, strides[0], strides[1], strides[2]) = columns;
+  return reinterpret_cast<void*>(address);
 }
 
 std::int64_t verify_attention(int dtype, const std::array<std::int64_t, 6>& sizes,
                               const Columns& queries, const Columns& keys, const Columns& values,
-                              const Columns& out, const Numbers& lengths, const Numbers& counts,
-                              float scale, int threads) {
-  const auto [rows, heads, kv_heads, columns, head_dim, capacity] = sizes;
-  cpu::Attention attention{cpu::DType(dtype),
-                           rows,
-                           heads,
-                           kv_heads,
-                           columns,
-                           head_dim,
-                           capacity,
-                           data(queries),
-                           {},
-                           data(keys),
-                           {},
-                           data(values),
-                           {},
-                           data(out),
-                           {},
-                           scale};
-  strides(queries, attention.query_strides);
-  strides(keys, attention.key_strides);
-  strides(values, attention.value_strides);
-  strides(out, attention.out_strides);
+                              const Columns& out, std::int64_t window, const Numbers& lengths,
+                              const Numbers& counts, float scale, int threads) {
+  cpu::Attention attention{};
+  attention.dtype = cpu::DType(dtype);
+  std::tie(attention.rows, attention.heads, attention.kv_heads, attention.columns,
+           attention.head_dim, attention.capacity) = std::tuple_cat(sizes);
+  attention.queries = take(queries, attention.query_strides);
+  attention.keys = take(keys, attention.key_strides);
+  attention.values = take(values, attention.value_strides);
+  attention.out = take(out, attention.out_strides);
+  attention.window = window;
+  attention.scale = scale;
   return cpu::attend(attention, integers(lengths), integers(counts), threads);
 }
 

@@ -24,6 +24,7 @@ struct Attention {
   int64_t value_strides[3];
   void* out;
   int64_t out_strides[3];
+  int64_t window;  // the last positions that a column sees, its own included; 0: all
   float scale;
 };
 
