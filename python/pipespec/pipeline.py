@@ -42,6 +42,7 @@ from pipespec.preflight.devices import Devices
 from pipespec.preflight.memory import check_memory
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
+from pipespec.preflight.tokenizers import translation_for
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
 from pipespec.process.signals import pass_on
@@ -388,9 +389,10 @@ class Pipeline(BasePipeline):
 
     Args:
         target: A LLaMA-family causal language model, or its path: a folder with ``config.json`` and safetensors.
-        drafts: Models or paths, smallest first, all with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
+        drafts: Models or paths, smallest first, with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
-            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model.
+            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. Or it may have another tokenizer: its draft tokens are
+            translated by way of the text.
         schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
@@ -413,6 +415,9 @@ class Pipeline(BasePipeline):
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
             Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
+        tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one beside its weights.
+        draft_tokenizers: One per draft model, or the only one's. Default, also for single drafts (None): the one beside the weights. A model without
+            one has the target's.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.
@@ -454,6 +459,8 @@ class Pipeline(BasePipeline):
         trust_remote_code: bool = False,
         native: bool = True,
         exact: bool = False,
+        tokenizer: Any = None,
+        draft_tokenizers: Any = None,
     ) -> None:
         if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft)):
             drafts = [] if drafts is None else [drafts]
@@ -476,7 +483,13 @@ class Pipeline(BasePipeline):
         loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         devices = arrange(given, device=device, schedule=config.schedule, **loading)
         models = [load_model(m, device=d, **loading) for m, d in zip(given, devices, strict=True)]
-        check_chain(models, given)
+        translation = translation_for(
+            models, given, tokenizer, draft_tokenizers, has_ngram=ngram is not None, trust_remote_code=trust_remote_code
+        )
+        check_chain(models, given, translated=translation is not None)
+        if translation is not None:
+            options["translation"] = translation
+            config = configure(schedule=schedule or "lockstep", **options)
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(given[-1], models[-1])
             config = replace(config, ngram=options["ngram"])
@@ -485,7 +498,9 @@ class Pipeline(BasePipeline):
         self._warned_of_rope = False
         if schedule is None:
             places = [str(model.device) for model in models]
-            schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None)
+            schedule, options["graphs"] = default_schedule(
+                places, graphs, ngram=ngram is not None, translated=translation is not None
+            )
             config = configure(schedule=schedule, **options)
             _check_form(models, config)
             self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep", **options))

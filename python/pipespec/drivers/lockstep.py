@@ -23,9 +23,8 @@ class LockstepDriver(Driver):
         super().__init__(models, config)
         ngram = self._make_ngram()
         self._stages: list[Stage] = []
-        for i, model in enumerate(self.models, self._first):
-            trace, upstream = self._trace_of(i), None if self._stages else ngram
-            self._stages.append(Stage(model, self.block, i, trace, native=config.native, ngram=upstream))
+        for i in range(self._first, self._first + len(self.models)):
+            self._stages.append(self._make_stage(i, None if self._stages else ngram))
             self.block.set_alive(i, True)
 
     @property

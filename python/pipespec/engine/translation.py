@@ -159,6 +159,7 @@ class TranslatedRow:
         self.generated = self.lost = 0
         self._known = 0  # ids of complete pieces that are in `sequence`
         self._queue: list[int] = []
+        self._has_changed = True
         self._forget()
         self.write(0, prompt)
 
@@ -236,6 +237,7 @@ class TranslatedRow:
         self.sequence[kept:] = ids
         self._forget()
         self._base = (covered, self._encoder.marks)
+        self.is_stuck = not self.sequence
 
     @property
     def awaited(self) -> bytes:
@@ -398,9 +400,8 @@ class TranslatedStage(Stage):
         return sum(row.generated for row in self._translated), sum(row.lost for row in self._translated)
 
     def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
-        self._translated = [TranslatedRow(self._translation, prompt[:-1].tolist()) for prompt in inputs.prompts]
-        for row, prompt in zip(self._translated, inputs.prompts, strict=True):
-            row.write(len(prompt) - 1, prompt[-1:].tolist())
+        self._translated = [TranslatedRow(self._translation, prompt.tolist()) for prompt in inputs.prompts]
+        for row in self._translated:
             row.next()
         sequences = [np.array(row.sequence or [0], dtype=np.int32) for row in self._translated]
         new = [limit - len(prompt) for limit, prompt in zip(inputs.limits, inputs.prompts, strict=True)]
@@ -417,7 +418,6 @@ class TranslatedStage(Stage):
         for row, held in zip(self._translated, self._held, strict=True):
             row.cached = min(held, len(row.sequence))
         self._selected = np.zeros((len(sequences), 1), dtype=np.int32)
-        self._published = 0
 
     @torch.inference_mode()
     def step(self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0) -> Action:
@@ -433,7 +433,9 @@ class TranslatedStage(Stage):
         began = time.perf_counter_ns()
         action, count, waiting = self._publish(lookahead)
         if waiting:
-            self._generate(waiting)
+            self._generate(list(waiting))
+            # The first tokens belong to the step that was planned before the forward.
+            count += self._commit(waiting)
             count += self._publish(lookahead)[1]
         if not count and not waiting:
             return Action.IDLE if action == Action.STEP else action
@@ -442,11 +444,16 @@ class TranslatedStage(Stage):
         self.port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
         return Action.STEP
 
-    def _publish(self, lookahead: int) -> tuple[Action, int, list[int]]:
-        """Publish what is translated. Returns the last plan's action, the number of tokens, and the rows whose draft has to generate."""
+    def _publish(self, lookahead: int) -> tuple[Action, int, dict[int, int]]:
+        """Publish what is translated.
+
+        Returns:
+            The last plan's action, the number of tokens, and the query lengths of the rows whose draft has to generate.
+        """
         port, count = self.port, 0
         while (action := port.plan(lookahead, 0, 0)) == Action.STEP:
-            waiting, commits = [], False
+            waiting: dict[int, int] = {}
+            commits = False
             for r, row in enumerate(self._translated):
                 if (n := int(self._query_lens[r])) == 0:
                     continue
@@ -457,7 +464,7 @@ class TranslatedStage(Stage):
                         # The row commits nothing, and the next plan gives its tokens once more.
                         self._query_lens[r] = 0
                         if not row.is_stuck:
-                            waiting.append(r)
+                            waiting[r] = n
                         continue
                     self._selected[r, 0] = token
                     count += 1
@@ -465,7 +472,19 @@ class TranslatedStage(Stage):
             if not commits:
                 return action, count, waiting
             port.commit(self._selected.ctypes.data, 1)
-        return action, count, []
+        return action, count, {}
+
+    def _commit(self, waiting: dict[int, int]) -> int:
+        """Publish one token of each of these rows that has one now. Returns their number."""
+        count = 0
+        for r, n in waiting.items():
+            token = self._translated[r].next()
+            if token is not None:
+                self._query_lens[r], self._selected[r, 0] = n, token
+                count += 1
+        if count:
+            self.port.commit(self._selected.ctypes.data, 1)
+        return count
 
     def _generate(self, waiting: list[int]) -> None:
         """One forward of the draft, which adds a token to each of the rows ``waiting``."""

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from pipespec.engine.forward import not_exact, not_native
 from pipespec.engine.stage import stage_names
 from pipespec.models.properties import embedding_size, head_size
 from pipespec.models.rope import rope_changes_at, rope_type
 from pipespec.preflight.support import check_runnable
-from pipespec.process.signals import pass_on
+from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import MAX_STAGES
 
 
-def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None:
+def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, translated: bool = False) -> None:
     """Check that models can form one chain.
 
     Args:
         models: drafts first, target last.
         given: what the user passed for each: a path, or the model itself.
+        translated: whether the first draft may have another tokenizer.
 
     Raises:
         ValueError: too many models, one model twice, another vocabulary or tokenizer, or a model that no stage can run
@@ -47,7 +44,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
         check_architecture(name, model)
     target = models[-1]
     vocabulary = embedding_size(target)
-    digest = _tokenizer_digest(given[-1], target)
+    digest = tokenizer_digest(given[-1], target)
     for name, model, source in zip(names, models, given, strict=True):
         head = head_size(model)
         if head != embedding_size(model):
@@ -56,7 +53,9 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
             )
         if model is target:
             break
-        own = _tokenizer_digest(source, model)
+        if translated and model is models[0]:
+            continue
+        own = tokenizer_digest(source, model)
         if own is not None and digest is not None and own != digest:
             raise ValueError(
                 f"{name} has another tokenizer than the target (other tokens, or the same with other ids): its draft tokens would mean "
@@ -68,7 +67,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
             raise ValueError(
                 f"{name} has a vocabulary of {embedding_size(model)} tokens, the target {vocabulary}: drafts must use the target's "
                 f"tokenizer, and {unknown} has no tokenizer.json to check that with. If it is the same one and only the "
-                "padding differs, put tokenizer.json beside the weights of both"
+                "padding differs, put tokenizer.json beside the weights of both; if it is another one, pass tokenizer= and draft_tokenizers="
             )
     check_runnable(models)
 
@@ -158,29 +157,3 @@ def _parameters(model: PreTrainedModel) -> set[str]:
         if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             break
     return names
-
-
-def _tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
-    """Digest of the map token -> id of the tokenizer beside the weights; None if there is none. ``ValueError`` for a damaged file."""
-    source = given if isinstance(given, (str, Path)) else getattr(model.config, "_name_or_path", "")
-    if not source:
-        return None
-    # The file of a folder, or of a hub name in the local cache. A check downloads nothing.
-    try:
-        file = cached_file(str(source), "tokenizer.json", local_files_only=True)
-    except OSError as error:
-        pass_on(error)
-        return None
-    if file is None:
-        return None
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-        vocabulary = content.get("model", {}).get("vocab")
-        pairs = sorted(vocabulary.items()) if isinstance(vocabulary, dict) else vocabulary
-        added = sorted((t["id"], t["content"]) for t in content.get("added_tokens", []))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        pass_on(error)
-        raise ValueError(
-            f"{file} is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again, or remove the file"
-        ) from error
-    return hashlib.sha256(json.dumps([pairs, added]).encode()).hexdigest()
