@@ -119,6 +119,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report:
                 device=one_or_all(args.device),
                 trust_remote_code=args.trust_remote_code,
             )
+        if pipe.config.translation is not None:
+            say("draft 0 has another tokenizer than the target: its draft tokens are translated")
         with pipe:
             try:
                 tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=args.trust_remote_code)

@@ -239,6 +239,11 @@ class TranslatedRow:
         self._base = (covered, self._encoder.marks)
         self.is_stuck = not self.sequence
 
+    def aligned(self) -> list[int]:
+        """The draft's tokens of the text: its prefix, and the encoding."""
+        tail, _ = self._encoder.tail()
+        return [*self._draft.prefix, *self._encoder.ids, *tail]
+
     @property
     def awaited(self) -> bytes:
         """Bytes of the text that ``sequence`` does not reach: the beginning of a character."""

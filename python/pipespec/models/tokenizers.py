@@ -83,12 +83,17 @@ class ByteTokenizer:
         for piece, i in vocabulary.items():
             self.pieces[i] = to_bytes(piece)
         self.special_ids = {token["content"]: token["id"] for token in added if token["special"]}
+        self._special_texts = {i: text for text, i in self.special_ids.items()}
         special = set(self.special_ids.values())
         unknown = model.get("unk_token")
         if unknown is not None:
             special.add(vocabulary.get(unknown, -1))
         special.add(-1 if model.get("unk_id") is None else model["unk_id"])
         special.discard(-1)
+        for i in special:
+            # Not a text that is unknown.
+            if model.get("unk_id") == i or vocabulary.get(unknown) == i:
+                self._special_texts.pop(i, None)
         for token in added:
             self.pieces[token["id"]] = token["content"].encode()
         for i in special:
@@ -145,7 +150,20 @@ class ByteTokenizer:
         ids: list[int] = self._tokenizer.encode(
             f" {decoded}" if first and self.prepends else decoded, add_special_tokens=False
         ).ids
+        if not self._special_texts.keys().isdisjoint(ids):
+            # A unigram vocabulary has its special tokens among the others.
+            ids = [part for i in ids for part in self._spelled(i)]
         return ids
+
+    def _spelled(self, token: int) -> list[int]:
+        """The ids of a special token's text, character by character; of another token its own id."""
+        if token not in self._special_texts:
+            return [token]
+        return [
+            i
+            for character in self._special_texts[token]
+            for i in self._tokenizer.encode(character, add_special_tokens=False).ids
+        ]
 
     def text(self, ids: Sequence[int], *, first: bool = False) -> bytes:
         """The bytes of tokens. ``first``: the text begins here."""

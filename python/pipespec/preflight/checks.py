@@ -59,7 +59,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, tran
         if own is not None and digest is not None and own != digest:
             raise ValueError(
                 f"{name} has another tokenizer than the target (other tokens, or the same with other ids): its draft tokens would mean "
-                "other words; drafts must use the target's tokenizer"
+                "other words; drafts must use the target's tokenizer here (`pipespec generate` and Pipeline translate the tokens of a first draft)"
             )
         # Variants of one model pad their embedding to different sizes. Only the tokenizer distinguishes that from another vocabulary.
         if embedding_size(model) != vocabulary and (own is None or digest is None):

@@ -119,8 +119,12 @@ def translation_for(
     return found
 
 
+def _the(name: str) -> str:
+    return "the target" if name == "target" else name
+
+
 def _load(name: str, argument: str, given: Any, model: PreTrainedModel, trust_remote_code: bool) -> Any:
     source = _source(given, model)
     if not source:
-        raise ValueError(f"{name} was given as a model, which does not tell its tokenizer: pass {argument}")
+        raise ValueError(f"{_the(name)} was given as a model, which does not tell its tokenizer: pass {argument}")
     return load_backend(source, trust_remote_code=trust_remote_code)
