@@ -64,7 +64,9 @@ def make_draft(folder: Path, steps: int, size: int) -> None:
     old = AutoTokenizer.from_pretrained(family_path("small"))
     draft = LlamaForCausalLM.from_pretrained(family_path("small"), dtype=torch.float32)
     table = draft.get_input_embeddings().weight.detach().clone()
-    draft.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    # transformers takes vocabularies of one size for the same.
+    draft.resize_token_embeddings(len(tokenizer) + 64, mean_resizing=False)
+    draft.get_input_embeddings().weight.data.zero_()
     draft.config.bos_token_id, draft.config.eos_token_id, draft.config.pad_token_id = 1, 2, None
     draft.generation_config.bos_token_id, draft.generation_config.eos_token_id = 1, 2
     draft.generation_config.pad_token_id = 2

@@ -94,7 +94,7 @@ def from_scratch(made: ByteTokenizer, text: bytes, at: list[tuple[int, int | Non
         part = text[begin:end]
         if number == len(at):
             # An incomplete character at the end waits.
-            part = part[: len(part) - max([n for n in (1, 2, 3) if _may_grow(part[-n:])], default=0)]
+            part = part[: len(part) - max([n for n in (1, 2, 3) if n <= len(part) and _may_grow(part[-n:])], default=0)]
         for i, piece in enumerate(pieces(part.decode(errors="surrogateescape"))):
             ids += made.encode(piece.encode(errors="surrogateescape"), first=number == 0 and i == 0)
         if number < len(at) and at[number][1] is not None:

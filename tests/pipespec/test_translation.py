@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pipespec import Pipeline, attach, detach
 from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.demo import family_path
 from tests.conftest import left_pad, random_llama
-from tests.pipespec.vocabularies import byte_level, permuted, sentencepiece, unigram
+from tests.pipespec.vocabularies import as_bytes, byte_level, permuted, sentencepiece, unigram
 from tests.waiting import drafts_keep_up
 
 NEW = 32
@@ -20,7 +21,7 @@ SAMPLED = {"do_sample": True, "seed": 3, "temperature": 0.6, "top_k": 20}
 PROMPTS = [
     "def mean(values):\n    return sum(val",
     "na\u00efve = '\U0001f600 \u65e5\u672c",
-    "import os\n\n\nclass Reader:\n    def __init__(self, name):\n",
+    "import os\n\nclass Reader:\n    def __init__(self, na",
 ]
 
 
@@ -139,8 +140,6 @@ def test_a_text_in_turns(target, tokenizer, other, rows):
 @pytest.mark.parametrize("made", [byte_level, unigram])
 def test_chat(made):
     """Special tokens in the prompt that the draft has, and has not. The texts are those of random models."""
-    from tests.pipespec.vocabularies import as_bytes
-
     own = byte_level() if made is unigram else sentencepiece()
     model = random_llama(5, vocabulary=own.get_vocab_size())
     draft = random_llama(6, layers=1, vocabulary=made().get_vocab_size())
@@ -237,11 +236,11 @@ def test_refused_schedules(target, folder, options, message):
 
 def test_refused_chains(target, tokenizer, other, folder):
     small = str(family_path("small"))
-    with pytest.raises(ValueError, match="draft 1 has another tokenizer .* only be the first .* of draft 0"):
+    with pytest.raises(ValueError, match=r"draft 1 has another tokenizer .* only be the first .* of draft 0"):
         Pipeline(target, [small, folder])
-    with pytest.raises(ValueError, match="draft 0 has another tokenizer .* only be the first .* of an n-gram index"):
+    with pytest.raises(ValueError, match=r"draft 0 has another tokenizer .* only be the first .* of an n-gram index"):
         Pipeline(target, ["ngram", folder])
-    with pytest.raises(ValueError, match="draft_tokenizers: one per draft model .* 1, not 2"):
+    with pytest.raises(ValueError, match=r"draft_tokenizers: one per draft model .* 1, not 2"):
         Pipeline(target, other[0], tokenizer=tokenizer, draft_tokenizers=[None, other[1]])
     with pytest.raises(TypeError, match="a str cannot be translated: use a fast tokenizer"):
         Pipeline(target, other[0], tokenizer="a name", draft_tokenizers=other[1])
@@ -251,8 +250,6 @@ def test_refused_chains(target, tokenizer, other, folder):
     ):
         Pipeline(unknown, random_llama(2), draft_tokenizers=other[1])
     words = json.loads(other[1].to_str()) | {"decoder": None}
-    from tokenizers import Tokenizer
-
     with pytest.raises(ValueError, match="cannot be translated: its decoder"):
         Pipeline(target, other[0], tokenizer=tokenizer, draft_tokenizers=Tokenizer.from_str(json.dumps(words)))
 
