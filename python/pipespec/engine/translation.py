@@ -159,6 +159,7 @@ class TranslatedRow:
         self.generated = self.lost = 0
         self._known = 0  # ids of complete pieces that are in `sequence`
         self._queue: list[int] = []
+        self._unsettled: list[int] = []  # after those of the queue
         self._has_changed = True
         self._forget()
         self.write(0, prompt)
@@ -185,13 +186,15 @@ class TranslatedRow:
             if self._queue and self._queue[0] == token:
                 self._queue.pop(0)
             else:
-                self._queue.clear()
-                self._has_changed = True
+                self._drop_queue()
             self._append(token)
 
-    def _truncate(self, length: int) -> None:
+    def _drop_queue(self) -> None:
+        self._queue, self._unsettled = [], []
         self._has_changed = True
-        self._queue.clear()
+
+    def _truncate(self, length: int) -> None:
+        self._drop_queue()
         del self._ids[length:], self._ends[length:]
         end = self._ends[-1] if length else (0, 0)
         self._encoder.truncate(*end)
@@ -212,10 +215,16 @@ class TranslatedRow:
 
     # ---- the draft's tokens
 
-    def next(self) -> int | None:
-        """The token of the target that the draft proposes after the row's tokens; None if it has to generate first."""
+    def next(self, *, is_last: bool = False) -> int | None:
+        """The token of the target that the draft proposes after the row's tokens; None if it has to generate first.
+
+        Args:
+            is_last: Nothing may follow this token yet, so that one that the draft's next token may change is proposed, too.
+        """
         if self._has_changed:
             self._follow()
+        if is_last and not self._queue:
+            self._queue, self._unsettled = self._unsettled[:1], []
         return self._queue[0] if self._queue else None
 
     def _follow(self) -> None:
@@ -302,7 +311,7 @@ class TranslatedRow:
 
         The last ones wait for the draft's next token, which may change them: " hel" and "lo" may be one token of the target.
         """
-        self._queue = []
+        self._queue, self._unsettled = [], []
         said = bytes(self._encoder.text[self._base[0] :])
         if not self._own.startswith(said):
             # The draft has not yet completed the character that the text has begun.
@@ -315,7 +324,8 @@ class TranslatedRow:
             self._lose(reached)
         if not self.is_stuck and len(self._own_ends) <= _MOST_HELD:
             before = self._translated(self._own[: self._own_ends[-2]])[0] if len(self._own_ends) > 1 else []
-            ids = ids[: _common(ids, before)]
+            settled = _common(ids, before)
+            ids, self._unsettled = ids[:settled], ids[settled:]
         elif self._end is not None:
             ids.append(self._end)
         self._queue = ids
@@ -440,7 +450,7 @@ class TranslatedStage(Stage):
         if waiting:
             self._generate(list(waiting))
             # The first tokens belong to the step that was planned before the forward.
-            count += self._commit(waiting)
+            count += self._commit(waiting, lookahead)
             count += self._publish(lookahead)[1]
         if not count and not waiting:
             return Action.IDLE if action == Action.STEP else action
@@ -464,7 +474,7 @@ class TranslatedStage(Stage):
                     continue
                 row.write(int(self._kv[r]), port.tokens[r, :n].tolist())
                 if self._n_select[r] > 0:
-                    token = row.next()
+                    token = row.next(is_last=self._room(r, lookahead) == 1)
                     if token is None:
                         # The row commits nothing, and the next plan gives its tokens once more.
                         self._query_lens[r] = 0
@@ -479,11 +489,17 @@ class TranslatedStage(Stage):
             port.commit(self._selected.ctypes.data, 1)
         return action, count, {}
 
-    def _commit(self, waiting: dict[int, int]) -> int:
+    def _room(self, row: int, lookahead: int) -> int:
+        """Tokens that the row may publish until its downstream neighbour advances."""
+        block = self.block
+        reached = max(block.length(self.index + 1, row), block.length(block.target, row))
+        return reached + lookahead - block.length(self.index, row)
+
+    def _commit(self, waiting: dict[int, int], lookahead: int) -> int:
         """Publish one token of each of these rows that has one now. Returns their number."""
         count = 0
         for r, n in waiting.items():
-            token = self._translated[r].next()
+            token = self._translated[r].next(is_last=self._room(r, lookahead) == 1)
             if token is not None:
                 self._query_lens[r], self._selected[r, 0] = n, token
                 count += 1
