@@ -3,7 +3,7 @@
 The bundled target with a draft of the bundled small draft's shape, but with a unigram vocabulary with byte tokens, in the manner of sentencepiece. Tokenizer and
 draft are made here: the layers are those of the small draft, the embedding of a token is the mean of those of its text, and both are trained
 on the standard library for ``--steps`` steps. Against transformers' assisted generation with ``assistant_tokenizer``, and against the bundled
-small draft, which has the target's tokenizer. Contenders take turns prompt by prompt, so that other load on the machine affects them alike;
+small draft, with the target's tokenizer and with other ids, which shows what the translation itself costs. Contenders take turns prompt by prompt, so that other load on the machine affects them alike;
 medians of the prompts' rates. Every text is compared with ``generate()``.
 """
 
@@ -56,6 +56,23 @@ def unigram(texts: list[str], size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
+def permuted(name: str, seed: int = 0) -> tuple[LlamaForCausalLM, Tokenizer]:
+    """A bundled model and its tokenizer with other ids: another vocabulary, and the same text as before."""
+    content = json.loads(AutoTokenizer.from_pretrained(family_path(name)).backend_tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    new = torch.randperm(len(vocabulary), generator=torch.Generator().manual_seed(seed))
+    content["model"]["vocab"] = {token: int(new[i]) for token, i in vocabulary.items()}
+    for token in content["added_tokens"]:
+        token["id"] = int(new[token["id"]])
+    for token in content["post_processor"]["special_tokens"].values():
+        token["ids"] = [int(new[i]) for i in token["ids"]]
+    model = AutoModelForCausalLM.from_pretrained(family_path(name), dtype=torch.float32)
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[new] = weight.clone()
+    return model, Tokenizer.from_str(json.dumps(content))
+
+
 def make_draft(folder: Path, steps: int, size: int) -> None:
     """Train tokenizer and draft, and write them to ``folder``."""
     texts = [f.text for f in corpus.source_files(corpus.stdlib()) if f.module not in corpus.HELD_OUT]
@@ -102,6 +119,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         tokenizer, own = AutoTokenizer.from_pretrained(family_path("target")), AutoTokenizer.from_pretrained(folder)
         small = AutoModelForCausalLM.from_pretrained(family_path("small"), dtype=torch.float32).eval()
+        renumbered, other_ids = permuted("small")
+        renumbered.resize_token_embeddings(len(tokenizer) + 64, mean_resizing=False)
+        renumbered.get_input_embeddings().weight.data[len(tokenizer) :] = 0
+        hf_other_ids = PreTrainedTokenizerFast(tokenizer_object=other_ids)
     greedy = {"max_new_tokens": options.new_tokens, "do_sample": False, "eos_token_id": None}
     pipelines = {
         "pipespec, plain": Pipeline(target, schedule="plain"),
@@ -111,12 +132,18 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "pipespec, workers, another tokenizer": Pipeline(
             target, draft, schedule="workers", tokenizer=tokenizer, draft_tokenizers=own
         ),
-        "pipespec, lockstep, the target's tokenizer": Pipeline(target, small, schedule="lockstep"),
+        "pipespec, lockstep, small with other ids": Pipeline(
+            target, renumbered, schedule="lockstep", tokenizer=tokenizer, draft_tokenizers=other_ids
+        ),
+        "pipespec, lockstep, small": Pipeline(target, small, schedule="lockstep"),
     }
     contenders: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "transformers, plain": lambda ids: target.generate(ids, **greedy),
         "transformers, assisted, another tokenizer": lambda ids: target.generate(
             ids, assistant_model=draft, tokenizer=tokenizer, assistant_tokenizer=own, **greedy
+        ),
+        "transformers, assisted, small with other ids": lambda ids: target.generate(
+            ids, assistant_model=renumbered, tokenizer=tokenizer, assistant_tokenizer=hf_other_ids, **greedy
         ),
     } | {name: (lambda ids, pipe=pipe: pipe.generate(ids, **greedy)) for name, pipe in pipelines.items()}
     rates: dict[str, list[float]] = {name: [] for name in contenders}

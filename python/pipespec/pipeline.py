@@ -42,7 +42,7 @@ from pipespec.preflight.devices import Devices
 from pipespec.preflight.memory import check_memory
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
-from pipespec.preflight.tokenizers import translation_for
+from pipespec.preflight.tokenizers import tokenizer_digest, translation_for
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
 from pipespec.process.signals import pass_on
@@ -382,6 +382,10 @@ def _keep_to_one_thread() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+_ENOUGH, _HARDLY = 64, 0.02
+"""Draft tokens after which, and acceptance rate up to which, a draft probably has another tokenizer."""
+
+
 class Pipeline(BasePipeline):
     """A chain of models that generates the text of the last one, faster.
 
@@ -495,6 +499,7 @@ class Pipeline(BasePipeline):
             config = replace(config, ngram=options["ngram"])
         super().__init__(models)
         self._notes: tuple[str, ...] = ()  # for every report
+        self._unchecked = given if translation is None and tokenizer is None and draft_tokenizers is None else []
         self._warned_of_rope = False
         if schedule is None:
             places = [str(model.device) for model in models]
@@ -545,9 +550,22 @@ class Pipeline(BasePipeline):
 
     def _report(self, generation: Generation) -> Report:
         report = super()._report(generation)
+        self._note_other_tokenizers(report)
         if not self._notes:
             return report
         return replace(report, decisions=(*self._notes, *(report.decisions or ())))
+
+    def _note_other_tokenizers(self, report: Report) -> None:
+        """Note, once, that a draft which is hardly ever accepted may have another tokenizer, if nothing tells that it has not."""
+        given, last = self._unchecked, report.stages[-1]
+        if not given or last.drafted < _ENOUGH or last.acceptance_rate > _HARDLY:
+            return
+        self._unchecked = []
+        if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):
+            self._notes += (
+                "hardly any draft token was accepted, and no tokenizer.json tells whether the models have one tokenizer: if they have not, pass "
+                "tokenizer= and draft_tokenizers=",
+            )
 
     def close(self) -> None:
         """End worker processes, drop graphs, and restore the models' attention. A later call starts again what it needs.

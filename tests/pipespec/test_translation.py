@@ -9,11 +9,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from bench.bench_tokenizers import permuted
 from pipespec import Pipeline, attach, detach
 from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.demo import family_path
-from tests.conftest import left_pad, random_llama
-from tests.pipespec.vocabularies import as_bytes, byte_level, permuted, sentencepiece, unigram
+from tests.conftest import always_wrong, left_pad, noisy, random_llama
+from tests.pipespec.vocabularies import as_bytes, byte_level, sentencepiece, unigram
 from tests.waiting import drafts_keep_up
 
 NEW = 32
@@ -216,6 +217,21 @@ def test_the_command(folder, capfd):
     assert "draft 0 has another tokenizer" in err
     assert main(["plan", *options[4:], "--draft", str(folder)]) != 0
     assert "draft 0 has another tokenizer" in capfd.readouterr().err
+
+
+def test_a_report_hints_at_another_tokenizer():
+    """Two models of one vocabulary size, without any tokenizer, that never agree."""
+    model = random_llama(1)
+    wrong = always_wrong(model)
+    with Pipeline(model, wrong, schedule="lockstep") as pipe:
+        pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
+        assert pipe.report.decisions is None  # too few draft tokens to tell
+        for _ in range(2):
+            pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=40, do_sample=False)
+            assert sum("pass tokenizer= and draft_tokenizers=" in note for note in pipe.report.decisions) == 1
+    with Pipeline(model, noisy(model, 0.01), schedule="lockstep") as pipe:
+        pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=80, do_sample=False)
+        assert pipe.report.decisions is None
 
 
 # ---- refusals

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 
-import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipespec.demo import family_path
 from pipespec.models.tokenizers import ByteTokenizer, load_backend
@@ -91,20 +89,3 @@ KINDS = {"bundled": bundled, "byte-level": byte_level, "sentencepiece": sentence
 @cache
 def as_bytes(kind: str) -> ByteTokenizer:
     return ByteTokenizer(KINDS[kind]().to_str())
-
-
-def permuted(name: str, seed: int = 0) -> tuple[LlamaForCausalLM, Tokenizer]:
-    """A bundled model and its tokenizer with other ids: another vocabulary, and the same text as before."""
-    content = json.loads(AutoTokenizer.from_pretrained(family_path(name)).backend_tokenizer.to_str())
-    vocabulary = content["model"]["vocab"]
-    new = torch.randperm(len(vocabulary), generator=torch.Generator().manual_seed(seed))
-    content["model"]["vocab"] = {token: int(new[i]) for token, i in vocabulary.items()}
-    for token in content["added_tokens"]:
-        token["id"] = int(new[token["id"]])
-    for token in content["post_processor"]["special_tokens"].values():
-        token["ids"] = [int(new[i]) for i in token["ids"]]
-    model = AutoModelForCausalLM.from_pretrained(family_path(name), dtype=torch.float32)
-    with torch.no_grad():
-        weight = model.get_input_embeddings().weight
-        weight[new] = weight.clone()
-    return model, Tokenizer.from_str(json.dumps(content))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
@@ -84,17 +85,17 @@ def translation_for(
             f"draft_tokenizers: one per draft model (None: the one beside its weights), {len(models) - 1}, not {len(draft_tokenizers)}"
         )
     target, found = models[-1], None
+    mine: Tokenizer | None
     known = None if tokenizer is None else backend_of(tokenizer)
     digest = tokenizer_digest(given[-1], target) if len(models) > 1 else None
     for i, (model, own) in enumerate(zip(models[:-1], draft_tokenizers, strict=True)):
         if own is not None and known is None:
             known = _load(names[-1], "tokenizer=", given[-1], target, trust_remote_code)
         if own is not None or known is not None:
-            source = _source(given[i], model)
             if own is None and tokenizer_digest(given[i], model) is None:
                 continue
-            mine = backend_of(own) if own is not None else load_backend(source, trust_remote_code=trust_remote_code)
-            if _digest(json.loads(mine.to_str())) == _digest(json.loads(known.to_str())):
+            mine = _load(names[i], "", given[i], model, trust_remote_code) if own is None else backend_of(own)
+            if known is None or _digest(json.loads(mine.to_str())) == _digest(json.loads(known.to_str())):
                 continue
         else:
             file = tokenizer_digest(given[i], model)
@@ -123,7 +124,7 @@ def _the(name: str) -> str:
     return "the target" if name == "target" else name
 
 
-def _load(name: str, argument: str, given: Any, model: PreTrainedModel, trust_remote_code: bool) -> Any:
+def _load(name: str, argument: str, given: Any, model: PreTrainedModel, trust_remote_code: bool) -> Tokenizer:
     source = _source(given, model)
     if not source:
         raise ValueError(f"{_the(name)} was given as a model, which does not tell its tokenizer: pass {argument}")
