@@ -118,15 +118,22 @@ STEPS = st.one_of(
     WORDS.map(str.encode),
     st.sampled_from([b"\xf0\x9f", b"\x98\x80", b"\xe6\x97", b"\xff", b"\xc3", b"\x80", b" word next"]),
     st.sampled_from([None, 7]),  # a special token
-    st.integers(1, 60).map(lambda n: -n),  # a rollback
+    (st.integers(1, 3) | st.integers(1, 60)).map(lambda n: -n),  # a rollback
 )
 
 
-@pytest.mark.parametrize("kind", ["bundled", "sentencepiece"])
+class PieceLengths:
+    """In place of a tokenizer: a piece is one id, its length. So the ids show every cut."""
+
+    def encode(self, text, *, first=False):
+        return [2 * len(text) + first] if text else []
+
+
+@pytest.mark.parametrize("kind", ["bundled", "sentencepiece", "lengths"])
 @given(steps=st.lists(STEPS, max_size=30))
 @settings(max_examples=trials(60, 3000))
 def test_the_ids_are_those_of_the_text_from_its_beginning(kind, steps):
-    made = as_bytes(kind)
+    made = PieceLengths() if kind == "lengths" else as_bytes(kind)
     encoder, text, at = TextEncoder(made), b"", []
     for step in steps:
         if isinstance(step, bytes):
@@ -206,7 +213,7 @@ def test_a_row_under_random_drafts_and_rollbacks(pair, data):
         assert not queue or queue[-1] not in target.special or queue[-1] in mapped
         said = row._own[len(row._encoder.text) - row._base[0] :]
         assert said.startswith(
-            target.text([i for i in queue if i not in target.special], first=not bytes(row._encoder.text))
+            target.text([i for i in queue if i not in target.special], first=row._begins_at(len(ids)))
         )
         fed = list(row.sequence)
         row.cached = len(fed)
@@ -303,3 +310,12 @@ def test_what_the_target_cannot_say_is_lost():
     assert row.next() is None
     assert row.is_stuck
     assert row.lost == row.generated == len(draft.encode("\U0001f600".encode()))
+
+
+def test_a_rollback_over_the_end_of_a_word():
+    """A piece ends where a space is between two words. Without the second word it has not ended."""
+    encoder = TextEncoder(PieceLengths())
+    encoder.append(b"w" * SHORTEST + b" x")
+    assert (encoder.tail()[0], encoder.ids) == ([4], [2 * SHORTEST + 1])
+    encoder.truncate(SHORTEST + 1, 0)
+    assert (encoder.tail()[0], encoder.ids) == ([2 * SHORTEST + 3], [])

@@ -210,8 +210,13 @@ class TranslatedRow:
             if at >= len(prefix) or self._ids != prefix[: at + 1]:
                 encoder.mark(self._translation.special(token))
         else:
-            encoder.append(self._target.text([token], first=not encoder.text and not encoder.marks))
+            encoder.append(self._target.text([token], first=self._begins_at(at)))
         self._ends.append((len(encoder.text), encoder.marks))
+
+    def _begins_at(self, at: int) -> bool:
+        """Whether the text begins with the token at ``at``: only the target's prefix is before it."""
+        prefix = self._target.prefix
+        return at <= len(prefix) and self._ids[:at] == prefix[:at]
 
     # ---- the draft's tokens
 
@@ -343,7 +348,7 @@ class TranslatedRow:
         found: list[int] = []
         reached = 0
         for token in self._encoded(text[:whole])[0]:
-            is_first = not found and not self._encoder.text and not self._encoder.marks
+            is_first = not found and self._begins_at(len(self._ids))
             piece = self._target.text([token], first=is_first)
             # A tokenizer may change a text, or have special tokens in its vocabulary.
             if token in self._target.special or not text.startswith(piece, reached):
@@ -364,13 +369,13 @@ class TranslatedRow:
                 break
         start = self._ends[begin - 1] if begin else (0, 0)
         context = self._ids[begin:]
-        ids = target.encode(bytes(self._encoder.text[start[0] :]) + text, first=start == (0, 0))
+        ids = target.encode(bytes(self._encoder.text[start[0] :]) + text, first=self._begins_at(begin))
         if ids[: len(context)] == context:
             return ids[len(context) :], True
         # The rest of a character whose beginning the row ends with.
         inside = len(text) - len(text.lstrip(_CONTINUATION))
         bytes_of = [target.of_text[text[i : i + 1]] for i in range(inside) if text[i : i + 1] in target.of_text]
-        is_first = not self._encoder.text and not self._encoder.marks
+        is_first = self._begins_at(len(self._ids))
         return [*bytes_of, *target.encode(text[inside:], first=is_first)], False
 
 
