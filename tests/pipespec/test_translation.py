@@ -17,7 +17,7 @@ from tests.conftest import always_wrong, left_pad, noisy, random_llama
 from tests.pipespec.vocabularies import as_bytes, byte_level, sentencepiece, unigram
 from tests.waiting import drafts_keep_up
 
-NEW = 32
+NEW = 24
 SAMPLED = {"do_sample": True, "seed": 3, "temperature": 0.6, "top_k": 20}
 PROMPTS = [
     "def mean(values):\n    return sum(val",
