@@ -20,6 +20,7 @@ from pipespec.models.properties import embedding_size, head_size, text_config
 from pipespec.models.rope import rope_changes_at, rope_type
 from pipespec.preflight.support import check_runnable
 from pipespec.preflight.tokenizers import tokenizer_digest
+from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import MAX_STAGES
 
