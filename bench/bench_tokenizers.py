@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.harness import choose_sizes, markdown_table, save
-from bench.provenance import provenance
 from pipespec import Pipeline
+from pipespec.bench.machine import provenance
 from pipespec.demo import corpus, family_path, prompts
 from pipespec.process.progress import quiet_transformers
 

@@ -21,6 +21,7 @@ _KERNELS = ("csrc", "pipespec_kernels")
 _ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/drivers", "python/pipespec/models")
 
 SOURCES: dict[str, tuple[str, ...]] = {
+    "acceptance.json": (*_ENGINE, "bench/bench_acceptance.py"),
     "auto.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
     "exact.json": (*_ENGINE, "bench/bench_exact.py"),
     "generate_cpu.json": (
@@ -34,6 +35,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "kernels_cpu.json": (*_KERNELS, "bench/kernels.py"),
     "plan.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
+    "ranks.json": (*_ENGINE, "python/pipespec/process/ranks.py", "bench/bench_ranks.py"),
     "sampling.json": (*_ENGINE, "bench/bench_sampling.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
 }

@@ -387,7 +387,10 @@ def _verify_attention(
     _check_workspace(workspace, q, k_cache)
     batch, heads, width, dim = q.shape
     kernels = _kernels(q)
-    native = _native(q) if kernels is None and softcap is None and q.dtype in NATIVE_DTYPES else None
+    native = None
+    # Under autocast torch chooses the dtype of the arithmetic.
+    if kernels is None and softcap is None and q.dtype in NATIVE_DTYPES and not torch.is_autocast_enabled("cpu"):
+        native = _native(q)
     if check_counts or (kernels is None and native is None):
         _fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
     if out is None:

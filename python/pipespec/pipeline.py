@@ -536,6 +536,7 @@ class Pipeline(BasePipeline):
         config = configure(schedule=schedule or "lockstep", **options)  # checks the options before any model is read
         self._notes: tuple[str, ...] = ()  # for every report
         self._warned_of_rope = False
+        self._unchecked: list[Any] = []
         if config.schedule == "ranks":
             made = {"draft_dtype": draft_dtype, "draft_vocabulary": draft_vocabulary}
             _check_rank_drafts(draft_models, **made, tokenizer=tokenizer, draft_tokenizers=draft_tokenizers)
@@ -566,7 +567,7 @@ class Pipeline(BasePipeline):
             config = configure(schedule=schedule or "lockstep", **options)
         is_known = translation is not None or tokenizer is not None or draft_tokenizers is not None
         is_known |= any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in draft_models)
-        self._unchecked: list[Any] = [] if is_known else [*draft_models, target]
+        self._unchecked = [] if is_known else [*draft_models, target]
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(target, models[-1])
             config = replace(config, ngram=options["ngram"])

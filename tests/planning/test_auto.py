@@ -589,7 +589,7 @@ def test_on_a_cpu_nothing_is_captured(monkeypatch, target, one_core):
     [
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores and output_logits"),
         ({"no_repeat_ngram_size": 3}, "run on the host, position by position: NoRepeatNGram"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size"),
     ],
 )
 def test_a_call_that_needs_the_host_is_planned_without_graphs(monkeypatch, own, target, arguments, why, one_core):
@@ -647,7 +647,7 @@ def test_what_stays_is_not_counted_as_free(monkeypatch, own, one_core):
             pipelines, "check_memory", lambda *a, reusable_bytes, **more: seen.append(dict(reusable_bytes()))
         )
         pipe.generate(prompt, max_new_tokens=8, do_sample=False)
-        pipe.generate(prompt, max_new_tokens=8, do_sample=False, repetition_penalty=1.2)
+        pipe.generate(prompt, max_new_tokens=8, do_sample=False, no_repeat_ngram_size=3)
     assert seen[0].get("cpu", 0) > 0
     assert seen[1].get("cpu", 0) == 0
 
