@@ -25,12 +25,15 @@ from pipespec.arguments import ARGUMENTS, How, check_arguments, for_forward, pla
 from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
+from pipespec.drivers.follower import FollowerDriver
 from pipespec.drivers.graphed.attention import own_attention
+from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
 from pipespec.generation import Generation, without_features
 from pipespec.models.compat import lost_arguments
+from pipespec.models.layout import Layout, input_device, why_not_whole
 from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope
 from pipespec.observe import Report
@@ -83,6 +86,7 @@ class BasePipeline:
     """
 
     _driver: Decoder
+    _group: ForwardGroup | None = None
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
         self.models = list(models)
@@ -270,22 +274,24 @@ class BasePipeline:
                 position_ids=position_ids,
             )
             request = generation.request()
-            if request.inputs.right_padding is not None and not self._driver.continues_padding:
-                raise UnsupportedInput(
-                    "attention_mask",
-                    "attention_mask: a row ends with padding, which a target in stages does not continue; pad on the left",
-                )
-            self._check_features(generation.features, request)
-            self._check_rope(generation)
-            self._check_request(request)
-            self._check_memory(request)
+            try:
+                self._check_call(generation, request)
+            except BaseException as error:
+                if self._group is not None:
+                    self._group.agree(request.inputs.prompts, request.inputs.limits, error)
+                raise
+            if self._group is not None:
+                self._group.agree(request.inputs.prompts, request.inputs.limits)
+                if not self._group.is_leader:
+                    generation.follow()
             self.partial = None
             if not prompt_streamed:
                 generation.stream_prompt()
             self._leave_parent()  # the streamer may have forked
             try:
-                self._driver.run(request)
-                generation.finish()
+                with self._leading(generation):
+                    self._driver.run(request)
+                    generation.finish()
                 self._driver.learn()
                 self.report = self._report(generation)
                 return generation.output(self.report, self._driver.target)
@@ -295,11 +301,40 @@ class BasePipeline:
                     error.add_note("What was generated until then is in the pipeline's .partial")
                 raise
 
+    def _check_call(self, generation: Generation, request: GenerationRequest) -> None:
+        """Refuse what the target or the decoder cannot do, and what does not fit the memory."""
+        if request.inputs.right_padding is not None and not (self._driver.continues_padding and self._group is None):
+            where = "in stages" if self._group is None else "sharded over processes"
+            raise UnsupportedInput(
+                "attention_mask",
+                f"attention_mask: a row ends with padding, which a target {where} does not continue; pad on the left",
+            )
+        self._check_features(generation.features, request)
+        self._check_rope(generation)
+        self._check_request(request)
+        self._check_memory(request)
+
+    @contextmanager
+    def _leading(self, generation: Generation) -> Iterator[None]:
+        """Tell the other ranks of a tensor-parallel target how the call has ended, if this one leads them."""
+        group = self._group if self._group is not None and self._group.is_leader else None
+        try:
+            yield
+        except BaseException as error:
+            if group is not None:
+                with suppress(Exception):
+                    group.fail(error)
+            raise
+        if group is not None:
+            group.end(generation.generated())
+
     def _leave_parent(self) -> None:
         """In a fork, get a decoder of this process. ``RuntimeError`` where a fork cannot run the models."""
         if not self._is_forked:
             return
-        if any(model.device.type == "cuda" for model in self.models):
+        if self._group is not None:
+            raise RuntimeError("a tensor-parallel target cannot be used in a forked process: its group is the parent's")
+        if any(device.type == "cuda" for model in self.models for device in Layout.of(model).devices):
             raise RuntimeError("CUDA cannot be used in a forked process: make the pipeline in the process that uses it")
         self._driver = self._driver.for_fork()
         self._is_forked = False
@@ -459,6 +494,10 @@ class Pipeline(BasePipeline):
             drafts = [] if drafts is None else [drafts]
         if not isinstance(drafts, Sequence):
             raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
+        self._group = ForwardGroup.of(target) if isinstance(target, PreTrainedModel) else None
+        follows = self._group is not None and not self._group.is_leader
+        if follows:
+            drafts = []  # rank 0 runs them
         ngram, draft_models = first_of(drafts)
         options: dict[str, Any] = {
             "lookahead": lookahead,
@@ -484,18 +523,21 @@ class Pipeline(BasePipeline):
         self._notes: tuple[str, ...] = ()  # for every report
         self._warned_of_rope = False
         if schedule is None:
-            places = [str(model.device) for model in models]
-            schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None)
+            places = [str(input_device(model)) for model in models]
+            is_whole = all(why_not_whole(model) is None for model in models)
+            schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None, whole=is_whole)
             config = configure(schedule=schedule, **options)
             _check_form(models, config)
-            self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep", **options))
+            if follows:
+                self._driver = FollowerDriver(models, config)
+            else:
+                self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep", **options))
         else:
             _check_form(models, config)
-            self._driver = (
-                AutoDriver(models, trace=trace, native=native)
-                if config.schedule == "auto"
-                else _make_driver(models, config)
-            )
+            if config.schedule == "auto":
+                self._driver = AutoDriver(models, trace=trace, native=native)
+            else:
+                self._driver = FollowerDriver(models, config) if follows else _make_driver(models, config)
         # A driver in place of another has its own.
         self.config: SpeculationConfig = getattr(self._driver, "config", config)
         self.schedule = self.config.schedule

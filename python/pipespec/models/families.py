@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from pipespec.models.layout import why_not_whole
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
@@ -109,6 +110,14 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
             is not of its family's classes (an adapter, a quantised layer), has hooks or a forward of its own; a parameter has a class of its
             own.
     """
+    try:
+        return _identity(model, packed)
+    except NotReadable as error:
+        why = None if isinstance(model, ModelParts) else why_not_whole(model)
+        raise NotReadable(why or str(error)) from error
+
+
+def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, ...]:
     # First, as most models that are not taken lie on a GPU.
     if packed and model.device.type != "cpu":
         raise NotReadable(f"it is on {model.device}")

@@ -33,7 +33,7 @@ from pipespec.planning.profile import Profile, StepTimes
 from pipespec.planning.profile_store import StoredProfile
 from pipespec.planning.simulator import Answers
 from pipespec.planning.steering import CallSteering, MeasuredRate
-from pipespec.preflight.support import check_streams
+from pipespec.preflight.support import check_streams, check_whole
 from pipespec.process.progress import say, working
 from pipespec.process.signals import pass_on
 from pipespec.process.threads import set_threads, threads_set
@@ -150,6 +150,7 @@ class AutoDriver(Decoder):
         native: bool = True,
     ) -> None:
         super().__init__()
+        check_whole(models, "schedule='auto', which measures them,")
         self.models, self.clock, self._native = list(models), clock, native
         self.stage_names = list(names) if names else stage_names(len(models))
         self.ran_as = "auto"
