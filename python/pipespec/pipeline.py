@@ -38,7 +38,7 @@ from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope
 from pipespec.observe import Report
 from pipespec.observe.text import notify_reader_of_failure
-from pipespec.planning.auto import AutoDriver
+from pipespec.planning.auto import AutoDriver, check_measurable
 from pipespec.planning.planner import Plan
 from pipespec.preflight.checks import check_chain, check_exact, check_rope
 from pipespec.preflight.devices import Devices
@@ -534,6 +534,8 @@ class Pipeline(BasePipeline):
                 self._driver, self._notes = _default_driver(models, config, configure(schedule="lockstep", **options))
         else:
             _check_form(models, config)
+            if schedule == "auto":
+                check_measurable(models)  # in every rank, also in those without drafts
             if config.schedule == "auto":
                 self._driver = AutoDriver(models, trace=trace, native=native)
             else:

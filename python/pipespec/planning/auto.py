@@ -150,7 +150,7 @@ class AutoDriver(Decoder):
         native: bool = True,
     ) -> None:
         super().__init__()
-        check_whole(models, "schedule='auto', which measures them,")
+        check_measurable(models)
         self.models, self.clock, self._native = list(models), clock, native
         self.stage_names = list(names) if names else stage_names(len(models))
         self.ran_as = "auto"
@@ -565,6 +565,11 @@ class AutoDriver(Decoder):
             pass_on(error)
             _warn(f"the drafts' agreement with a text could not be measured ({type(error).__name__}: {error})")
             return None
+
+
+def check_measurable(models: Sequence[PreTrainedModel]) -> None:
+    """Check that models can be measured. ``ValueError`` for one that is not whole on one device."""
+    check_whole(models, "schedule='auto', which measures them,")
 
 
 def _capturable(models: Sequence[PreTrainedModel]) -> tuple[str, ...]:

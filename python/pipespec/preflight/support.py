@@ -16,6 +16,7 @@ from pipespec.models.layout import (
     hooks_of,
     input_device,
     is_dispatched,
+    local_kv_heads,
     offloaded_modules,
     tensor_parallel_size,
     why_not_whole,
@@ -61,10 +62,16 @@ def check_runnable(models: Sequence[PreTrainedModel]) -> None:
 
 def _check_sharding(name: str, model: PreTrainedModel, is_target: bool) -> None:
     sharded = next((at for at, parameter in model.named_parameters() if type(parameter).__name__ == "DTensor"), None)
-    if tensor_parallel_size(model) > 1:
+    if (processes := tensor_parallel_size(model)) > 1:
         if not is_target:
             raise ValueError(
                 f"{name} is sharded over processes (tp_plan): only the target may be; load the draft whole, it runs in rank 0 alone"
+            )
+        heads = getattr(text_config(model.config), "num_key_value_heads", None)
+        here = local_kv_heads(model)
+        if here is not None and heads is not None and here not in (heads, heads / processes):
+            raise ValueError(
+                f"{name} has {heads} key/value heads, which {processes} processes cannot share: use a number of processes that divides it"
             )
     elif sharded is not None:
         raise ValueError(
