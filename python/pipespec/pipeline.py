@@ -443,7 +443,9 @@ class Pipeline(BasePipeline):
         trace: Steps per stage that ``report.save_trace()`` has of a call; 72 bytes each. 0: no trace.
         dtype: For models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits it may differ at near-ties.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
-            ``"auto"``, see :func:`pipespec.preflight.placement.choose`. Default: the CPU. Models given as objects stay where they are.
+            ``"auto"``, see :func:`pipespec.preflight.placement.choose`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
+            needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
+            (``device_map``).
         trust_remote_code: Allow the Python code in a model's folder to run.
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
@@ -451,6 +453,9 @@ class Pipeline(BasePipeline):
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.
+
+    A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
+    calls, and each returns the text. Rank 0 runs the drafts.
 
     Models given as objects are put into eval mode. With ``"workers"`` the drafts' weights move into shared memory (same values, one copy). A
     draft may have a shorter position limit than the target; past it, the draft is only less accurate.

@@ -13,6 +13,7 @@ from pipespec.engine.stage import stage_names
 from pipespec.errors import NotCapturable
 from pipespec.models.layout import (
     Layout,
+    each_module,
     hooks_of,
     input_device,
     is_dispatched,
@@ -39,8 +40,9 @@ def check_runnable(models: Sequence[PreTrainedModel]) -> None:
     """
     names = stage_names(len(models))
     for name, model in zip(names, models, strict=True):
-        _check_sharding(name, model, is_target=model is models[-1])
-        _check_loaded(name, model)
+        if not _is_ordinary(model):
+            _check_sharding(name, model, is_target=model is models[-1])
+            _check_loaded(name, model)
         layout = Layout.of(model)
         for device in layout.devices:
             if device.type not in ("cpu", "cuda"):
@@ -58,6 +60,17 @@ def check_runnable(models: Sequence[PreTrainedModel]) -> None:
             raise ValueError(
                 f"{name} is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
             )
+
+
+def _is_ordinary(model: PreTrainedModel) -> bool:
+    """Whether a model has no hooks of accelerate's, no weights on the meta device, and none that are sharded."""
+    if tensor_parallel_size(model) > 1:
+        return False
+    return not any(
+        "_hf_hook" in module.__dict__
+        or any(p is not None and (p.is_meta or type(p).__name__ == "DTensor") for p in module._parameters.values())
+        for module in each_module(model)
+    )
 
 
 def _check_sharding(name: str, model: PreTrainedModel, is_target: bool) -> None:
