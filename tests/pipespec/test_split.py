@@ -72,7 +72,7 @@ def test_weights_that_hooks_bring(model, schedule, within):
         for options in ({"do_sample": False}, {"do_sample": True, "seed": 5, "top_p": 0.9}):
             wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=12, **options)
             assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **options), wanted)
-        assert pipe.report.stages[-1].forward.startswith("transformers: accelerate brings the weights of model.")
+        assert pipe.report.stages[-1].forward.startswith("transformers: accelerate brings the weights of ")
         assert brought
         first = pipe.generate(PROMPT, max_new_tokens=8, return_dict_in_generate=True)
         again = pipe.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=8)
