@@ -209,7 +209,12 @@ class SpeculationConfig:
 
 
 def default_schedule(
-    devices: Sequence[str], graphs: bool | None = None, cores: int | None = None, *, ngram: bool = False
+    devices: Sequence[str],
+    graphs: bool | None = None,
+    cores: int | None = None,
+    *,
+    ngram: bool = False,
+    whole: bool = True,
 ) -> tuple[str, bool]:
     """Choose the schedule where the user names none, without measuring.
 
@@ -222,19 +227,20 @@ def default_schedule(
     | drafts on the CPU, and a core for each stage | ``"workers"`` |
     | otherwise | ``"lockstep"`` |
 
-    Beside an n-gram index no steps are captured.
+    Beside an n-gram index, and where a model is not whole on one device, no steps are captured.
 
     Args:
         devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
         graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
         cores: CPU cores for this process. None: as the operating system reports.
         ngram: Whether the first draft is an n-gram index.
+        whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
 
     Returns:
         The schedule, and whether ``"plain"`` and ``"lockstep"`` run in captured steps.
     """
     *drafts, target = devices
-    captured = all(device.startswith("cuda") for device in devices) if graphs is None else graphs
+    captured = whole and all(device.startswith("cuda") for device in devices) if graphs is None else graphs
     captured = captured and not ngram
     if not drafts:
         return "lockstep" if ngram else "plain", captured
