@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness import choose_sizes, markdown_table, replace_table, save
-from bench.provenance import provenance
 from pipespec import Pipeline
+from pipespec.bench.machine import provenance
 from pipespec.config import ACCEPTANCES
 from pipespec.demo import family_path, prompts
 from pipespec.process.progress import quiet_transformers

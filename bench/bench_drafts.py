@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.harness import choose_sizes, save
-from bench.provenance import provenance
 from pipespec import Pipeline
+from pipespec.bench.machine import provenance
 from pipespec.demo import FAMILY, family_path, prompts
 from pipespec.models.derived import in_int8, with_layers, with_vocabulary
 from pipespec.planning.drafts import Text, agreement_with, written_by

@@ -374,7 +374,7 @@ def main() -> int:
     if reason is not None:
         print(f"skipped: {reason}")
         return 0
-    from bench.provenance import provenance
+    from pipespec.bench.machine import provenance
 
     calls, partitions, kills = (2, 1, 1) if given.quick else (20, 2, 2)
     record: dict[str, Any] = {"machine": provenance(threads=1), "new_tokens": NEW_TOKENS, "results": []}

@@ -54,6 +54,7 @@ class SpeculationConfig:
             fused one), or a call is refused.
         ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
         acceptance: One of :data:`ACCEPTANCES`, see :mod:`pipespec.engine.acceptance`.
+        translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
 
     Raises:
         TypeError: A value has the wrong type.
@@ -71,6 +72,7 @@ class SpeculationConfig:
     exact: bool = False
     ngram: Any = None
     acceptance: str = "coupled"
+    translation: Any = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -104,6 +106,12 @@ class SpeculationConfig:
             raise ValueError(f"acceptance={self.acceptance!r} is not one of {', '.join(map(repr, ACCEPTANCES))}")
         if self.acceptance != "coupled":
             self._check_acceptance()
+        if self.translation is not None and (self.graphs or self.schedule in ("streams", "auto")):
+            what = f"schedule={self.schedule!r}" if self.schedule in ("streams", "auto") else "graphs=True"
+            raise ValueError(
+                f"{what} does not support a draft with another tokenizer, as yet: use schedule='lockstep' or 'workers', or drafts with the "
+                "target's tokenizer"
+            )
         if self.exact and not self.native:
             raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
 
@@ -116,6 +124,8 @@ class SpeculationConfig:
             where = "graphs=True: leave it out"
         elif self.ngram is not None or len(self.lookahead) > 1:
             where = "a chain other than one draft model and the target"
+        elif self.translation is not None:
+            where = "a draft with another tokenizer, which has no distribution over the target's tokens"
         elif self.exact:
             where = "exact=True, as the text then depends on the draft"
         if where:
@@ -138,6 +148,7 @@ class SpeculationConfig:
         exact: bool = False,
         ngram: Any = None,
         acceptance: str = "coupled",
+        translation: Any = None,
     ) -> SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
@@ -154,6 +165,7 @@ class SpeculationConfig:
             exact: See the class.
             ngram: See the class.
             acceptance: See the class. Without drafts it has no effect.
+            translation: See the class.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -169,6 +181,7 @@ class SpeculationConfig:
             exact=exact,
             ngram=None if schedule == "plain" else ngram,
             acceptance=acceptance,
+            translation=None if schedule == "plain" else translation,
         )
         if schedule == "plain" or num_drafts == 0:
             captured = bool(graphs) or schedule == "streams"
@@ -214,6 +227,7 @@ def default_schedule(
     cores: int | None = None,
     *,
     ngram: bool = False,
+    translated: bool = False,
     whole: bool = True,
 ) -> tuple[str, bool]:
     """Choose the schedule where the user names none, without measuring.
@@ -227,13 +241,14 @@ def default_schedule(
     | drafts on the CPU, and a core for each stage | ``"workers"`` |
     | otherwise | ``"lockstep"`` |
 
-    Beside an n-gram index, and where a model is not whole on one device, no steps are captured.
+    Beside an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are captured.
 
     Args:
         devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
         graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
         cores: CPU cores for this process. None: as the operating system reports.
         ngram: Whether the first draft is an n-gram index.
+        translated: Whether the first draft has another tokenizer than the target.
         whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
 
     Returns:
@@ -241,7 +256,7 @@ def default_schedule(
     """
     *drafts, target = devices
     captured = whole and all(device.startswith("cuda") for device in devices) if graphs is None else graphs
-    captured = captured and not ngram
+    captured = captured and not ngram and not translated
     if not drafts:
         return "lockstep" if ngram else "plain", captured
     if captured:

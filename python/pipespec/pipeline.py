@@ -31,6 +31,7 @@ from pipespec.drivers.ranks.membership import join
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
+from pipespec.engine.translation import Translation
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
 from pipespec.generation import Generation, without_features
 from pipespec.generation.arguments import (
@@ -59,6 +60,7 @@ from pipespec.preflight.devices import Devices
 from pipespec.preflight.memory import check_memory
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
+from pipespec.preflight.tokenizers import tokenizer_digest, translation_for
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
 from pipespec.process.signals import pass_on
@@ -445,6 +447,10 @@ def _keep_to_one_thread() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+_ENOUGH, _HARDLY = 64, 0.02
+"""Draft tokens after which, and acceptance rate up to which, a draft probably has another tokenizer."""
+
+
 class Pipeline(BasePipeline):
     """A chain of models that generates the text of the last one, faster.
 
@@ -452,11 +458,12 @@ class Pipeline(BasePipeline):
 
     Args:
         target: A LLaMA-family causal language model, or its path: a folder with ``config.json`` and safetensors.
-        drafts: Models or paths, smallest first, all with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
+        drafts: Models or paths, smallest first, with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
             ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. ``"self"`` is a draft out of the target's own layers,
             see :func:`pipespec.self_draft`: ``"self:4"`` of its first four, ``"self:0,1,11"`` of these three, ``"self"`` of those that are
-            measured to be best. It shares the target's weights, lies where the target does, and has no entry in ``device``.
+            measured to be best. It shares the target's weights, lies where the target does, and has no entry in ``device``. The first draft
+            may have another tokenizer: its draft tokens are translated by way of the text.
         schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
@@ -487,6 +494,9 @@ class Pipeline(BasePipeline):
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
             Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
+        tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one beside its weights.
+        draft_tokenizers: One per draft model, or the only one's. Default, also for single drafts (None): the one beside the weights. A model without
+            one has the target's.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.
@@ -539,6 +549,8 @@ class Pipeline(BasePipeline):
         native: bool = True,
         exact: bool = False,
         acceptance: str = "coupled",
+        tokenizer: Any = None,
+        draft_tokenizers: Any = None,
     ) -> None:
         drafts, target = without_wrapper(drafts), without_wrapper(target)
         if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft, SelfDraft)):
@@ -551,7 +563,7 @@ class Pipeline(BasePipeline):
             _check_group_drafts(drafts, schedule)
         follows = self._group is not None and not self._group.is_leader
         if follows:
-            drafts = []  # rank 0 runs them
+            drafts, draft_tokenizers = [], None  # rank 0 runs them
         ngram, draft_models = first_of(drafts)
         options: dict[str, Any] = {
             "lookahead": lookahead,
@@ -570,8 +582,10 @@ class Pipeline(BasePipeline):
         config = configure(schedule=schedule or "lockstep", **options)  # checks the options before any model is read
         self._notes: tuple[str, ...] = ()  # for every report
         self._warned_of_rope = False
+        self._unchecked: list[Any] = []  # models of which nothing tells that they have one tokenizer
         if config.schedule == "ranks":
-            _check_rank_drafts(draft_models, draft_dtype=draft_dtype, draft_vocabulary=draft_vocabulary)
+            made = {"draft_dtype": draft_dtype, "draft_vocabulary": draft_vocabulary}
+            _check_rank_drafts(draft_models, **made, tokenizer=tokenizer, draft_tokenizers=draft_tokenizers)
             loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
             model, self._driver = join([*draft_models, target], config, device=device, **loading)
             super().__init__([model])
@@ -580,7 +594,7 @@ class Pipeline(BasePipeline):
             if self.is_controller:
                 _check_form(self.models, config)
             return
-        models, notes = load_chain(
+        models, notes, translation = load_chain(
             target,
             draft_models,
             schedule=config.schedule,
@@ -588,9 +602,18 @@ class Pipeline(BasePipeline):
             draft_dtype=draft_dtype,
             draft_vocabulary=draft_vocabulary,
             device=device,
+            tokenizer=tokenizer,
+            draft_tokenizers=draft_tokenizers,
+            has_ngram=ngram is not None,
             trust_remote_code=trust_remote_code,
         )
         self._notes += tuple(notes)
+        if translation is not None:
+            options["translation"] = translation
+            config = configure(schedule=schedule or "lockstep", **options)
+        is_known = translation is not None or tokenizer is not None or draft_tokenizers is not None
+        is_known |= any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in draft_models)
+        self._unchecked = [] if is_known else [*draft_models, target]
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(target, models[-1])
             config = replace(config, ngram=options["ngram"])
@@ -598,7 +621,9 @@ class Pipeline(BasePipeline):
         if schedule is None:
             places = [str(input_device(model)) for model in models]
             is_whole = all(why_not_whole(model) is None for model in models)
-            schedule, options["graphs"] = default_schedule(places, graphs, ngram=ngram is not None, whole=is_whole)
+            schedule, options["graphs"] = default_schedule(
+                places, graphs, ngram=ngram is not None, translated=translation is not None, whole=is_whole
+            )
             config = configure(schedule=schedule, **options)
             _check_form(models, config)
             if follows:
@@ -681,9 +706,22 @@ class Pipeline(BasePipeline):
 
     def _report(self, generation: Generation) -> Report:
         report = super()._report(generation)
+        self._note_other_tokenizers(report)
         if not self._notes:
             return report
         return replace(report, decisions=(*self._notes, *(report.decisions or ())))
+
+    def _note_other_tokenizers(self, report: Report) -> None:
+        """Note, once, that a draft which is hardly ever accepted may have another tokenizer, if nothing tells that it has not."""
+        given, last = self._unchecked, report.stages[-1]
+        if not given or last.drafted < _ENOUGH or last.acceptance_rate > _HARDLY:
+            return
+        self._unchecked = []
+        if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):
+            self._notes += (
+                "hardly any draft token was accepted, and no tokenizer.json tells whether the models have one tokenizer: if they have not, pass "
+                "tokenizer= and draft_tokenizers=",
+            )
 
     def close(self) -> None:
         """End worker processes, drop graphs, and restore the models' attention. A later call starts again what it needs.
@@ -713,8 +751,11 @@ def load_chain(
     draft_dtype: torch.dtype | str | None = None,
     draft_vocabulary: Any = None,
     device: Devices = None,
+    tokenizer: Any = None,
+    draft_tokenizers: Any = None,
+    has_ngram: bool = False,
     trust_remote_code: bool = False,
-) -> tuple[list[PreTrainedModel], list[str]]:
+) -> tuple[list[PreTrainedModel], list[str], Translation | None]:
     """Load the models of a chain, make those that are made here, and check that they form one.
 
     Args:
@@ -725,10 +766,13 @@ def load_chain(
         draft_dtype: See :class:`Pipeline`.
         draft_vocabulary: See :class:`Pipeline`.
         device: See :class:`Pipeline`.
+        tokenizer: See :class:`Pipeline`.
+        draft_tokenizers: See :class:`Pipeline`.
+        has_ngram: Whether an n-gram index is before the drafts.
         trust_remote_code: See :class:`Pipeline`.
 
     Returns:
-        The models, the target last, and notes about the drafts that were made.
+        The models, the target last; notes about the drafts that were made; the translation for a first draft with another tokenizer.
     """
     chosen = [SelfDraft.of(draft) for draft in drafts]
     if schedule == "plain":  # which ignores the drafts
@@ -741,16 +785,25 @@ def load_chain(
         load_model(m, dtype=t, device=d, trust_remote_code=trust_remote_code)
         for m, t, d in zip(given, dtypes, devices, strict=True)
     ]
-    check_chain(models, given)
+    is_behind = has_ngram or (bool(chosen) and isinstance(chosen[0], SelfDraft))
+    translation = translation_for(
+        models, given, tokenizer, draft_tokenizers, has_ngram=is_behind, trust_remote_code=trust_remote_code
+    )
+    translated = translation is not None
+    check_chain(models, given, translated=translated)
+    if translated and draft_vocabulary is not None:
+        raise ValueError(
+            "draft_vocabulary names tokens of the target, and draft 0 has another tokenizer: leave one of the two out"
+        )
     is_derived = int8 or draft_vocabulary is not None
     if not chosen or not (is_derived or any(isinstance(draft, SelfDraft) for draft in chosen)):
-        return models, []
+        return models, [], translation
     *loaded, its_target = models
     ids = None if draft_vocabulary is None else vocabulary_ids(draft_vocabulary, target, its_target)
     made, notes = make_drafts(chosen, loaded, its_target, ids=ids, int8=int8)
     models = [*made, its_target]
-    check_chain(models, [its_target] * len(models))
-    return models, notes
+    check_chain(models, [its_target] * len(models), translated=translated)
+    return models, notes, translation
 
 
 def _check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:

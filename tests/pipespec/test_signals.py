@@ -18,7 +18,7 @@ from pipespec.drivers.base import StageFailure
 from pipespec.models import loading
 from pipespec.planning import profile_store
 from pipespec.planning.profile_store import StoredProfile
-from pipespec.preflight import checks
+from pipespec.preflight import tokenizers
 from pipespec.process.signals import from_handler, pass_on, suppressed
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama, random_prompts
@@ -118,7 +118,7 @@ def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, ki
 @pytest.mark.parametrize(
     ("within", "interrupted", "call"),
     [
-        (checks, "cached_file", lambda: checks._tokenizer_digest("some/name", None)),
+        (tokenizers, "cached_file", lambda: tokenizers.tokenizer_digest("some/name", None)),
         (loading.AutoConfig, "from_pretrained", lambda: loading.load_config("some/name")),
         (profile_store.json, "loads", lambda: profile_store.load("key", 2)),
         (profile_store.json, "dump", lambda: profile_store.store(StoredProfile(Mock(key="key"), {}))),

@@ -114,6 +114,18 @@ def test_drafts_are_made_out_of_whole_models(model, options):
         Pipeline(target, draft, schedule="lockstep", **(options or {}))
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rejection_sampling_and_no_prompt(model, rule):
+    """What has a device: the draft's distributions, and the begin token of a call without a prompt."""
+    target, _ = offloaded(model)
+    texts = []
+    for its in (model, target):
+        pipe = Pipeline(its, noisy(model, 0.02), acceptance=rule, native=False)
+        options = {"max_new_tokens": 10, "do_sample": True, "seed": 5}
+        texts.append([pipe.generate(PROMPT, **options).tolist(), pipe.generate(**options).tolist()])
+    assert texts[0] == texts[1]
+
+
 def test_ranks(model, monkeypatch):
     """An offloaded target and an offloaded draft, each in its rank."""
     target, brought = offloaded(model)

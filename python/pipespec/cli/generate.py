@@ -141,6 +141,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
                 device=one_or_all(args.device),
                 trust_remote_code=args.trust_remote_code,
             )
+        if pipe.config.translation is not None:
+            say("draft 0 has another tokenizer than the target: its draft tokens are translated")
         with pipe:
             if not pipe.is_controller:
                 pipe.serve()

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         from pipespec.planning.auto import AutoDriver
     with quiet_transformers():
         with working("loading the models"):
-            models, notes = load_chain(
+            models, notes, translation = load_chain(
                 target,
                 drafts,
                 dtype=dtype,
@@ -73,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
                 draft_vocabulary=draft_vocabulary(args),
                 device=one_or_all(args.device),
                 trust_remote_code=args.trust_remote_code,
+            )
+        if translation is not None:
+            raise ValueError(
+                "pipespec plan does not support a draft with another tokenizer, as yet: give drafts with the target's tokenizer"
             )
         for note in notes:
             say(note)

@@ -18,10 +18,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
+from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names
+from pipespec.engine.translation import TranslatedStage
 from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels import _native
@@ -180,6 +182,11 @@ class Decoder(ABC):
         """How the forward of each stage in :attr:`block` runs, see :attr:`pipespec.observe.report.StageReport.forward`."""
         return [""] * len(self.names)
 
+    @property
+    def translated(self) -> Mapping[int, tuple[int, int]]:
+        """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those lost in translation."""
+        return {}
+
     def traces(self) -> dict[str, np.ndarray]:
         """Steps of the last call per stage, smallest draft first, see :meth:`TraceMemory.read`; empty without a trace."""
         return {}
@@ -239,6 +246,13 @@ class Driver(Decoder):
         It is not set alive: what it can draft is there when the next stage plans, so that no stage waits for it.
         """
         return None if self.config.ngram is None else NgramStage(self.config.ngram, self.block, self._trace_of(0))
+
+    def _make_stage(self, i: int, ngram: NgramStage | None = None, acceptance: Acceptance | None = None) -> Stage:
+        """Stage ``i`` in this process. ``ngram``: the stage upstream, if it is an n-gram index; ``acceptance``: see :class:`Stage`."""
+        model, trace, native = self.models[i - self._first], self._trace_of(i), self.config.native
+        if i == 0 and self.config.translation is not None:
+            return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
+        return Stage(model, self.block, i, trace, native=native, ngram=ngram, acceptance=acceptance)
 
     @property
     def names(self) -> Sequence[str]:
@@ -339,6 +353,10 @@ class Driver(Decoder):
             stage.release()
 
     # ---- afterwards
+
+    @property
+    def translated(self) -> Mapping[int, tuple[int, int]]:
+        return {stage.index: stage.translated for stage in self.stages if isinstance(stage, TranslatedStage)}
 
     @property
     def forms(self) -> Sequence[str]:

@@ -27,11 +27,8 @@ class LockstepDriver(Driver):
         if config.acceptance != "coupled" and len(self.models) > 1:
             acceptance = Acceptance(config.acceptance, max(config.lookahead))
         self._stages: list[Stage] = []
-        for i, model in enumerate(self.models, self._first):
-            trace, upstream = self._trace_of(i), None if self._stages else ngram
-            self._stages.append(
-                Stage(model, self.block, i, trace, native=config.native, ngram=upstream, acceptance=acceptance)
-            )
+        for i in range(self._first, self._first + len(self.models)):
+            self._stages.append(self._make_stage(i, None if self._stages else ngram, acceptance))
             self.block.set_alive(i, True)
 
     @property

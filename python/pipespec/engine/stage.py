@@ -260,7 +260,7 @@ class Stage:
             sampling_params = replace(sampling_params, processors=())
         acceptance = None if sampling_params.seeds is None else self._acceptance
         if acceptance is not None and is_target:
-            acceptance.begin(rows, inputs.vocabulary, self.model.device)
+            acceptance.begin(rows, inputs.vocabulary, self._device)
         self._select = Sampler(sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance)
         self.port = self.block.port(self.index, WIDTH)
         self.port.trace(self._trace)

@@ -32,6 +32,8 @@ class StageReport:
         histogram: Entry j: steps that accepted j draft tokens. The last entry counts those with more, too.
         forward: How its model was called: ``"native"``, ``"fused"``, or ``"transformers: "`` and why; ``"n-gram index"`` without a model. Empty where
             that is not known.
+        translated: For a draft with another tokenizer than the target's: tokens that its model generated; otherwise None.
+        lost: How many of these could not become tokens of the target.
     """
 
     name: str
@@ -45,6 +47,8 @@ class StageReport:
     wasted: int
     histogram: tuple[int, ...]
     forward: str = ""
+    translated: int | None = None
+    lost: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -136,16 +140,23 @@ class Report:
             f"first after {self.seconds_to_first_token * 1e3:.0f} ms",
             f"{'stage':<12}{'steps':>8}{'drafted':>9}{'accepted':>10}{'rate':>7}{'length':>8}{'rollbacks':>11}{'wasted':>8}",
         ]
+        notes = []
         for s in self.stages:
             rate = f"{s.acceptance_rate:.3f}" if s.drafted else "-"
             lines.append(
                 f"{s.name:<12}{s.steps:>8}{s.drafted:>9}{s.accepted:>10}{rate:>7}{s.accepted_length:>8.2f}"
                 f"{s.rollbacks:>11}{s.wasted:>8}"
             )
-        return "\n".join([*lines, *(self.decisions or ())])
+            if s.translated is not None:
+                notes.append(
+                    f"{s.name} has another tokenizer: {s.translated} of its tokens became {s.produced} draft tokens, {s.lost} were lost in translation"
+                )
+        return "\n".join([*lines, *notes, *(self.decisions or ())])
 
 
-def stage_report(name: str, block: TextSource, stage: int, rows: int, forward: str = "") -> StageReport:
+def stage_report(
+    name: str, block: TextSource, stage: int, rows: int, forward: str = "", translated: tuple[int, int] | None = None
+) -> StageReport:
     """Sum a stage's counters over the rows of the last generation."""
     counts = [block.counters(stage, row) for row in range(rows)]
     total = {key: sum(c[key] for c in counts) for key in counts[0] if key != "histogram"}
@@ -159,4 +170,6 @@ def stage_report(name: str, block: TextSource, stage: int, rows: int, forward: s
         wasted=total["truncated"],
         histogram=tuple(histogram),
         forward=forward,
+        translated=None if translated is None else translated[0],
+        lost=0 if translated is None else translated[1],
     )

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.utils import cached_file
 
 from pipespec.engine.forward import not_exact, not_native
 from pipespec.engine.stage import stage_names
@@ -23,17 +19,19 @@ from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_pe
 from pipespec.models.properties import embedding_size, head_size, text_config
 from pipespec.models.rope import rope_changes_at, rope_type
 from pipespec.preflight.support import check_runnable
+from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import MAX_STAGES
 
 
-def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None:
+def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, translated: bool = False) -> None:
     """Check that models can form one chain.
 
     Args:
         models: drafts first, target last.
         given: what the user passed for each: a path, or the model itself.
+        translated: whether the first draft may have another tokenizer.
 
     Raises:
         ValueError: too many models, one model twice, another vocabulary or tokenizer, or a model that no stage can run
@@ -50,7 +48,8 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any]) -> None
             )
     for name, model in zip(names, models, strict=True):
         check_architecture(name, model)
-    check_vocabularies([vocabulary_of(*stage) for stage in zip(names, models, given, strict=True)])
+    stages = [vocabulary_of(*stage) for stage in zip(names, models, given, strict=True)]
+    check_vocabularies(stages[1:] if translated else stages)
     check_runnable(models)
 
 
@@ -85,7 +84,7 @@ def vocabulary_of(name: str, model: PreTrainedModel, given: Any) -> Vocabulary:
         raise ValueError(
             f"{name} has {head} logits per position for {size} tokens: its head does not fit the vocabulary"
         )
-    return Vocabulary(name, size, _tokenizer_digest(given, model))
+    return Vocabulary(name, size, tokenizer_digest(given, model))
 
 
 def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
@@ -95,7 +94,7 @@ def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
         if draft.digest is not None and target.digest is not None and draft.digest != target.digest:
             raise ValueError(
                 f"{draft.name} has another tokenizer than the target (other tokens, or the same with other ids): its draft tokens would mean "
-                "other words; drafts must use the target's tokenizer"
+                "other words; drafts must use the target's tokenizer here (`pipespec generate` and Pipeline translate the tokens of a first draft)"
             )
         # Variants of one model pad their embedding to different sizes. Only the tokenizer distinguishes that from another vocabulary.
         if draft.size != target.size and (draft.digest is None or target.digest is None):
@@ -103,7 +102,7 @@ def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
             raise ValueError(
                 f"{draft.name} has a vocabulary of {draft.size} tokens, the target {target.size}: drafts must use the target's "
                 f"tokenizer, and {unknown} has no tokenizer.json to check that with. If it is the same one and only the "
-                "padding differs, put tokenizer.json beside the weights of both"
+                "padding differs, put tokenizer.json beside the weights of both; if it is another one, pass tokenizer= and draft_tokenizers="
             )
 
 
@@ -272,29 +271,3 @@ def _parameters(model: PreTrainedModel) -> set[str]:
         if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             break
     return names
-
-
-def _tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
-    """Digest of the map token -> id of the tokenizer beside the weights; None if there is none. ``ValueError`` for a damaged file."""
-    source = given if isinstance(given, (str, Path)) else getattr(model.config, "_name_or_path", "")
-    if not source:
-        return None
-    # The file of a folder, or of a hub name in the local cache. A check downloads nothing.
-    try:
-        file = cached_file(str(source), "tokenizer.json", local_files_only=True)
-    except OSError as error:
-        pass_on(error)
-        return None
-    if file is None:
-        return None
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-        vocabulary = content.get("model", {}).get("vocab")
-        pairs = sorted(vocabulary.items()) if isinstance(vocabulary, dict) else vocabulary
-        added = sorted((t["id"], t["content"]) for t in content.get("added_tokens", []))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        pass_on(error)
-        raise ValueError(
-            f"{file} is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again, or remove the file"
-        ) from error
-    return hashlib.sha256(json.dumps([pairs, added]).encode()).hexdigest()

@@ -75,6 +75,14 @@ class Call:
     eos: Sequence[int]
 
 
+def _repetition_penalty(params: SamplingParams) -> float:
+    """That of a repetition penalty that is the only processor; else 1."""
+    match params.processors:
+        case (RepetitionPenaltyLogitsProcessor(penalty=penalty),):
+            return float(penalty)
+    return 1.0
+
+
 def encode_call(inputs: StageInputs, eos: Sequence[int]) -> np.ndarray:
     """A call as int32 words.
 
@@ -82,7 +90,7 @@ def encode_call(inputs: StageInputs, eos: Sequence[int]) -> np.ndarray:
     """
     params = inputs.sampling_params
     ends, seeds = sorted(params.ends), params.seeds
-    numbers = np.array([params.temperature, params.top_p, params.min_p, params.penalty], dtype=np.float64)
+    numbers = np.array([params.temperature, params.top_p, params.min_p, _repetition_penalty(params)], dtype=np.float64)
     sizes = [len(inputs.prompts), inputs.vocabulary, inputs.chunk, inputs.reuse, len(eos), len(ends)]
     parts = [
         np.array([*sizes, seeds is not None, params.top_k], dtype=np.int32),

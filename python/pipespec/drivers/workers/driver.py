@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -32,6 +32,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
+from pipespec.engine.translation import Translation
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
 from pipespec.process.signals import from_handler, pass_on, suppressed
@@ -68,7 +69,7 @@ class _Worker:
         threads: Number of torch's threads in the worker.
         trace: Memory of the trace, if the calls are traced.
         native: Whether the draft may run in the native form.
-        ngram: The draft upstream, if it is an n-gram index.
+        upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class _Worker:
         threads: int,
         trace: TraceMemory | None,
         native: bool,
-        ngram: NgramDraft | None,
+        upstream: NgramDraft | Translation | None,
     ) -> None:
-        self.index, self.name, self._ngram = index, name, ngram
+        self.index, self.name, self._upstream = index, name, upstream
         ours, theirs = socket.socketpair()
         assert isinstance(block.memory, SharedMemory)
         # An n-gram index upstream runs in the same process.
-        stages = {index} if ngram is None else {0, index}
+        stages = {0, index} if isinstance(upstream, NgramDraft) else {index}
         parts = [(memory, {0}), (block.memory, block.parts_of(stages))]
         if trace is not None:
             parts.append((trace.memory, stages))
@@ -107,10 +108,11 @@ class _Worker:
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
         self.last_error: Failed | None = None
         self.form = ""
+        self.translated = (0, 0)
         with suppressed(OSError):  # the worker is dead: await_ready() raises
             entries = trace.entries if trace is not None else 0
             counts = [len(fds) for fds in lent]
-            self.conn.send(Setup(index, weights, threads, counts, entries, native, ngram is not None))
+            self.conn.send(Setup(index, weights, threads, counts, entries, native, upstream is not None))
 
     def await_ready(self, deadline: float) -> bool:
         """Wait until the worker has built its model. Return False if it has not until ``deadline``.
@@ -128,14 +130,16 @@ class _Worker:
         if isinstance(answer, Failed):
             self.kill()
             raise RuntimeError(f"{self.name} could not start: {answer.cause}\n{answer.details}")
-        if self._ngram is not None:
+        if self._upstream is not None:
             try:
-                # Not in the setup: a corpus is larger than the socket's buffer, and now the worker reads.
-                self.conn.send(self._ngram)
+                # Not in the setup: a corpus or a tokenizer is larger than the socket's buffer, and now the worker reads.
+                self.conn.send(self._upstream)
             except OSError as error:
                 pass_on(error)
                 self.kill()
-                raise RuntimeError(f"{self.name} could not start: it did not receive the n-gram draft") from error
+                raise RuntimeError(
+                    f"{self.name} could not start: it did not receive the n-gram draft or the tokenizers"
+                ) from error
         self.is_ready = True
         return True
 
@@ -154,6 +158,7 @@ class _Worker:
 
     def run(self, call: WorkerCall) -> None:
         rows, capacity = len(call.inputs.prompts), call.inputs.capacity
+        self.translated = (0, 0)
         self.cache = (rows, max(capacity, self.cache[1]) if rows == self.cache[0] else capacity)
         try:
             self.busy = call.generation
@@ -170,6 +175,8 @@ class _Worker:
             self.last_error = message
         elif isinstance(message, str):
             self.form = message
+        elif isinstance(message, tuple):
+            self.translated = message
         elif message == self.busy:
             self.busy = 0
 
@@ -231,7 +238,7 @@ class WorkersDriver(Driver):
         self._target_threads = target_threads(drafts)
         self._is_running = False
         at, ngram = self.block.target, None if drafts else self._make_ngram()
-        self._target = Stage(models[-1], self.block, at, self._trace_of(at), native=config.native, ngram=ngram)
+        self._target = self._make_stage(at, ngram)
         self.block.set_alive(at, True)
         self._generation = 0
         # By stage.
@@ -262,7 +269,7 @@ class WorkersDriver(Driver):
                 if i in self._workers:
                     continue
                 self.block.set_alive(i, False)
-                ngram = self.config.ngram if i == self._first else None
+                upstream = (self.config.ngram or self.config.translation) if i == self._first else None
                 self._workers[i] = _Worker(
                     i,
                     self._draft_name(i),
@@ -272,7 +279,7 @@ class WorkersDriver(Driver):
                     threads=1,
                     trace=self._trace_memory,
                     native=self.config.native,
-                    ngram=ngram,
+                    upstream=upstream,
                 )
         except BaseException:
             self.close()
@@ -400,7 +407,7 @@ class WorkersDriver(Driver):
         finally:
             self._is_running = False
             self.block.start(0)
-        if self._trace_memory is not None:
+        if self._trace_memory is not None or self.config.translation is not None:
             # The steps under way belong to the call, so that its trace and its counters agree.
             for worker in self._workers.values():
                 worker.await_idle()
@@ -412,6 +419,12 @@ class WorkersDriver(Driver):
                 worker.receive_sent()
         drafts = [self._workers[i].form if i in self._workers else "" for i in self._weights]
         return [*[NgramStage.form] * self._first, *drafts, self._target.form]
+
+    @property
+    def translated(self) -> Mapping[int, tuple[int, int]]:
+        if self.config.translation is None or 0 not in self._workers:
+            return {}
+        return {0: self._workers[0].translated}
 
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found, inputs = super().reusable_bytes(request), request.inputs

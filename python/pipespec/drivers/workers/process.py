@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,6 +23,7 @@ from pipespec.drivers.asynchronous import drafting
 from pipespec.drivers.workers.weights import SharedWeights
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage, StageInputs
+from pipespec.engine.translation import TranslatedStage, Translation
 from pipespec_kernels.state import SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
@@ -47,7 +48,8 @@ class Setup:
         parts: Number of file descriptors of the weights, of the state block and, where the calls are traced, of the trace.
         trace: Entries of the trace for each stage; 0: no trace.
         native: Whether the model may run in the native form.
-        ngram: Whether the draft upstream is an n-gram index, which runs in this process. It is sent once the worker is ready.
+        has_upstream: Whether the draft upstream is an n-gram index, which runs in this process, or the draft has another tokenizer than the target.
+            The index or the tokenizers are sent once the worker is ready.
     """
 
     index: int
@@ -56,7 +58,7 @@ class Setup:
     parts: Sequence[int]
     trace: int = 0
     native: bool = True
-    ngram: bool = False
+    has_upstream: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
     weights, shared_block, *shared_trace = (SharedMemory(list(islice(left, count))) for count in setup.parts)
     model = setup.weights.build(weights)
     conn.send("ready")
-    draft: NgramDraft | None = conn.recv() if setup.ngram else None
-    stage = None
+    upstream: NgramDraft | Translation | None = conn.recv() if setup.has_upstream else None
+    stage: Stage | None = None
     while True:
         while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
             if os.getppid() != parent:
@@ -94,13 +96,20 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
             # Not earlier: before the first call of a worker, the caller may still change the layout of the block.
             block = StateBlock(shared_block)
             traces = TraceMemory(block.stages, setup.trace, shared_trace[0]) if shared_trace else None
-            ngram = None
-            if draft is not None:
-                ngram = NgramStage(draft, block, None if traces is None else traces.buffer(0))
             trace = None if traces is None else traces.buffer(setup.index)
-            stage = Stage(model, block, setup.index, trace, native=setup.native, ngram=ngram)
+            at: tuple[Any, ...] = (model, block, setup.index, trace)
+            if isinstance(upstream, Translation):
+                stage = TranslatedStage(*at, native=setup.native, translation=upstream)
+            else:
+                ngram = None
+                if upstream is not None:
+                    ngram = NgramStage(upstream, block, None if traces is None else traces.buffer(0))
+                stage = Stage(*at, native=setup.native, ngram=ngram)
         stage.block.refresh()
         _take_part(stage, call, conn, parent)
+        if isinstance(stage, TranslatedStage):
+            # For the caller's report.
+            conn.send(stage.translated)
         conn.send(call.generation)
 
 

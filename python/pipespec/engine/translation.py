@@ -1,0 +1,577 @@
+"""A draft with another tokenizer: the target's tokens become the draft's by way of the text, and the draft's become the target's."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.config import WIDTH
+from pipespec.engine.sampling import SamplingParams, ScoreRecord
+from pipespec.engine.stage import Stage, StageInputs
+from pipespec.models.properties import embedding_size
+from pipespec.models.tokenizers import ByteTokenizer
+from pipespec_kernels import _native
+from pipespec_kernels.state import Action, StateBlock
+
+SHORTEST, LONGEST = 32, 128
+"""Characters of a piece of text that is encoded by itself: at least, and at most."""
+
+_PIECE = re.compile(rf"(?s).{{{SHORTEST - 1},{LONGEST - 1}}}?\S(?= \S)|.{{{LONGEST}}}(?=..)")
+# Tokenizers begin a token at a space between two words, so that pieces cut there have the tokens of the whole.
+
+_MOST_HELD = 16
+"""Draft tokens whose translation may still change. With more, the translation counts as it is."""
+
+_CONTEXT = 8
+"""Most tokens of the target before the new text that are encoded together with it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Translation:
+    """Two tokenizers of one chain.
+
+    Args:
+        target: The target's.
+        draft: The first draft's.
+    """
+
+    target: ByteTokenizer
+    draft: ByteTokenizer
+
+    def special(self, token: int, *, of_draft: bool = False) -> int | None:
+        """The special token of the other tokenizer with the same text; None if there is none.
+
+        Args:
+            token: A special token of the target.
+            of_draft: It is one of the draft.
+        """
+        source, other = (self.draft, self.target) if of_draft else (self.target, self.draft)
+        text = next((text for text, i in source.special_ids.items() if i == token), None)
+        return None if text is None else other.special_ids.get(text)
+
+
+class TextEncoder:
+    """The ids of a text that grows at its end and is cut there.
+
+    The text is encoded in pieces: a piece ends at the first space between two words after :data:`SHORTEST` characters, after :data:`LONGEST`
+    characters, or at a special token. Where it ends depends on the text alone. So the ids are those of all pieces of the text, whatever was
+    appended and cut before, and an update encodes the last piece only. Bytes at the end that are not a whole character wait for the next ones.
+
+    Args:
+        tokenizer: Of the ids.
+    """
+
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.text = bytearray()
+        self.ids: list[int] = []
+        """Of the pieces that are complete."""
+        self._marks = 0
+        # Per complete piece: where it begins, the length of the text that it needs to be complete, its mark or -1, ids before it.
+        self._pieces: list[tuple[int, int, int, int]] = []
+        self._begin = 0  # of the piece that grows
+
+    @property
+    def marks(self) -> int:
+        """Special tokens in the text."""
+        return self._marks
+
+    def append(self, text: bytes) -> None:
+        """Append bytes."""
+        self.text += text
+
+    def mark(self, token: int | None) -> None:
+        """End the piece, and append a special token, or None for one that this tokenizer does not have."""
+        self._complete_pieces()
+        before = len(self.ids)
+        self.ids += self._encode(bytes(self.text[self._begin :]))
+        if token is not None:
+            self.ids.append(token)
+        self._pieces.append((self._begin, len(self.text), self._marks, before))
+        self._marks += 1
+        self._begin = len(self.text)
+
+    def truncate(self, length: int, marks: int) -> None:
+        """Keep ``length`` bytes and ``marks`` special tokens."""
+        while self._pieces and (self._pieces[-1][1] > length or self._pieces[-1][2] >= marks):
+            self._begin, _, _, before = self._pieces.pop()
+            del self.ids[before:]
+        del self.text[length:]
+        self._marks = marks
+
+    def tail(self) -> tuple[list[int], int]:
+        """The ids after :attr:`ids`, and the number of bytes that all ids together cover."""
+        open_text = self._complete_pieces()
+        text = open_text.encode(errors="surrogateescape")
+        return self._encode(text), self._begin + len(text)
+
+    def _complete_pieces(self) -> str:
+        """Encode the pieces that are complete. Returns the whole characters after them; other bytes as in ``surrogateescape``."""
+        data, at = bytes(self.text[self._begin :]), 0
+        text, _ = codecs.utf_8_decode(data, "surrogateescape", False)
+        while (piece := _PIECE.match(text, at)) is not None:
+            content = piece[0].encode(errors="surrogateescape")
+            ahead = text[piece.end() : piece.end() + 2].encode(errors="surrogateescape")
+            begin, end = self._begin, self._begin + len(content)
+            self._pieces.append((begin, end + len(ahead), -1, len(self.ids)))
+            self.ids += self._encode(content)
+            self._begin, at = end, piece.end()
+        return text[at:]
+
+    def _encode(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text, first=self._begin == 0 and self._marks == 0)
+
+
+class TranslatedRow:
+    """One row of a draft with another tokenizer: the target's tokens, the draft's tokens of the same text, and what the draft has added.
+
+    The draft's tokens are the encoding of the text (:class:`TextEncoder`), and behind it those that the draft has generated. They stay as long as the
+    text continues with theirs. Where it differs, they become the encoding of the text again, and the common prefix keeps its keys and values.
+
+    Args:
+        translation: The two tokenizers.
+
+    Attributes:
+        sequence: The draft's tokens, its own included.
+        cached: How many of them have keys and values, at most.
+        generated: Tokens that the draft has generated.
+        lost: How many of them could not become tokens of the target.
+        is_stuck: Whether the draft has nothing to add until the text changes.
+    """
+
+    def __init__(self, translation: Translation, prompt: Sequence[int]) -> None:
+        self._translation = translation
+        self._target, self._draft = translation.target, translation.draft
+        self._encoder = TextEncoder(translation.draft)
+        self._ids: list[int] = []
+        self._ends: list[tuple[int, int]] = []  # per token of the target, bytes and special tokens up to its end
+        self._prefix = len(self._draft.prefix)
+        self.sequence: list[int] = list(self._draft.prefix)
+        self.cached = 0
+        self.generated = self.lost = 0
+        self._known = 0  # ids of complete pieces that are in `sequence`
+        self._queue: list[int] = []
+        self._unsettled: list[int] = []  # after those of the queue
+        self._has_changed = True
+        self._forget()
+        self.write(0, prompt)
+
+    def _forget(self) -> None:
+        """Drop what the draft has added."""
+        self._base = (0, 0)  # bytes and special tokens of the text before `_own`
+        self._own = b""
+        self._own_ends: list[int] = []  # in `_own`, per token
+        self._end: int | None = None  # special token of the target after `_own`
+        self.is_stuck = self._is_cut = False
+        self.is_fresh = True
+
+    # ---- the target's tokens
+
+    def write(self, at: int, tokens: Sequence[int]) -> None:
+        """Set the row's tokens from position ``at`` on, which end with ``tokens``."""
+        same = 0
+        while same < len(tokens) and at + same < len(self._ids) and self._ids[at + same] == tokens[same]:
+            same += 1
+        if at + same < len(self._ids):
+            self._truncate(at + same)
+        for token in tokens[same:]:
+            if self._queue and self._queue[0] == token:
+                self._queue.pop(0)
+            else:
+                self._drop_queue()
+            self._append(token)
+
+    def _drop_queue(self) -> None:
+        self._queue, self._unsettled = [], []
+        self._has_changed = True
+
+    def _truncate(self, length: int) -> None:
+        self._drop_queue()
+        del self._ids[length:], self._ends[length:]
+        end = self._ends[-1] if length else (0, 0)
+        self._encoder.truncate(*end)
+        self._known = min(self._known, len(self._encoder.ids))
+        self._is_cut |= end < self._base
+
+    def _append(self, token: int) -> None:
+        at, encoder = len(self._ids), self._encoder
+        self._ids.append(token)
+        prefix = self._target.prefix
+        if token in self._target.special or token >= len(self._target.pieces):
+            # The draft's tokenizer has its own prefix.
+            if at >= len(prefix) or self._ids != prefix[: at + 1]:
+                encoder.mark(self._translation.special(token))
+        else:
+            encoder.append(self._target.text([token], first=self._begins_at(at)))
+        self._ends.append((len(encoder.text), encoder.marks))
+
+    def _begins_at(self, at: int) -> bool:
+        """Whether the text begins with the token at ``at``: only the target's prefix is before it."""
+        prefix = self._target.prefix
+        return at <= len(prefix) and self._ids[:at] == prefix[:at]
+
+    # ---- the draft's tokens
+
+    def next(self, *, is_last: bool = False) -> int | None:
+        """The token of the target that the draft proposes after the row's tokens; None if it has to generate first.
+
+        Args:
+            is_last: Nothing may follow this token yet, so that one that the draft's next token may change is proposed, too.
+        """
+        if self._has_changed:
+            self._follow()
+        if is_last and not self._queue:
+            self._queue, self._unsettled = self._unsettled[:1], []
+        return self._queue[0] if self._queue else None
+
+    def _follow(self) -> None:
+        """Continue from a text that others have changed."""
+        self._has_changed = False
+        base, marks = self._base
+        said = bytes(self._encoder.text[base:])
+        if self._is_cut or self._encoder.marks != marks or not self._own.startswith(said):
+            self._align()
+        self._translate()
+
+    def _align(self) -> None:
+        """Make ``sequence`` the encoding of the text, with the draft's prefix before it."""
+        tail, covered = self._encoder.tail()
+        kept = self._prefix + self._known
+        ids = [*self._encoder.ids[self._known :], *tail]
+        self._known = len(self._encoder.ids)
+        self.cached = min(self.cached, kept + _common(self.sequence[kept:], ids))
+        self.sequence[kept:] = ids
+        self._forget()
+        self._base = (covered, self._encoder.marks)
+        self.is_stuck = not self.sequence
+
+    def aligned(self) -> list[int]:
+        """The draft's tokens of the text: its prefix, and the encoding."""
+        tail, _ = self._encoder.tail()
+        return [*self._draft.prefix, *self._encoder.ids, *tail]
+
+    @property
+    def awaited(self) -> bytes:
+        """Bytes of the text that ``sequence`` does not reach: the beginning of a character."""
+        return bytes(self._encoder.text[self._base[0] + len(self._own) :])
+
+    def healed(self) -> tuple[int, np.ndarray] | None:
+        """The last token and the ids whose text begins with its text, where the draft may continue a word that the text has begun."""
+        if (
+            not self.is_fresh
+            or self.awaited
+            or len(self.sequence) < 2
+            or len(self.sequence) <= self._prefix + self._known
+        ):
+            return None
+        last = self.sequence[-1]
+        text = self._draft.pieces[last]
+        return (last, self._draft.beginning_with(text)) if text else None
+
+    def heal(self, token: int) -> bool:
+        """Replace the last token by a longer one, unless the target's tokenizer would have encoded the text of both in another way."""
+        more = self._draft.pieces[token][len(self._draft.pieces[self.sequence[-1]]) :]
+        if not more or not self._encoded(more)[1]:
+            return False
+        self.sequence.pop()
+        self.cached = min(self.cached, len(self.sequence))
+        self._add(token, more)
+        return True
+
+    def add(self, token: int) -> None:
+        """Append a token that the draft has generated, and translate."""
+        if token in self._draft.special or token >= len(self._draft.pieces) or not self._draft.pieces[token]:
+            self.generated += 1
+            self._end = self._translation.special(token, of_draft=True)
+            self.lost += self._end is None
+            self.is_stuck = True
+            self._translate()
+            return
+        self._add(token, self._draft.text([token], first=self._base == (0, 0) and not self._own))
+
+    def _add(self, token: int, text: bytes) -> None:
+        self.is_fresh = False
+        self.generated += 1
+        self.sequence.append(token)
+        self._own += text
+        self._own_ends.append(len(self._own))
+        self._translate()
+
+    def stop(self) -> None:
+        """Add nothing until the text changes."""
+        self.is_stuck = True
+
+    # ---- the draft's tokens as the target's
+
+    def _translate(self) -> None:
+        """Queue the target's tokens of what the draft has added.
+
+        The last ones wait for the draft's next token, which may change them: " hel" and "lo" may be one token of the target.
+        """
+        self._queue, self._unsettled = [], []
+        said = bytes(self._encoder.text[self._base[0] :])
+        if not self._own.startswith(said):
+            # The draft has not yet completed the character that the text has begun.
+            return
+        self._base = (self._base[0] + len(said), self._base[1])
+        self._own = self._own[len(said) :]
+        self._own_ends = [end - len(said) for end in self._own_ends if end > len(said)]
+        ids, whole, reached = self._translated(self._own)
+        if reached < (len(self._own) if self.is_stuck else whole):
+            self._lose(reached)
+        if not self.is_stuck and len(self._own_ends) <= _MOST_HELD:
+            before = self._translated(self._own[: self._own_ends[-2]])[0] if len(self._own_ends) > 1 else []
+            settled = _common(ids, before)
+            ids, self._unsettled = ids[:settled], ids[settled:]
+        elif self._end is not None:
+            ids.append(self._end)
+        self._queue = ids
+
+    def _lose(self, reached: int) -> None:
+        """Drop the tokens of the draft beyond ``reached`` bytes, which the target's tokenizer cannot express."""
+        kept = sum(end <= reached for end in self._own_ends)
+        self.lost += len(self._own_ends) - kept + (self._end is not None)
+        self._own, self._own_ends, self._end = self._own[:reached], self._own_ends[:kept], None
+        self.is_stuck = True
+
+    def _translated(self, text: bytes) -> tuple[list[int], int, int]:
+        """The target's tokens of ``text`` behind the row's, the length of its whole characters, and the length that the tokens reach."""
+        whole = codecs.utf_8_decode(text, "surrogateescape", False)[1]
+        found: list[int] = []
+        reached = 0
+        for token in self._encoded(text[:whole])[0]:
+            is_first = not found and self._begins_at(len(self._ids))
+            piece = self._target.text([token], first=is_first)
+            # A tokenizer may change a text, or have special tokens in its vocabulary.
+            if token in self._target.special or not text.startswith(piece, reached):
+                break
+            found.append(token)
+            reached += len(piece)
+        return found, whole, reached
+
+    def _encoded(self, text: bytes) -> tuple[list[int], bool]:
+        """The target's tokens of ``text``, and whether they are those of the word that the row's last tokens begin."""
+        begin, target = len(self._ids), self._target
+        while begin > max(0, len(self._ids) - _CONTEXT):
+            token = self._ids[begin - 1]
+            if token >= len(target.pieces) or not target.pieces[token]:
+                break
+            begin -= 1
+            if target.pieces[token][:1] in (b" ", b"\n"):
+                break
+        start = self._ends[begin - 1] if begin else (0, 0)
+        context = self._ids[begin:]
+        ids = target.encode(bytes(self._encoder.text[start[0] :]) + text, first=self._begins_at(begin))
+        if ids[: len(context)] == context:
+            return ids[len(context) :], True
+        # The rest of a character whose beginning the row ends with.
+        inside = len(text) - len(text.lstrip(_CONTINUATION))
+        bytes_of = [target.of_text[text[i : i + 1]] for i in range(inside) if text[i : i + 1] in target.of_text]
+        is_first = self._begins_at(len(self._ids))
+        return [*bytes_of, *target.encode(text[inside:], first=is_first)], False
+
+
+_CONTINUATION = bytes(range(0x80, 0xC0))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class TranslatedStage(Stage):
+    """Stage 0 of a chain whose first draft has another tokenizer than the target.
+
+    Its sequence in the state block has the target's tokens, as every stage's. Its model and its cache have its own: a row of both is a
+    :class:`TranslatedRow`. A step generates one token of the draft per row and publishes those of the target that follow from it, which
+    may be none or several. The draft decodes greedily. Noise belongs to token ids, so that a draft with other ids cannot share the target's, and the
+    most likely token agrees with a sampled one more often than a token of an independent sample does.
+
+    Args:
+        translation: The two tokenizers.
+        others: See :class:`Stage`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        block: StateBlock,
+        index: int,
+        trace: _native.TraceBuffer | None = None,
+        *,
+        translation: Translation,
+        native: bool = True,
+    ) -> None:
+        super().__init__(model, block, index, trace, native=native)
+        self._translation = translation
+        self._translated: list[TranslatedRow] = []
+
+    @property
+    def translated(self) -> tuple[int, int]:
+        """Tokens that the draft has generated in this call, and those that could not become tokens of the target."""
+        return sum(row.generated for row in self._translated), sum(row.lost for row in self._translated)
+
+    def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
+        self._translated = [TranslatedRow(self._translation, prompt.tolist()) for prompt in inputs.prompts]
+        for row in self._translated:
+            row.next()
+        sequences = [np.array(row.sequence or [0], dtype=np.int32) for row in self._translated]
+        new = [limit - len(prompt) for limit, prompt in zip(inputs.limits, inputs.prompts, strict=True)]
+        own = replace(
+            inputs,
+            prompts=sequences,
+            limits=[len(tokens) + n for tokens, n in zip(sequences, new, strict=True)],
+            sampling_params=SamplingParams(),
+            vocabulary=embedding_size(self.model),
+            forwards=(),
+            right_padding=None,
+        )
+        super().prefill(own)
+        for row, held in zip(self._translated, self._held, strict=True):
+            row.cached = min(held, len(row.sequence))
+        self._selected = np.zeros((len(sequences), 1), dtype=np.int32)
+
+    @torch.inference_mode()
+    def step(self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0) -> Action:
+        """Generate one token of the draft for each row that has none to publish, and publish what the draft tokens translate to.
+
+        Args:
+            lookahead: How many of the target's tokens this stage may be ahead of the next one.
+            max_draft_tokens: No effect, as for ``min_draft_tokens``: there is no stage upstream.
+
+        Returns:
+            See :meth:`Stage.step`; ``IDLE`` also if the draft has nothing to say until the text changes.
+        """
+        began = time.perf_counter_ns()
+        action, count, waiting = self._publish(lookahead)
+        if waiting:
+            self._generate(list(waiting))
+            # The first tokens belong to the step that was planned before the forward.
+            count += self._commit(waiting, lookahead)
+            count += self._publish(lookahead)[1]
+        if not count and not waiting:
+            return Action.IDLE if action == Action.STEP else action
+        took = (time.perf_counter_ns() - began) / max(1, count)
+        self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
+        self.port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
+        return Action.STEP
+
+    def _publish(self, lookahead: int) -> tuple[Action, int, dict[int, int]]:
+        """Publish what is translated.
+
+        Returns:
+            The last plan's action, the number of tokens, and the query lengths of the rows whose draft has to generate.
+        """
+        port, count = self.port, 0
+        while (action := port.plan(lookahead, 0, 0)) == Action.STEP:
+            waiting: dict[int, int] = {}
+            commits = False
+            for r, row in enumerate(self._translated):
+                if (n := int(self._query_lens[r])) == 0:
+                    continue
+                row.write(int(self._kv[r]), port.tokens[r, :n].tolist())
+                if self._n_select[r] > 0:
+                    token = row.next(is_last=self._room(r, lookahead) == 1)
+                    if token is None:
+                        # The row commits nothing, and the next plan gives its tokens once more.
+                        self._query_lens[r] = 0
+                        if not row.is_stuck:
+                            waiting[r] = n
+                        continue
+                    self._selected[r, 0] = token
+                    count += 1
+                commits = True
+            if not commits:
+                return action, count, waiting
+            port.commit(self._selected.ctypes.data, 1)
+        return action, count, {}
+
+    def _room(self, row: int, lookahead: int) -> int:
+        """Tokens that the row may publish until its downstream neighbour advances."""
+        block = self.block
+        reached = max(block.length(self.index + 1, row), block.length(block.target, row))
+        return reached + lookahead - block.length(self.index, row)
+
+    def _commit(self, waiting: dict[int, int], lookahead: int) -> int:
+        """Publish one token of each of these rows that has one now. Returns their number."""
+        count = 0
+        for r, n in waiting.items():
+            token = self._translated[r].next(is_last=self._room(r, lookahead) == 1)
+            if token is not None:
+                self._query_lens[r], self._selected[r, 0] = n, token
+                count += 1
+        if count:
+            self.port.commit(self._selected.ctypes.data, 1)
+        return count
+
+    def _generate(self, waiting: list[int]) -> None:
+        """One forward of the draft, which adds a token to each of the rows ``waiting``."""
+        cache, rows = self._cache, self._translated
+        assert cache is not None
+        held = [row.cached for row in rows]
+        begin, healing = list(held), {}
+        for r in waiting:
+            row = rows[r]
+            # The last token's logits choose the next one, and those before it whether the last one begins a longer one.
+            if (found := row.healed()) is not None:
+                healing[r] = found
+            begin[r] = min(held[r], len(row.sequence) - 1 - (r in healing))
+        longest = max(len(rows[r].sequence) for r in waiting)
+        self._reserve(cache, longest + WIDTH)
+        for r in waiting:
+            self._text[r, begin[r] : len(rows[r].sequence)] = rows[r].sequence[begin[r] :]
+        self._held = begin
+        cache.truncate(begin)
+        until = [max(b, len(rows[r].sequence) - WIDTH) if r in waiting else b for r, b in enumerate(begin)]
+        if until != begin:
+            self._fill(cache, begin, until, longest)
+            begin = until
+        counts = [len(rows[r].sequence) - b if r in waiting else 0 for r, b in enumerate(begin)]
+        columns = np.zeros((len(rows), max(counts)), dtype=np.int32)
+        for r in waiting:
+            columns[r, : counts[r]] = rows[r].sequence[begin[r] :]
+        first = min(counts[r] - 1 - (r in healing) for r in waiting)
+        logits = self._forward(
+            torch.from_numpy(columns).to(self._device), cache, keep=max(counts) - first, seen=longest
+        )
+        self._held = [b + n for b, n in zip(begin, counts, strict=True)]
+        cache.truncate(self._held)
+        for r in waiting:
+            rows[r].cached = self._held[r]
+            self._choose(rows[r], logits[r, : counts[r] - first], healing.get(r))
+
+    def _choose(self, row: TranslatedRow, logits: torch.Tensor, healing: tuple[int, np.ndarray] | None) -> None:
+        """Add the draft's choice. ``logits``: ``[1 or 2 or more, V]``, those after the last token and before it at the end."""
+        if healing is not None:
+            last, longer = healing
+            token = _best(logits[-2], longer)
+            if token is not None and token != last and row.heal(token):
+                return
+        awaited = row.awaited
+        token = _best(logits[-1], self._translation.draft.consistent_with(awaited) if awaited else None)
+        if token is None:
+            row.stop()
+        else:
+            row.add(token)
+
+    def _reserve(self, cache: Any, most: int) -> None:
+        """Room for texts of ``most`` tokens. A draft may need more tokens than the target."""
+        if most > self._text.shape[1]:
+            self._text = np.pad(self._text, ((0, 0), (0, 2 * most - self._text.shape[1])))
+        self._grow(cache, most)
+
+
+def _best(logits: torch.Tensor, among: np.ndarray | None) -> int | None:
+    """The most likely token, of the ids ``among`` if they are given; None if there are none."""
+    if among is None:
+        return int(logits.argmax())
+    ids = torch.from_numpy(among[among < logits.shape[0]])
+    return int(ids[int(logits[ids.to(logits.device)].argmax())]) if len(ids) else None

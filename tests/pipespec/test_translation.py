@@ -1,0 +1,276 @@
+"""Drafts with another tokenizer: the target's own text in every chain, and the draft tokens of a draft that differs in nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from bench.bench_tokenizers import permuted
+from pipespec import Pipeline, attach, detach
+from pipespec.config import SpeculationConfig, default_schedule
+from pipespec.demo import family_path
+from tests.conftest import always_wrong, left_pad, noisy, random_llama
+from tests.pipespec.vocabularies import as_bytes, byte_level, sentencepiece, unigram
+from tests.waiting import drafts_keep_up
+
+NEW = 24
+SAMPLED = {"do_sample": True, "seed": 3, "temperature": 0.6, "top_k": 20}
+PROMPTS = [
+    "def mean(values):\n    return sum(val",
+    "na\u00efve = '\U0001f600 \u65e5\u672c",
+    "import os\n\nclass Reader:\n    def __init__(self, na",
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(family_path("target"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(family_path("target"))
+
+
+@pytest.fixture(scope="module")
+def other():
+    """The bundled medium draft with other ids, and its tokenizer."""
+    return permuted("medium")
+
+
+@pytest.fixture(scope="module")
+def random_draft():
+    made = sentencepiece()
+    return random_llama(3, layers=1, vocabulary=made.get_vocab_size() + 5), made
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    """The prompts, and the last one cut inside of a character."""
+    rows = [tokenizer(text, return_tensors="pt").input_ids[0] for text in PROMPTS]
+    return [*rows, tokenizer("ab \U0001f600", return_tensors="pt").input_ids[0, :-1]]
+
+
+def plain(model, ids, mask, **kwargs):
+    if kwargs.get("do_sample"):
+        return Pipeline(model, schedule="plain").generate(ids, attention_mask=mask, **kwargs)
+    return model.generate(ids, attention_mask=mask, **kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_a_batch(target, tokenizer, other, random_draft, rows, schedule, kwargs):
+    """Rows of different lengths that end at different times."""
+    ids, mask = left_pad(rows)
+    free = plain(target, ids, mask, max_new_tokens=NEW, **kwargs)
+    wants = {"max_new_tokens": NEW, "eos_token_id": [int(free[0, -9])], "pad_token_id": 0, **kwargs}
+    wanted = plain(target, ids, mask, **wants)
+    for draft, own in (other, random_draft):
+        options = {"schedule": schedule, "tokenizer": tokenizer, "draft_tokenizers": own}
+        with Pipeline(target, draft, **options) as pipe:
+            for _ in range(2):
+                assert torch.equal(wanted, pipe.generate(ids, attention_mask=mask, **wants))
+            first = pipe.report.stages[0]
+            assert first.translated is not None
+            if schedule == "lockstep":
+                assert first.translated >= first.produced > 0
+                assert pipe.report.stages[-1].drafted > 0
+                assert pipe.report.stages[-1].accepted > 0 or draft is random_draft[0]
+
+
+def test_only_the_ids_differ(target, tokenizer, other, rows):
+    """The same draft with other ids: the target gets the same draft tokens as from the draft that has its own."""
+    same = AutoModelForCausalLM.from_pretrained(family_path("medium"), dtype=torch.float32)
+    for row in rows[:3]:
+        counts = []
+        for options in ({"drafts": same}, {"drafts": other[0], "tokenizer": tokenizer, "draft_tokenizers": [other[1]]}):
+            with Pipeline(target, schedule="lockstep", lookahead=4, **options) as pipe:
+                pipe.generate(row[None], max_new_tokens=NEW, do_sample=False)
+                last = pipe.report.stages[-1]
+                counts.append((last.steps, last.drafted, last.accepted))
+        assert counts[0] == counts[1]
+        assert counts[0][2] > 0
+        assert pipe.report.stages[0].lost == 0
+
+
+def test_a_worker_drafts(target, tokenizer, other, rows):
+    wanted = target.generate(rows[0][None], max_new_tokens=NEW, do_sample=False)
+    with Pipeline(
+        target, other[0], schedule="workers", tokenizer=tokenizer, draft_tokenizers=other[1], trace=64
+    ) as pipe:
+        with drafts_keep_up(pipe, [len(rows[0]) + NEW]):
+            assert torch.equal(wanted, pipe.generate(rows[0][None], max_new_tokens=NEW, do_sample=False))
+        first, last = pipe.report.stages
+        assert last.accepted > 0
+        assert first.translated >= first.produced > 0
+        assert len(pipe.report.traced()["draft 0"]) > 0
+        assert "draft 0 has another tokenizer" in str(pipe.report)
+        # The second call starts from the first one's cache.
+        pipe._driver._workers[0].process.kill()
+        pipe._driver._workers[0].process.wait()
+        with pytest.warns(match="draft stage 0 has ended since the last call"):
+            assert torch.equal(wanted, pipe.generate(rows[0][None], max_new_tokens=NEW, do_sample=False))
+
+
+def test_under_a_draft_with_the_targets_tokenizer(target, tokenizer, other, rows):
+    wanted = target.generate(rows[2][None], max_new_tokens=NEW, do_sample=False)
+    medium = AutoModelForCausalLM.from_pretrained(family_path("medium"), dtype=torch.float32)
+    small, own = permuted("small", seed=1)
+    with Pipeline(
+        target, [small, medium], schedule="lockstep", tokenizer=tokenizer, draft_tokenizers=[own, None]
+    ) as pipe:
+        assert torch.equal(wanted, pipe.generate(rows[2][None], max_new_tokens=NEW, do_sample=False))
+        assert all(stage.accepted > 0 for stage in pipe.report.stages[1:])
+
+
+def test_a_text_in_turns(target, tokenizer, other, rows):
+    """Caches of both models continue."""
+    with Pipeline(target, other[0], schedule="lockstep", tokenizer=tokenizer, draft_tokenizers=other[1]) as pipe:
+        first = pipe.generate(rows[0][None], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+        more = torch.cat([first.sequences, rows[2][None, 1:]], 1)
+        wanted = target.generate(more, max_new_tokens=NEW, do_sample=False)
+        got = pipe.generate(more, past_key_values=first.past_key_values, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(wanted, got)
+        assert pipe.report.stages[-1].accepted > 0
+
+
+@pytest.mark.parametrize("made", [byte_level, unigram])
+def test_chat(made):
+    """Special tokens in the prompt that the draft has, and has not. The texts are those of random models."""
+    own = byte_level() if made is unigram else sentencepiece()
+    model = random_llama(5, vocabulary=own.get_vocab_size())
+    draft = random_llama(6, layers=1, vocabulary=made().get_vocab_size())
+    table = as_bytes("byte-level" if made is unigram else "sentencepiece")
+    special = list(table.special_ids.values())
+    ids = torch.tensor([[special[1], *table.encode("the dog \u65e5".encode()), special[-1], *table.encode(b"\n")]])
+    wanted = model.generate(ids, max_new_tokens=60, do_sample=False)
+    with Pipeline(model, draft, schedule="lockstep", tokenizer=own, draft_tokenizers=made()) as pipe:
+        assert torch.equal(wanted, pipe.generate(ids, max_new_tokens=60, do_sample=False))
+        assert pipe.report.stages[0].translated > 0
+        only = torch.tensor([[special[-1]]])  # no text, and perhaps no token of the draft
+        assert torch.equal(
+            model.generate(only, max_new_tokens=20, do_sample=False),
+            pipe.generate(only, max_new_tokens=20, do_sample=False),
+        )
+
+
+# ---- from folders
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, other):
+    path = tmp_path_factory.mktemp("other")
+    other[0].save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=other[1]).save_pretrained(path)
+    return path
+
+
+def test_folders_tell_their_tokenizers(target, folder, rows, tmp_path):
+    wanted = target.generate(rows[0][None], max_new_tokens=NEW, do_sample=False)
+    with Pipeline(family_path("target"), [folder], schedule="lockstep", dtype="float32") as pipe:
+        assert torch.equal(wanted, pipe.generate(rows[0][None], max_new_tokens=NEW, do_sample=False))
+        assert pipe.report.stages[0].translated > 0
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    with Pipeline(target, loaded) as pipe:  # by the paths that the objects come from
+        assert pipe.schedule in ("lockstep", "workers")
+        assert pipe.config.translation is not None
+    with Pipeline(target, loaded, schedule="plain") as pipe:
+        pipe.generate(rows[0][None], max_new_tokens=2)
+        assert [stage.name for stage in pipe.report.stages] == ["target"]
+    pipe = attach(target, folder, schedule="lockstep", dtype="float32")
+    try:
+        assert torch.equal(wanted, target.generate(rows[0][None], max_new_tokens=NEW, do_sample=False))
+        assert pipe.report.stages[-1].accepted > 0
+    finally:
+        detach(target)
+
+
+def test_the_targets_tokenizer_is_not_translated(target, tokenizer, tmp_path):
+    small = AutoModelForCausalLM.from_pretrained(family_path("small"), dtype=torch.float32)
+    with Pipeline(target, small, schedule="lockstep", tokenizer=tokenizer, draft_tokenizers=tokenizer) as pipe:
+        assert pipe.config.translation is None
+
+
+def test_the_command(folder, capfd):
+    from pipespec.cli.main import main
+
+    options = [
+        "--prompt",
+        PROMPTS[0],
+        "--max-new-tokens",
+        "16",
+        "--dtype",
+        "float32",
+        "--target",
+        str(family_path("target")),
+    ]
+    texts = []
+    for more in (["--schedule", "plain"], ["--draft", str(folder), "--schedule", "lockstep", "--report"]):
+        assert main(["generate", *options, *more]) == 0
+        out, err = capfd.readouterr()
+        texts.append(out)
+    assert texts[0] == texts[1]
+    assert "draft 0 has another tokenizer" in err
+    assert main(["plan", *options[4:], "--draft", str(folder)]) != 0
+    assert "draft 0 has another tokenizer" in capfd.readouterr().err
+
+
+def test_a_report_hints_at_another_tokenizer():
+    """Two models of one vocabulary size, without any tokenizer, that never agree."""
+    model = random_llama(1)
+    wrong = always_wrong(model)
+    with Pipeline(model, wrong, schedule="lockstep") as pipe:
+        pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
+        assert pipe.report.decisions is None  # too few draft tokens to tell
+        for _ in range(2):
+            pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=40, do_sample=False)
+            assert sum("pass tokenizer= and draft_tokenizers=" in note for note in pipe.report.decisions) == 1
+    with Pipeline(model, noisy(model, 0.01), schedule="lockstep") as pipe:
+        pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=80, do_sample=False)
+        assert pipe.report.decisions is None
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graphs": True}, "graphs=True does not support a draft with another tokenizer"),
+        ({"schedule": "streams"}, "'streams' does not support a draft with another tokenizer"),
+        ({"schedule": "auto"}, "'auto' does not support a draft with another tokenizer"),
+    ],
+)
+def test_refused_schedules(target, folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline(target, folder, **options)
+
+
+def test_refused_chains(target, tokenizer, other, folder):
+    small = str(family_path("small"))
+    with pytest.raises(ValueError, match=r"draft 1 has another tokenizer .* only be the first .* of draft 0"):
+        Pipeline(target, [small, folder])
+    with pytest.raises(ValueError, match=r"draft 0 has another tokenizer .* only be the first .* of an n-gram index"):
+        Pipeline(target, ["ngram", folder])
+    with pytest.raises(ValueError, match=r"draft_tokenizers: one per draft model .* 1, not 2"):
+        Pipeline(target, other[0], tokenizer=tokenizer, draft_tokenizers=[None, other[1]])
+    with pytest.raises(TypeError, match="a str cannot be translated: use a fast tokenizer"):
+        Pipeline(target, other[0], tokenizer="a name", draft_tokenizers=other[1])
+    unknown = random_llama(1, vocabulary=64)
+    with pytest.raises(
+        ValueError, match="the target was given as a model, which does not tell its tokenizer: pass tokenizer="
+    ):
+        Pipeline(unknown, random_llama(2), draft_tokenizers=other[1])
+    words = json.loads(other[1].to_str()) | {"decoder": None}
+    with pytest.raises(ValueError, match="cannot be translated: its decoder"):
+        Pipeline(target, other[0], tokenizer=tokenizer, draft_tokenizers=Tokenizer.from_str(json.dumps(words)))
+
+
+def test_defaults():
+    assert default_schedule(["cuda:0", "cuda:0"], translated=True) == ("lockstep", False)
+    assert default_schedule(["cpu", "cpu"], cores=2, translated=True) == ("workers", False)
+    assert SpeculationConfig.of(1, schedule="plain", translation=object()).translation is None
