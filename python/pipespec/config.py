@@ -228,6 +228,7 @@ def default_schedule(
     *,
     ngram: bool = False,
     translated: bool = False,
+    whole: bool = True,
 ) -> tuple[str, bool]:
     """Choose the schedule where the user names none, without measuring.
 
@@ -240,7 +241,7 @@ def default_schedule(
     | drafts on the CPU, and a core for each stage | ``"workers"`` |
     | otherwise | ``"lockstep"`` |
 
-    Beside an n-gram index or a draft with another tokenizer no steps are captured.
+    Beside an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are captured.
 
     Args:
         devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
@@ -248,12 +249,13 @@ def default_schedule(
         cores: CPU cores for this process. None: as the operating system reports.
         ngram: Whether the first draft is an n-gram index.
         translated: Whether the first draft has another tokenizer than the target.
+        whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
 
     Returns:
         The schedule, and whether ``"plain"`` and ``"lockstep"`` run in captured steps.
     """
     *drafts, target = devices
-    captured = all(device.startswith("cuda") for device in devices) if graphs is None else graphs
+    captured = whole and all(device.startswith("cuda") for device in devices) if graphs is None else graphs
     captured = captured and not ngram and not translated
     if not drafts:
         return "lockstep" if ngram else "plain", captured

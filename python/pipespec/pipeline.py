@@ -24,9 +24,11 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from pipespec.config import SpeculationConfig, default_schedule
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
+from pipespec.drivers.follower import FollowerDriver
 from pipespec.drivers.graphed.attention import own_attention
 from pipespec.drivers.ranks.draft import DraftRank
 from pipespec.drivers.ranks.membership import join
+from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.engine.translation import Translation
@@ -44,12 +46,13 @@ from pipespec.generation.arguments import (
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.compat import lost_arguments
 from pipespec.models.derived import INT8, SelfDraft
+from pipespec.models.devices import LayerDevices, input_device, tensor_parallel_size, why_not_whole
 from pipespec.models.loading import load_model
 from pipespec.models.rope import DynamicRope
 from pipespec.models.vocabulary import draft_vocabulary as vocabulary_ids
 from pipespec.observe import Report
 from pipespec.observe.text import notify_reader_of_failure
-from pipespec.planning.auto import AutoDriver
+from pipespec.planning.auto import AutoDriver, check_measurable
 from pipespec.planning.drafts import make_drafts
 from pipespec.planning.planner import Plan
 from pipespec.preflight.checks import check_chain, check_exact, check_rope
@@ -99,6 +102,7 @@ class BasePipeline:
     """
 
     _driver: Decoder
+    _group: ForwardGroup | None = None
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
         self.models = list(models)
@@ -301,22 +305,24 @@ class BasePipeline:
                 position_ids=position_ids,
             )
             request = generation.request()
-            if request.inputs.right_padding is not None and not self._driver.continues_padding:
-                raise UnsupportedInput(
-                    "attention_mask",
-                    "attention_mask: a row ends with padding, which a target in stages does not continue; pad on the left",
-                )
-            self._check_features(generation.features, request)
-            self._check_rope(generation)
-            self._check_request(request)
-            self._check_memory(request)
+            try:
+                self._check_call(generation, request)
+            except BaseException as error:
+                if self._group is not None:
+                    self._group.agree(request.inputs.prompts, request.inputs.limits, error)
+                raise
+            if self._group is not None:
+                self._group.agree(request.inputs.prompts, request.inputs.limits)
+                if not self._group.is_leader:
+                    generation.follow()
             self.partial = None
             if not prompt_streamed:
                 generation.stream_prompt()
             self._leave_parent()  # the streamer may have forked
             try:
-                self._driver.run(request)
-                generation.finish()
+                with self._leading(generation):
+                    self._driver.run(request)
+                    generation.finish()
                 self._driver.learn()
                 self.report = self._report(generation)
                 return generation.output(self.report, self._driver.target)
@@ -326,11 +332,40 @@ class BasePipeline:
                     error.add_note("What was generated until then is in the pipeline's .partial")
                 raise
 
+    def _check_call(self, generation: Generation, request: GenerationRequest) -> None:
+        """Refuse what the target or the decoder cannot do, and what does not fit the memory."""
+        if request.inputs.right_padding is not None and not (self._driver.continues_padding and self._group is None):
+            where = "in stages" if self._group is None else "sharded over processes"
+            raise UnsupportedInput(
+                "attention_mask",
+                f"attention_mask: a row ends with padding, which a target {where} does not continue; pad on the left",
+            )
+        self._check_features(generation.features, request)
+        self._check_rope(generation)
+        self._check_request(request)
+        self._check_memory(request)
+
+    @contextmanager
+    def _leading(self, generation: Generation) -> Iterator[None]:
+        """Tell the other ranks of a tensor-parallel target how the call has ended, if this one leads them."""
+        group = self._group if self._group is not None and self._group.is_leader else None
+        try:
+            yield
+        except BaseException as error:
+            if group is not None:
+                with suppress(Exception):
+                    group.fail(error)
+            raise
+        if group is not None:
+            group.end(generation.generated())
+
     def _leave_parent(self) -> None:
         """In a fork, get a decoder of this process. ``RuntimeError`` where a fork cannot run the models."""
         if not self._is_forked:
             return
-        if any(model.device.type == "cuda" for model in self.models):
+        if self._group is not None:
+            raise RuntimeError("a tensor-parallel target cannot be used in a forked process: its group is the parent's")
+        if any(device.type == "cuda" for model in self.models for device in LayerDevices.of(model).devices):
             raise RuntimeError("CUDA cannot be used in a forked process: make the pipeline in the process that uses it")
         self._driver = self._driver.for_fork()
         self._is_forked = False
@@ -452,7 +487,9 @@ class Pipeline(BasePipeline):
         draft_vocabulary: Tokens that drafts may propose, so that their heads take less time: a number N (the N lowest ids), a text (its tokens),
             ``(N, text)`` (the N commonest of it), or token ids. The target's end tokens are always among them. The text does not depend on it.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
-            ``"auto"``, see :func:`pipespec.preflight.placement.choose`. Default: the CPU. Models given as objects stay where they are.
+            ``"auto"``, see :func:`pipespec.preflight.placement.choose`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
+            needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
+            (``device_map``).
         trust_remote_code: Allow the Python code in a model's folder to run.
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
@@ -467,6 +504,9 @@ class Pipeline(BasePipeline):
             text. ``"rejection"`` and ``"block"`` accept more draft tokens: rejection sampling (Leviathan et al. 2023) and block verification (Sun
             et al. 2024). The text has the target's distribution, too, but depends on the draft and on ``lookahead``. They are for one draft model
             in ``schedule="lockstep"``, which they choose by default.
+
+    A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
+    calls, and each returns the text. Rank 0 runs the drafts.
 
     Models given as objects are put into eval mode. With ``"workers"`` the drafts' weights move into shared memory (same values, one copy). A
     draft may have a shorter position limit than the target; past it, the draft is only less accurate.
@@ -518,6 +558,12 @@ class Pipeline(BasePipeline):
         if not isinstance(drafts, Sequence):
             raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
         drafts = [without_wrapper(draft) for draft in drafts]
+        self._group = ForwardGroup.of(target) if isinstance(target, PreTrainedModel) else None
+        if self._group is not None:
+            _check_group_drafts(drafts, schedule)
+        follows = self._group is not None and not self._group.is_leader
+        if follows:
+            drafts, draft_tokenizers = [], None  # rank 0 runs them
         ngram, draft_models = first_of(drafts)
         options: dict[str, Any] = {
             "lookahead": lookahead,
@@ -536,7 +582,7 @@ class Pipeline(BasePipeline):
         config = configure(schedule=schedule or "lockstep", **options)  # checks the options before any model is read
         self._notes: tuple[str, ...] = ()  # for every report
         self._warned_of_rope = False
-        self._unchecked: list[Any] = []
+        self._unchecked: list[Any] = []  # models of which nothing tells that they have one tokenizer
         if config.schedule == "ranks":
             made = {"draft_dtype": draft_dtype, "draft_vocabulary": draft_vocabulary}
             _check_rank_drafts(draft_models, **made, tokenizer=tokenizer, draft_tokenizers=draft_tokenizers)
@@ -573,21 +619,26 @@ class Pipeline(BasePipeline):
             config = replace(config, ngram=options["ngram"])
         super().__init__(models)
         if schedule is None:
-            places = [str(model.device) for model in models]
+            places = [str(input_device(model)) for model in models]
+            is_whole = all(why_not_whole(model) is None for model in models)
             schedule, options["graphs"] = default_schedule(
-                places, graphs, ngram=ngram is not None, translated=translation is not None
+                places, graphs, ngram=ngram is not None, translated=translation is not None, whole=is_whole
             )
             config = configure(schedule=schedule, **options)
             _check_form(models, config)
-            self._driver, reasons = _default_driver(models, config, configure(schedule="lockstep", **options))
-            self._notes += reasons
+            if follows:
+                self._driver = FollowerDriver(models, config)
+            else:
+                self._driver, reasons = _default_driver(models, config, configure(schedule="lockstep", **options))
+                self._notes += reasons
         else:
             _check_form(models, config)
-            self._driver = (
-                AutoDriver(models, trace=trace, native=native)
-                if config.schedule == "auto"
-                else _make_driver(models, config)
-            )
+            if schedule == "auto":
+                check_measurable(models)  # in every rank, also in those without drafts
+            if config.schedule == "auto":
+                self._driver = AutoDriver(models, trace=trace, native=native)
+            else:
+                self._driver = FollowerDriver(models, config) if follows else _make_driver(models, config)
         # A driver in place of another has its own.
         self.config = getattr(self._driver, "config", config)
         self.schedule = self.config.schedule
@@ -755,6 +806,17 @@ def load_chain(
     return models, notes, translation
 
 
+def _check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:
+    """Refuse what a tensor-parallel target excludes, in each of its processes: those that do not lead have no drafts."""
+    if schedule == "ranks" and drafts:
+        raise ValueError(
+            "the target is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: use 'plain', 'lockstep' or "
+            "'workers'"
+        )
+    if any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in drafts):
+        raise ValueError("drafts='self' needs a target that is whole on one device, and it is sharded over processes")
+
+
 def _check_rank_drafts(drafts: Sequence[Any], **options: Any) -> None:
     """Refuse drafts that are made out of other models: a rank loads its own model alone."""
     for name, value in options.items():
@@ -762,6 +824,10 @@ def _check_rank_drafts(drafts: Sequence[Any], **options: Any) -> None:
             raise ValueError(
                 f"{name} is not for schedule='ranks', where each rank loads its own model: save such a draft and give its path"
             )
+    if any(tensor_parallel_size(draft) > 1 for draft in drafts if isinstance(draft, PreTrainedModel)):
+        raise ValueError(
+            "a draft is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: load it whole"
+        )
     if any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in drafts):
         raise ValueError("drafts='self' is not for schedule='ranks', where no rank but the target's has its weights")
 

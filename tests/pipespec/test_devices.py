@@ -38,27 +38,33 @@ def stage(name, gib, device=None):
     return StageFacts(name, config, torch.bfloat16, int(gib * GIB), **where)
 
 
+def chosen(*args, **kwargs):
+    """Per stage its device; of a split one the devices, each with its number of layers."""
+    stages = choose(*args, **kwargs)
+    return [{share.device: share.layers for share in s.shares} if s.shares else s.device for s in stages]
+
+
 def test_the_automatic_choice():
     """The target goes where most memory is free; drafts to free GPUs, preferably one that the target's accesses directly."""
     chain = [stage("draft 0", 2), stage("draft 1", 16), stage("target", 60)]
-    assert choose(chain, GPUS) == ["cuda:3", "cuda:2", "cuda:1"]
-    assert choose(chain, GPUS[::-1]) == ["cuda:3", "cuda:2", "cuda:1"]
-    assert choose(chain, GPUS[:3]) == ["cuda:0", "cuda:0", "cuda:1"]  # no third GPU: where most is left
-    assert choose(chain[::2], GPUS[2:3]) == ["cuda:1", "cuda:1"]
-    assert choose(chain, GPUS[:1]) == ["cpu"] * 3
+    assert chosen(chain, GPUS) == ["cuda:3", "cuda:2", "cuda:1"]
+    assert chosen(chain, GPUS[::-1]) == ["cuda:3", "cuda:2", "cuda:1"]
+    assert chosen(chain, GPUS[:3]) == ["cuda:0", "cuda:0", "cuda:1"]  # no third GPU: where most is left
+    assert chosen(chain[::2], GPUS[2:3]) == ["cuda:1", "cuda:1"]
+    assert chosen(chain, GPUS[:1]) == ["cpu"] * 3
     # What a draft needs must be free beside the target.
-    assert choose([stage("draft 0", 15), stage("target", 60)], GPUS[2:3]) == ["cuda:1"] * 2
+    assert chosen([stage("draft 0", 15), stage("target", 60)], GPUS[2:3]) == ["cuda:1"] * 2
     with pytest.raises(DoesNotFit, match=r"draft 0 fits on no GPU(.|\n)*target(.|\n)*draft 0") as caught:
-        choose([stage("draft 0", 30), stage("target", 60)], GPUS[2:3])
+        chosen([stage("draft 0", 30), stage("target", 60)], GPUS[2:3])
     assert "79.00 free of 80.00" in str(caught.value)
     with pytest.raises(DoesNotFit, match="target fits on no GPU"):
-        choose([stage("target", 79)], GPUS)
+        chosen([stage("target", 79)], GPUS)
     # Equal GPUs: the first one. Loaded models stay and take no more memory.
     equal = [DeviceFacts(f"cuda:{i}", 80 * GIB, 50 * GIB) for i in range(3)]
-    assert choose([stage("draft 0", 1), stage("target", 1)], equal) == ["cuda:1", "cuda:0"]
-    assert choose([stage("draft 0", 1), stage("target", 60, "cuda:2")], equal) == ["cuda:0", "cuda:2"]
-    assert choose([stage("draft 0", 60, "cuda:0"), stage("target", 40)], equal) == ["cuda:0", "cuda:1"]
-    assert choose([stage("draft 0", 1, "cuda:1"), stage("target", 1)], GPUS) == ["cuda:1", "cuda:1"]
+    assert chosen([stage("draft 0", 1), stage("target", 1)], equal) == ["cuda:1", "cuda:0"]
+    assert chosen([stage("draft 0", 1), stage("target", 60, "cuda:2")], equal) == ["cuda:0", "cuda:2"]
+    assert chosen([stage("draft 0", 60, "cuda:0"), stage("target", 40)], equal) == ["cuda:0", "cuda:1"]
+    assert chosen([stage("draft 0", 1, "cuda:1"), stage("target", 1)], GPUS) == ["cuda:1", "cuda:1"]
 
 
 def test_what_device_may_be(monkeypatch):

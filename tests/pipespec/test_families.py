@@ -192,6 +192,43 @@ def test_ragged_rows(name):
     assert cache.nbytes == RowCache.bytes_for(model.config, 2, 64, torch.float32)
 
 
+@pytest.mark.parametrize(
+    "name", ["mistral, window", "gemma3, mixed, two RoPE bases", "deepseek_v2, latents", "gpt_oss, mixed, sinks"]
+)
+def test_layers_with_several_storages(name):
+    """As on several devices: ragged rows, growth and a copy. ``cpu:0`` is another name of the one device."""
+    model = model_of(name)
+    near, far = torch.device("cpu"), torch.device("cpu", 0)
+    whole = RowCache.for_model(model, 2, 24)
+    places = [far if layer % 2 else near for layer in range(len(whole.windows))]
+    apart = RowCache(model.config, 2, 24, dtype=torch.float32, device=near, layer_devices=places)
+    text = torch.randint(2, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(1))
+    for lengths, columns in (([0, 0], 12), ([12, 4], 5), ([16, 9], 1), ([15, 10], 9)):
+        if lengths == [15, 10]:
+            whole.reserve(40)
+            apart.reserve(40)
+            apart = copy.deepcopy(apart)
+        whole.truncate(lengths)
+        apart.truncate(lengths)
+        fed = [forward(model, text[:, :columns], cache, keep=columns, native=False) for cache in (whole, apart)]
+        assert torch.equal(*fed)
+    assert apart.nbytes == whole.nbytes == sum(apart.nbytes_on().values())
+    assert apart.windows == whole.windows
+    for one, other in zip(whole.states(), apart.states(), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("name", ["gemma3, mixed, two RoPE bases", "deepseek_v3, latents", "gpt_oss, mixed, sinks"])
+def test_weights_on_disk(name, tmp_path):
+    """Hooks of accelerate's move the masks, one per type of layer."""
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of(name)
+    target = accelerate.disk_offload(copy.deepcopy(model), tmp_path)
+    with Pipeline(target, noisy(model, 0.02), schedule="lockstep", lookahead=3) as pipe:
+        check(pipe, name, False)
+        assert "accelerate brings the weights" in pipe.report.stages[-1].forward
+
+
 def test_windows_that_no_text_reaches():
     """As long as a text fits the window, it is full attention: the same text, and the native form."""
     wide = make("mistral", sliding_window=SIZES["max_position_embeddings"])

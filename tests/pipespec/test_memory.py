@@ -284,9 +284,9 @@ class Live:
         self.total = total
         allocate = RowCache._allocate
 
-        def watched(cache, capacity, dtype, device):
+        def watched(cache, capacity, dtype):
             self.caches.add(cache)
-            return allocate(cache, capacity, dtype, device)
+            return allocate(cache, capacity, dtype)
 
         monkeypatch.setattr(RowCache, "_allocate", watched)
         monkeypatch.setattr("pipespec.preflight.devices.host_memory", lambda: (GIB, self.total - self.bytes()))

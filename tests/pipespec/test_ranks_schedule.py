@@ -424,6 +424,10 @@ def test_a_chain_needs_its_ranks(monkeypatch, target):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="a chain of 2 models needs as many ranks, and there are 3"):
         Pipeline("/nowhere/target", ["/nowhere/draft"], schedule="ranks")
+    sharded = noisy(target, 0.02)
+    sharded._tp_size = 2
+    with pytest.raises(ValueError, match="a draft is sharded over processes"):
+        Pipeline("/nowhere/target", [sharded], schedule="ranks")
     with Pipeline(target, schedule="plain") as pipe, pytest.raises(RuntimeError, match="call generate"):
         pipe.serve()
     assert membership._own_device({"target": "cpu"}, ["draft 0", "target"], 1) == "cpu"

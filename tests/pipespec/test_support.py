@@ -17,6 +17,7 @@ from pipespec.drivers.workers import driver as workers
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
 from pipespec.preflight.support import check_capturable, check_runnable, check_shareable, check_streams
+from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 from tests.pipespec.checkpoints import PROMPT, on_gpu, packed, save
 
@@ -29,14 +30,10 @@ def model():
 # ---- split, offloaded, sharded
 
 
-class Offloading:
-    """Like accelerate's AlignDevicesHook."""
-
-    offload = True
-
-
 class CpuOffload:
     """Like accelerate's hook of that name, which moves the whole model when it is called."""
+
+    execution_device = "cuda:0"
 
 
 class Sequential:
@@ -51,25 +48,6 @@ def refused(match, models, **kwargs):
         Pipeline(models[-1], models[:-1], **kwargs)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "workers", "plain", "auto"])
-def test_offloaded_models(model, schedule, monkeypatch):
-    monkeypatch.setattr(workers, "_Worker", None)
-    for hook in (Offloading(), Sequential(SimpleNamespace(), Offloading()), CpuOffload()):
-        draft = noisy(model, 0.1)
-        for layer in draft.model.layers:
-            layer._hf_hook = hook
-        refused(
-            r"draft 0 is offloaded by accelerate \(model.layers.0 and 1 more\).*device_map=",
-            [draft, model],
-            schedule=schedule,
-        )
-    target = copy.deepcopy(model)
-    target.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "disk", "lm_head": 0}
-    refused(r"target is offloaded by accelerate \(model.layers.1\)", [target], schedule=schedule)
-    target.hf_device_map["model.layers.1"] = "cpu"
-    refused(r"target is offloaded by accelerate \(model.layers.1\)", [target], schedule=schedule)
-
-
 def test_a_device_map_with_one_place_and_hooks_that_move_nothing(model):
     other = copy.deepcopy(model)
     other.hf_device_map = {"": "cpu"}
@@ -80,32 +58,60 @@ def test_a_device_map_with_one_place_and_hooks_that_move_nothing(model):
     )
 
 
-def test_offloading_after_the_pipeline_was_made(model):
-    target = copy.deepcopy(model)
-    pipe = Pipeline(target, noisy(model, 0.02), schedule="lockstep")
-    target.model.layers[1]._hf_hook = Offloading()
-    with pytest.raises(ValueError, match="target is offloaded"):
+def test_a_model_that_moves_as_a_whole(model):
+    for hook in (CpuOffload(), Sequential(SimpleNamespace(), CpuOffload())):
+        target = copy.deepcopy(model)
+        target._hf_hook = hook
+        refused(r"target: accelerate moves all of it to the GPU.*use device_map=", [target], schedule="plain")
+
+
+def test_weights_that_no_hook_brings(model):
+    draft = noisy(model, 0.1)
+    draft.model.layers[1].mlp.to("meta")
+    refused(
+        r"draft 0 has weights that are not loaded \(model.layers.1.mlp.gate_proj, on the meta device", [draft, model]
+    )
+    pipe = Pipeline(target := copy.deepcopy(model), schedule="plain")
+    target.model.layers[1].to("meta")
+    with pytest.raises(ValueError, match="target has weights that are not loaded"):
         pipe.generate(PROMPT, max_new_tokens=2)
 
 
-def test_split_models(model):
-    """Two devices, on a machine without GPUs."""
-    draft = noisy(model, 0.1)
-    draft.model.layers[1].mlp.to("meta")
-    refused("draft 0 has weights that are not loaded", [draft, model])
-    split = noisy(model, 0.1)
-    weight = split.model.layers[1].mlp.up_proj.weight
+class Elsewhere(nn.Parameter):
+    """A weight that claims to be on a second device, on a machine without GPUs."""
 
-    class Elsewhere(nn.Parameter):
-        device = torch.device("cuda:1")
+    device = torch.device("cuda:1")
 
-    split.model.layers[1].mlp.up_proj._parameters["weight"] = Elsewhere(weight.data)
+
+def split(model):
+    """The layers from the second on claim to be elsewhere."""
+    other = noisy(model, 0.1)
+    for layer in other.model.layers[1:]:
+        for module in layer.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = Elsewhere(weight.data)
+    return other
+
+
+def test_split_models_without_hooks(model):
+    refused(r"target is spread over cpu, cuda:1, and no hook moves hidden states between them", [model, split(model)])
+
+
+def test_what_needs_whole_models(model, monkeypatch):
+    other = split(model)
+    other.model.register_forward_pre_hook(lambda *_: None)
+    check_runnable([model, other])
+    check_runnable([other, model])
+    with pytest.raises(NotCapturable, match=r"layer 1: the model is split over several devices \(cuda:1 from here\)"):
+        check_capturable([other])
+    monkeypatch.setattr(workers, "_Worker", None)
     refused(
-        r"target is spread over cpu from model.embed_tokens, cuda:1 from model.layers.1.mlp.up_proj.*device_map='auto'",
-        [model, split],
+        r"draft 0 is split over cpu, cuda:1: a worker process builds a draft whole", [other, model], schedule="workers"
     )
-    with pytest.raises(NotCapturable, match=r"model.layers.1.mlp.up_proj: the model is split over several devices"):
-        check_capturable([split])
+    refused(r"schedule='auto'.* target is not: it is split over cpu, cuda:1", [model, other], schedule="auto")
+    with pytest.raises(ValueError, match=r"a SpeculativePipeline needs.* target is not: it is split"):
+        SpeculativePipeline(other, "ngram", stages=2)
 
 
 def test_sharded_models(model):
@@ -114,7 +120,21 @@ def test_sharded_models(model):
 
     other = noisy(model, 0.1)
     other.lm_head._parameters["weight"] = DTensor(other.lm_head.weight.data)
-    refused(r"draft 0 is sharded over processes \(lm_head", [other, model])
+    refused(r"draft 0 is sharded over processes \(lm_head.weight is a DTensor\) without", [other, model])
+    other._tp_size = 2
+    refused(r"draft 0 is sharded over processes \(tp_plan\): only the target may be", [other, model])
+
+
+def test_heads_that_processes_cannot_share(model):
+    """transformers cuts within a head then, and its forward fails."""
+    for processes, rows in ((4, 8), (2, 24)):
+        other = noisy(model, 0.1)
+        other._tp_size = processes
+        other.config.num_key_value_heads = 2 if processes == 4 else 3
+        for layer in other.model.layers:
+            layer.self_attn.k_proj.weight = nn.Parameter(torch.zeros(rows, 64))
+        with pytest.raises(ValueError, match=f"target has . key/value heads, which {processes} processes cannot share"):
+            check_runnable([other])
 
 
 # ---- quantised
@@ -270,7 +290,7 @@ def test_plain_models_are_captured(model):
 
 def test_offloading_is_not_captured(model):
     other = copy.deepcopy(model)
-    other.model.layers[1].mlp._hf_hook = Offloading()
+    other.model.layers[1].mlp._hf_hook = SimpleNamespace(offload=True)
     error = not_capturable(other)
     assert error.part == "model.layers.1.mlp"
     assert "offloading" in error.cause

@@ -589,7 +589,6 @@ def test_on_a_cpu_nothing_is_captured(monkeypatch, target, one_core):
     [
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores and output_logits"),
         ({"no_repeat_ngram_size": 3}, "run on the host, position by position: NoRepeatNGram"),
-        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size"),
     ],
 )
 def test_a_call_that_needs_the_host_is_planned_without_graphs(monkeypatch, own, target, arguments, why, one_core):

@@ -122,6 +122,10 @@ class BenchConfig:
             raise ValueError("systems is empty: name at least one")
         if "ngram" in self.drafts:
             raise ValueError("an n-gram index is no draft model here: add ngram to the systems")
+        if any("+" in place for place in self.device):
+            raise ValueError(
+                f"device: a model has one device here, not {' '.join(self.device)}; auto splits a target that fits on no GPU"
+            )
         names = [d.name for d in self.dataset]
         if len(set(names)) < len(names):
             raise ValueError(f"two datasets have one name: {', '.join(names)}; give NAME=FILE")

@@ -45,7 +45,7 @@ class Family:
         drafts: Mapping[str, Path | str],
         *,
         dtype: torch.dtype | str = torch.float32,
-        devices: Sequence[str | None] | None = None,
+        devices: Sequence[str | dict[str, str] | None] | None = None,
         trust_remote_code: bool = False,
     ) -> Family:
         """Load models.
@@ -55,7 +55,7 @@ class Family:
             target: Path of the target, which has the tokenizer, too.
             drafts: Paths by name, smallest first.
             dtype: As :func:`pipespec.models.loading.load_model` takes it.
-            devices: One per model, drafts first. None: the CPU for all.
+            devices: One per model, drafts first, as ``load_model`` takes it. None: the CPU for all.
             trust_remote_code: As ``load_model`` takes it.
 
         Raises:

@@ -30,7 +30,8 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "--device",
         metavar="D",
         nargs="+",
-        help="cpu, cuda or cuda:1: one for all or one per stage, drafts first; auto: GPUs by free memory; default: cpu",
+        help="cpu, cuda or cuda:1: one for all or one per stage, drafts first; cuda:1+cuda:2: a stage split over both; "
+        "auto: GPUs by free memory; default: cpu",
     )
     add_draft_options(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")

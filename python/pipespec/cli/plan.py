@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             )
         if translation is not None:
             raise ValueError(
-                "pipespec plan does not support a draft with another tokenizer, as yet: give drafts with the target's tokenizer"
+                "draft 0 has another tokenizer than the target, which pipespec plan does not support, as yet"
             )
         for note in notes:
             say(note)

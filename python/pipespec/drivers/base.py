@@ -340,7 +340,7 @@ class Driver(Decoder):
         found: Counter[str] = Counter()
         for stage in self.stages:
             given = request.cache if stage is self.target else None
-            found[str(stage.model.device)] += stage.reusable_bytes(request.inputs, given)
+            found += stage.reusable_bytes(request.inputs, given)
         return found
 
     def release_unused(self, request: GenerationRequest) -> None:

@@ -44,7 +44,7 @@ class Acceptance:
         Args:
             rows: of the batch.
             vocabulary: tokens of the target's vocabulary.
-            device: of the target's logits.
+            device: of the target's inputs. A split target may have its logits elsewhere.
         """
         self._rounds = np.zeros(rows, dtype=np.int64)
         # By position modulo the room: what the token at the position was drawn from.
@@ -97,16 +97,16 @@ class Acceptance:
         unknown = (drafted & ~known).any(1) & (query_lens > 0)
         counts = np.where(unknown, query_lens - num_draft_tokens, query_lens).astype(np.int32)
         draft_tokens = np.where(unknown, 0, num_draft_tokens).astype(np.int32)
-        index = torch.from_numpy(entry).to(logits.device)
-        which = torch.from_numpy(rows).to(logits.device)
+        index = torch.from_numpy(entry).to(self._logits.device)
+        which = torch.from_numpy(rows).to(self._logits.device)
         selected, accepted = self._sample(
             logits,
             fed,
             counts,
             draft_tokens,
-            self._logits[which, index],
+            self._logits[which, index].to(logits.device),
             self._at_round(noise, noise.stream),
-            draft_cutoff=self._cutoff[which, index],
+            draft_cutoff=self._cutoff[which, index].to(logits.device),
         )
         if undrawn is not None:
             reference.note_undrawn(

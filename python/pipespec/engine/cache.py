@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
 from pipespec.models.compat import cropped_length, query_length
+from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import FULL, SLIDING, CacheLayout, UnsupportedLayers
 from pipespec.models.properties import compute_dtype, text_config
 from pipespec_kernels import ops
@@ -44,7 +46,7 @@ class _RowLayer(CacheLayerMixin):
         # Weak: the storage is freed with the last reference to the cache.
         self._owner = weakref.ref(owner)
         self._index = index
-        self.dtype, self.device = owner.dtype, owner.device
+        self.dtype, self.device = owner.dtype, owner.device_of(index)
         self.is_initialized = True
 
     @property
@@ -94,10 +96,60 @@ class _RowLayer(CacheLayerMixin):
     offload = prefetch = _refuse
 
 
+class _Storage:
+    """Keys and values of the layers of a cache that lie on one device.
+
+    Attributes:
+        layers: their indices in the model, in order.
+        stores: ``[2 * len(layers), rows, kv_heads, capacity, head_dim]``, the keys of all layers, then the values; two tensors
+            ``[len(layers), rows, kv_heads, capacity, dim]``, where keys and values differ in size.
+        halves: views of the keys and of the values.
+        columns_first: views of ``stores``, ``[.., rows, capacity, kv_heads, dim]``.
+        flat: per layer views ``[rows * kv_heads * capacity, dim]``: ragged scatters write here.
+        lengths: int32 ``[rows]``: the cache's lengths on this device.
+        index: where a forward of different lengths writes its states ``[rows, q, kv_heads]`` in ``flat``.
+    """
+
+    __slots__ = ("columns_first", "device", "flat", "halves", "index", "index_base", "layers", "lengths", "stores")
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        shape: Sequence[int],
+        dims: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        lengths: torch.Tensor,
+    ) -> None:
+        self.layers, self.device, self.lengths = layers, device, lengths
+        depth = len(layers)
+        count = 2 * depth // len(dims)
+        # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
+        self.stores = tuple(torch.zeros((count, *shape, dim), dtype=dtype, device=device) for dim in dims)
+        self.halves = self.stores[0][:depth], self.stores[-1][-depth:]
+        self.columns_first = tuple(store.transpose(2, 3) for store in self.stores)
+        self.flat = _unbound([store.view(count, -1, store.shape[-1]) for store in self.stores])
+        self.index_base: torch.Tensor | None = None
+        self.index: torch.Tensor | None = None
+
+    def narrowed(self, begin: int, length: int, *, columns_first: bool) -> Sequence[torch.Tensor]:
+        """Per layer a part of the keys, then per layer a part of the values."""
+        if columns_first:
+            return _unbound([store.narrow(2, begin, length) for store in self.columns_first])
+        return _unbound([store.narrow(3, begin, length) for store in self.stores])
+
+    def point(self, indices: torch.Tensor) -> None:
+        """Set ``index`` for columns at ``indices [rows, q]`` of the cache."""
+        if self.index_base is None:
+            _, rows, heads, capacity, _ = self.stores[0].shape
+            self.index_base = (torch.arange(rows * heads, device=self.device) * capacity).view(rows, 1, heads)
+        self.index = (self.index_base + indices.to(self.device)[:, :, None]).view(-1)
+
+
 class RowCache(Cache):
     """Keys and values of ``rows`` sequences at fixed addresses, each row with a length of its own.
 
-    One tensor ``[2 * layers, rows, kv_heads, capacity, head_dim]`` is allocated once (two, where keys and values differ in size). A forward of ``q`` columns writes the keys and values of
+    One tensor ``[2 * layers, rows, kv_heads, capacity, head_dim]`` is allocated once per device (two, where keys and values differ in size). A forward of ``q`` columns writes the keys and values of
     row ``r`` at ``lengths[r] .. lengths[r] + q - 1`` and attends over the used prefix ``[rows, kv_heads, max(lengths) + q, head_dim]`` (views,
     no copy). After the last layer every length grows by ``q``; the caller then truncates to what it committed. Column ``i`` of row ``r`` sees
     the keys ``0 .. lengths[r] + i``, which always include its own. What lies beyond a row's length is never visible, and the next forward
@@ -117,6 +169,9 @@ class RowCache(Cache):
     host's lengths. After a replay ``read_lengths()`` copies the device's lengths to the host. A static cache does not grow and takes no other
     attention. Where the device sets the lengths before each forward (``follow()``), those of the host are unknown until ``set_lengths()``.
 
+    **Several devices.** The keys and values of each layer lie where its attention computes. The lengths are on the host, and where attention
+    reads them on the device, once on each device. So a rollback costs the same as on one device.
+
     Capacity: a forward of ``q`` columns needs ``max(lengths) + q <= capacity``, padding columns included, so allocate the longest sequence
     plus the widest forward. For inference only: update it under ``torch.no_grad`` or ``torch.inference_mode``.
 
@@ -128,14 +183,17 @@ class RowCache(Cache):
         rows: number of sequences.
         capacity: positions per row.
         dtype: of keys and values.
-        device: of the storage.
-        static: fixed addresses and lengths on the device, see above.
+        device: of token ids, masks and positions, and of the storage.
+        static: fixed addresses and lengths on the device, see above. On one device only.
+        layer_devices: per layer, where its keys and values lie; None: all on ``device``.
+        kv_heads: key/value heads per layer; None: as the configuration says. A process of a tensor-parallel group holds a part of them.
 
     Attributes:
         text: per row, int32 ids of the tokens held, where a call of ``Pipeline.generate`` left the cache; else None.
 
     Raises:
-        ValueError: a model with layers of other types, sizes below 1, or ``static`` without ``attn_implementation="pipespec"``.
+        ValueError: a model with layers of other types, sizes below 1, or ``static`` without ``attn_implementation="pipespec"`` or on several
+            devices.
     """
 
     def __init__(
@@ -147,17 +205,18 @@ class RowCache(Cache):
         dtype: torch.dtype,
         device: torch.device | str,
         static: bool = False,
+        layer_devices: Sequence[torch.device] | None = None,
+        kv_heads: int | None = None,
     ) -> None:
         if rows < 1 or capacity < 1:
             raise ValueError(f"RowCache needs at least one row and a capacity of one, not {rows} and {capacity}")
         config = text_config(config)
         try:
-            layout = CacheLayout.of(config)
+            self._layout = layout = CacheLayout.of(config, kv_heads)
         except UnsupportedLayers as error:
             raise ValueError(f"RowCache: {error}") from error
         self._config = config
         self._rows, self._depth = rows, config.num_hidden_layers
-        self._layout = layout
         self._heads = layout.heads
         # One tensor for keys and values of equal size, else one for each.
         self._dims = (layout.key_dim,) if layout.key_dim == layout.value_dim else (layout.key_dim, layout.value_dim)
@@ -168,36 +227,63 @@ class RowCache(Cache):
         # Per row, an index and what is added to positions from it on; None: nothing.
         self._displaced: torch.Tensor | None = None
         self._device = torch.empty(0, device=device).device
-        with torch.inference_mode(False), torch.no_grad():
-            self._device_lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._layer_devices = tuple(layer_devices or [self._device] * self._depth)
+        devices = set(self._layer_devices)
+        if static and devices != {self._device}:
+            raise ValueError(f"a static RowCache lies on one device, not on {', '.join(sorted(map(str, devices)))}")
+        self._on_gpus = all(at.type == "cuda" for at in (self._device, *devices))
+        self._make_lengths()
         self._check_attention()
-        self._allocate(capacity, dtype, device)
+        self._allocate(capacity, dtype)
         self._set([0] * rows)
         super().__init__(layers=[_RowLayer(self, i) for i in range(self._depth)])
 
-    def _allocate(self, capacity: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def _make_lengths(self) -> None:
+        """Allocate the lengths on each device."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._lengths_on = {
+                device: torch.zeros(self._rows, dtype=torch.int32, device=device)
+                for device in dict.fromkeys((self._device, *self._layer_devices))
+            }
+
+    def _allocate(self, capacity: int, dtype: torch.dtype) -> None:
         """Allocate the storage and the views that depend on it."""
         # Not inference tensors, which could not be written outside of inference_mode.
-        # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
         with torch.inference_mode(False), torch.no_grad():
-            count, dims = 2 * self._depth // len(self._dims), self._dims
-            shape = (count, self._rows, self._heads, capacity)
-            self._stores = tuple(torch.zeros((*shape, dim), dtype=dtype, device=device) for dim in dims)
-            self._capacity = capacity
-            self._halves = self._stores[0][: self._depth], self._stores[-1][-self._depth :]
-            # [.., rows, capacity, heads, head_dim]
-            self._columns_first = tuple(store.transpose(2, 3) for store in self._stores)
-            # Ragged scatters write here.
-            self._flat = _unbound([store.view(count, -1, dim) for store, dim in zip(self._stores, dims, strict=True)])
-            self._arange = torch.arange(capacity, device=device)
-        self._index_base: torch.Tensor | None = None
+            shape = (self._rows, self._heads, capacity)
+            self._storages = []
+            for device in dict.fromkeys(self._layer_devices):
+                layers = [i for i, at in enumerate(self._layer_devices) if at == device]
+                self._storages.append(_Storage(layers, shape, self._dims, dtype, device, self._lengths_on[device]))
+            # Per layer its storage, and its index there.
+            places = {layer: (s, at) for s in self._storages for at, layer in enumerate(s.layers)}
+            self._places = [places[layer] for layer in range(self._depth)]
+            self._flat = self._by_layer([storage.flat for storage in self._storages])
+            self._stores = [store for storage in self._storages for store in storage.stores]
+            self._dtype, self._capacity = dtype, capacity
+            self._arange = torch.arange(capacity, device=self._device)
         self._band: dict[tuple[torch.dtype, int | None], tuple[int, torch.Tensor]] = {}
+
+    def _by_layer(self, views: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """Views of each storage, keys and then values of its layers, in the order of the model: keys of all layers, then values."""
+        if len(views) == 1:
+            return views[0]
+        found: dict[int, torch.Tensor] = {}
+        for storage, its in zip(self._storages, views, strict=True):
+            places = [*storage.layers, *(self._depth + layer for layer in storage.layers)]
+            found |= zip(places, its, strict=True)
+        return [found[i] for i in range(2 * self._depth)]
+
+    def _narrowed(self, begin: int, length: int, *, columns_first: bool = False) -> Sequence[torch.Tensor]:
+        """Per layer a part of the keys, then per layer a part of the values."""
+        return self._by_layer([s.narrowed(begin, length, columns_first=columns_first) for s in self._storages])
 
     def _held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, see :class:`_RowLayer`."""
         columns = self._capacity if self._static else self._top
-        keys, values = self._halves
-        return keys[layer, :, :, :columns], values[layer, :, :, :columns]
+        storage, at = self._places[layer]
+        keys, values = storage.halves
+        return keys[at, :, :, :columns], values[at, :, :, :columns]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
         """Per layer keys, values, and None, as a ``DynamicCache`` of full attention gives them."""
@@ -216,7 +302,7 @@ class RowCache(Cache):
                 f"a static RowCache keeps its capacity of {self._capacity}: make one for {capacity} tokens"
             )
         old, top = self._stores, self._top
-        self._allocate(capacity, self.dtype, self.device)
+        self._allocate(capacity, self.dtype)
         self._copy_prefix(old, top)
         self._set(list(self._lengths))
 
@@ -235,11 +321,11 @@ class RowCache(Cache):
             capacity: positions per row.
             dtype: of keys and values.
         """
-        return int(CacheLayout.of(config).numbers_per_position * rows * capacity * dtype.itemsize)
+        return CacheLayout.of(config).bytes_for(rows, capacity, dtype)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, rows: int, capacity: int, *, static: bool = False) -> RowCache:
-        """A cache for ``model``, in its dtype and on its device.
+        """A cache for ``model``, in its dtype, on the devices of its layers.
 
         Args:
             model: whose layers have full attention or sliding windows.
@@ -248,14 +334,19 @@ class RowCache(Cache):
             static: see :class:`RowCache`.
 
         Raises:
-            ValueError: the model is spread over several devices.
+            ValueError: as for the class.
         """
-        devices = {p.device for p in model.parameters()}
-        if len(devices) > 1:
-            raise ValueError(
-                f"the model's parts lie on {', '.join(sorted(map(str, devices)))}; RowCache needs one device"
-            )
-        return cls(model.config, rows, capacity, dtype=compute_dtype(model), device=model.device, static=static)
+        at = LayerDevices.of(model)
+        return cls(
+            model.config,
+            rows,
+            capacity,
+            dtype=compute_dtype(model),
+            device=at.inputs,
+            static=static,
+            layer_devices=at.layers,
+            kv_heads=local_kv_heads(model),
+        )
 
     # ---- properties and content
 
@@ -271,8 +362,15 @@ class RowCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of key and value storage."""
-        return sum(store.nbytes for store in self._stores)
+        """Bytes of key and value storage, on all devices."""
+        return sum(self.nbytes_on().values())
+
+    def nbytes_on(self) -> Counter[str]:
+        """Bytes of key and value storage per device."""
+        counted: Counter[str] = Counter()
+        for store in self._stores:
+            counted[str(store.device)] += store.nbytes
+        return counted
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -281,11 +379,16 @@ class RowCache(Cache):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._stores[0].dtype
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
-        return self._stores[0].device
+        """Of token ids, masks and positions."""
+        return self._device
+
+    def device_of(self, layer: int) -> torch.device:
+        """Where the keys and values of a layer lie."""
+        return self._layer_devices[layer]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -300,12 +403,12 @@ class RowCache(Cache):
     @property
     def uses_device_lengths(self) -> bool:
         """Whether attention reads ``device_lengths`` instead of a mask."""
-        return self._static or (self._device.type == "cuda" and self._config._attn_implementation == ATTENTION)
+        return self._static or (self._on_gpus and self._config._attn_implementation == ATTENTION)
 
     @property
     def device_lengths(self) -> torch.Tensor:
-        """Tokens held per row, int32 ``[rows]`` on the device: those that it follows, else always the same tensor; see ``sync()``."""
-        return self._device_lengths if self._followed is None else self._followed
+        """Tokens held per row, int32 ``[rows]`` on ``device``: those that it follows, else always the same tensor; see ``sync()``."""
+        return self._lengths_on[self._device] if self._followed is None else self._followed
 
     def follow(self, lengths: torch.Tensor) -> None:
         """Read the lengths at which forwards begin from a tensor that the device writes, without a copy. For a static cache.
@@ -339,8 +442,8 @@ class RowCache(Cache):
         Raises:
             ValueError: the other cache has another shape or holds less.
         """
-        if (other._depth, other._heads, other._dims, other._rows) != (
-            self._depth,
+        if (other._layer_devices, other._heads, other._dims, other._rows) != (
+            self._layer_devices,
             self._heads,
             self._dims,
             self._rows,
@@ -354,10 +457,11 @@ class RowCache(Cache):
         self._set(list(lengths))
 
     def sync(self) -> None:
-        """Copy the host's lengths to the device, if they have changed. A forward does so, too."""
+        """Copy the host's lengths to each device, if they have changed. A forward does so, too."""
         if self._stale:
             lengths = torch.tensor(self._lengths, dtype=torch.int32, device="cpu")
-            self._device_lengths.copy_(lengths, non_blocking=True)
+            for there in self._lengths_on.values():
+                there.copy_(lengths, non_blocking=True)
             self._stale = False
 
     def read_lengths(self) -> None:
@@ -427,21 +531,23 @@ class RowCache(Cache):
                     raise ValueError(f"keys and values of shape {list(given.shape)} cannot be loaded as {list(shape)}")
         with torch.inference_mode(False), torch.no_grad():
             for layer, pair in enumerate(states):
-                for half, given in zip(self._halves, pair, strict=True):
-                    half[layer, :, :, :n].copy_(given)
+                storage, at = self._places[layer]
+                for half, given in zip(storage.halves, pair, strict=True):
+                    half[at, :, :, :n].copy_(given)
         self._set([n] * self._rows)
 
     def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per layer the keys and values of the used prefix, views ``[rows, kv_heads, max(lengths), head_dim]``."""
-        used = self._narrowed(self._stores, 3, 0, self._top)
+        used = self._narrowed(0, self._top)
         return [(used[i], used[self._depth + i]) for i in range(self._depth)]
 
     def matches(self, model: PreTrainedModel) -> bool:
-        """Whether this cache can hold the keys and values of ``model``: shapes, dtype, device."""
+        """Whether this cache can hold the keys and values of ``model``: shapes, dtype, devices."""
+        at = LayerDevices.of(model)
         return (
-            CacheLayout.of(model.config) == self._layout
+            CacheLayout.of(model.config, local_kv_heads(model)) == self._layout
             and compute_dtype(model) == self.dtype
-            and model.device == self.device
+            and (at.inputs, at.layers) == (self._device, self._layer_devices)
         )
 
     def fits(self, rows: int, capacity: int) -> bool:
@@ -454,7 +560,14 @@ class RowCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCache:
         """A copy with storage of its own, as transformers' recipe for the cache of a common prefix needs it."""
         copy = RowCache(
-            self._config, self._rows, self._capacity, dtype=self.dtype, device=self.device, static=self._static
+            self._config,
+            self._rows,
+            self._capacity,
+            dtype=self.dtype,
+            device=self.device,
+            static=self._static,
+            layer_devices=self._layer_devices,
+            kv_heads=self._heads,
         )
         copy._copy_prefix(self._stores, self._capacity)
         copy._set(list(self._lengths))
@@ -651,26 +764,20 @@ class RowCache(Cache):
             self._check_attention()
             self._update_device()
             self._open_q = q
-            return (), self._narrowed(self._stores, 3, 0, self._capacity if self._static else top)
-        used = self._narrowed(self._stores, 3, 0, top)
+            return (), self._narrowed(0, self._capacity if self._static else top)
+        used = self._narrowed(0, top)
         new: Sequence[torch.Tensor] = ()
         if not self._even:
-            # Once per forward: where the states [rows, q, kv_heads] belong in a layer's storage [rows * kv_heads * capacity, head_dim].
-            if self._index_base is None:
-                starts = torch.arange(self._rows * self._heads, device=self.device) * self._capacity
-                self._index_base = starts.view(self._rows, 1, self._heads)
-            self._index = (self._index_base + self._indices(q)[:, :, None]).view(-1)
+            # Once per forward and device.
+            indices = self._indices(q)
+            for storage in self._storages:
+                storage.point(indices)
         elif columns_first:
-            new = self._narrowed(self._columns_first, 2, self._top, q)
+            new = self._narrowed(self._top, q, columns_first=True)
         else:
-            new = self._narrowed(self._stores, 3, self._top, q)
+            new = self._narrowed(self._top, q)
         self._open_q = q
         return new, used
-
-    @staticmethod
-    def _narrowed(stores: Sequence[torch.Tensor], dim: int, begin: int, length: int) -> Sequence[torch.Tensor]:
-        """Per layer a part of the keys, then per layer a part of the values."""
-        return _unbound([store.narrow(dim, begin, length) for store in stores])
 
     def open_storage(self, q: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Begin a forward of ``q`` columns, for code that writes into the storage itself. ``close()`` ends it.
@@ -687,7 +794,8 @@ class RowCache(Cache):
         """
         self._need(q)
         self._open_q = q
-        return *self._halves, self._lengths
+        (storage,) = self._storages
+        return *storage.halves, self._lengths
 
     def scatter(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         """Write the new keys and values of one layer, if the lengths differ. Between ``open()`` and ``close()``.
@@ -697,8 +805,10 @@ class RowCache(Cache):
             values: as ``keys``.
             layer: index of the layer.
         """
-        self._flat[layer].index_copy_(0, self._index, keys.reshape(-1, self._dims[0]))
-        self._flat[self._depth + layer].index_copy_(0, self._index, values.reshape(-1, self._dims[-1]))
+        index = self._places[layer][0].index
+        assert index is not None
+        self._flat[layer].index_copy_(0, index, keys.reshape(-1, self._dims[0]))
+        self._flat[self._depth + layer].index_copy_(0, index, values.reshape(-1, self._dims[-1]))
 
     def close(self) -> None:
         """End a forward: every length grows by its columns.
@@ -738,17 +848,18 @@ class RowCache(Cache):
             raise RuntimeError(f"RowCache: layer {layer_idx} is updated, but its forward did not begin with layer 0")
         used, depth = self._used, self._depth
         if self.uses_device_lengths:
-            values = value_states.to(self.dtype)
-            stored = self._halves[0][layer_idx], self._halves[1][layer_idx]
-            ops.kv_append(key_states, values, *stored, self.device_lengths)
-            attach_lengths(used[layer_idx], self.device_lengths, self.windows[layer_idx])
+            values = value_states.to(self._dtype)
+            storage, at = self._places[layer_idx]
+            lengths = storage.lengths if self._followed is None else self._followed
+            ops.kv_append(key_states, values, storage.halves[0][at], storage.halves[1][at], lengths)
+            attach_lengths(used[layer_idx], lengths, self.windows[layer_idx])
         elif self._even:
             new = self._new
             new[layer_idx].copy_(key_states)
             new[depth + layer_idx].copy_(value_states)
         else:
             # Under autocast only the keys have the model's dtype.
-            values = value_states.to(self.dtype)
+            values = value_states.to(self._dtype)
             self.scatter(key_states.transpose(1, 2), values.transpose(1, 2), layer_idx)
         keys, values = used[layer_idx], used[depth + layer_idx]
         if layer_idx == depth - 1:
@@ -771,9 +882,9 @@ class RowCache(Cache):
                 f"RowCache of {self._rows} rows, {self._heads} heads, keys of {sizes[0]} and values of {sizes[1]}: cannot hold new keys and "
                 f"values of shape [rows, heads, columns, head_dim] = {list(states.shape)} and {list(values.shape)}"
             )
-        if states.dtype != self.dtype or states.device != self.device:
+        if states.dtype != self.dtype or states.device != self.device_of(0):
             raise ValueError(
-                f"RowCache holds {self.dtype} on {self.device}, the new keys are {states.dtype} on {states.device}"
+                f"RowCache holds {self.dtype} on {self.device_of(0)}, the new keys are {states.dtype} on {states.device}"
             )
         if states.requires_grad:
             raise RuntimeError(
@@ -843,7 +954,7 @@ class RowCache(Cache):
         with torch.no_grad():
             for store in self._stores:
                 prefix = store.narrow(3, 0, self._top)
-                prefix.copy_(prefix.index_select(1, beam_idx.to(self.device)))
+                prefix.copy_(prefix.index_select(1, beam_idx.to(store.device)))
         if self.text is not None:
             self.text = [self.text[row] for row in order]
         self._set([self._lengths[row] for row in order])
@@ -869,10 +980,10 @@ class RowCache(Cache):
         old, top = self._stores, self._top
         self._rows = len(order)
         lengths, text = [self._lengths[row] for row in order], self.text
-        self._allocate(self._capacity, self.dtype, self.device)
+        self._make_lengths()
+        self._allocate(self._capacity, self.dtype)
         with torch.inference_mode(False), torch.no_grad():
-            self._device_lengths = torch.zeros(self._rows, dtype=torch.int32, device=self.device)
             for store, other in zip(self._stores, old, strict=True):
-                store[:, :, :, :top].copy_(other[:, :, :, :top].index_select(1, indices.to(self.device)))
+                store[:, :, :, :top].copy_(other[:, :, :, :top].index_select(1, indices.to(store.device)))
         self.text = None if text is None else [text[row] for row in order]
         self._set(lengths)

@@ -17,10 +17,11 @@ from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.fused import FusedForm, fused_form, fused_signature
 from pipespec.engine.native import NATIVE, Form, PartsForm, native_form, native_signature, probe_cache
+from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable, packed_bytes
 from pipespec.models.layout import takes_mask_per_type
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import compute_dtype, has_hooks, has_own_forward
+from pipespec.models.properties import has_hooks, has_own_forward
 
 
 def forward(
@@ -152,7 +153,7 @@ def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -
 
 def not_native(model: PreTrainedModel) -> str | None:
     """Why the next sequence of a model will not run in the native form; None if it will. This call chooses the form, which packs the weights."""
-    like = RowCache(model.config, 1, 16, dtype=compute_dtype(model), device=model.device)
+    like = RowCache.for_model(model, 1, 16)
     reason = _unusual(like)
     if reason is not None:
         return reason
@@ -162,7 +163,7 @@ def not_native(model: PreTrainedModel) -> str | None:
 
 def not_exact(model: PreTrainedModel) -> str | None:
     """Why captured steps of a model cannot run in the exact form; None if they can. This call chooses the form, which merges weights."""
-    if torch.is_autocast_enabled(model.device.type):
+    if torch.is_autocast_enabled(input_device(model).type):
         return _AUTOCAST
     choose_fused(model, exact=True)
     return _fused_choice(model, True).reason or None

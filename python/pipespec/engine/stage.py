@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from pipespec.config import WIDTH
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampling import Sampler, SamplingParams, ScoreRecord
+from pipespec.models.devices import input_device
 from pipespec.models.properties import embedding_size
 from pipespec.models.rope import DynamicRope
 from pipespec_kernels import _native
@@ -65,7 +68,8 @@ class RightPadding:
     def logits(self, model: PreTrainedModel) -> dict[int, torch.Tensor]:
         """By row, the logits ``[V]`` that choose its first new token."""
         rows = [row for row, position in enumerate(self.first) if position is not None]
-        ids, mask, positions = (x[rows].to(model.device) for x in (self.input_ids, self.mask, self.positions))
+        device = input_device(model)
+        ids, mask, positions = (x[rows].to(device) for x in (self.input_ids, self.mask, self.positions))
         out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=1)
         return dict(zip(rows, out.logits[:, -1], strict=True))
 
@@ -155,6 +159,7 @@ class Stage:
         self._vocabulary: int = embedding_size(model)
         self._clamp: int | None = None
         self._rope: DynamicRope | None = None
+        self._group = ForwardGroup.of(model)
         self.accepts_draft_tokens = True
         """False once this call cannot use draft tokens any more: beyond the limit of a dynamic RoPE."""
 
@@ -179,8 +184,8 @@ class Stage:
         if self._ngram is not None:
             self._ngram.release()
 
-    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> int:
-        """Bytes that a call takes over instead of allocating them.
+    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
+        """Bytes per device that a call takes over instead of allocating them.
 
         Args:
             inputs: of the call.
@@ -188,9 +193,9 @@ class Stage:
         """
         cache, capacity = self._cache if given is None else given, inputs.capacity
         if cache is None or not cache.fits(len(inputs.prompts), capacity) or not cache.matches(self.model):
-            return 0
+            return Counter()
         # The rest of a larger cache saves no allocation.
-        return cache.nbytes * capacity // cache.capacity
+        return Counter({device: n * capacity // cache.capacity for device, n in cache.nbytes_on().items()})
 
     def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
         """Free the cache unless the call continues from its content, and the packed weights.
@@ -231,10 +236,48 @@ class Stage:
             record: where the target's scores and logits are stored, if the caller asks for them.
         """
         began = time.perf_counter_ns()
-        prompts = inputs.prompts
+        prompts, rows = inputs.prompts, len(inputs.prompts)
         if self._ngram is not None:
             self._ngram.prefill(prompts)
-        rows, most = len(prompts), inputs.most
+        cache, held, longest = self._open(inputs)
+        is_target = self.index == self.block.target
+        filling = time.perf_counter_ns()
+        self._chunk, filled = inputs.chunk, held
+        for seen in (self._rope is not None and inputs.forwards) or (longest,):
+            until = [min(max(b, seen - r), e) for b, r, e in zip(filled, self._behind, self._held, strict=True)]
+            self._fill(cache, filled, until, seen)
+            filled = until
+        self._first_logits: dict[tuple[int, int], torch.Tensor] = {}
+        if inputs.right_padding is not None and is_target:
+            self._continue_padding(inputs.right_padding, cache)
+        new = [n - h for n, h in zip(self._held, held, strict=True)]
+        if self._trace is not None and any(new):
+            self._trace.prefill(began, filling, time.perf_counter_ns(), min(inputs.chunk, max(new)), sum(new))
+
+        sampling_params = inputs.sampling_params
+        if self._clamp is not None and sampling_params.stepwise:
+            # Processors may name tokens that this model does not have.
+            sampling_params = replace(sampling_params, processors=())
+        acceptance = None if sampling_params.seeds is None else self._acceptance
+        if acceptance is not None and is_target:
+            acceptance.begin(rows, inputs.vocabulary, self._device)
+        self._select = Sampler(sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance)
+        self.port = self.block.port(self.index, WIDTH)
+        self.port.trace(self._trace)
+        self._tokens = torch.from_numpy(self.port.tokens)
+        self._kv, self._query_lens, self._num_draft_tokens, self._n_select = (
+            self.port.kv[:rows],
+            self.port.query_lens[:rows],
+            self.port.num_draft_tokens[:rows],
+            self.port.n_select[:rows],
+        )
+        self._rows = rows
+        self._step_ns = 0.0
+
+    def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int], int]:
+        """Prepare cache, text and RoPE of a call. Returns the cache, how many tokens of each row it holds, and the length of the longest row."""
+        prompts, rows, most = inputs.prompts, len(inputs.prompts), inputs.most
+        self._device = input_device(self.model)
         self._fit_vocabulary(inputs.vocabulary)
         held = [0] * rows
         if self._cache is not None and not self._cache.matches(self.model):
@@ -256,38 +299,36 @@ class Stage:
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
         self._held = [len(p) - 1 for p in prompts]
-        filling = time.perf_counter_ns()
-        self._chunk, filled = inputs.chunk, held
-        for seen in (self._rope is not None and inputs.forwards) or (longest,):
-            until = [min(max(b, seen - r), e) for b, r, e in zip(filled, self._behind, self._held, strict=True)]
-            self._fill(cache, filled, until, seen)
-            filled = until
-        self._first_logits: dict[tuple[int, int], torch.Tensor] = {}
-        if inputs.right_padding is not None and is_target:
-            self._continue_padding(inputs.right_padding, cache)
-        new = [n - h for n, h in zip(self._held, held, strict=True)]
-        if self._trace is not None and any(new):
-            self._trace.prefill(began, filling, time.perf_counter_ns(), min(inputs.chunk, max(new)), sum(new))
+        return cache, held, longest
 
-        sampling_params = inputs.sampling_params
-        if self._clamp is not None and sampling_params.stepwise:
-            # Processors may name tokens that this model does not have.
-            sampling_params = replace(sampling_params, processors=())
-        acceptance = None if sampling_params.seeds is None else self._acceptance
-        if acceptance is not None and is_target:
-            acceptance.begin(rows, inputs.vocabulary, self.model.device)
-        self._select = Sampler(sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance)
-        self.port = self.block.port(self.index, WIDTH)
-        self.port.trace(self._trace)
-        self._tokens = torch.from_numpy(self.port.tokens)
-        self._kv, self._query_lens, self._num_draft_tokens, self._n_select = (
-            self.port.kv[:rows],
-            self.port.query_lens[:rows],
-            self.port.num_draft_tokens[:rows],
-            self.port.n_select[:rows],
-        )
-        self._rows = rows
-        self._step_ns = 0.0
+    @torch.inference_mode()
+    def follow(self, inputs: StageInputs) -> list[np.ndarray]:
+        """Run the forwards that the leader of the target's group announces, until it ends the call.
+
+        Args:
+            inputs: of the call, those of the leader.
+
+        Returns:
+            Per row, int32 ids of the text that the leader has generated, without the prompt.
+
+        Raises:
+            RuntimeError: the leader's call has failed.
+        """
+        cache, _, _ = self._open(inputs)
+        assert self._group is not None
+        while (announced := self._group.receive()).tokens is not None:
+            tokens, lengths = announced.tokens, announced.lengths
+            cache.truncate(lengths)
+            self._grow(cache, max(lengths) + tokens.shape[1])
+            self._forward(tokens.to(self._device), cache, announced.keep, announced.seen)
+        for row, (prompt, new) in enumerate(zip(inputs.prompts, announced.text, strict=True)):
+            self._text[row, len(prompt) : len(prompt) + len(new)] = new
+        return list(announced.text)
+
+    def _grow(self, cache: RowCache, need: int) -> None:
+        """Room for ``need`` positions per row. A cache that becomes full doubles."""
+        if need > cache.capacity:
+            cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
 
     def _continue_padding(self, padding: RightPadding, cache: RowCache) -> None:
         """Continue rows from the padding at their ends: other logits for the first new token, and other positions from there on."""
@@ -329,13 +370,13 @@ class Stage:
 
     def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int) -> None:
         """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the RoPE of a forward of ``seen`` tokens."""
-        device, level = self.model.device, not any(begin)
+        level = not any(begin)
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
             q = min(self._chunk, missing, cache.capacity - max(cache.lengths))
             columns = np.zeros((len(end), q), dtype=np.int32)
             for row, (b, e) in enumerate(zip(begin, end, strict=True)):
                 columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
-            self._forward(torch.from_numpy(columns).to(device), cache, keep=0, seen=seen)
+            self._forward(torch.from_numpy(columns).to(self._device), cache, keep=0, seen=seen)
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
             if not level:
                 # Padding columns of complete rows must not use up the capacity.
@@ -345,6 +386,8 @@ class Stage:
     def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int, seen: int) -> torch.Tensor:
         if self._clamp is not None:
             fed = fed.clamp(max=self._clamp)
+        if self._group is not None and self._group.is_leader:
+            self._group.announce(fed, cache.lengths, keep, seen)
         try:
             most = max(seen, max(cache.lengths) + fed.shape[1])
             with nullcontext() if self._rope is None else self._rope.at_length(seen, most):
@@ -382,14 +425,12 @@ class Stage:
         cache.truncate(self._kv)
         seen = 0 if self._rope is None else self._limit_to_rope(cache, self._rope)
         columns = port.columns if self._rope is None else int(self._query_lens.max())
-        need = cache.get_seq_length() + columns
-        if need > cache.capacity:
-            cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
+        self._grow(cache, cache.get_seq_length() + columns)
         given = port.tokens[: self._rows, :columns]
         # Another process writes the draft tokens. As unsigned numbers, negative ids are large.
         if given.view(np.uint32).max() >= self._ids:
             np.clip(given, 0, self._ids - 1, out=given)
-        fed = self._tokens[: self._rows, :columns].to(self.model.device)
+        fed = self._tokens[: self._rows, :columns].to(self._device)
         for row in range(self._rows):
             at, n = self._kv[row], self._query_lens[row]
             self._text[row, at : at + n] = self.port.tokens[row, :n]
@@ -405,7 +446,8 @@ class Stage:
                     logits[row, column] = its_logits
             selected = self._select(
                 logits,
-                fed[:, first:],
+                # A split model may have its head on another device than its embedding.
+                fed[:, first:].to(logits.device),
                 np.maximum(self._n_select - first, 0),
                 self._num_draft_tokens * selecting,
                 self._kv.astype(np.int64) + (first + 1),

@@ -540,7 +540,7 @@ class TranslatedStage(Stage):
             columns[r, : counts[r]] = rows[r].sequence[begin[r] :]
         first = min(counts[r] - 1 - (r in healing) for r in waiting)
         logits = self._forward(
-            torch.from_numpy(columns).to(self.model.device), cache, keep=max(counts) - first, seen=longest
+            torch.from_numpy(columns).to(self._device), cache, keep=max(counts) - first, seen=longest
         )
         self._held = [b + n for b, n in zip(begin, counts, strict=True)]
         cache.truncate(self._held)
@@ -566,8 +566,7 @@ class TranslatedStage(Stage):
         """Room for texts of ``most`` tokens. A draft may need more tokens than the target."""
         if most > self._text.shape[1]:
             self._text = np.pad(self._text, ((0, 0), (0, 2 * most - self._text.shape[1])))
-        if most > cache.capacity:
-            cache.reserve(max(most, min(2 * cache.capacity, self._text.shape[1])))
+        self._grow(cache, most)
 
 
 def _best(logits: torch.Tensor, among: np.ndarray | None) -> int | None:

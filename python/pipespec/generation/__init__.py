@@ -351,6 +351,14 @@ class Generation:
         if self._stream is not None:
             self._stream.put_new(final=False)
 
+    def follow(self) -> None:
+        """Take the text as the leader of a tensor-parallel group commits it: it has drawn the seeds and applied the criteria."""
+        self._criteria = self.seeds = None
+
+    def generated(self) -> list[list[int]]:
+        """Per row the generated ids."""
+        return self._text.generated()
+
     def finish(self) -> None:
         """Stream the remaining tokens, and stop the clock. After the decoder has run."""
         # transformers' warning of texts beyond the model's length, at the last length from which it would continue.

@@ -19,6 +19,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from pipespec.errors import Unsupported, UnsupportedInput
+from pipespec.models.devices import input_device
 from pipespec.models.properties import embedding_size
 from pipespec_kernels.state import MAX_EOS
 
@@ -345,7 +346,7 @@ def _check_input_ids(input_ids: Any, model: PreTrainedModel, config: GenerationC
             raise ValueError(
                 "generate() needs input_ids: a LongTensor of shape [batch, length] (there is no bos_token_id to begin with)"
             )
-        input_ids = torch.tensor([begin[:1]], device=model.device)
+        input_ids = torch.tensor([begin[:1]], device=input_device(model))
     if isinstance(input_ids, (list, tuple)):
         rows = input_ids if input_ids and isinstance(input_ids[0], (list, tuple)) else [input_ids]
         if len({len(row) for row in rows}) > 1:

@@ -134,6 +134,20 @@ def lost_arguments() -> dict[str, Any]:
     return {}
 
 
+def tensor_parallel_group(model: Any) -> Any:
+    """The ``torch.distributed`` group of the processes over which ``tp_plan`` has sharded a model.
+
+    Newer versions hold the shards in DTensors, which have the mesh of their group. Older ones have plain tensors and one mesh per model.
+    """
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            break
+    else:
+        mesh = model._device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
 def graph_handle(graph: torch.cuda.CUDAGraph) -> int:
     """The ``cudaGraphExec_t`` of a captured graph, to launch it without torch.
 

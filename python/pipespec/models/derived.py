@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from pipespec.models.devices import why_not_whole
 from pipespec.models.properties import quantisation, text_config
 
 SELF = "self"
@@ -117,7 +118,15 @@ def with_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
 
 
 def _sharing(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model's modules and configuration that has the same parameters and buffers."""
+    """A copy of a model's modules and configuration that has the same parameters and buffers.
+
+    Raises:
+        ValueError: the model is split, offloaded or sharded, and hooks or processes would have to follow.
+    """
+    if (why := why_not_whole(model)) is not None:
+        raise ValueError(
+            f"a draft is made out of a model that is whole on one device, and this {type(model).__name__} is not: {why}"
+        )
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     draft = copy.deepcopy(model, memo)
     # attach() sets it on the instance.

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from pipespec.models.derived import Int8Linear, TrimmedHead, head_rows
+from pipespec.models.devices import why_not_whole
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
@@ -112,6 +113,14 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
             is not of its family's classes (an adapter, a quantised layer), has hooks or a forward of its own; a parameter has a class of its
             own.
     """
+    try:
+        return _identity(model, packed)
+    except NotReadable as error:
+        why = None if isinstance(model, ModelParts) else why_not_whole(model)
+        raise NotReadable(why or str(error)) from error
+
+
+def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, ...]:
     # First, as most models that are not taken lie on a GPU.
     if packed and model.device.type != "cpu":
         raise NotReadable(f"it is on {model.device}")

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from pipespec.models.compat import caches_latents
 from pipespec.models.properties import text_config
 
@@ -43,19 +45,25 @@ class CacheLayout(NamedTuple):
     windows: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, config: Any) -> CacheLayout:
+    def of(cls, config: Any, kv_heads: int | None = None) -> CacheLayout:
         """The layout for a configuration.
+
+        Args:
+            config: of a model.
+            kv_heads: heads of keys and values in this process; None: as the configuration says. A process of a tensor-parallel group holds a
+                part of them.
 
         Raises:
             UnsupportedLayers: A layer is of another type than :data:`FULL` or :data:`SLIDING`.
         """
         config = text_config(config)
-        return cls(*_sizes(config), _windows(config))
+        heads, key_dim, value_dim = _sizes(config)
+        return cls(kv_heads or heads, key_dim, value_dim, _windows(config))
 
-    @property
-    def numbers_per_position(self) -> int:
-        """Numbers that all layers together keep of one token."""
-        return len(self.windows) * self.heads * (self.key_dim + self.value_dim)
+    def bytes_for(self, rows: int, capacity: int, dtype: torch.dtype, layers: int | None = None) -> int:
+        """Bytes of the keys and values of ``layers`` layers (None: all), for ``rows`` sequences of ``capacity`` positions."""
+        layers = len(self.windows) if layers is None else layers
+        return layers * self.heads * (self.key_dim + self.value_dim) * rows * capacity * dtype.itemsize
 
     def restricts(self, length: int) -> bool:
         """Whether a text of ``length`` tokens is longer than the window of some layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,18 +67,18 @@ def load_model(
     model: PreTrainedModel | str | Path,
     *,
     dtype: torch.dtype | str = "auto",
-    device: torch.device | str | None = None,
+    device: torch.device | str | dict[str, str] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a model in eval mode.
 
     Weights pass through the memory of the host on their way to a GPU. Quantised weights are read on the device itself, which needs the
-    package accelerate.
+    package accelerate. So are those of a model that is split over devices.
 
     Args:
         model: a folder, or a hub name. A loaded model is returned as it is, and of a ``PeftModel`` the model within.
         dtype: as ``from_pretrained`` takes it.
-        device: where to; None: the CPU.
+        device: where to, or the devices by names of modules; None: the CPU.
         trust_remote_code: as ``from_pretrained`` takes it.
 
     Raises:
@@ -92,7 +93,13 @@ def load_model(
         return model.eval()
     config = load_config(model, trust_remote_code=trust_remote_code)
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
-    in_place = device is not None and getattr(config, "quantization_config", None) is not None
+    is_split = isinstance(device, dict)
+    in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
+    if is_split and importlib.util.find_spec("accelerate") is None:
+        raise ImportError(
+            f"{model}: a model over several devices needs the package accelerate, which moves its hidden states between them: pip install "
+            "accelerate"
+        )
     try:
         with _logged() as logged:
             loaded, found = AutoModelForCausalLM.from_pretrained(
@@ -102,7 +109,7 @@ def load_model(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                **({"device_map": {"": device}} if in_place else {}),
+                **({"device_map": device if is_split else {"": device}} if in_place else {}),
             )
     except OSError as error:
         pass_on(error)
@@ -110,7 +117,8 @@ def load_model(
     except (MemoryError, *DAMAGE) as error:
         pass_on(error)
         if isinstance(error, MemoryError) or _is_out_of_memory(str(error), *logged):
-            raise _too_large(model, device if in_place else None, error) from error
+            where = ", ".join(dict.fromkeys(device.values())) if isinstance(device, dict) else device
+            raise _too_large(model, where if in_place else None, error) from error
         raise damaged(model, error) from error
     if found["missing_keys"]:
         # transformers would initialise them at random, with a warning.
@@ -119,7 +127,7 @@ def load_model(
             f"{model}: its safetensors lack {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
             f"({len(missing)} in all); get the complete weights"
         )
-    return loaded.eval() if device is None or in_place else loaded.to(device).eval()
+    return loaded.eval() if device is None or isinstance(device, dict) or in_place else loaded.to(device).eval()
 
 
 def _no_model(model: str | Path, error: Exception) -> FileNotFoundError:

@@ -33,7 +33,7 @@ from pipespec.planning.profile import Profile, StepTimes
 from pipespec.planning.profile_store import StoredProfile
 from pipespec.planning.simulator import Answers
 from pipespec.planning.steering import CallSteering, MeasuredRate
-from pipespec.preflight.support import check_streams
+from pipespec.preflight.support import check_streams, check_whole
 from pipespec.process.progress import say, working
 from pipespec.process.signals import pass_on
 from pipespec.process.threads import set_threads, threads_set
@@ -150,6 +150,7 @@ class AutoDriver(Decoder):
         native: bool = True,
     ) -> None:
         super().__init__()
+        check_measurable(models)
         self.models, self.clock, self._native = list(models), clock, native
         self.stage_names = list(names) if names else stage_names(len(models))
         self.ran_as = "auto"
@@ -561,6 +562,11 @@ class AutoDriver(Decoder):
             pass_on(error)
             _warn(f"the drafts' agreement with a text could not be measured ({type(error).__name__}: {error})")
             return None
+
+
+def check_measurable(models: Sequence[PreTrainedModel]) -> None:
+    """Check that models can be measured. ``ValueError`` for one that is not whole on one device."""
+    check_whole(models, "schedule='auto', which measures them,")
 
 
 def _capturable(models: Sequence[PreTrainedModel]) -> tuple[str, ...]:

@@ -11,8 +11,10 @@ from pipespec.engine.stage import stage_names
 from pipespec_kernels.env import host_memory
 
 Device = torch.device | str
-Devices = Device | Mapping[str, Device | None] | Sequence[Device | None] | None
-"""Values of ``device=``: one device for all stages, ``"auto"``, one per stage (drafts first, target last), or a mapping by stage name."""
+Place = Device | Sequence[Device] | None
+Devices = Device | Mapping[str, Place] | Sequence[Place] | None
+"""Values of ``device=``: one device for all stages, ``"auto"``, one per stage (drafts first, target last), or a mapping by stage name. A stage that
+has a list of devices is split over them."""
 
 AUTO = "auto"
 
@@ -56,7 +58,7 @@ def device_facts(names: Sequence[str] | None = None) -> list[DeviceFacts]:
     return found
 
 
-def requested(device: Devices, count: int) -> list[str | None] | str:
+def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None] | str:
     """Normalise ``device=``.
 
     Args:
@@ -64,13 +66,14 @@ def requested(device: Devices, count: int) -> list[str | None] | str:
         count: number of stages.
 
     Returns:
-        One name or None per stage (``"cuda"`` becomes the current GPU), or :data:`AUTO`.
+        One name or None per stage (``"cuda"`` becomes the current GPU), a tuple of names for a stage that is to be split, or :data:`AUTO`.
 
     Raises:
         ValueError: a device that does not exist or that no stage can run on; too many or too few devices; an unknown stage.
         TypeError: an element that is not a device.
     """
     names = stage_names(count)
+    each: list[Place]
     if isinstance(device, Mapping):
         unknown = [key for key in device if key not in names]
         if unknown:
@@ -86,7 +89,22 @@ def requested(device: Devices, count: int) -> list[str | None] | str:
         return AUTO
     else:
         each = [device] * count
-    return [None if d is None else _device_name(d) for d in each]
+    return [_place(d) for d in each]
+
+
+def _place(place: Place) -> str | tuple[str, ...] | None:
+    """The device of a stage, or its devices."""
+    if isinstance(place, str) and "+" in place:
+        place = place.split("+")  # as the command line names them
+    if place is None or isinstance(place, (str, torch.device)) or not isinstance(place, Sequence):
+        return None if place is None else _device_name(place)
+    several = tuple(_device_name(device) for device in place)
+    if len(several) < 2 or len(set(several)) < len(several) or "cpu" in several:
+        raise ValueError(
+            f"device={list(place)!r} for one stage: name two or more different GPUs to split it over (device_map= of transformers offloads to "
+            "the CPU)"
+        )
+    return several
 
 
 def _device_name(device: Device) -> str:

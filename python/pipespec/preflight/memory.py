@@ -1,6 +1,6 @@
 """Memory: the need of a chain's stages on each device, and a comparison with the memory of the device.
 
-The rule: weights, exactly; caches, exactly (:meth:`pipespec.engine.cache.RowCache.bytes_for`); an upper bound of the activations of one
+The rule: weights, exactly; caches, exactly (:meth:`pipespec.models.layout.CacheLayout.bytes_for`); an upper bound of the activations of one
 forward; :data:`HEADROOM` per stage. The packed copies of the native form stand beside the sum, because no stage depends on one: it is made only where
 it takes at most half of the free memory, see :class:`pipespec.engine.native.NativeForm`.
 """
@@ -15,13 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.cache import RowCache
 from pipespec.engine.stage import PREFILL_CHUNK, first_capacity, static_capacity
 from pipespec.errors import DoesNotFit
-from pipespec.models.layout import CacheLayout
-from pipespec.models.properties import compute_dtype, text_config
 from pipespec.preflight.devices import DeviceFacts, device_facts
-from pipespec.preflight.stages import StageFacts
+from pipespec.preflight.stages import Share, StageFacts
 from pipespec.process.table import aligned
 from pipespec.process.warnings import user_stacklevel
 
@@ -146,7 +143,7 @@ def _gib(size: int) -> str:
 def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, schedule: str = "lockstep") -> Estimate:
     """Bytes that a chain needs on each device, by the rule of this module.
 
-    With ``schedule="workers"`` the weights of a draft on a GPU exist three times: in the caller's process, in the worker's, and in shared
+    A stage that is split over devices has a need on each. With ``schedule="workers"`` the weights of a draft on a GPU exist three times: in the caller's process, in the worker's, and in shared
     memory of the host.
 
     Args:
@@ -157,20 +154,26 @@ def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, schedule
     """
     needs = []
     for stage in stages:
-        weights, headroom = 0 if stage.loaded else stage.weights, HEADROOM
-        caches = RowCache.bytes_for(stage.config, rows, capacity, stage.dtype)
         shared = schedule == "workers" and stage.device != "cpu" and stage.name != "target"
-        if shared:
-            weights, headroom = weights + stage.weights, 2 * HEADROOM
-        loaded = stage.weights if stage.loaded else 0
-        activations = _activations(stage, rows, capacity)
-        packed = stage.packed if stage.device == "cpu" else 0
-        needs.append(
-            StageNeed(stage.name, stage.device, weights, caches, activations, headroom, stage.dtype, loaded, packed)
-        )
+        activations = _activations(stage, rows, capacity) + stage.staged
+        for share in stage.on:
+            weights, headroom = 0 if stage.loaded else share.weights, HEADROOM
+            caches = cache_bytes(stage, share, rows, capacity)
+            if shared:
+                weights, headroom = weights + stage.weights, 2 * HEADROOM
+            loaded = share.weights if stage.loaded else 0
+            packed = stage.packed if share.device == "cpu" and not stage.shares else 0
+            needs.append(
+                StageNeed(stage.name, share.device, weights, caches, activations, headroom, stage.dtype, loaded, packed)
+            )
         if shared:
             needs.append(StageNeed(f"{stage.name} (shared)", "cpu", stage.weights, 0, 0, 0, stage.dtype))
     return Estimate(tuple(needs), rows, capacity)
+
+
+def cache_bytes(stage: StageFacts, share: Share, rows: int, capacity: int) -> int:
+    """Bytes of the keys and values of a stage's layers on one device."""
+    return stage.layout.bytes_for(rows, capacity, stage.dtype, share.layers)
 
 
 def _activations(stage: StageFacts, rows: int, capacity: int) -> int:
@@ -187,7 +190,7 @@ def _activations(stage: StageFacts, rows: int, capacity: int) -> int:
     values = tokens * (6 * hidden + 2 * (heads + kv_heads) * head_dim + 3 * intermediate)
     if getattr(config, "kv_lora_rank", None):
         head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-    values += len(set(CacheLayout.of(config).windows)) * tokens * capacity + 2 * heads * head_dim * capacity
+    values += len(set(stage.layout.windows)) * tokens * capacity + 2 * heads * head_dim * capacity
     if getattr(config, "_attn_implementation", None) == "eager":
         values += 2 * heads * tokens * capacity
     size = stage.dtype.itemsize
@@ -223,10 +226,8 @@ def check_memory(
     Raises:
         DoesNotFit: with the numbers.
     """
-    stages = [
-        StageFacts(name, text_config(m.config), compute_dtype(m), 0, str(m.device), True) for name, m in models.items()
-    ]
-    devices = list(dict.fromkeys(stage.device for stage in stages))
+    stages = [StageFacts.of_call(name, model) for name, model in models.items()]
+    devices = list(dict.fromkeys(share.device for stage in stages for share in stage.on))
 
     def available() -> list[DeviceFacts]:
         reused = reusable_bytes()
@@ -237,8 +238,11 @@ def check_memory(
         if not copied:
             return found
         target = stages[-1]
-        size = RowCache.bytes_for(target.config, rows, min(capacity, most), target.dtype)
-        return replace(found, needs=(*found.needs, StageNeed("its copy", target.device, 0, size, 0, 0, target.dtype)))
+        copies = tuple(
+            StageNeed("its copy", s.device, 0, cache_bytes(target, s, rows, min(capacity, most)), 0, 0, target.dtype)
+            for s in target.on
+        )
+        return replace(found, needs=(*found.needs, *copies))
 
     last = needed(static_capacity(most) if graphs else most)
     facts = available()

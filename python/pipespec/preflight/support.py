@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +12,17 @@ from pipespec.engine.stage import stage_names
 from pipespec.errors import NotCapturable
 from pipespec.models.adapters import named_tensors
 from pipespec.models.derived import Derivation
+from pipespec.models.devices import (
+    LayerDevices,
+    each_module,
+    hooks_of,
+    input_device,
+    is_dispatched,
+    local_kv_heads,
+    offloaded_modules,
+    tensor_parallel_size,
+    why_not_whole,
+)
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, quantisation, text_config
 from pipespec.models.rope import is_dynamic
@@ -20,88 +30,102 @@ from pipespec.models.rope import is_dynamic
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-class _Layout(NamedTuple):
-    """Where the parts of a model are.
-
-    ``offloaded``: modules whose weights accelerate brings from elsewhere; ``devices``: of the parameters, each with the first module there;
-    ``sharded``: a module with a DTensor, or empty.
-    """
-
-    offloaded: list[str]
-    devices: dict[torch.device, str]
-    sharded: str
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> _Layout:
-        offloaded: list[str] = []
-        devices: dict[torch.device, str] = {}
-        sharded = ""
-        for at, module in model.named_modules():
-            if _offloads(module.__dict__.get("_hf_hook")):
-                offloaded.append(at or "all of it")
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    devices.setdefault(parameter.device, at)
-                    if type(parameter).__name__ == "DTensor":
-                        sharded = at
-        return cls(offloaded, devices, sharded)
-
-
-def _offloads(hook: Any) -> bool:
-    """Whether this hook of accelerate's brings weights from elsewhere when the module is called."""
-    if hook is None:
-        return False
-    if any(_offloads(inner) for inner in getattr(hook, "hooks", ())):
-        return True
-    return bool(getattr(hook, "offload", False)) or type(hook).__name__ == "CpuOffload"
-
-
 def check_runnable(models: Sequence[PreTrainedModel]) -> None:
-    """Check that each model is whole, on a device and in a dtype that stages run in. Quantised models are.
+    """Check that each model has its weights, and computes on devices and in a dtype that stages run in. Quantised models do.
 
     Args:
         models: drafts first, target last.
 
     Raises:
-        ValueError: for a model that is offloaded, sharded, split, not loaded, on another kind of device, or in another dtype.
+        ValueError: for a model that is not loaded, sharded in a way that stages do not run, spread over devices without hooks, on another kind of
+            device, or in another dtype.
     """
-    for name, model in zip(stage_names(len(models)), models, strict=True):
-        _check_whole(name, model)
-        if model.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"{name} is on {model.device}; stages run on cpu or cuda")
+    names = stage_names(len(models))
+    for name, model in zip(names, models, strict=True):
+        if not _is_ordinary(model):
+            _check_sharding(name, model, is_target=model is models[-1])
+            _check_loaded(name, model)
+        at = LayerDevices.of(model)
+        for device in at.devices:
+            if device.type not in ("cpu", "cuda"):
+                raise ValueError(f"{name} is on {device}; stages run on cpu or cuda")
+        if at.is_split and not is_dispatched(model):
+            places = ", ".join(map(str, at.devices))
+            raise ValueError(
+                f"{name} is spread over {places}, and no hook moves hidden states between them: load it with device_map= (package "
+                f"accelerate), give its path with device={{{name!r}: {[str(d) for d in at.devices]}}}, or move it to one device"
+            )
         dtype = compute_dtype(model)
         if dtype.itemsize < 2 or not dtype.is_floating_point:
             raise ValueError(f"{name} computes in {dtype}; use float32, bfloat16 or float16")
-        if dtype == torch.float16 and model.device.type == "cpu":
+        if dtype == torch.float16 and any(device.type == "cpu" for device in at.devices):
             raise ValueError(
                 f"{name} is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
             )
 
 
-def _check_whole(name: str, model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` for a model that is not whole on one device. A cache is one piece of memory, so the model must stay there."""
-    offloaded, devices, sharded = _Layout.of(model)
-    mapped = getattr(model, "hf_device_map", None) or {}
-    if len({str(place) for place in mapped.values()}) > 1:
-        places = {at or "all of it": str(place) for at, place in mapped.items()}
-        offloaded += [at for at, place in places.items() if place in ("cpu", "disk") and at not in offloaded]
-    if offloaded:
+def _is_ordinary(model: PreTrainedModel) -> bool:
+    """Whether a model has no hooks of accelerate's, no weights on the meta device, and none that are sharded."""
+    if tensor_parallel_size(model) > 1:
+        return False
+    return not any(
+        "_hf_hook" in module.__dict__
+        or any(p is not None and (p.is_meta or type(p).__name__ == "DTensor") for p in module._parameters.values())
+        for module in each_module(model)
+    )
+
+
+def _check_sharding(name: str, model: PreTrainedModel, is_target: bool) -> None:
+    sharded = next((at for at, parameter in model.named_parameters() if type(parameter).__name__ == "DTensor"), None)
+    if (processes := tensor_parallel_size(model)) > 1:
+        if not is_target:
+            raise ValueError(
+                f"{name} is sharded over processes (tp_plan): only the target may be; load the draft whole, it runs in rank 0 alone"
+            )
+        heads = getattr(text_config(model.config), "num_key_value_heads", None)
+        here = local_kv_heads(model)
+        if here is not None and heads is not None and here not in (heads, heads / processes):
+            raise ValueError(
+                f"{name} has {heads} key/value heads, which {processes} processes cannot share: use a number of processes that divides it"
+            )
+    elif sharded is not None:
         raise ValueError(
-            f"{name} is offloaded by accelerate ({_some(offloaded)}): its weights would travel to the GPU in every step; load it whole "
-            "onto one device (device_map={'': 'cuda:0'}), in a smaller dtype or quantised where it does not fit"
+            f"{name} is sharded over processes ({sharded} is a DTensor) without a tensor-parallel plan: load it whole, or the target with "
+            "tp_plan='auto'"
         )
-    if any(d.type == "meta" for d in devices):
-        raise ValueError(f"{name} has weights that are not loaded (on the meta device, or offloaded); load it whole")
-    if sharded:
-        raise ValueError(
-            f"{name} is sharded over processes ({sharded} holds a DTensor); each stage must be whole in one process"
-        )
-    if len(devices) > 1:
-        where = sorted(f"{device} from {at or 'the top'}" for device, at in devices.items())
-        raise ValueError(
-            f"{name} is spread over {', '.join(where)}; the caches of a stage lie on one device, and so must the model (no "
-            "device_map='auto'): device_map={'': 'cuda:0'}, in a smaller dtype or quantised where it does not fit"
-        )
+
+
+def _check_loaded(name: str, model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` for weights on the meta device that no hook brings, and for a hook that moves the whole model."""
+    offloaded = offloaded_modules(model)
+    brought = {id(module) for found in offloaded.values() for module in found.modules()}
+    for at, module in model.named_modules():
+        if any(type(hook).__name__ == "CpuOffload" for hook in hooks_of(module)):
+            raise ValueError(
+                f"{name}: accelerate moves {at or 'all of it'} to the GPU when it is called (cpu_offload_with_hook), and its cache cannot "
+                "follow; use device_map= or accelerate.cpu_offload, which bring the weights of one module at a time"
+            )
+        if id(module) not in brought and any(p is not None and p.is_meta for p in module._parameters.values()):
+            raise ValueError(
+                f"{name} has weights that are not loaded ({at or 'at the top'}, on the meta device); load it whole"
+            )
+
+
+def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
+    """Check that each model is whole on one device of this process.
+
+    Args:
+        models: drafts first, target last.
+        where: what needs that, for the message.
+
+    Raises:
+        ValueError: one is split, offloaded or sharded.
+    """
+    for name, model in zip(stage_names(len(models)), models, strict=True):
+        if (why := why_not_whole(model)) is not None:
+            raise ValueError(
+                f"{where} needs each model whole on one device, and {name} is not: {why}; use schedule='plain', 'lockstep' or 'workers'"
+            )
 
 
 def _some(names: Sequence[str]) -> str:
@@ -128,6 +152,25 @@ def check_quantised_draft(name: str, method: str | None) -> None:
         )
 
 
+def check_whole_draft(name: str, devices: Sequence[str], offloaded: Sequence[str] = ()) -> None:
+    """Check that a draft lies whole on one device, as a worker process builds it.
+
+    Args:
+        name: of the stage.
+        devices: those that it computes on.
+        offloaded: names of modules whose weights are elsewhere between calls.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if offloaded or len(devices) > 1:
+        how = f"offloaded ({_some(offloaded)})" if offloaded else f"split over {', '.join(devices)}"
+        raise ValueError(
+            f"{name} is {how}: a worker process builds a draft whole on one device; load it there, or use schedule='lockstep' (the target "
+            "may be split and offloaded)"
+        )
+
+
 def check_shareable(models: Sequence[PreTrainedModel]) -> None:
     """Check that each draft can run in a worker process, which builds its class around weights in shared memory.
 
@@ -137,7 +180,7 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
         models: drafts first, target last.
 
     Raises:
-        ValueError: for a draft that is quantised, whose class cannot be imported, or that holds tensors its class does not create.
+        ValueError: for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
     """
     for name, model in zip(stage_names(len(models)), models[:-1], strict=False):
         kind = type(model)
@@ -147,6 +190,9 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
                 "schedule='lockstep'"
             )
         check_quantised_draft(name, quantisation(model))
+        check_whole_draft(
+            name, [str(device) for device in LayerDevices.of(model).devices], list(offloaded_modules(model))
+        )
         for at, tensor in (*model.named_parameters(), *model.named_buffers()):
             if type(tensor) not in _PLAIN:
                 raise ValueError(
@@ -195,7 +241,7 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
         NotCapturable: for the first model that cannot.
     """
     names = stage_names(len(models))
-    on_cpu = [name for name, model in zip(names, models, strict=True) if model.device.type == "cpu"]
+    on_cpu = [name for name, model in zip(names, models, strict=True) if input_device(model).type == "cpu"]
     if on_cpu and len(on_cpu) < len(models):
         raise ValueError(
             f"schedule='streams' and graphs=True need all stages on GPUs, and {', '.join(on_cpu)} "
@@ -210,6 +256,17 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
 
 def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Parts that cannot work with a static cache and padding columns, captured or not, and why."""
+    offloaded, lies = offloaded_modules(model), LayerDevices.of(model)
+    if offloaded:
+        yield next(iter(offloaded)), "accelerate brings its weights from elsewhere in each call (offloading)"
+    if lies.is_split:
+        at, device = next((i, device) for i, device in enumerate(lies.layers) if device != lies.inputs)
+        yield (
+            f"layer {at}",
+            f"the model is split over several devices ({device} from here), and a captured step runs on one",
+        )
+    if (processes := tensor_parallel_size(model)) > 1:
+        yield "the target", f"its weights are sharded over {processes} processes, whose exchanges are not captured"
     config = text_config(model.config)
     first = next((at for at, module in model.named_modules() if "Attention" in type(module).__name__), "its attention")
     if not model._can_set_attn_implementation():
@@ -238,11 +295,6 @@ def _not_captured(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Parts that cannot be captured, and why."""
     if compute_dtype(model) == torch.float64:
         yield "its dtype", "it computes in float64, for which there are no GPU kernels here; use float32"
-    offloaded, devices, _ = _Layout.of(model)
-    if offloaded:
-        yield offloaded[0], "accelerate brings its weights from elsewhere in each call (offloading)"
-    if len(devices) > 1:
-        yield list(devices.values())[1], "the model is split over several devices (device_map), and a graph runs on one"
     method = quantisation(model)
     if method is None:
         return

@@ -13,6 +13,7 @@ from pipespec.generation import Generation
 from pipespec.models.loading import load_model
 from pipespec.pipeline import BasePipeline
 from pipespec.preflight.checks import check_chain
+from pipespec.preflight.support import check_whole
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
@@ -133,6 +134,7 @@ def resolve_drafter(
             drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=target.device
         )
         check_chain([target], [given_target])
+        check_whole([target], "a SpeculativePipeline")
         return ModuleDrafter(module, target.get_input_embeddings()), []
     given: list[Any] = []
     if isinstance(drafter, (PreTrainedModel, Path)) or (isinstance(drafter, str) and drafter != "ngram"):
@@ -147,6 +149,7 @@ def resolve_drafter(
         )
     models = [load_model(m, **options) for m in given]
     check_chain([*models, target], [*given, given_target])
+    check_whole([*models, target], "a SpeculativePipeline")
     if isinstance(drafter, Drafter):
         return drafter, []
     return (ChainDrafter(models) if models else NgramDrafter()), models

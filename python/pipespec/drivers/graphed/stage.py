@@ -7,6 +7,7 @@ capture.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -122,13 +123,14 @@ class GraphedStage(Stage):
         found.sampler.set(inputs.sampling_params, inputs.prompts, inputs.most)
         return found
 
-    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> int:
+    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
         """As :meth:`Stage.reusable_bytes`, graphs included. ``given`` does not count, as it is copied."""
         rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
         buffers = self._buffers.get(rows)
         if buffers is None or not buffers.cache.fits(rows, capacity) or not buffers.cache.matches(self.model):
-            return 0
-        return buffers.cache.nbytes * capacity // buffers.cache.capacity + (HEADROOM if buffers.graphs else 0)
+            return Counter()
+        kept = buffers.cache.nbytes * capacity // buffers.cache.capacity + (HEADROOM if buffers.graphs else 0)
+        return Counter({str(buffers.cache.device): kept})
 
     def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
         """Release the buffers for other numbers of rows, and those that are larger than needed unless the call reuses their content."""

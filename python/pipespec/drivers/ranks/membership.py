@@ -134,7 +134,10 @@ def _own_device(device: Devices, names: Sequence[str], own: int) -> Devices:
         device = device[own]
     if device is None or device == AUTO:
         return device
-    return str(own_device(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))))
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    several = device.split("+") if isinstance(device, str) else [device] if isinstance(device, torch.device) else device
+    found = [str(own_device(each, local_rank)) for each in several]
+    return found[0] if len(found) == 1 else [found]
 
 
 def _terms(given: Sequence[Any], config: SpeculationConfig) -> dict[str, Any]:

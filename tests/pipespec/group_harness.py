@@ -1,0 +1,168 @@
+"""Tensor-parallel groups without torchrun's start-up: one process that has imported everything forks them.
+
+``python -m tests.pipespec.group_harness SIZE ...`` runs :func:`scenario` in groups of these sizes and prints one line of JSON per rank. The model is
+sharded here as transformers shards it: by rows for the projections into the heads and the MLP, by columns for those out of them, whose partial sums are
+added over the group. So it needs neither accelerate nor a plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaForCausalLM
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
+
+from pipespec import Pipeline
+from pipespec.preflight import memory
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
+
+BY_ROWS, BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def whole_model() -> LlamaForCausalLM:
+    return random_llama(3, kv_heads=4)
+
+
+def sharded(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy with this rank's part of the projections."""
+    other, rank, size = copy.deepcopy(model), dist.get_rank(), dist.get_world_size()
+    for layer in other.model.layers:
+        for name, module in layer.named_modules():
+            if (own := name.rpartition(".")[2]) in BY_ROWS + BY_COLUMNS:
+                part = module.weight.detach().chunk(size, dim=int(own in BY_COLUMNS))[rank]
+                module.weight = nn.Parameter(part.contiguous(), requires_grad=False)
+            if own in BY_COLUMNS:
+                module.register_forward_hook(lambda module, given, out: (dist.all_reduce(out), out)[1])
+    other._tp_size, other._device_mesh = size, init_device_mesh("cpu", (size,))
+    return other
+
+
+def calls() -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+    """Batches of different lengths, greedy and sampled; a prompt that takes several chunks."""
+    found = []
+    for seed, options in ((1, {"do_sample": False}), (2, {"do_sample": True, "seed": 7, "top_k": 40})):
+        ids, mask = left_pad(random_prompts(3, seed=seed))
+        found.append((ids, mask, {"max_new_tokens": 14, **options}))
+    long = random_prompts(1, seed=5, shortest=90, longest=90)[0][None]
+    found.append((long, torch.ones_like(long), {"max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": 40}))
+    return found
+
+
+class Streamer:
+    """Collects tokens; with ``fails``, raises at the third call."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.got: list[int] = []
+        self.fails, self.ended = fails, False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.fails and len(self.got) > 4:
+            raise OSError("the reader has gone")
+        self.got += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class StopAfter(StoppingCriteria):
+    """Ends all rows behind a number of columns. On rank 0 alone; elsewhere it must not be asked."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        assert dist.get_rank() == 0
+        return torch.full((ids.shape[0],), ids.shape[1] >= self.columns)
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def scenario(schedules: list[str]) -> dict[str, Any]:
+    """What one rank sees."""
+    whole, rank, found = whole_model(), dist.get_rank(), {}
+    target, draft = sharded(whole), noisy(whole, 0.02)
+    found["texts"] = []
+    for schedule in schedules:
+        with Pipeline(target, draft, schedule=schedule) as pipe:
+            for ids, mask, options in calls():
+                found["texts"].append(pipe.generate(ids, attention_mask=mask, **options).tolist())
+            found["form"] = pipe.report.stages[-1].forward
+            found["schedule"] = pipe.report.schedule
+    pipe = Pipeline(target, draft, schedule="lockstep")
+    ids = random_prompts(1, seed=3, shortest=6, longest=6)[0][None]
+    first = pipe.generate(ids, max_new_tokens=9, return_dict_in_generate=True, output_hidden_states=True)
+    cache = first.past_key_values
+    found["shard"] = [list(cache.layers[0].keys.shape), len(first.hidden_states)]
+    found["goes on"] = pipe.generate(first.sequences, past_key_values=cache, max_new_tokens=9).tolist()
+    streamer = Streamer()
+    criteria = StoppingCriteriaList([StopAfter(12)])
+    found["stopped"] = pipe.generate(ids, max_new_tokens=20, stopping_criteria=criteria, streamer=streamer).tolist()
+    found["streamed"] = [streamer.got, streamer.ended]
+    found["failed"] = error_of(lambda: pipe.generate(ids, max_new_tokens=20, streamer=Streamer(fails=rank == 0)))
+    found["differ"] = error_of(lambda: pipe.generate(ids + rank, max_new_tokens=4))
+
+    facts = memory.device_facts
+    if rank == dist.get_world_size() - 1:
+        memory.device_facts = lambda names: [memory.DeviceFacts("cpu", 1, 1)]
+    found["no memory"] = error_of(lambda: pipe.generate(ids, max_new_tokens=4))
+    memory.device_facts = facts
+    padded = torch.tensor([[5, 6, 0], [5, 6, 7]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    found["right padding"] = error_of(lambda: pipe.generate(padded, attention_mask=mask, max_new_tokens=2))
+    found["auto"] = error_of(lambda: Pipeline(target, draft, schedule="auto"))
+    found["self"] = error_of(lambda: Pipeline(target, "self:1"))
+    # The ranks of a chain are processes with a model each.
+    found["ranks"] = error_of(lambda: Pipeline(target, draft, schedule="ranks"))
+    found["again"] = pipe.generate(ids, max_new_tokens=9).tolist()
+    if rank == 0:
+        found["accepted"] = pipe.report.stages[-1].accepted
+    return found
+
+
+def main() -> None:
+    for at, size in enumerate(map(int, sys.argv[1:])):
+        folder = tempfile.mkdtemp()
+        pids = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid:
+                pids.append(pid)
+                continue
+            status = 1
+            try:
+                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+                found = scenario(["plain", "lockstep", "workers"] if at == 0 else ["lockstep"])
+                Path(folder, str(rank)).write_text(json.dumps(found))
+                dist.barrier()
+                dist.destroy_process_group()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        if any(statuses):
+            sys.exit(f"group of {size}: {statuses}")
+        print(json.dumps([json.loads(Path(folder, str(rank)).read_text()) for rank in range(size)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

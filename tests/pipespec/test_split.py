@@ -1,0 +1,443 @@
+"""Models over several devices, and models whose weights are elsewhere between calls: the text of the whole model.
+
+Without accelerate, hooks of this file bring the weights. With it, its own do. Two real devices need GPUs.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from pipespec import Pipeline, attach, detach
+from pipespec.drivers.ranks import membership
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import forward
+from pipespec.errors import DoesNotFit, NotCapturable
+from pipespec.models import loading
+from pipespec.models.devices import LayerDevices, offloaded_modules
+from pipespec.preflight.devices import DeviceFacts, requested
+from pipespec.preflight.memory import estimate
+from pipespec.preflight.placement import arrange
+from pipespec.preflight.stages import StageFacts
+from pipespec.preflight.support import check_streams
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.chains_of_ranks import in_process
+from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save
+from tests.trials import trials
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(3, layers=LAYERS)
+
+
+def offloaded(model, within=""):
+    """A copy of which modules with names that begin with ``within`` have their weights only while they run."""
+    other = copy.deepcopy(model)
+    brought = []
+    for name, module in other.named_modules():
+        weights = dict(module._parameters)
+        if not name.startswith(within) or not weights:
+            continue
+
+        def bring(module, _, weights=weights):
+            brought.append(module)
+            module._parameters.update(weights)
+
+        def drop(module, *_):
+            for at, weight in module._parameters.items():
+                module._parameters[at] = None if weight is None else nn.Parameter(weight.to("meta"))
+
+        drop(module)
+        module.register_forward_pre_hook(bring)
+        module.register_forward_hook(drop)
+        module._hf_hook = SimpleNamespace(offload=True, execution_device="cpu")
+    return other, brought
+
+
+@pytest.mark.parametrize(
+    ("schedule", "within"), [("plain", ""), ("lockstep", "model.layers.1"), ("lockstep", "lm_head"), ("workers", "")]
+)
+def test_weights_that_hooks_bring(model, schedule, within):
+    """As target; greedy, sampled, batches of different lengths, and a cache that goes on."""
+    target, brought = offloaded(model, within)
+    ids, mask = left_pad(random_prompts(3, seed=1))
+    reference = Pipeline(model, schedule="plain")
+    with Pipeline(target, noisy(model, 0.02), schedule=schedule) as pipe:
+        for options in ({"do_sample": False}, {"do_sample": True, "seed": 5, "top_p": 0.9}):
+            wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=12, **options)
+            assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **options), wanted)
+        assert pipe.report.stages[-1].forward.startswith("transformers: accelerate brings the weights of ")
+        assert brought
+        first = pipe.generate(PROMPT, max_new_tokens=8, return_dict_in_generate=True)
+        again = pipe.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=8)
+        assert torch.equal(again, model.generate(PROMPT, max_new_tokens=16, do_sample=False))
+
+
+def test_drafts_and_other_entries(model):
+    """An offloaded draft in lockstep, the default schedule, ``attach()``, and what is refused by name."""
+    draft, brought = offloaded(noisy(model, 0.02))
+    wanted = model.generate(PROMPT, max_new_tokens=10, do_sample=False)
+    pipe = Pipeline(model, draft, schedule="lockstep")
+    assert torch.equal(pipe.generate(PROMPT, max_new_tokens=10), wanted)
+    assert pipe.report.stages[1].accepted > 0
+    assert brought
+    with pytest.raises(ValueError, match=r"draft 0 is offloaded \(model.embed_tokens and \d+ more\): a worker process"):
+        Pipeline(model, draft, schedule="workers")
+    target, _ = offloaded(model, "model.layers.2")
+    plain = Pipeline(target)
+    assert plain.schedule == "plain"
+    attach(target, noisy(model, 0.02), schedule="lockstep")
+    assert torch.equal(target.generate(PROMPT, max_new_tokens=10, do_sample=False), wanted)
+    detach(target)
+    with pytest.raises(NotCapturable, match=r"model.layers.2.self_attn.q_proj: accelerate brings its weights"):
+        check_streams([target])
+    with pytest.raises(ValueError, match=r"exact=True.*accelerate brings the weights of model.layers.2"):
+        Pipeline(target, schedule="plain", exact=True)
+    with pytest.raises(ValueError, match=r"schedule='auto'.* target is not: accelerate brings"):
+        Pipeline(target, noisy(model, 0.02), schedule="auto")
+
+
+@pytest.mark.parametrize("options", [None, {"draft_dtype": "int8"}, {"draft_vocabulary": 40}])
+def test_drafts_are_made_out_of_whole_models(model, options):
+    """A derived draft shares modules' weights. It has no hooks that bring them."""
+    part, _ = offloaded(model, "model.layers.1")
+    target, draft = (part, "self:1") if options is None else (model, part)
+    with pytest.raises(ValueError, match=r"made out of a model that is whole on one device.*accelerate brings"):
+        Pipeline(target, draft, schedule="lockstep", **(options or {}))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rejection_sampling_and_no_prompt(model, rule):
+    """What has a device: the draft's distributions, and the begin token of a call without a prompt."""
+    target, _ = offloaded(model)
+    texts = []
+    for its in (model, target):
+        pipe = Pipeline(its, noisy(model, 0.02), acceptance=rule, native=False)
+        options = {"max_new_tokens": 10, "do_sample": True, "seed": 5}
+        texts.append([pipe.generate(PROMPT, **options).tolist(), pipe.generate(**options).tolist()])
+    assert texts[0] == texts[1]
+
+
+def test_ranks(model, monkeypatch):
+    """An offloaded target and an offloaded draft, each in its rank."""
+    target, brought = offloaded(model)
+    draft, _ = offloaded(noisy(model, 0.02), "model.layers.1")
+    with in_process(monkeypatch, [draft, target]) as (pipe, _):
+        wanted = model.generate(PROMPT, max_new_tokens=10, do_sample=False)
+        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=10), wanted)
+        assert brought
+
+
+def test_a_rank_takes_several_gpus(monkeypatch):
+    monkeypatch.setattr(membership, "own_device", lambda device, local_rank: torch.device(device))
+    monkeypatch.setenv("RANK", "0")
+    names = ["draft 0", "target"]
+    split = [["cuda:0", "cuda:1"]]
+    for device in ("cuda:0+cuda:1", ["cpu", ["cuda:0", "cuda:1"]], {"target": ["cuda:0", "cuda:1"]}):
+        assert membership._own_device(device, names, 1) == split
+    assert membership._own_device(["cpu", torch.device("cuda:1")], names, 0) == "cpu"
+    assert membership._own_device(torch.device("cuda:1"), names, 0) == "cuda:1"
+
+
+def test_what_offloaded_weights_take(model):
+    target, _ = offloaded(model)
+    facts = StageFacts.of_model("target", target)
+    assert facts.device == "cpu"
+    assert facts.staged == model.lm_head.weight.nbytes  # the largest
+    assert facts.weights < model.lm_head.weight.nbytes  # buffers
+    whole = StageFacts.of_model("target", model)
+    more = estimate([facts], 2, 100).needs[0].activations - estimate([whole], 2, 100).needs[0].activations
+    assert more == facts.staged
+
+
+# ---- caches with several storages
+
+
+NEAR, FAR = torch.device("cpu"), torch.device("cpu", 0)
+"""Two names of one device: with them layers have different storages. What is on which device shows on GPUs only."""
+
+
+def caches(model, rows):
+    whole = RowCache.for_model(model, rows, 24)
+    apart = RowCache(
+        model.config, rows, 24, dtype=torch.float32, device=NEAR, layer_devices=[NEAR, FAR, NEAR][: whole._depth]
+    )
+    return whole, apart
+
+
+def same(whole, apart):
+    assert whole.lengths == apart.lengths
+    for one, other in zip(whole.states(), apart.states(), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+    for one, other in zip(whole.layers, apart.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_storages_apart_hold_what_one_storage_holds(model, attention):
+    """Every operation of a cache, in lengths that are equal and that differ. The layers are interleaved."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation(attention)
+    whole, apart = caches(model, 3)
+    ids = torch.arange(3 * 12).view(3, 12) * 7 % model.config.vocab_size
+    assert apart.nbytes == whole.nbytes
+
+    def feed(q):
+        logits = [forward(model, ids[:, :q], cache, keep=q, native=False) for cache in (whole, apart)]
+        assert torch.equal(*logits)
+        same(whole, apart)
+
+    def both(change):
+        change(whole)
+        change(apart)
+        same(whole, apart)
+
+    feed(6)
+    both(lambda cache: cache.truncate([6, 2, 4]))
+    feed(3)
+    both(lambda cache: cache.reserve(40))
+    feed(5)
+    both(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])))
+    feed(1)
+    for cache in (copy.deepcopy(whole), copy.deepcopy(apart)):
+        same(whole, cache)
+    both(lambda cache: cache.batch_select_indices(torch.tensor([1, 2, 2])))
+    feed(2)
+    other_whole, other_apart = caches(model, 3)
+    other_whole.reserve(40)
+    other_apart.reserve(40)
+    other_whole.copy_from(whole, [3, 1, 2])
+    other_apart.copy_from(apart, [3, 1, 2])
+    same(other_whole, other_apart)
+    states = [(k.clone(), v.clone()) for k, v in whole.states()]
+    other_whole.load(states)
+    other_apart.load(states)
+    same(other_whole, other_apart)
+    with pytest.raises(ValueError, match="cannot be copied into"):
+        other_apart.copy_from(whole, [1, 1, 1])
+
+
+def test_truncation_touches_no_storage(model):
+    """O(1) per device: numbers on the host. Where attention reads lengths on the devices, each device gets one copy."""
+    _, apart = caches(model, 2)
+    forward(model, torch.ones((2, 4), dtype=torch.long), apart, keep=0, native=False)
+    before = [(store.data_ptr(), store._version) for store in apart._stores]
+    apart.truncate([1, 3])
+    assert [(store.data_ptr(), store._version) for store in apart._stores] == before
+    apart.sync()
+    assert len(apart._lengths_on) == 2
+    assert [n.tolist() for n in apart._lengths_on.values()] == [[1, 3], [1, 3]]
+    assert all(s.lengths is apart._lengths_on[s.device] for s in apart._storages)
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("pipespec")
+    with pytest.raises(ValueError, match="a static RowCache lies on one device, not on"):
+        RowCache(model.config, 1, 8, dtype=torch.float32, device=NEAR, static=True, layer_devices=[NEAR, FAR, NEAR])
+
+
+# ---- which layer where
+
+
+def test_devices_of_one_stage(monkeypatch):
+    gpus(monkeypatch, 3)
+    assert requested({"target": ["cuda:1", "cuda:2"]}, 2) == [None, ("cuda:1", "cuda:2")]
+    assert requested(["cuda:0", ("cuda:1", "cuda:2")], 2) == ["cuda:0", ("cuda:1", "cuda:2")]
+    assert requested("cuda:1+cuda:2", 1) == [("cuda:1", "cuda:2")]  # on the command line
+    for wrong in (["cuda:1"], ["cuda:1", "cuda:1"], ["cuda:1", "cpu"]):
+        with pytest.raises(ValueError, match="name two or more different GPUs to split it over"):
+            requested({"target": wrong}, 1)
+    with pytest.raises(ValueError, match="'auto' places all stages"):
+        requested({"target": ["auto", "cuda:1"]}, 1)
+
+
+def some_gpus(*free):
+    return [
+        DeviceFacts("cpu", 64 * GIB, 60 * GIB),
+        *(DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)),
+    ]
+
+
+def layers_on(device_map):
+    """Number of layers by device, and the devices of the other parts."""
+    counts, others = {}, {}
+    for name, device in device_map.items():
+        if ".layers." in name:
+            counts[device] = counts.get(device, 0) + 1
+        else:
+            others[name] = device
+    return counts, others
+
+
+def test_a_target_over_several_gpus(tmp_path, monkeypatch):
+    """A run of layers on each. Equal bytes where that fits, else by free memory; the ends belong to the first and the last."""
+    gpus(monkeypatch, 4)
+    draft = folder_of(llama("8B"), tmp_path / "draft", dtype="bfloat16")
+    target = folder_of(llama("70B"), tmp_path / "target", dtype="bfloat16")
+    facts = some_gpus(79, 79, 79)
+    over = arrange([draft, target], device={"draft 0": "cuda:0", "target": ["cuda:1", "cuda:2"]}, facts=facts)
+    assert over[0] == "cuda:0"
+    counts, others = layers_on(over[1])
+    assert counts == {"cuda:1": 40, "cuda:2": 40}
+    assert others == {
+        "model.embed_tokens": "cuda:1",
+        "model.rotary_emb": "cuda:1",
+        "model.norm": "cuda:2",
+        "lm_head": "cuda:2",
+    }
+    assert [f"model.layers.{i}" for i in range(80)] == [name for name in over[1] if ".layers." in name]
+    places = [over[1][f"model.layers.{i}"] for i in range(80)]
+    assert places == sorted(places)
+    uneven, _ = layers_on(arrange([target], device=[["cuda:0", "cuda:1"]], facts=some_gpus(100, 50))[0])
+    assert uneven["cuda:0"] > 1.5 * uneven["cuda:1"]
+    # The numbers by device.
+    with pytest.raises(DoesNotFit) as caught:
+        arrange([target], device=[["cuda:0", "cuda:1"]], facts=some_gpus(60, 60))
+    lines = [line.split() for line in str(caught.value).splitlines() if line.startswith("target")]
+    assert [line[1] for line in lines] == ["cuda:0", "cuda:1"]
+    assert sum(float(line[2]) for line in lines) == pytest.approx(2 * 70553706496 / GIB, abs=0.1)
+    # A head that shares the embedding's weights lies beside it.
+    tied = folder_of(llama("1B"), tmp_path / "tied", dtype="bfloat16")
+    counts, others = layers_on(arrange([tied], device=[["cuda:0", "cuda:1"]], facts=facts)[0])
+    assert sum(counts.values()) == 16
+    assert counts["cuda:0"] < counts["cuda:1"]  # the embedding is a quarter of the weights
+    assert (others["model.embed_tokens"], others["lm_head"], others["model.norm"]) == ("cuda:0", "cuda:0", "cuda:1")
+    with pytest.raises(ValueError, match=r"target cannot be split over .*: it has 2 layers"):
+        arrange([save(random_llama(1), tmp_path / "short")], device=[["cuda:0", "cuda:1", "cuda:2"]], facts=facts)
+    with pytest.raises(ValueError, match="draft 0 is split over cuda:0, cuda:1: a worker process"):
+        arrange(
+            [tied, target], device=[["cuda:0", "cuda:1"], "cuda:2"], schedule="workers", facts=some_gpus(79, 79, 200)
+        )
+
+
+def test_the_automatic_choice_splits_a_target_that_fits_on_no_gpu(tmp_path):
+    """Over as few GPUs as suffice. Drafts then go where there is room."""
+    draft = folder_of(llama("1B"), tmp_path / "draft", dtype="bfloat16")
+    target = folder_of(llama("70B"), tmp_path / "target", dtype="bfloat16")
+    first, over = arrange([draft, target], device="auto", facts=some_gpus(40, 79, 70, 75))
+    assert layers_on(over)[0].keys() == {"cuda:1", "cuda:3"}
+    assert first == "cuda:2"
+    _, over = arrange([draft, target], device="auto", facts=some_gpus(60, 60, 60))
+    assert len(layers_on(over)[0]) == 3
+    with pytest.raises(DoesNotFit, match="target fits on no GPU and not on all of them together"):
+        arrange([draft, target], device="auto", facts=some_gpus(60, 60))
+    assert arrange([draft], device="auto", facts=some_gpus(60, 60)) == ["cuda:0"]
+
+
+def test_a_split_model_is_read_by_its_device_map(model, tmp_path, monkeypatch):
+    folder = save(model, tmp_path / "model")
+    where = {"model": "cuda:1", "lm_head": "cuda:2"}
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="over several devices needs the package accelerate"):
+        loading.load_model(folder, device=where)
+    monkeypatch.undo()
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())
+    asked = []
+
+    def read(path, device_map, **options):
+        asked.append(device_map)
+        return model, {"missing_keys": []}
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    assert loading.load_model(folder, device=where) is model
+    assert asked == [where]
+
+
+# ---- accelerate's own hooks
+
+
+@pytest.fixture(scope="module")
+def accelerate():
+    return pytest.importorskip("accelerate")
+
+
+def dispatched(model, accelerate, how, folder):
+    other = copy.deepcopy(model)
+    if how == "all on disk":
+        return accelerate.disk_offload(other, folder)
+    if how == "in memory":
+        return accelerate.cpu_offload(other, execution_device=torch.device("cpu"))
+    names = [
+        "model.embed_tokens",
+        "model.rotary_emb",
+        *(f"model.layers.{i}" for i in range(LAYERS)),
+        "model.norm",
+        "lm_head",
+    ]
+    places = {name: "disk" if name in ("model.layers.1", "lm_head") else "cpu" for name in names}
+    if how == "some on disk":
+        return accelerate.dispatch_model(other, places, main_device="cpu", offload_dir=folder)
+    return AutoModelForCausalLM.from_pretrained(
+        save(model, folder / "m"), device_map=places, offload_folder=folder / "o"
+    )
+
+
+@pytest.mark.parametrize("how", ["all on disk", "in memory", "some on disk", "from_pretrained"])
+def test_the_text_of_the_whole_model(model, accelerate, how, tmp_path):
+    target = dispatched(model, accelerate, how, tmp_path)
+    assert offloaded_modules(target)
+    assert LayerDevices.of(target) == LayerDevices.of(model)
+    reference = Pipeline(model, schedule="plain")
+    for schedule in ("plain", "lockstep") if how != "some on disk" else ("lockstep", "workers"):
+        with Pipeline(target, noisy(model, 0.02), schedule=schedule) as pipe:
+            for seed in range(trials(ci=1, nightly=25)):
+                ids, mask = left_pad(random_prompts(4, seed=seed))
+                for options in ({"do_sample": False}, {"do_sample": True, "seed": seed}):
+                    wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=16, **options)
+                    assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=16, **options), wanted)
+            assert "accelerate brings the weights" in pipe.report.stages[-1].forward
+
+
+# ---- on GPUs
+
+
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.gpu
+@TWO
+@pytest.mark.parametrize("attention", ["sdpa", "pipespec"])
+@pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
+def test_layers_on_two_gpus(model, accelerate, tmp_path, schedule, attention):
+    """Each layer's keys and values beside it; rows of different lengths; a DynamicCache of the caller's."""
+    folder = save(model, tmp_path / "model")
+    with Pipeline(
+        folder, noisy(model, 0.02).to("cuda:0"), device={"target": ["cuda:0", "cuda:1"]}, schedule=schedule
+    ) as pipe:
+        target = pipe.target
+        target.set_attn_implementation(attention)
+        assert LayerDevices.of(target).devices == (torch.device("cuda:0"), torch.device("cuda:1"))
+        ids, mask = (x.to("cuda:0") for x in left_pad(random_prompts(3, seed=1)))
+        wanted = target.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+        out = pipe.generate(ids, attention_mask=mask, max_new_tokens=16, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, wanted)
+        cache = out.past_key_values
+        assert [layer.keys.device for layer in cache.layers] == list(LayerDevices.of(target).layers)
+        assert {str(d) for d in cache.nbytes_on()} == {"cuda:0", "cuda:1"}
+        sampled = [pipe.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=True, seed=1) for _ in range(2)]
+        assert torch.equal(*sampled)
+        own = DynamicCache()
+        pipe.generate(ids, attention_mask=mask, max_new_tokens=4, past_key_values=own)
+        assert [layer.keys.device for layer in own.layers] == list(LayerDevices.of(target).layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("schedule", ["plain", "lockstep"])
+def test_a_gpu_with_weights_on_the_cpu_and_on_disk(model, accelerate, tmp_path, schedule):
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": "cpu", "lm_head": 0}
+    places |= {f"model.layers.{i}": [0, "cpu", "disk"][i] for i in range(LAYERS)}
+    target = accelerate.dispatch_model(copy.deepcopy(model), places, offload_dir=tmp_path)
+    assert LayerDevices.of(target).devices == (torch.device("cuda:0"),)
+    ids = PROMPT.to("cuda:0")
+    wanted = target.generate(ids, max_new_tokens=16, do_sample=False)
+    pipe = Pipeline(target, noisy(model, 0.02).to("cuda:0"), schedule=schedule)
+    assert torch.equal(pipe.generate(ids, max_new_tokens=16), wanted)

@@ -1,0 +1,183 @@
+"""Tensor-parallel targets: one text in all ranks of a group, that of the whole model.
+
+The groups are processes of :mod:`tests.pipespec.group_harness`. With accelerate, transformers shards a model itself, under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipespec import Pipeline
+from tests.conftest import random_prompts
+from tests.pipespec.group_harness import calls, whole_model
+from tests.pipespec.tiny_models import make
+from tests.trials import trials
+
+ROOT = Path(__file__).parents[2]
+SIZES = trials(ci=(2,), nightly=(2, 4))
+
+
+def run(*command):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found():
+    """By size of the group, what each rank saw."""
+    out = run("-m", "tests.pipespec.group_harness", *SIZES)
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("[{")]
+    return dict(zip(SIZES, lines, strict=True))
+
+
+def texts_of(model):
+    pipe = Pipeline(model, schedule="plain", native=False)
+    return [pipe.generate(ids, attention_mask=mask, **options).tolist() for ids, mask, options in calls()]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Those of the whole model."""
+    return texts_of(whole_model())
+
+
+def continuation(new):
+    ids = random_prompts(1, seed=3, shortest=6, longest=6)[0][None]
+    return whole_model().generate(ids, max_new_tokens=new, do_sample=False).tolist()
+
+
+def test_every_rank_returns_the_text_of_the_whole_model(found, texts):
+    """plain, lockstep and workers; greedy and sampled; batches; a prefill in chunks."""
+    for size, ranks in found.items():
+        for rank, seen in enumerate(ranks):
+            assert seen["texts"] == texts * (len(seen["texts"]) // len(texts)), (size, rank)
+            assert len(seen["texts"]) == len(texts) * (3 if size == SIZES[0] else 1)
+            assert seen["form"] == f"transformers: its weights are sharded over {size} processes (tensor parallel)"
+            assert seen["schedule"] == ("follower" if rank else "workers" if size == SIZES[0] else "lockstep")
+        assert ranks[0]["accepted"] > 0
+
+
+def test_each_rank_has_its_part_of_the_cache(found):
+    for size, ranks in found.items():
+        for seen in ranks:
+            assert seen["shard"] == [[1, 4 // size, 14, 16], 9]
+            assert seen["goes on"] == continuation(18)
+
+
+def test_rank_0_applies_the_criteria_and_the_others_stream_its_text(found):
+    wanted = continuation(6)
+    for ranks in found.values():
+        for seen in ranks:
+            assert seen["stopped"] == wanted
+            assert seen["streamed"] == [wanted[0], True]
+
+
+def test_errors_reach_every_rank(found):
+    """A failure in rank 0, in another rank, other inputs; the next call works."""
+    for size, ranks in found.items():
+        assert ranks[0]["failed"] == "OSError: the reader has gone"
+        for rank, seen in enumerate(ranks):
+            if rank:
+                assert (
+                    seen["failed"]
+                    == "RuntimeError: generate() failed in rank 0, which leads: OSError: the reader has gone"
+                )
+            assert seen["differ"].startswith(
+                "ValueError: generate() was called with other inputs in rank 1 than in rank 0"
+            )
+            own = rank == size - 1
+            assert seen["no memory"].startswith(
+                "DoesNotFit: the stages need"
+                if own
+                else f"RuntimeError: generate() failed in rank {size - 1} of the target"
+            )
+            assert "which a target sharded over processes does not continue" in seen["right padding"]
+            assert "its weights are sharded over" in seen["auto"]
+            assert seen["self"].startswith("ValueError: drafts='self' needs a target that is whole")
+            assert seen["ranks"].startswith(
+                "ValueError: the target is sharded over processes (tp_plan), and schedule='ranks'"
+            )
+            assert seen["again"] == continuation(9)
+
+
+CODE = """
+import sys, torch, json
+from pathlib import Path
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+import torch.distributed as dist
+from pipespec import Pipeline
+from tests.pipespec.group_harness import calls
+found = []
+for path in sys.argv[2:]:
+    target = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto")
+    whole = AutoModelForCausalLM.from_pretrained(path)
+    with Pipeline(target, whole, schedule="lockstep") as pipe:
+        texts = [pipe.generate(ids, attention_mask=mask, **options).tolist() for ids, mask, options in calls()]
+    found.append([texts, pipe.report.stages[-1].forward])
+Path(sys.argv[1], str(dist.get_rank())).write_text(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+FAMILIES = ("mistral, window", "gemma3, mixed, two RoPE bases", "deepseek_v2, latents")
+
+
+def test_models_that_transformers_has_sharded(texts, tmp_path):
+    """Of several families, whose keys and values have windows, or latents of other sizes."""
+    pytest.importorskip("accelerate")
+    families = {name: make(name, vocab_size=whole_model().config.vocab_size) for name in FAMILIES}
+    models = {"llama": whole_model(), **families}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    (tmp_path / "program.py").write_text(CODE)
+    run(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        tmp_path / "program.py",
+        tmp_path,
+        *(tmp_path / name for name in models),
+    )
+    wanted = [texts, *(texts_of(families[name]) for name in FAMILIES)]
+    for rank in range(2):
+        got = json.loads((tmp_path / str(rank)).read_text())
+        for name, seen, text in zip(models, got, wanted, strict=True):
+            assert seen == [text, "transformers: its weights are sharded over 2 processes (tensor parallel)"], name
+
+
+GPU_CODE = CODE.replace(
+    "torch.set_num_threads(1)", "torch.cuda.set_device(int(__import__('os').environ['LOCAL_RANK']))"
+).replace("AutoModelForCausalLM.from_pretrained(path)\n", "AutoModelForCausalLM.from_pretrained(path).cuda()\n")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_target_over_two_gpus(tmp_path):
+    """The exchanges of the model over NCCL, the announcements over gloo: both ranks return one text."""
+    pytest.importorskip("accelerate")
+    whole_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "program.py").write_text(GPU_CODE)
+    arguments = [tmp_path / "program.py", tmp_path, tmp_path / "model"]
+    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *arguments)
+    first, second = (json.loads((tmp_path / str(rank)).read_text())[0][0] for rank in range(2))
+    assert first == second
