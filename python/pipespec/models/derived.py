@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from pipespec.models.adapters import base_layer, is_adapted
 from pipespec.models.properties import quantisation, text_config
 
 SELF = "self"
@@ -236,7 +237,7 @@ class Int8Linear(nn.Module):
 
 
 def in_int8(model: PreTrainedModel) -> PreTrainedModel:
-    """A draft whose matrices, the head included, are :class:`Int8Linear`. All else is shared with ``model``.
+    """A draft whose matrices, the head included, are :class:`Int8Linear`, with adapters merged. All else is shared with ``model``.
 
     Raises:
         ValueError: the model is quantised already.
@@ -253,7 +254,12 @@ def in_int8(model: PreTrainedModel) -> PreTrainedModel:
 
 def _replace_linear(module: nn.Module) -> None:
     for name, child in list(module.named_children()):
-        if type(child) is nn.Linear:
+        # The low-rank matrices of an adapter would lose more than the layer's, and peft merges only into floating point.
+        if is_adapted(child) and type(child.base_layer) is nn.Linear:
+            setattr(module, name, Int8Linear.of(base_layer(child)))
+        elif is_adapted(child):
+            continue
+        elif type(child) is nn.Linear:
             setattr(module, name, Int8Linear.of(child))
         else:
             _replace_linear(child)
