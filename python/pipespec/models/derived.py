@@ -304,7 +304,8 @@ def _replace_linear(module: nn.Module) -> None:
     for name, child in list(module.named_children()):
         # The low-rank matrices of an adapter would lose more than the layer's, and peft merges only into floating point.
         if is_adapted(child) and type(child.base_layer) is nn.Linear:
-            setattr(module, name, Int8Linear.of(base_layer(child)))
+            own: Any = base_layer(child)
+            setattr(module, name, Int8Linear.of(own))
         elif is_adapted(child):
             continue
         elif type(child) is nn.Linear:
