@@ -821,8 +821,12 @@ def _check_rank_drafts(drafts: Sequence[Any], **options: Any) -> None:
     """Refuse drafts that are made out of other models: a rank loads its own model alone."""
     for name, value in options.items():
         if value is not None:
+            # A dtype can be saved, int8 and a trimmed head cannot.
+            instead = (
+                "save such a draft and give its path" if name == "draft_dtype" and value != INT8 else "leave it out"
+            )
             raise ValueError(
-                f"{name} is not for schedule='ranks', where each rank loads its own model: save such a draft and give its path"
+                f"{name} is not for schedule='ranks', where each rank loads its own model as its folder has it: {instead}"
             )
     if any(tensor_parallel_size(draft) > 1 for draft in drafts if isinstance(draft, PreTrainedModel)):
         raise ValueError(

@@ -13,6 +13,7 @@ import pipespec
 from pipespec import Pipeline
 from pipespec.drivers.workers.weights import share
 from pipespec.models.adapters import named_tensors
+from pipespec.models.derived import in_int8
 from tests.conftest import noisy, random_llama
 from tests.waiting import drafts_keep_up
 
@@ -119,3 +120,34 @@ def test_learned_prompts_are_refused():
     model = random_llama(0)
     with pytest.raises(ValueError, match="Wrapper has an adapter that is a learned prompt"):
         Pipeline(Wrapper(model, is_prompt=True))
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_in_int8(disabled):
+    """The merged matrices are quantised, so that a worker has the same draft. The model keeps its adapters."""
+    model = adapted(noisy(random_llama(0), 0.02)).base_model
+    model.lm_head = Lora(model.lm_head, 3)
+    merged = noisy(random_llama(0), 0.02)
+    for module in model.modules():
+        if isinstance(module, Lora):
+            module.disable_adapters = disabled
+    merged.load_state_dict(dict(named_tensors(model)), strict=False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    draft = in_int8(model)
+    assert not any(isinstance(module, Lora) for module in draft.modules())
+    with torch.no_grad():
+        expected = in_int8(merged)(IDS).logits
+        assert torch.equal(draft(IDS).logits, expected)
+        weights, memory = share(draft)
+        assert torch.equal(weights.build(memory)(IDS).logits, expected)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_adapted_target_drafts_for_itself_in_int8_in_a_worker(chain):
+    target, _, wanted = chain
+    options = {"draft_dtype": "int8", "draft_vocabulary": 300, "lookahead": 4}
+    with Pipeline(target, ["self:1"], schedule="workers", **options) as pipe:
+        with drafts_keep_up(pipe, [IDS.shape[1] + NEW]):
+            assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)
+        assert pipe.report.stages[0].forward == "native"

@@ -22,6 +22,7 @@ from pipespec.planning.drafts import early_exit, layer_choices, measure_layers
 from pipespec.planning.profile import Profile
 from pipespec.preflight.support import check_shareable
 from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.tiny_models import make
 from tests.planning.test_planner import stage
 from tests.waiting import drafts_keep_up
 
@@ -376,3 +377,64 @@ def test_a_dtype_of_drafts_given_as_paths(model, tmp_path):
         assert [m.dtype for m in pipe.models] == [torch.bfloat16, torch.float32]
     with pytest.raises(ValueError, match="'eight' is not a dtype"):
         Pipeline(tmp_path / "target", tmp_path / "draft", schedule="lockstep", draft_dtype="eight")
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("deepseek_v3, latents", {}),  # dense layers first
+        ("smollm3, mixed", {"no_rope_layers": [1, 0, 0, 1]}),
+        ("qwen2_moe, mixed", {"mlp_only_layers": [1]}),
+    ],
+)
+@pytest.mark.parametrize("layers", [(1, 3), (0, 1, 3), (2, 3)])
+def test_layers_of_different_kinds_keep_their_kinds(tmp_path, family, more, layers):
+    """In this process, in another one, and as a checkpoint; as layers of a self-draft, too."""
+    target = make(family, **more)
+    ids = torch.arange(5, 15)[None]
+    draft = with_layers(target, layers)
+    cut = copy.deepcopy(target)
+    cut.model.layers = torch.nn.ModuleList(cut.model.layers[i] for i in layers)
+    for name in ("layer_types", "num_hidden_layers"):
+        setattr(cut.config, name, getattr(draft.config, name, None))
+    with torch.no_grad():
+        expected = cut(ids, use_cache=False).logits
+        draft.save_pretrained(tmp_path)
+        saved = type(draft).from_pretrained(tmp_path)
+        saved.config._experts_implementation = draft.config._experts_implementation
+        for found in (draft, worker(draft), saved):
+            torch.testing.assert_close(found(ids, use_cache=False).logits, expected)
+        again = with_layers(draft, [len(layers) - 1])
+        assert torch.equal(worker(again)(ids).logits, again(ids).logits)
+        whole = in_int8(with_vocabulary(draft, range(40)))
+        assert torch.equal(worker(whole)(ids).logits, whole(ids).logits)
+
+
+def worker(model):
+    """The model as another process builds it."""
+    weights, memory = share(model)
+    return weights.build(memory)
+
+
+def test_a_derived_draft_that_no_checkpoint_describes_is_not_saved(model, tmp_path):
+    for draft in (in_int8(model), with_vocabulary(model, range(40)), with_layers(in_int8(model), 2)):
+        for one in (draft, copy.deepcopy(draft)):
+            with pytest.raises(
+                NotImplementedError, match="save_pretrained: no checkpoint of transformers describes int8"
+            ):
+                one.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ({"draft_dtype": "int8"}, "draft_dtype is not for .* as its folder has it: leave it out"),
+        ({"draft_vocabulary": 40}, "draft_vocabulary is not for .* as its folder has it: leave it out"),
+        ({"draft_dtype": torch.float32}, "draft_dtype is not for .*: save such a draft and give its path"),
+    ],
+)
+def test_ranks_load_their_own_models(model, options, instead):
+    with pytest.raises(ValueError, match=instead):
+        Pipeline(model, noisy(model, 0.02), schedule="ranks", **options)

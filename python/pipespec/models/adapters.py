@@ -34,20 +34,27 @@ def named_tensors(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[st
         model: Stays as it is.
         merged: False: for the names alone, without the work of a merge.
     """
-    adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if is_adapted(module)}
     own = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     yield from ((name, tensor) for name, tensor in own if not any(name.startswith(f"{at}.") for at in adapted))
     for at, module in adapted.items():
-        layer: Any = module
-        if merged and not module.merged and not getattr(module, "disable_adapters", False):
-            layer = copy.deepcopy(module)
-            with torch.no_grad():
-                layer.merge()
-        yield from ((f"{at}.{name}", parameter) for name, parameter in layer.base_layer.named_parameters())
-        yield from ((f"{at}.{name}", buffer) for name, buffer in layer.base_layer.named_buffers())
+        base = base_layer(module) if merged else module.base_layer
+        yield from ((f"{at}.{name}", parameter) for name, parameter in base.named_parameters())
+        yield from ((f"{at}.{name}", buffer) for name, buffer in base.named_buffers())
 
 
-def _is_adapted(module: Any) -> bool:
+def base_layer(module: Any) -> nn.Module:
+    """The model's own layer within an adapted one: a copy with the adapters merged, or the layer itself where nothing is to be merged."""
+    layer = module
+    if not module.merged and not getattr(module, "disable_adapters", False):
+        layer = copy.deepcopy(module)
+        with torch.no_grad():
+            layer.merge()
+    found: nn.Module = layer.base_layer
+    return found
+
+
+def is_adapted(module: Any) -> bool:
     """Whether a module is a layer of peft around one of the model's, which can be merged."""
     return (
         isinstance(getattr(module, "base_layer", None), nn.Module)

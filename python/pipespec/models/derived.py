@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from pipespec.models.adapters import base_layer, is_adapted
 from pipespec.models.devices import why_not_whole
 from pipespec.models.properties import quantisation, text_config
 
@@ -104,17 +105,57 @@ def with_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     """
     kept = layer_indices(model, layers)
     draft = _sharing(model)
-    decoder: Any = getattr(draft, draft.base_model_prefix)
+    _keep_layers(draft, kept)
+    origin: KeptLayers | None = getattr(model, _ORIGIN, None)
+    if origin is None:
+        origin = KeptLayers(copy.deepcopy(model.config), kept)
+    else:
+        origin = replace(origin, indices=tuple(origin.indices[i] for i in kept))
+    setattr(draft, _ORIGIN, origin)
+    return draft.eval()
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """Layers of a model that a self-draft consists of.
+
+    Attributes:
+        config: The configuration of the whole model. That of the draft cannot describe every choice of layers.
+        indices: Of the layers.
+    """
+
+    config: Any
+    indices: tuple[int, ...]
+
+
+_ORIGIN = "_kept_layers"
+"""The attribute of a self-draft with its :class:`KeptLayers`."""
+
+_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Fields of configurations that have one entry per layer."""
+
+
+def _keep_layers(model: PreTrainedModel, kept: tuple[int, ...]) -> None:
+    """Drop the other layers of ``model``, and change its configuration accordingly."""
+    decoder: Any = getattr(model, model.base_model_prefix)
+    total = len(decoder.layers)
     decoder.layers = nn.ModuleList(decoder.layers[i] for i in kept)
     for place, layer in enumerate(decoder.layers):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):  # where its keys and values lie in the cache
                 module.layer_idx = place
-    for config in (draft.config, text_config(draft.config), decoder.config):
-        if getattr(config, "layer_types", None) and len(config.layer_types) != len(kept):
-            config.layer_types = [config.layer_types[i] for i in kept]
+    # Often one object.
+    configs = {id(config): config for config in (model.config, text_config(model.config), decoder.config)}
+    for config in configs.values():
+        for name in _PER_LAYER:
+            entries = getattr(config, name, None)
+            if entries is not None and len(entries) == total:
+                setattr(config, name, [entries[i] for i in kept])
+        if isinstance(getattr(config, "first_k_dense_replace", None), int):
+            config.first_k_dense_replace = sum(i < config.first_k_dense_replace for i in kept)
+        if getattr(config, "mlp_only_layers", None):
+            config.mlp_only_layers = [place for place, i in enumerate(kept) if i in config.mlp_only_layers]
         config.num_hidden_layers = len(kept)
-    return draft.eval()
 
 
 def _sharing(model: PreTrainedModel) -> PreTrainedModel:
@@ -202,8 +243,16 @@ def _rows_of(head: nn.Linear, kept: torch.Tensor) -> nn.Linear:
     return rows
 
 
+def _refuse_saving(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(
+        "save_pretrained: no checkpoint of transformers describes int8 matrices or a head over some of the tokens; save the model that the "
+        "draft was made of, and give draft_dtype or draft_vocabulary where it is used"
+    )
+
+
 def _untie(draft: PreTrainedModel) -> None:
-    """Head and embedding are two tensors from now on."""
+    """Head and embedding are two tensors from now on. As a checkpoint the draft would be another model without a word."""
+    draft.save_pretrained = _refuse_saving
     for config in (draft.config, text_config(draft.config)):
         config.tie_word_embeddings = False
 
@@ -245,7 +294,7 @@ class Int8Linear(nn.Module):
 
 
 def in_int8(model: PreTrainedModel) -> PreTrainedModel:
-    """A draft whose matrices, the head included, are :class:`Int8Linear`. All else is shared with ``model``.
+    """A draft whose matrices, the head included, are :class:`Int8Linear`, with adapters merged. All else is shared with ``model``.
 
     Raises:
         ValueError: the model is quantised already.
@@ -262,7 +311,13 @@ def in_int8(model: PreTrainedModel) -> PreTrainedModel:
 
 def _replace_linear(module: nn.Module) -> None:
     for name, child in list(module.named_children()):
-        if type(child) is nn.Linear:
+        # The low-rank matrices of an adapter would lose more than the layer's, and peft merges only into floating point.
+        if is_adapted(child) and type(child.base_layer) is nn.Linear:
+            own: Any = base_layer(child)
+            setattr(module, name, Int8Linear.of(own))
+        elif is_adapted(child):
+            continue
+        elif type(child) is nn.Linear:
             setattr(module, name, Int8Linear.of(child))
         else:
             _replace_linear(child)
@@ -278,22 +333,29 @@ class Derivation:
     Attributes:
         kept: rows of a trimmed head, or None.
         int8: whether its matrices are :class:`Int8Linear`.
+        layers: those of a self-draft, or None.
     """
 
     kept: int | None = None
     int8: bool = False
+    layers: KeptLayers | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Derivation:
         """That of a model."""
         head = model.get_output_embeddings()
         kept = len(head.ids) if isinstance(head, TrimmedHead) else None
-        return cls(kept, any(type(module) is Int8Linear for module in model.modules()))
+        int8 = any(type(module) is Int8Linear for module in model.modules())
+        return cls(kept, int8, getattr(model, _ORIGIN, None))
 
     def skeleton(self, kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
         """A model of this kind on the meta device."""
         with torch.device("meta"):
-            model = kind(copy.deepcopy(config))
+            whole = copy.deepcopy(config if self.layers is None else self.layers.config)
+            whole._attn_implementation = config._attn_implementation
+            model = kind(whole)
+            if self.layers is not None:
+                _keep_layers(model, self.layers.indices)
             head: Any = model.get_output_embeddings()
             if self.kept is not None:
                 rows = nn.Linear(head.in_features, self.kept, bias=head.bias is not None)

@@ -1,0 +1,160 @@
+"""``verify_attention`` in native code: the reference's numbers, and the same bits whatever else a call computes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipespec_kernels import dispatch, ops, reference
+from tests.trials import trials
+
+from .selection import simd, simd_variants
+from .storage import CACHE_LAYOUTS, make_storage, on_device
+
+CPU = torch.device("cpu")
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+VARIANTS = simd_variants()
+
+
+def columns(shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype) -> torch.Tensor:
+    """``[B, H, Q, D]`` with NaN, in one of three layouts."""
+    batch, heads, width, dim = shape
+    if layout == "heads first":
+        return torch.full(shape, math.nan, dtype=dtype)
+    if layout == "columns first":
+        return torch.full((batch, width, heads, dim), math.nan, dtype=dtype).transpose(1, 2)
+    wide = torch.full((width, batch, heads + 2, dim + 3), math.nan, dtype=dtype)  # of one matrix of q|k|v
+    return wide.permute(1, 2, 0, 3)[:, 1:-1, :, 2 : dim + 2]
+
+
+LAYOUTS = ("heads first", "columns first", "gaps")
+
+
+@settings(max_examples=trials(ci=40, nightly=400))
+@given(
+    st.sampled_from(list(DTYPES)),
+    st.sampled_from(VARIANTS),
+    st.sampled_from([1, 3, 8, 16, 20, 33]),
+    st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS), st.sampled_from(CACHE_LAYOUTS)),
+    st.data(),
+)
+def test_numbers_of_the_reference(dtype, variant, dim, layouts, data) -> None:
+    batch, group = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 5))
+    width = data.draw(st.sampled_from([0, 1, 2, 7, 8, 9, 17]))
+    capacity = width + data.draw(st.integers(0, 70))
+    fed = [data.draw(st.integers(0, width)) for _ in range(batch)]
+    lengths = [data.draw(st.integers(0, capacity - n)) for n in fed]
+    window, scale = data.draw(st.sampled_from([None, 1, 5, 16, 33, 1000])), data.draw(st.sampled_from([None, 0.3]))
+    k_cache, v_cache = make_storage(batch, 2, capacity, dim, dtype, layouts[2], CPU)
+    for row, (n, count) in enumerate(zip(lengths, fed, strict=True)):
+        first = 0 if window is None else max(0, n + 1 - window)
+        for cache in (k_cache, v_cache):  # none of these may reach a result
+            cache[row, :, n + count :] = math.nan
+            cache[row, :, :first] = math.nan
+    q = columns((batch, 2 * group, width, dim), layouts[0], dtype)
+    for row, count in enumerate(fed):
+        q[row, :, :count] = torch.randn(2 * group, count, dim).to(dtype)
+    out = columns(tuple(q.shape), layouts[1], dtype)
+    wide = data.draw(st.booleans())
+    n, counts = (on_device(x, CPU, torch.int64 if wide else torch.int32) for x in (lengths, fed))
+    with simd(variant):
+        got = ops.verify_attention(q, k_cache, v_cache, n, counts, window=window, scale=scale, out=out)
+    assert got is out
+    expected = reference.verify_attention(
+        q.nan_to_num(), k_cache.nan_to_num(), v_cache.nan_to_num(), n, counts, scale, window, None
+    )
+    torch.testing.assert_close(got.double(), expected.double(), rtol=DTYPES[dtype], atol=DTYPES[dtype])
+    for row, count in enumerate(fed):
+        assert not got[row, :, count:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("window", [None, 37])
+def test_one_column_alone_has_the_same_bits(dtype, variant, window) -> None:
+    """Whatever the rows, the columns, the layout and the threads; with keys for several threads."""
+    generator = torch.Generator().manual_seed(3)
+    batch, heads, width, dim, capacity = 3, 6, 19, 32, 800
+    q = torch.randn(batch, heads, width, dim, generator=generator).to(dtype)
+    caches = make_storage(batch, 2, capacity, dim, dtype, "columns first", CPU)
+    lengths = on_device([capacity - width, 0, 333], CPU)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        with simd(variant):
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                found.append(ops.verify_attention(q, *caches, lengths, window=window))
+            found.append(ops.verify_attention(q, *caches, lengths, window=window, invariant=True))
+            for row in range(batch):
+                one = slice(row, row + 1)
+                mine = [cache[one].contiguous() for cache in caches]
+                for first, last in ((0, 1), (1, 3), (3, 11), (11, 19), (18, 19)):
+                    part = ops.verify_attention(q[one, :, first:last], *mine, lengths[one] + first, window=window)
+                    assert torch.equal(part[0], found[0][row, :, first:last])
+                # The same, as one head of several.
+                grouped = ops.verify_attention(q[one, 4:5], *(c[:, 1:] for c in mine), lengths[one], window=window)
+                assert torch.equal(grouped[0, 0], found[0][row, 4])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
+def test_float32_and_bfloat16_are_native(monkeypatch) -> None:
+    """Other dtypes and caps are torch's."""
+    from pipespec_kernels import kv
+
+    calls = []
+    monkeypatch.setattr(kv, "_attention", lambda *given: calls.append(given[0].dtype) or given[-1])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        caches = make_storage(1, 1, 4, 8, dtype, "plain", CPU)
+        ops.verify_attention(torch.ones(1, 1, 1, 8, dtype=dtype), *caches, on_device([2], CPU))
+    caches = make_storage(1, 1, 4, 8, torch.float32, "plain", CPU)
+    ops.verify_attention(torch.ones(1, 1, 1, 8), *caches, on_device([2], CPU), softcap=2.0)
+    assert calls == [torch.float16, torch.float64, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("lengths", "fed", "message"),
+    [
+        ([0, 5], [2, 4], "row 1: lengths is 5, and 4 more tokens must lie within the capacity 8"),
+        ([0, -1], [2, 2], "row 1: lengths is -1"),
+        ([0, 1], [5, 1], "row 0: need 0 <= query_lens <= 4, is 5"),
+        ([0, 1], [4, -1], "row 1: need 0 <= query_lens <= 4, is -1"),
+        ([2, 2**62], [4, 4], "row 1: lengths is"),
+        ([2, 5], None, "row 1: lengths is 5, and 4 more"),
+    ],
+)
+@pytest.mark.parametrize("check", [False, True])
+def test_refused_numbers_leave_out_as_it_is(dtype, lengths, fed, message, check) -> None:
+    caches = make_storage(2, 1, 8, 16, dtype, "plain", CPU)
+    out = torch.full((2, 1, 4, 16), -9.0, dtype=dtype)
+    counts = None if fed is None else on_device(fed, CPU, torch.int64)
+    with pytest.raises(ValueError, match=message):
+        ops.verify_attention(
+            torch.ones(2, 1, 4, 16, dtype=dtype), *caches, on_device(lengths, CPU, torch.int64), counts,
+            out=out, check_counts=check,
+        )  # fmt: skip
+    assert (out == -9).all()
+
+
+def test_scores_that_overflow_and_vanish() -> None:
+    """As torch's softmax: the largest score takes all; equal ones share; a NaN in a seen key is in the result."""
+    assert dispatch.forced == ""
+    for variant in VARIANTS:
+        with simd(variant):
+            keys = torch.zeros(1, 1, 40, 16)
+            keys[0, 0, 3], keys[0, 0, 35] = 1e18, -1e18
+            values = torch.arange(40.0)[:, None].repeat(1, 1, 1, 16)
+            q = torch.full((1, 1, 1, 16), 1e18)
+            assert (ops.verify_attention(q, keys, values, on_device([39], CPU)) == 3).all()
+            even = ops.verify_attention(q * 0, keys, values, on_device([39], CPU))
+            torch.testing.assert_close(even, torch.full_like(even, 19.5))
+            keys[0, 0, 7] = math.nan
+            assert ops.verify_attention(q, keys, values, on_device([39], CPU)).isnan().all()
+            assert not ops.verify_attention(q * 0, keys, values, on_device([6], CPU)).isnan().any()

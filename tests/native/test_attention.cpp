@@ -1,0 +1,215 @@
+// Attention over storage on the host, against sums in double precision. Run under AddressSanitizer,
+// too: all memory is exactly as large as its strides need.
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "check.hpp"
+#include "cpu/attention.hpp"
+#include "cpu/number.hpp"
+#include "simd_variants.hpp"
+
+using namespace pipespec::cpu;
+
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// Numbers [rows, heads, columns, dim] in float32 or bfloat16, by heads or by columns.
+struct Block {
+  int64_t rows, heads, columns, dim;
+  bool by_column, halves;
+  std::vector<float> wide;
+  std::vector<uint16_t> narrow;
+
+  Block(int64_t rows_, int64_t heads_, int64_t columns_, int64_t dim_, bool by_column_,
+        bool halves_, float value)
+      : rows(rows_),
+        heads(heads_),
+        columns(columns_),
+        dim(dim_),
+        by_column(by_column_),
+        halves(halves_),
+        wide(halves ? 0 : size_t(rows * heads * columns * dim), value),
+        narrow(halves ? size_t(rows * heads * columns * dim) : 0, bfloat16_of(value)) {}
+
+  void strides(int64_t (&to)[3]) const {
+    to[0] = heads * columns * dim;
+    to[1] = by_column ? dim : columns * dim;
+    to[2] = by_column ? heads * dim : dim;
+  }
+  void* data() { return halves ? static_cast<void*>(narrow.data()) : wide.data(); }
+  size_t place(int64_t row, int64_t head, int64_t column, int64_t d) const {
+    int64_t s[3];
+    strides(s);
+    return size_t(row * s[0] + head * s[1] + column * s[2] + d);
+  }
+  float get(int64_t row, int64_t head, int64_t column, int64_t d) const {
+    const size_t at = place(row, head, column, d);
+    return halves ? float_of_bfloat16(narrow[at]) : wide[at];
+  }
+  void set(int64_t row, int64_t head, int64_t column, int64_t d, float value) {
+    const size_t at = place(row, head, column, d);
+    if (halves)
+      narrow[at] = bfloat16_of(value);
+    else
+      wide[at] = value;
+  }
+};
+
+struct Case {
+  std::mt19937 random;
+  bool halves;
+  int64_t rows, kv_heads, group, columns, dim, capacity, window;
+  Block queries, keys, values, out;
+  std::vector<int32_t> lengths;
+  std::vector<int64_t> counts;
+
+  explicit Case(uint32_t seed)
+      : random(seed),
+        halves(draw(2) == 0),
+        rows(1 + draw(3)),
+        kv_heads(1 + draw(2)),
+        group(1 + draw(4)),
+        columns(1 + draw(11)),
+        dim(1 + draw(40)),
+        capacity(columns + draw(90)),
+        window(draw(2) == 0 ? 0 : 1 + draw(60)),
+        queries(rows, kv_heads * group, columns, dim, draw(2) == 0, halves, kNaN),
+        keys(rows, kv_heads, capacity, dim, draw(2) == 0, halves, kNaN),
+        values(rows, kv_heads, capacity, dim, draw(2) == 0, halves, kNaN),
+        out(rows, kv_heads * group, columns, dim, draw(2) == 0, halves, kNaN) {
+    std::normal_distribution<float> normal;
+    for (int64_t row = 0; row < rows; ++row) {
+      counts.push_back(draw(columns + 1));
+      lengths.push_back(int32_t(draw(capacity - counts.back() + 1)));
+      for (int64_t head = 0; head < kv_heads * group; ++head)
+        for (int64_t j = 0; j < counts.back(); ++j)
+          for (int64_t d = 0; d < dim; ++d) queries.set(row, head, j, d, normal(random));
+      for (int64_t head = 0; head < kv_heads; ++head) {
+        for (int64_t t = first(row, 0); t < lengths.back() + counts.back(); ++t) {
+          for (int64_t d = 0; d < dim; ++d) {
+            keys.set(row, head, t, d, normal(random));
+            values.set(row, head, t, d, normal(random));
+          }
+        }
+      }
+    }
+  }
+  int64_t draw(int64_t below) { return int64_t(random() % uint64_t(below)); }
+  int64_t first(int64_t row, int64_t column) const {
+    const int64_t end = lengths[size_t(row)] + column + 1;
+    return window > 0 && window < end ? end - window : 0;
+  }
+  int64_t run(int threads) {
+    Attention a{};
+    a.dtype = halves ? DType::kBFloat16 : DType::kFloat32;
+    a.rows = rows, a.heads = kv_heads * group, a.kv_heads = kv_heads;
+    a.columns = columns, a.head_dim = dim, a.capacity = capacity;
+    a.queries = queries.data(), a.keys = keys.data(), a.values = values.data();
+    a.out = out.data();
+    queries.strides(a.query_strides), keys.strides(a.key_strides);
+    values.strides(a.value_strides), out.strides(a.out_strides);
+    a.window = window, a.scale = 0.4f;
+    return attend(a, {lengths.data(), false}, {counts.data(), true}, threads);
+  }
+  double expected(int64_t row, int64_t head, int64_t column, int64_t d) const {
+    const int64_t end = lengths[size_t(row)] + column + 1, kv = head / group;
+    double most = -std::numeric_limits<double>::infinity(), sum = 0, result = 0;
+    std::vector<double> scores;
+    for (int64_t t = first(row, column); t < end; ++t) {
+      double score = 0;
+      for (int64_t i = 0; i < dim; ++i)
+        score += double(queries.get(row, head, column, i)) * double(keys.get(row, kv, t, i));
+      scores.push_back(score * double(0.4f));
+      most = std::max(most, scores.back());
+    }
+    for (double& score : scores) sum += score = std::exp(score - most);
+    for (size_t i = 0; i < scores.size(); ++i)
+      result += scores[i] / sum * double(values.get(row, kv, first(row, column) + int64_t(i), d));
+    return result;
+  }
+};
+
+TEST(numbers_are_those_of_double_precision) {
+  with_each_variant([](const std::string&) {
+    for (uint32_t seed = 0; seed < check::trials(150, 5000); ++seed) {
+      Case c(seed);
+      CHECK_EQ(c.run(1 + int(seed % 3)), -1);
+      const double most = c.halves ? 2e-2 : 2e-5;
+      for (int64_t row = 0; row < c.rows; ++row) {
+        for (int64_t head = 0; head < c.kv_heads * c.group; ++head) {
+          for (int64_t j = 0; j < c.columns; ++j) {
+            const int64_t d = c.draw(c.dim);
+            const double right = j < c.counts[size_t(row)] ? c.expected(row, head, j, d) : 0;
+            // Not `<`: NaN must fail.
+            if (!CHECK(std::abs(double(c.out.get(row, head, j, d)) - right) <= most)) return;
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST(threads_and_their_number_change_no_bit) {
+  with_each_variant([](const std::string&) {
+    for (uint32_t seed = 0; seed < check::trials(4, 40); ++seed) {
+      // Enough keys and values that the threads are used.
+      std::vector<Case> cases;
+      for (int i = 0; i < 3; ++i) cases.emplace_back(seed);
+      for (int i = 0; i < 3; ++i) {
+        Case& c = cases[size_t(i)];
+        const int64_t capacity = 4096;
+        c.capacity = capacity;
+        c.keys = Block(c.rows, c.kv_heads, capacity, c.dim, true, c.halves, 0.25f);
+        c.values = Block(c.rows, c.kv_heads, capacity, c.dim, false, c.halves, 0.5f);
+        for (int64_t row = 0; row < c.rows; ++row) {
+          c.lengths[size_t(row)] = int32_t(capacity - c.counts[size_t(row)]);
+          for (int64_t t = 0; t < capacity; ++t)
+            c.keys.set(row, 0, t, 0, float(t % 17)), c.values.set(row, 0, t, 0, float(t % 13));
+        }
+        CHECK_EQ(c.run(i + 1), -1);
+      }
+      CHECK(cases[0].out.narrow == cases[1].out.narrow);
+      CHECK(cases[0].out.narrow == cases[2].out.narrow);
+      const size_t bytes = cases[0].out.wide.size() * sizeof(float);
+      CHECK(std::memcmp(cases[0].out.data(), cases[1].out.data(), bytes) == 0 || cases[0].halves);
+      CHECK(std::memcmp(cases[0].out.data(), cases[2].out.data(), bytes) == 0 || cases[0].halves);
+    }
+  });
+}
+
+TEST(a_row_outside_of_the_storage_is_returned_and_nothing_written) {
+  for (uint32_t seed = 0; seed < 40; ++seed) {
+    Case c(seed);
+    const size_t row = size_t(c.draw(c.rows));
+    switch (seed % 5) {
+      case 0:
+        c.lengths[row] = -1;
+        break;
+      case 1:
+        c.counts[row] = c.columns + 1;
+        break;
+      case 2:
+        c.counts[row] = -1;
+        break;
+      case 3:
+        c.lengths[row] = int32_t(c.capacity - c.counts[row] + 1);
+        break;
+      default:
+        c.counts[row] = std::numeric_limits<int64_t>::max();
+        break;
+    }
+    CHECK_EQ(c.run(2), int64_t(row));
+    for (float x : c.out.wide)
+      if (!CHECK(std::isnan(x))) return;
+    for (uint16_t x : c.out.narrow)
+      if (!CHECK_EQ(x, bfloat16_of(kNaN))) return;
+  }
+}
+
+}  // namespace
+
+TEST_MAIN()
