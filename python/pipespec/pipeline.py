@@ -559,7 +559,7 @@ class Pipeline(BasePipeline):
         else:
             _check_form(models, config)
             self._driver = (
-                AutoDriver(models, trace=trace, native=native)
+                AutoDriver(models, trace=trace, native=native, ngram=config.ngram or NgramDraft())
                 if config.schedule == "auto"
                 else _make_driver(models, config)
             )
