@@ -404,12 +404,6 @@ def test_no_speculation_where_rope_depends_on_the_length(monkeypatch, one_core):
         assert any("dynamic RoPE" in decision for decision in pipe.report.decisions)
 
 
-def test_without_drafts_it_is_plain(target):
-    with Pipeline(target, schedule="auto") as pipe:
-        assert pipe.schedule == "plain"
-        assert pipe.plan is None
-
-
 @pytest.mark.parametrize("arguments", [{"lookahead": 4}, {"min_draft_tokens": 0}, {"decode_meanwhile": True}])
 def test_what_auto_chooses_cannot_be_given(target, arguments):
     with pytest.raises(ValueError, match="schedule='auto' chooses"):
