@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec import Pipeline
+from pipespec import NgramDraft, Pipeline
 from pipespec import pipeline as pipelines
 from pipespec.config import SpeculationConfig
 from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, factory
@@ -718,13 +718,13 @@ def test_captured_steps_are_measured_when_they_are_missing(monkeypatch, own, tmp
         measure, "measure_captured", lambda *a, rows: asked.append(rows) or capture(*a, rows=rows, widths=(1, 4))
     )
     models = [random_llama(4, layers=1), own]
-    AutoDriver(models).close()
+    AutoDriver(models, ngram=NgramDraft()).close()
     assert asked == []
-    AutoDriver(models, captured=EVERY).close()
+    AutoDriver(models, captured=EVERY, ngram=NgramDraft()).close()
     assert asked == [1]
-    AutoDriver(models, captured=EVERY).close()
+    AutoDriver(models, captured=EVERY, ngram=NgramDraft()).close()
     assert asked == [1]
-    AutoDriver(models).close()
+    AutoDriver(models, ngram=NgramDraft()).close()
     monkeypatch.setattr("pipespec.pipeline.AutoDriver", functools.partial(AutoDriver, captured=EVERY))
     ids, mask = left_pad(random_prompts(3, seed=1))
     for _ in range(2):
