@@ -409,8 +409,8 @@ class AutoDriver(Decoder):
         """Whether the n-gram index finds more or less in the newest texts than where its rate was predicted, or it was not predicted."""
         if followed is None or len(recent) >= 2 * len(followed):
             return True
-        found = [[(table == answer).mean() for answer in (0, NOTHING)] for table in (recent, followed)]
-        return bool(np.abs(np.subtract(*found)).max() > _MOVED / 2)
+        changes = (abs((recent == answer).mean() - (followed == answer).mean()) for answer in (0, NOTHING))
+        return bool(max(changes) > _MOVED / 2)
 
     def _forget_plans(self, mode: str | None = None) -> None:
         """Forget the plans of one mode, or all. Greedy agreement stands for the sampled one until that is measured."""
