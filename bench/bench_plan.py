@@ -34,6 +34,7 @@ from pipespec.cli.survey import SettingRunner, calibrate, call_of, picture, sett
 from pipespec.config import SpeculationConfig
 from pipespec.demo import load_family, prompts
 from pipespec.drivers import WorkersDriver
+from pipespec.engine.ngram import NgramDraft
 from pipespec.pipeline import Pipeline
 from pipespec.planning import planner
 from pipespec.planning.auto import AutoDriver
@@ -246,9 +247,16 @@ SCENARIOS = {
 
 
 def _hand_picked(drafts: int, threads: int) -> list[Candidate]:
-    """Settings that a user might try."""
-    found = []
-    for subset in [(i,) for i in range(drafts)] + ([tuple(range(drafts))] if drafts > 1 else []):
+    """Settings that a user might try. Draft 0 is the n-gram index, ``drafts`` models follow."""
+    found = [Candidate("lockstep", (0,), (lookahead,), 0, threads, 0.0) for lookahead in (4, 8, 16)]
+    models = [(1 + i,) for i in range(drafts)] + ([tuple(range(1, 1 + drafts))] if drafts > 1 else [])
+    for subset in models:
+        under = (0, *subset)
+        for lookahead in (4, 8):
+            found.append(Candidate("lockstep", under, (8, *(lookahead,) * len(subset)), 0, threads, 0.0))
+        left = max(1, threads - len(subset))
+        found.append(Candidate("workers", under, (8, *(8,) * len(subset)), 0, left, 0.0))
+    for subset in models:
         for lookahead in (2, 4, 8):
             found.append(Candidate("lockstep", subset, (lookahead,) * len(subset), 0, threads, 0.0))
         for lookahead, min_draft_tokens in ((4, 0), (8, 0), (8, 2)):
@@ -282,7 +290,7 @@ def _scenario(
     threads = torch.get_num_threads()
     candidates = [Candidate("plain", (), (), 0, threads, 0.0), *_hand_picked(len(drafts), threads)]
     progress, decisions = _Progress(), []
-    runner = SettingRunner([*drafts, target])
+    runner = SettingRunner([*drafts, target], NgramDraft())
     generator = random.Random(0)
     texts: dict[int, torch.Tensor] = {}
     identical = True

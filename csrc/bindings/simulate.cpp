@@ -58,6 +58,7 @@ void bind_simulate(py::module_& m) {
       .def_readwrite("device", &sim::StageModel::device)
       .def_readwrite("sensitivity", &sim::StageModel::sensitivity)
       .def_readwrite("cold_s", &sim::StageModel::cold_s)
+      .def_readwrite("ngram", &sim::StageModel::ngram)
       .def_readwrite("lookahead", &sim::StageModel::lookahead)
       .def_readwrite("max_draft_tokens", &sim::StageModel::max_draft_tokens)
       .def_readwrite("min_draft_tokens", &sim::StageModel::min_draft_tokens);

@@ -8,6 +8,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "generation.hpp"
 #include "stage_port.hpp"
@@ -40,11 +41,16 @@ void require_time(double seconds, bool positive, const std::string& what) {
 // target's token after the target's own text; any other id is a hash of the position, the token
 // before and the class of the answer, so equal ids mean equal texts up to there.
 constexpr std::int32_t kTrue = 0;
+constexpr std::int32_t kNone = -1;  // an n-gram index without a match
 
 class Oracle {
  public:
-  Oracle(const Answers& answers, u32 stages, u32 tokens, u64 seed)
-      : table_(answers.table), target_(stages - 1), tokens_(tokens), seed_(mix(seed + 1)) {
+  Oracle(const Answers& answers, u32 stages, u32 tokens, u64 seed, bool ngram = false)
+      : table_(answers.table),
+        target_(stages - 1),
+        tokens_(tokens),
+        seed_(mix(seed + 1)),
+        ngram_(ngram) {
     require(answers.acceptance.empty() != answers.table.empty() || stages == 1,
             "give either acceptance rates or a table of answers");
     if (!table_.empty())
@@ -72,6 +78,7 @@ class Oracle {
     if (prev != kTrue) node = mix(node ^ static_cast<u64>(static_cast<u32>(prev)) * kOdd);
     const u32 answer = answer_of(stage, row, index, prev == kTrue, node);
     if (prev == kTrue && answer == 0) return kTrue;
+    if (prev == kTrue && answer == kNothing) return kNone;
     return static_cast<std::int32_t>(mix(node + answer * kOdd) >> 33) + 1;  // 1 .. 2^31
   }
 
@@ -85,6 +92,8 @@ class Oracle {
 
   u32 answer_of(u32 stage, u32 row, u32 index, bool on_path, u64 node) const {
     if (stage == target_) return 0;
+    // A text with a wrong token is new: no stage chooses what followed it elsewhere.
+    if (ngram_ && stage == 0 && !on_path) return kNothing;
     if (positions_ > 0) {
       const u64 position = on_path ? u64{row} * tokens_ + index : mix(node);
       return table_[position % positions_ * target_ + stage];
@@ -102,6 +111,7 @@ class Oracle {
   u32 tokens_;
   u64 positions_ = 0;
   u64 seed_;
+  bool ngram_;
 };
 
 void check(const Setting& setting) {
@@ -120,6 +130,8 @@ void check(const Setting& setting) {
     require_time(stage.cold_s, false, name + "cold_s");
     require(std::isfinite(stage.sensitivity) && stage.sensitivity >= 0.0,
             name + "sensitivity must be a non-negative number");
+    require(!stage.ngram || (s == 0 && setting.stages.size() > 1),
+            name + "an n-gram index is the first draft of a chain");
   }
   require(std::isfinite(setting.contention) && setting.contention >= 0.0,
           "contention must be a non-negative number");
@@ -128,6 +140,12 @@ void check(const Setting& setting) {
   require_time(setting.late_s, false, "late_s");
   require_time(setting.handshake_s, false, "handshake_s");
   require(!setting.preempt || setting.rows == 1, "preempt is for one row");
+  const bool ngram = setting.stages[0].ngram;
+  const auto& table = setting.answers.table;
+  const std::size_t drafts = setting.stages.size() - 1;
+  for (std::size_t i = 0; drafts > 0 && i < table.size(); ++i)
+    require(table[i] != kNothing || (ngram && i % drafts == 0),
+            "255 in the table of answers is for an n-gram index");
 }
 
 double step_time(const StageModel& stage, u32 columns) {
@@ -146,7 +164,8 @@ class Chain {
   explicit Chain(const Setting& setting)
       : setting_(setting),
         target_(static_cast<u32>(setting.stages.size()) - 1),
-        oracle_(setting.answers, target_ + 1, setting.tokens, setting.seed) {
+        oracle_(setting.answers, target_ + 1, setting.tokens, setting.seed,
+                setting.stages[0].ngram) {
     const u32 capacity = power_of_two(setting.tokens + 2);
     const std::size_t bytes = Block::bytes(target_ + 1, setting.rows, capacity);
     memory_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{kLine})));
@@ -160,7 +179,7 @@ class Chain {
     busy_.resize(target_ + 1);
     ports_.reserve(target_ + 1);
     for (u32 s = 0; s <= target_; ++s) {
-      block_.control(s).alive = 1;
+      block_.control(s).alive = !setting.stages[s].ngram;
       ports_.emplace_back(block_, s, setting.width);
     }
   }
@@ -181,11 +200,16 @@ class Chain {
     return step_time(setting_.stages[stage], ports_[stage].columns());
   }
 
-  void commit(u32 stage) {
+  // Returns false if no row appends anything, which only an n-gram index does.
+  bool commit(u32 stage) {
     StagePort& port = ports_[stage];
+    bool commits = false;
     const u32 width = port.width();
     for (u32 row = 0; row < setting_.rows; ++row) {
-      if (port.n_select()[row] == 0) continue;
+      if (port.n_select()[row] == 0) {
+        commits |= port.query_lens()[row] > 0;
+        continue;
+      }
       const u32 num_draft_tokens = static_cast<u32>(port.num_draft_tokens()[row]);
       const u32 own = static_cast<u32>(port.query_lens()[row]) - num_draft_tokens;
       const std::int32_t* fed = &port.tokens()[std::size_t{row} * width];
@@ -193,10 +217,26 @@ class Chain {
       const u32 index = static_cast<u32>(port.kv()[row]) + own - kStart;
       for (u32 j = 0;; ++j) {
         selected[j] = oracle_.next(stage, row, index + j, fed[own + j - 1]);
+        if (selected[j] == kNone) port.query_lens()[row] = 0;
         if (j == num_draft_tokens || selected[j] != fed[own + j]) break;
       }
+      commits |= port.query_lens()[row] > 0;
     }
-    port.commit(selected_.data(), width);
+    if (commits) port.commit(selected_.data(), width);
+    return commits;
+  }
+
+  // Before a step of `stage`: lets an n-gram index upstream draft as NgramStage::fill() does.
+  // Returns its seconds.
+  double fill_upstream_of(u32 stage) {
+    if (stage != 1 || !setting_.stages[0].ngram) return 0.0;
+    double seconds = 0.0;
+    for (bool commits = true; commits && plan(0, 0) == Action::kStep;) {
+      seconds += planned_time(0);
+      commits = commit(0);
+    }
+    add_busy(0, seconds);
+    return seconds;
   }
 
   // Whether the published tokens of others make the stage's running step useless. One row.
@@ -256,6 +296,7 @@ class Workers {
       const StageModel& model = setting.stages[s];
       // The block keeps the mean of earlier generations: it is known from the start.
       runners_.push_back({State::kReady, model.start_s, 0.0, model.step_s[0], false, kNever});
+      if (model.ngram) runners_.back() = {State::kInside, kNever, 0.0, 0.0, false, kNever};
     }
   }
 
@@ -277,7 +318,7 @@ class Workers {
   }
 
  private:
-  enum class State { kReady, kRunning, kParked };
+  enum class State { kReady, kRunning, kParked, kInside };  // kInside: part of stage 1
   struct Runner {
     State state;
     double at;  // running: when the step ends; ready: when it looks; parked: its deadline
@@ -329,7 +370,9 @@ class Workers {
     Runner& r = runners_[s];
     r.state = State::kRunning;
     r.began = now_;
-    r.at = now_ + chain_.planned_time(s) * slowdown(s, all);
+    double seconds = chain_.planned_time(s);
+    if (s == 1) seconds += std::exchange(filled_s_, 0.0);
+    r.at = now_ + seconds * slowdown(s, all);
   }
   void leave_device(u32 s) {
     Runner& r = runners_[s];
@@ -378,7 +421,7 @@ class Workers {
   bool cores_busy(u32 t) const {
     u32 awake = 0;
     for (u32 s = 0; s < runners_.size(); ++s)
-      awake += runners_[s].state != State::kParked &&
+      awake += runners_[s].state != State::kParked && runners_[s].state != State::kInside &&
                setting_.stages[s].device == setting_.stages[t].device;
     return setting_.cores > 0 && awake >= setting_.cores;
   }
@@ -395,6 +438,7 @@ class Workers {
     const u32 bell = chain_.block().status(s).bell;
     u32 min_draft_tokens = setting_.stages[s].min_draft_tokens;
     if (r.waiting && now_ >= r.deadline) min_draft_tokens = 0;
+    filled_s_ += chain_.fill_upstream_of(s);
     Action action = plan(s, min_draft_tokens);
     if (action == Action::kWait) {
       if (!r.waiting) {
@@ -420,6 +464,7 @@ class Workers {
   Chain chain_;
   std::vector<Runner> runners_;
   double now_ = 0.0;
+  double filled_s_ = 0.0;  // of the n-gram index since the last step of stage 1
 };
 
 // The published system, from its description: sequences that are copied, counters of requests and
@@ -432,6 +477,7 @@ class Reference {
         oracle_(setting.answers, target_ + 1, setting.tokens, setting.seed) {
     require(setting.rows == 1, "the reference schedule has one row only");
     require(target_ >= 1, "the reference needs a draft");
+    require(!setting.stages[0].ngram, "the reference has no n-gram index");
     for (u32 s = 0; s <= target_; ++s) {
       Stage stage;
       // The prompt's last token, and the first token, which each stage takes from its own prefill.
@@ -615,7 +661,8 @@ Result lockstep(const Setting& setting) {
   u32 last = chain.target();  // that made a step
   double cold = 0.0;          // for its next
   const auto advance = [&](const auto& self, u32 s) -> Action {
-    if (s > 0)
+    now += chain.fill_upstream_of(s);
+    if (s > 0 && !setting.stages[s - 1].ngram)
       while (self(self, s - 1) == Action::kStep) {
       }
     const Action action = chain.plan(s, 0);

@@ -26,7 +26,10 @@ namespace pipespec::sim {
 // draft chooses the target's token; equal numbers are equal tokens. The table replays a text, with
 // its correlations between stages and along the text. After a text that is not the target's, the
 // row of a pseudo-random position applies. Positions past the end begin again; row r of a batch
-// begins at r * tokens.
+// begins at r * tokens. kNothing, of an n-gram index: it drafts
+// nothing there. After a text that is not the target's it drafts wrong tokens: a match goes on.
+inline constexpr std::uint8_t kNothing = 255;
+
 struct Answers {
   std::vector<double> acceptance;
   std::vector<std::uint8_t> table;
@@ -44,6 +47,9 @@ struct StageModel {
   std::uint32_t lookahead = 0;         // as in StepPolicy
   std::uint32_t max_draft_tokens = 0;  // as in StepPolicy
   std::uint32_t min_draft_tokens = 0;  // as in StepPolicy, with the drivers' deadline
+  // Stage 0 as an n-gram index: stage 1 fills its lookahead before each of its own steps, and no
+  // stage waits for it. `step_s[0]`: seconds per token, in the time of stage 1.
+  bool ngram = false;
 };
 
 struct Setting {

@@ -97,10 +97,10 @@ class SpeculationConfig:
                 raise ValueError(f"trace must be 0 to {MOST_ENTRIES} steps per stage, not {self.trace}")
         if self.graphs and self.schedule not in ("plain", "lockstep", "streams"):
             raise ValueError(f"graphs=True is for schedule='plain', 'lockstep' or 'streams', not for {self.schedule!r}")
-        if self.ngram is not None and (self.graphs or self.schedule in ("streams", "auto")):
-            what = f"schedule={self.schedule!r}" if self.schedule in ("streams", "auto") else "graphs=True"
+        if self.ngram is not None and (self.graphs or self.schedule == "streams"):
+            what = "schedule='streams'" if self.schedule == "streams" else "graphs=True"
             raise ValueError(
-                f"{what} does not support an n-gram draft, as yet: use schedule='lockstep' or 'workers', or leave 'ngram' out of the drafts"
+                f"{what} does not support an n-gram draft, as yet: use schedule='lockstep', 'workers' or 'auto', or leave 'ngram' out of the drafts"
             )
         if self.acceptance not in ACCEPTANCES:
             raise ValueError(f"acceptance={self.acceptance!r} is not one of {', '.join(map(repr, ACCEPTANCES))}")
@@ -153,7 +153,7 @@ class SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
         Args:
-            num_drafts: Number of drafts, an n-gram index included. With none, every schedule is plain decoding.
+            num_drafts: Number of drafts, an n-gram index included. With none, every schedule but ``"auto"`` is plain decoding.
             schedule: See the class, as for all that follow.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: 4 in lockstep, otherwise 8; 8 for an n-gram
                 index.
@@ -183,7 +183,7 @@ class SpeculationConfig:
             acceptance=acceptance,
             translation=None if schedule == "plain" else translation,
         )
-        if schedule == "plain" or num_drafts == 0:
+        if schedule == "plain" or (num_drafts == 0 and schedule != "auto"):
             captured = bool(graphs) or schedule == "streams"
             return cls(schedule="plain", graphs=captured, trace=trace, native=native, exact=exact)
         if schedule == "auto":

@@ -635,10 +635,12 @@ class Pipeline(BasePipeline):
             _check_form(models, config)
             if schedule == "auto":
                 check_measurable(models)  # in every rank, also in those without drafts
-            if config.schedule == "auto":
-                self._driver = AutoDriver(models, trace=trace, native=native)
+            if follows:
+                self._driver = FollowerDriver(models, config)
+            elif config.schedule == "auto":
+                self._driver = AutoDriver(models, trace=trace, native=native, ngram=config.ngram or NgramDraft())
             else:
-                self._driver = FollowerDriver(models, config) if follows else _make_driver(models, config)
+                self._driver = _make_driver(models, config)
         # A driver in place of another has its own.
         self.config = getattr(self._driver, "config", config)
         self.schedule = self.config.schedule

@@ -322,7 +322,6 @@ def test_defaults(model):
         (lambda m: ["ngram", NgramDraft()], {}, ValueError, "can only be the first of the drafts"),
         (lambda m: "ngram", {"graphs": True}, ValueError, "graphs=True does not support an n-gram draft"),
         (lambda m: "ngram", {"schedule": "streams"}, ValueError, "'streams' does not support an n-gram draft"),
-        (lambda m: "ngram", {"schedule": "auto"}, ValueError, "'auto' does not support an n-gram draft"),
         (lambda m: ["ngram"], {"schedule": "lockstep", "lookahead": [4, 4]}, ValueError, "one per draft, 1, not 2"),
         (lambda m: NgramDraft(corpus=[5, VOCABULARY]), {}, ValueError, f"ids from 5 to {VOCABULARY}"),
         (lambda m: NgramDraft(corpus=[-1, 5]), {}, ValueError, "ids from -1 to 5"),
@@ -378,8 +377,6 @@ def test_the_command(capfd):
         texts.append(out)
     assert texts[0] == texts[1]
     assert "\nngram " in err
-    assert main(["plan", "--draft", "ngram"]) != 0
-    assert "an n-gram index is not predicted" in capfd.readouterr().err
 
 
 def test_the_name_is_imported_when_it_is_used():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec import Pipeline
+from pipespec import NgramDraft, Pipeline
 from pipespec import pipeline as pipelines
 from pipespec.config import SpeculationConfig
 from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, factory
@@ -404,12 +404,6 @@ def test_no_speculation_where_rope_depends_on_the_length(monkeypatch, one_core):
         assert any("dynamic RoPE" in decision for decision in pipe.report.decisions)
 
 
-def test_without_drafts_it_is_plain(target):
-    with Pipeline(target, schedule="auto") as pipe:
-        assert pipe.schedule == "plain"
-        assert pipe.plan is None
-
-
 @pytest.mark.parametrize("arguments", [{"lookahead": 4}, {"min_draft_tokens": 0}, {"decode_meanwhile": True}])
 def test_what_auto_chooses_cannot_be_given(target, arguments):
     with pytest.raises(ValueError, match="schedule='auto' chooses"):
@@ -723,13 +717,13 @@ def test_captured_steps_are_measured_when_they_are_missing(monkeypatch, own, tmp
         measure, "measure_captured", lambda *a, rows: asked.append(rows) or capture(*a, rows=rows, widths=(1, 4))
     )
     models = [random_llama(4, layers=1), own]
-    AutoDriver(models).close()
+    AutoDriver(models, ngram=NgramDraft()).close()
     assert asked == []
-    AutoDriver(models, captured=EVERY).close()
+    AutoDriver(models, captured=EVERY, ngram=NgramDraft()).close()
     assert asked == [1]
-    AutoDriver(models, captured=EVERY).close()
+    AutoDriver(models, captured=EVERY, ngram=NgramDraft()).close()
     assert asked == [1]
-    AutoDriver(models).close()
+    AutoDriver(models, ngram=NgramDraft()).close()
     monkeypatch.setattr("pipespec.pipeline.AutoDriver", functools.partial(AutoDriver, captured=EVERY))
     ids, mask = left_pad(random_prompts(3, seed=1))
     for _ in range(2):

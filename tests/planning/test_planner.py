@@ -272,7 +272,7 @@ def test_answers_of_other_chains():
 
 def test_zero_times():
     class Zero:
-        name, parameters, contention, burden, cold_s = "target", 1, 0.0, 0.0, 0.0
+        name, parameters, contention, burden, cold_s, ngram = "target", 1, 0.0, 0.0, 0.0, False
 
         def prompt_s(self, tokens, **more):
             return 0.0
@@ -281,7 +281,10 @@ def test_zero_times():
             return 0.0
 
     class Chain:
-        stages, threads = (Zero(), Zero()), 1
+        stages, threads, has_ngram = (Zero(), Zero()), 1, False
+
+        def models(self, stages):
+            return tuple(stages)
 
     with pytest.raises(ValueError, match="step time of target"):
         plan(Chain(), Answers((0.5,)))

@@ -20,10 +20,10 @@ from pipespec.planning.recommend import (
     best_drafts,
     mean_context,
     measure_options,
-    ngram_option,
+    ngram_agreement,
     options_of,
 )
-from pipespec.planning.simulator import Answers
+from pipespec.planning.simulator import NOTHING, Answers
 from tests.conftest import noisy, random_llama
 from tests.pipespec.test_cli import byte_tokenizer
 from tests.planning.test_planner import chain
@@ -119,14 +119,16 @@ def test_the_order_follows_agreement_and_step_time():
     assert rates[0] > 200 > 110 > rates[-1]
 
 
-def test_an_n_gram_index_from_its_counters():
-    counts = {"tokens": 300, "steps": 100, "fed": 500, "drafted": 400, "accepted": 200}
-    option = ngram_option(counts, 8, lambda width: 0.01 * width, 0.5, 2)
-    assert option.tokens_per_step == 3.0
-    assert option.rate == pytest.approx(300 / (2 * 0.5 + 100 * 0.05))
-    assert option.drafts[0].agreement == 0.5
-    assert option.arguments == ["--draft", "ngram", "--schedule", "lockstep", "--lookahead", "8"]
-    nothing = ngram_option(dict.fromkeys(counts, 0) | {"tokens": 9, "steps": 9, "fed": 9}, 8, lambda w: 0.1, 0.0, 1)
+def test_an_n_gram_index_alone_and_under_a_draft():
+    answers = np.array([0, 0, 1, NOTHING, NOTHING], np.uint8)
+    assert ngram_agreement(answers) == pytest.approx(2 / 3)
+    assert np.isnan(ngram_agreement(answers[-2:]))
+    ngram = Draft("ngram", 0.5, 1e-7)
+    under = Option((ngram, INT8), "lockstep", (8, 3), rate=150.0)
+    assert of(under).why.startswith("ngram > small dtype int8, lockstep")
+    args = parsed(of(under).command)
+    assert (args.draft, args.draft_dtype, args.lookahead) == (["ngram", "small"], "int8", [8, 3])
+    nothing = Option((Draft("ngram", float("nan"), 1e-7),), "lockstep", (8,), rate=100.0)
     assert "-" in of(nothing)._row(nothing, "")
 
 
@@ -184,7 +186,7 @@ def test_the_command(folders, capsys):
     assert main(["recommend", *given, "--draft-dtype", "int8", "--draft-vocabulary", "200"]) == 0
     out, err = capsys.readouterr()
     assert "strange: draft 0 has another tokenizer" in err
-    for name in ("self:1", "draft", "draft vocabulary 200 dtype int8", "ngram", "none"):
+    for name in ("self:1", "draft", "draft vocabulary 200 dtype int8", "ngram", "ngram > draft", "none"):
         assert re.search(f"^(->|  )  {re.escape(name)}  ", out, re.MULTILINE), name
     assert out.count("\n->") == 1
     last = parsed(out.strip().splitlines()[-1])

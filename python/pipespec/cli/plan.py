@@ -50,19 +50,16 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         check_output(args.svg)
     target, drafts, dtype = chosen_models(args, lambda: ["small", "medium"])
-    if "ngram" in drafts:
-        raise ValueError(
-            "--draft ngram: an n-gram index is not predicted, as yet; `pipespec generate --report` measures it"
-        )
     text = None if args.prompt_file is None else read_text(args.prompt_file)
-    if args.svg is not None and not drafts:
-        raise ValueError("--svg: there is nothing to draw without a draft")
     with working("importing torch and transformers"):
         from pipespec.cli.survey import calibrate, call_of, picture, settings, survey, table
+        from pipespec.engine.ngram import NgramDraft, first_of
         from pipespec.engine.stage import stage_names
         from pipespec.pipeline import load_chain
         from pipespec.planning import planner
         from pipespec.planning.auto import AutoDriver
+    given, drafts = first_of(drafts)
+    ngram = given or NgramDraft()  # it costs no model, so that it is always a candidate
     with quiet_transformers():
         with working("loading the models"):
             models, notes, translation = load_chain(
@@ -90,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"a prompt of {longest} tokens and {args.new_tokens} new ones pass the target's limit of {limit}"
             )
-        auto = AutoDriver(models, names=names)
+        auto = AutoDriver(models, names=names, ngram=ngram)
         auto.close()
         with working("measuring the agreement of every model with the target's text"):
-            answers = calibrate(models, prompts, args.new_tokens) if drafts else planner.Answers()
+            answers = calibrate(models, prompts, args.new_tokens, ngram)
         plan = planner.plan(
             auto.profile, answers, call_of(prompts, args.new_tokens), captured=auto.captured, cores=auto.cores
         )
@@ -104,15 +101,16 @@ def run(args: argparse.Namespace) -> int:
             candidates = list(dict.fromkeys([*settings(auto.profile), *plan.candidates]))
             candidates = [c for c in candidates if c.schedule != "workers" or auto.cores > 1]
             with working(f"measuring {len(candidates)} settings, {args.repeats} times"):
+                how: dict[str, Any] = {"cores": auto.cores, "ngram": ngram}
                 points = survey(
-                    models, auto.profile, answers, candidates, prompts, args.new_tokens, args.repeats, cores=auto.cores
+                    models, auto.profile, answers, candidates, prompts, args.new_tokens, args.repeats, **how
                 )
             record["points"] = [p.to_dict() for p in points]
             env = collect_env()["cpu"]
             caption = f"{env['model']}, {env['usable_cores']} cores, medians of {args.repeats} repeats."
-            args.svg.write_text(picture(points, names, caption), encoding="utf-8")
+            args.svg.write_text(picture(points, auto.stage_names, caption), encoding="utf-8")
             if not args.json:
-                print(table(points, names))
+                print(table(points, auto.stage_names))
             say(f"the picture is in {args.svg}")
     if args.json:
         print(json.dumps(record, indent=1))

@@ -175,9 +175,7 @@ class _Survey:
         self.call = planner.CallShape(1, *mean_context(texts))
         self._add_self(texts)
         self._add_cheaper()
-        options, profile = self._predicted(texts)
-        with working("running the n-gram index"):
-            options.append(self._ngram(texts, profile))
+        options = self._predicted(texts)
         with working(f"running the best {self.args.measure} options"):
             measured = measure_options(options, lambda option: self._run(option, texts), self.args.measure)
         given = [*(["--dtype", self.dtype] if self.dtype != "auto" else [])]
@@ -217,13 +215,15 @@ class _Survey:
                 changed_name = " ".join([name, *(o.removeprefix("--draft-") for o in options)])
                 self.models[changed_name], self.options[changed_name], self.given[changed_name] = changed, options, name
 
-    def _predicted(self, texts: list[Text]) -> tuple[list[Option], Profile]:
-        """Plain decoding, options with one draft each, and those of the best two drafts together. The profile has all drafts."""
+    def _predicted(self, texts: list[Text]) -> list[Option]:
+        """Plain decoding, options with one draft each, those of the best two drafts together, and all of them over the n-gram index."""
         import os
+        from dataclasses import replace
 
+        from pipespec.engine.ngram import NGRAM, NgramDraft
         from pipespec.planning import measure, planner
         from pipespec.planning.drafts import agreement_with
-        from pipespec.planning.recommend import Draft, Option, best_drafts, options_of
+        from pipespec.planning.recommend import Draft, Option, best_drafts, ngram_agreement, options_of
         from pipespec.planning.simulator import Answers
 
         names, models = list(self.models), list(self.models.values())
@@ -235,24 +235,29 @@ class _Survey:
             profile = measure.measure_stages(
                 [*models, self.target], [*names, "target"], budget_s=1.0 + 0.7 * len(models)
             )
-            table = agreement_with(models, self.target, texts)
+            table = agreement_with(models, self.target, texts, NgramDraft())
+            index = measure.measure_ngram(NgramDraft())
         drafts = [
             Draft(
                 self.given[name],
-                float((table[:, i] == 0).mean()),
+                float((table[:, 1 + i] == 0).mean()),
                 stage.seconds(1, threads=profile.threads, context=self.call.context),
                 self.options[name],
                 labels[self.given[name]],
             )
             for i, (name, stage) in enumerate(zip(names, profile.stages[:-1], strict=True))
         ]
+        ngram = Draft(NGRAM, ngram_agreement(table[:, 0]), index.seconds(1, threads=1))
 
         def planned(some: list[int], of: Profile) -> list[Option]:
-            plan = planner.plan(of, Answers(table=table[:, some].copy()), self.call, cores=cores)
-            return options_of(plan, [drafts[i] for i in some], plain.rate)
+            columns = table[:, [0, *(1 + i for i in some)]].copy()
+            plan = planner.plan(replace(of, stages=(index, *of.stages)), Answers(table=columns), self.call, cores=cores)
+            found = options_of(plan, [ngram, *(drafts[i] for i in some)], plain.rate)
+            return [o for o in found if not some or o.drafts != (ngram,)]
 
         plain = planner.plan(replace_stages(profile, [len(names)]), Answers(), self.call).plain
 
+        alone = planned([], replace_stages(profile, [len(names)]))
         options = [o for i in range(len(names)) for o in planned([i], replace_stages(profile, [i, len(names)]))]
         best = [drafts.index(draft) for draft in best_drafts(options, 2)]
         best.sort(key=lambda i: drafts[i].step_s)
@@ -261,10 +266,10 @@ class _Survey:
                 own = self._beside([models[i] for i in best], [names[i] for i in best], cores)
             # Replaces the predictions without the slowdown of concurrent stages.
             again = [drafts[i] for i in best]
-            options = [o for o in options if o.drafts[0] not in again] + planned(
+            options = [o for o in options if o.drafts[-1] not in again] + planned(
                 best, own or replace_stages(profile, [*best, len(names)])
             )
-        return [*options, Option((), "plain", rate=plain.rate)], profile
+        return [*alone, *options, Option((), "plain", rate=plain.rate)]
 
     def _beside(self, models: list[PreTrainedModel], names: list[str], cores: int) -> Profile | None:
         """The profile of a chain with the slowdown of its worker processes; None where there are none."""
@@ -288,22 +293,6 @@ class _Survey:
             )
         finally:
             driver.close()
-
-    def _ngram(self, texts: list[Text], profile: Profile) -> Option:
-        from pipespec.pipeline import Pipeline
-        from pipespec.planning.recommend import ngram_option
-
-        counts = dict.fromkeys(("tokens", "steps", "fed", "drafted", "accepted"), 0)
-        with Pipeline(self.target, "ngram") as pipe:
-            for report in self._reports(pipe, texts):
-                stage = report.stages[-1]
-                counts["tokens"] += report.tokens
-                for name in ("steps", "fed", "drafted", "accepted"):
-                    counts[name] += getattr(stage, name)
-            lookahead = pipe.config.lookahead[0]
-        where: dict[str, Any] = {"threads": profile.threads, "context": self.call.context}
-        prompt_s = profile.target.prompt_s(self.call.prompt, threads=profile.threads)
-        return ngram_option(counts, lookahead, lambda w: profile.target.seconds(w, **where), prompt_s, len(texts))
 
     def _reports(self, pipe: Any, texts: list[Text]) -> Iterator[Any]:
         import torch

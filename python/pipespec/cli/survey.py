@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.drivers import Driver
+from pipespec.engine.ngram import NgramDraft
 from pipespec.observe.plot import Panel, Series, chart
 from pipespec.pipeline import Pipeline
 from pipespec.planning import planner
@@ -75,22 +76,31 @@ def settings(
     """
     found = [Candidate("plain", (), (), 0, profile.threads, 0.0)]
     for drafts in planner.subsets(profile):
+        models = len(profile.models(drafts))
         for last in lookahead:
             all_lookaheads = (min(last, 4),) * (len(drafts) - 1) + (last,)
             if last <= 8:
                 found.append(Candidate("lockstep", drafts, all_lookaheads, 0, profile.threads, 0.0))
-            threads = max(1, profile.threads - len(drafts))
+            if models == 0:  # an n-gram index alone runs in the target's process
+                continue
+            threads = max(1, profile.threads - models)
             found += [Candidate("workers", drafts, all_lookaheads, w, threads, 0.0) for w in minima if w <= last]
     return found
 
 
-def calibrate(models: Sequence[PreTrainedModel], prompts: Sequence[torch.Tensor], new_tokens: int) -> Answers:
+def calibrate(
+    models: Sequence[PreTrainedModel],
+    prompts: Sequence[torch.Tensor],
+    new_tokens: int,
+    ngram: NgramDraft | None = None,
+) -> Answers:
     """Measure the drafts' agreement with the target's texts.
 
     Args:
         models: Drafts, then the target.
         prompts: LongTensors [1, S].
         new_tokens: Per prompt.
+        ngram: The first draft, before ``models``, if it is an n-gram index, with the ids of its corpus.
 
     Raises:
         ValueError: The target generates nothing.
@@ -100,7 +110,7 @@ def calibrate(models: Sequence[PreTrainedModel], prompts: Sequence[torch.Tensor]
         for ids in prompts:
             text = plain.generate(ids, max_new_tokens=new_tokens, do_sample=False)[0].cpu().numpy()
             if len(text) > ids.shape[1]:
-                tables.append(agreement_on(models, text, ids.shape[1], own_text=True))
+                tables.append(agreement_on(models, text, ids.shape[1], own_text=True, ngram=ngram))
     if not tables:
         raise ValueError("no agreement can be measured: the target ends these prompts at once")
     return Answers(table=np.concatenate(tables))
@@ -114,16 +124,18 @@ def call_of(prompts: Sequence[torch.Tensor], new_tokens: int) -> CallShape:
 class SettingRunner:
     """Runs settings of one chain, with one pipeline per schedule and subset of the drafts."""
 
-    def __init__(self, models: Sequence[PreTrainedModel]) -> None:
-        self.models = list(models)
+    def __init__(self, models: Sequence[PreTrainedModel], ngram: NgramDraft | None = None) -> None:
+        """``ngram``: as for :func:`calibrate`."""
+        self._drafts = [*([] if ngram is None else [ngram]), *models[:-1]]
+        self._target = models[-1]
         self._pipes: dict[tuple[str, tuple[int, ...]], Pipeline] = {}
 
     def pipe(self, c: Candidate) -> Pipeline:
         """The pipeline of a setting."""
         at = (c.way, c.drafts)
         if at not in self._pipes:
-            drafts = [self.models[i] for i in c.drafts]
-            self._pipes[at] = Pipeline(self.models[-1], drafts, schedule=c.schedule, graphs=c.captured)
+            drafts = [self._drafts[i] for i in c.drafts]
+            self._pipes[at] = Pipeline(self._target, drafts, schedule=c.schedule, graphs=c.captured)
         return self._pipes[at]
 
     def run(self, c: Candidate, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, int, float]:
@@ -137,7 +149,8 @@ class SettingRunner:
         assert isinstance(driver, Driver)
         driver.steer(replace(driver.config, **c.steering))
         # A pipeline of workers divides the threads between the target and its drafts.
-        with threads_set(c.threads + (len(c.drafts) if c.schedule == "workers" else 0)):
+        workers = len(c.drafts) - (driver.config.ngram is not None) if c.schedule == "workers" else 0
+        with threads_set(c.threads + workers):
             text = pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False)
         assert pipe.report is not None
         return text, pipe.report.tokens, pipe.report.seconds
@@ -159,6 +172,7 @@ def survey(
     progress: Progress = lambda what, done, total: None,
     between: Callable[[], None] = lambda: None,
     cores: int | None = None,
+    ngram: NgramDraft | None = None,
 ) -> list[SurveyPoint]:
     """Predict and measure every candidate.
 
@@ -173,10 +187,11 @@ def survey(
         progress: Called before each run.
         between: Called before each prompt's turn, for instance to profile the machine.
         cores: As for :func:`pipespec.planning.planner.predict`.
+        ngram: As for :func:`calibrate`.
     """
     call = call_of(prompts, new_tokens)
     points = [SurveyPoint(planner.predict(profile, answers, c, call, cores=cores)) for c in candidates]
-    runner = SettingRunner(models)
+    runner = SettingRunner(models, ngram)
     try:
         for done, point in enumerate(points):
             progress("warming up", done, len(points))

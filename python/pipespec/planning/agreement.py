@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
+from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import PREFILL_CHUNK
 from pipespec.models.properties import embedding_size, head_size
+from pipespec.planning.simulator import NOTHING
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
 
@@ -77,10 +79,11 @@ def agreement(truth: np.ndarray, drafts: Sequence[np.ndarray]) -> np.ndarray:
 
     Args:
         truth: int64 [positions], the target's tokens.
-        drafts: One array like ``truth`` per draft.
+        drafts: One array like ``truth`` per draft; -1 where an n-gram index drafts nothing.
 
     Returns:
-        uint8 [positions, drafts], 0 where a draft chooses the target's token. Equal numbers in a row are equal tokens.
+        uint8 [positions, drafts], 0 where a draft chooses the target's token, :data:`pipespec.planning.simulator.NOTHING` where it drafts
+        nothing. Equal numbers in a row are equal tokens.
 
     Raises:
         ValueError: The shapes differ.
@@ -93,7 +96,24 @@ def agreement(truth: np.ndarray, drafts: Sequence[np.ndarray]) -> np.ndarray:
         for j in range(i):  # drafts with the same wrong token
             alike = (own == drafts[j]) & (own != truth)
             table[alike, i] = table[alike, j]
+        table[own < 0, i] = NOTHING
     return table
+
+
+def lookups(ngram: NgramDraft, text: np.ndarray, first: int) -> np.ndarray:
+    """Table of agreement of an n-gram index alone over a text of the target.
+
+    The index is deterministic, so that its draft tokens in a call are exactly these.
+
+    Args:
+        ngram: With the ids of its corpus.
+        text: int32 [positions].
+        first: First position, at least 1.
+
+    Returns:
+        uint8 [len(text) - first, 1], as :func:`agreement`.
+    """
+    return agreement(text[first:].astype(np.int64), [ngram.followers(text, first)])
 
 
 def agreement_on(
@@ -105,6 +125,7 @@ def agreement_on(
     sampling_params: SamplingParams | None = None,
     row: int = 0,
     native: bool = True,
+    ngram: NgramDraft | None = None,
 ) -> np.ndarray:
     """Table of agreement of ``models`` over ``text`` from position ``first`` on, teacher-forced.
 
@@ -116,6 +137,7 @@ def agreement_on(
         sampling_params: As for :func:`choices`. None: greedy.
         row: As for :func:`choices`.
         native: As for :func:`choices`.
+        ngram: With the ids of its corpus: the first draft, before ``models``.
 
     Returns:
         As :func:`agreement`.
@@ -129,4 +151,6 @@ def agreement_on(
         else choices(models[-1], text, first, sampling_params, vocabulary, row, native=native)
     )
     drafts = [choices(m, text, first, sampling_params, vocabulary, row, native=native) for m in models[:-1]]
+    if ngram is not None:
+        drafts.insert(0, ngram.followers(np.concatenate([text[:first], truth]), first))
     return agreement(truth, drafts)

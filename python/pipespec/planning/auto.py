@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from pipespec.drivers import Driver, GenerationRequest, WorkersDriver
 from pipespec.drivers.base import CacheOwner, Decoder, SpeedWarning, StageFailure, TextSource
 from pipespec.drivers.graphed.driver import host_reason
+from pipespec.engine.ngram import NGRAM, NgramDraft
 from pipespec.engine.stage import StageInputs, stage_names
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import head_size
@@ -31,7 +32,7 @@ from pipespec.planning.driver_pool import DriverPool
 from pipespec.planning.planner import CallShape, Candidate, Key, Plan
 from pipespec.planning.profile import Profile, StepTimes
 from pipespec.planning.profile_store import StoredProfile
-from pipespec.planning.simulator import Answers
+from pipespec.planning.simulator import NOTHING, Answers
 from pipespec.planning.steering import CallSteering, MeasuredRate
 from pipespec.preflight.support import check_streams, check_whole
 from pipespec.process.progress import say, working
@@ -49,6 +50,8 @@ _MOST_PATIENCE = 16
 """Agreement that does not change is measured down to this fraction as often."""
 _MOVED = 0.05
 """Change of an agreement that leads to a new plan."""
+_RECENT = 1024
+"""Positions of the newest texts along which the n-gram index is replayed: several calls, so that single texts do not decide."""
 _NEAR = 0.92
 """A chain is tried once if its predicted rate is this close to the best: the error of predictions."""
 _MOST_TRIALS = 3
@@ -63,7 +66,7 @@ _CAPTURED = ("plain", "lockstep", "streams")
 class _Agreement:
     """Agreement of the drafts with the target in one mode.
 
-    ``table``: see :class:`Answers`. ``seen``: its positions that come from this user's texts. ``patience``: factor of the time until the next
+    ``table``: see :class:`Answers`. ``recent``: likewise, of the n-gram index alone along the texts of the newest calls. ``seen``: its positions that come from this user's texts. ``patience``: factor of the time until the next
     measurement. ``next_s``: time in calls at which the next measurement is due.
     """
 
@@ -71,13 +74,16 @@ class _Agreement:
     seen: int = 0
     patience: int = 1
     next_s: float = 0.0
+    recent: np.ndarray | None = None
 
 
 @dataclass
 class _ShapeRecord:
-    """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: candidates near the best that were tried."""
+    """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: candidates near the best that were tried.
+    ``followed``: the :attr:`_Agreement.recent` of the plan."""
 
     plan: Plan | None = None
+    followed: np.ndarray | None = None
     measured: dict[Key, MeasuredRate] = field(default_factory=dict)
     trials: int = 0
 
@@ -130,6 +136,8 @@ class AutoDriver(Decoder):
         names: Of the stages.
         trace: Steps per stage that the trace of a call keeps.
         native: See :class:`pipespec.config.SpeculationConfig`.
+        ngram: An n-gram index as a further draft, before ``models``, with the ids of its corpus. A ``profile`` that is given has its times, or it
+            is no candidate.
 
     Attributes:
         plan: What the last call was chosen from, or the next one will be.
@@ -148,15 +156,19 @@ class AutoDriver(Decoder):
         names: Sequence[str] | None = None,
         trace: int = 0,
         native: bool = True,
+        ngram: NgramDraft | None = None,
     ) -> None:
         super().__init__()
         check_measurable(models)
         self.models, self.clock, self._native = list(models), clock, native
-        self.stage_names = list(names) if names else stage_names(len(models))
+        if profile is not None and not profile.has_ngram:
+            ngram = None
+        self.ngram, self._first = ngram, int(ngram is not None)
+        self.stage_names = [*[NGRAM] * self._first, *(names or stage_names(len(models)))]
         self.ran_as = "auto"
         self.cores = len(os.sched_getaffinity(0))
         self.captured = _capturable(self.models) if captured is None else tuple(captured)
-        self.pool = DriverPool(self.models, trace, native)
+        self.pool = DriverPool(self.models, trace, native, ngram)
         self._records: dict[tuple[int, str], _ShapeRecord] = {}
         self._unmeasurable: set[tuple[int, bool]] = set()  # rows, and whether steps are captured
         self._in_calls_s = 0.0
@@ -166,8 +178,8 @@ class AutoDriver(Decoder):
         self._has_new_call = False
         self._key, stored = "", None
         if profile is None:
-            self._key = profile_store.digest(self.models, threads=torch.get_num_threads(), native=native)
-            stored = profile_store.load(self._key, len(self.models))
+            self._key = profile_store.digest(self.models, threads=torch.get_num_threads(), native=native, ngram=ngram)
+            stored = profile_store.load(self._key, len(self.stage_names))
             if stored is not None:
                 profile, tables = stored.profile, stored.tables
         self._agreement = {mode: _Agreement(table) for mode, table in (tables or {}).items()}
@@ -260,8 +272,7 @@ class AutoDriver(Decoder):
         if call is None or not is_new:
             return
         self._record_rate(call)
-        if len(self.models) > 1:
-            self._measure_agreement(call)
+        self._measure_agreement(call)
         steered = call.steering.decisions if call.steering is not None else []
         self.remarks = (call.plan.why, *self._decisions, *steered, *call.driver.remarks)
         self._decisions = []
@@ -283,7 +294,7 @@ class AutoDriver(Decoder):
             beside: WorkersDriver | None = None
             if self.cores > 1 and len(self.models) > 1:
                 try:
-                    chain = tuple(range(len(self.models) - 1))
+                    chain = tuple(range(self._first, len(self.stage_names) - 1))
                     driver = self.pool.get(Candidate("workers", chain, (8,) * len(chain), 0, 1, 0.0))
                     beside = driver if isinstance(driver, WorkersDriver) else None
                 except (ValueError, RuntimeError) as error:
@@ -291,13 +302,16 @@ class AutoDriver(Decoder):
                     say(f"schedule='auto': no worker processes here ({error}); the profile is not kept")
                     # The profile lacks the slowdown of concurrent stages, and processes may start the next time.
                     self.cores, self._key = 1, ""
+            names = self.stage_names[self._first :]
             found = replace(
-                measure.measure_stages(self.models, self.stage_names, beside=beside, native=self._native), key=self._key
+                measure.measure_stages(self.models, names, beside=beside, native=self._native), key=self._key
             )
-            if len(self.models) > 1:
+            if self.ngram is not None:
+                found = replace(found, stages=(measure.measure_ngram(self.ngram), *found.stages))
+            if len(found.stages) > 1:
                 text, first = self._calibration_text(found)
-                table = agreement.agreement_on(self.models, text, first, own_text=True, native=self._native)
-                self._agreement["greedy"] = _Agreement(table)
+                how: dict[str, Any] = {"own_text": True, "native": self._native, "ngram": self.ngram}
+                self._agreement["greedy"] = _Agreement(agreement.agreement_on(self.models, text, first, **how))
             return found
 
     def _calibration_text(self, profile: Profile) -> tuple[np.ndarray, int]:
@@ -338,10 +352,15 @@ class AutoDriver(Decoder):
     def _step_times(self, rows: int, captured: bool) -> Sequence[Sequence[StepTimes]]:
         """Measured step times of every model, for :meth:`Profile.adding`."""
         if captured:
-            return measure.measure_captured(self.models, self.stage_names, rows=rows)
+            return measure.measure_captured(self.models, self.stage_names[self._first :], rows=rows)
         budget_s = 0.7 * len(self.models)
         found = measure.measure_stages(
-            self.models, self.stage_names, rows=rows, widths=(1, 2, 4, 9), budget_s=budget_s, native=self._native
+            self.models,
+            self.stage_names[self._first :],
+            rows=rows,
+            widths=(1, 2, 4, 9),
+            budget_s=budget_s,
+            native=self._native,
         )
         return [stage.times for stage in found.stages]
 
@@ -356,10 +375,12 @@ class AutoDriver(Decoder):
     # ---- choice of a candidate
 
     def answers(self, mode: str) -> Answers:
-        """Agreement of the drafts; one half where nothing was measured."""
+        """Agreement of the drafts; where nothing was measured, one half, and an n-gram index finds nothing."""
         known = self.tables
         table = known.get(mode, known.get("greedy"))
-        return Answers(table=table) if table is not None else Answers(acceptance=(0.5,) * (len(self.models) - 1))
+        if table is not None:
+            return Answers(table=table)
+        return Answers(acceptance=(*(0.0,) * self._first, *(0.5,) * (len(self.models) - 1)))
 
     def record(self, rows: int, mode: str) -> _ShapeRecord:
         """Predicted and measured rates of calls of this shape."""
@@ -377,8 +398,20 @@ class AutoDriver(Decoder):
                 captured=self.captured,
                 cores=self.cores,
             )
+            record.followed = None
+        known = self._agreement.get(mode)
+        if known is not None and known.recent is not None and self._differs(known.recent, record.followed):
+            record.plan = planner.following(self.profile, Answers(table=known.recent), record.plan)
+            record.followed = known.recent
         plan = record.plan if graphs else planner.eager_only(record.plan)
         return planner.decide(plan, record.factors())
+
+    def _differs(self, recent: np.ndarray, followed: np.ndarray | None) -> bool:
+        """Whether the n-gram index finds more or less in the newest texts than where its rate was predicted, or it was not predicted."""
+        if followed is None or len(recent) >= 2 * len(followed):
+            return True
+        changes = (abs((recent == answer).mean() - (followed == answer).mean()) for answer in (0, NOTHING))
+        return bool(max(changes) > _MOVED / 2)
 
     def _forget_plans(self, mode: str | None = None) -> None:
         """Forget the plans of one mode, or all. Greedy agreement stands for the sampled one until that is measured."""
@@ -512,9 +545,13 @@ class AutoDriver(Decoder):
     # ---- agreement
 
     def _measure_agreement(self, call: _RunningCall) -> None:
-        """Measure the drafts' agreement with the text of a call, within :data:`_SHARE` of the time, and plan again if it has changed."""
+        """Measure the drafts' agreement with the text of a call, within :data:`_SHARE` of the time, and plan again if it has changed.
+
+        The n-gram index is replayed along the text of each call.
+        """
         known = self._agreement.setdefault(call.mode, _Agreement())
-        if known.seen >= _ENOUGH and self._in_calls_s < known.next_s:
+        is_due = len(self.models) > 1 and (known.seen < _ENOUGH or self._in_calls_s >= known.next_s)
+        if not is_due and self.ngram is None:
             return
         began = self.clock()
         block, params = call.driver.block, call.inputs.sampling_params
@@ -523,11 +560,20 @@ class AutoDriver(Decoder):
         prompt = call.inputs.prompts[row]
         generated = np.array(block.tokens(block.target, row, len(prompt), lengths[row]), dtype=np.int32)
         table = None
-        if not params.stepwise:
-            text = np.concatenate([prompt, generated])
+        text = np.concatenate([prompt, generated])
+        if self.ngram is not None and len(generated) > 0:
+            self._add_recent(known, agreement.lookups(self.ngram, text, len(prompt)))
+        if is_due and not params.stepwise:
             table = self._agreement_on(text, len(prompt), own_text=True, sampling_params=params, row=row)
         if table is not None:
             self._add_agreement(call.mode, table, began)
+
+    @staticmethod
+    def _add_recent(known: _Agreement, found: np.ndarray) -> None:
+        """Add what the n-gram index finds in the text of a call."""
+        if known.recent is not None:
+            found = np.concatenate([known.recent, found])
+        known.recent = found[-_RECENT:]
 
     def _add_agreement(self, mode: str, table: np.ndarray, began: float) -> None:
         known = self._agreement[mode]
@@ -557,7 +603,7 @@ class AutoDriver(Decoder):
         if len(text) - first < _LEAST:
             return None
         try:
-            return agreement.agreement_on(self.models, text, first, **how)
+            return agreement.agreement_on(self.models, text, first, ngram=self.ngram, **how)
         except Exception as error:
             pass_on(error)
             _warn(f"the drafts' agreement with a text could not be measured ({type(error).__name__}: {error})")

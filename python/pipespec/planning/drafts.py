@@ -15,6 +15,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.drivers import Driver, GenerationRequest, make_driver
 from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.forward import release
+from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs, stage_names
 from pipespec.models.derived import AUTO, SelfDraft, in_int8, layer_indices, with_layers, with_vocabulary
@@ -175,9 +176,12 @@ def written(driver: Driver, prompt: Any, tokens: int, vocabulary: int, ends: Seq
     return np.concatenate([ids, np.array(new, dtype=np.int32)]), len(ids)
 
 
-def agreement_with(drafts: Sequence[PreTrainedModel], target: PreTrainedModel, texts: Sequence[Text]) -> np.ndarray:
-    """Table of agreement of ``drafts`` with the texts of the target, see :class:`pipespec.planning.simulator.Answers`."""
-    tables = [agreement.agreement_on([*drafts, target], text, first, own_text=True) for text, first in texts]
+def agreement_with(
+    drafts: Sequence[PreTrainedModel], target: PreTrainedModel, texts: Sequence[Text], ngram: NgramDraft | None = None
+) -> np.ndarray:
+    """Table of agreement of ``drafts``, behind ``ngram``, with the texts of the target, see :class:`pipespec.planning.simulator.Answers`."""
+    how: dict[str, Any] = {"own_text": True, "ngram": ngram}
+    tables = [agreement.agreement_on([*drafts, target], text, first, **how) for text, first in texts]
     return np.concatenate(tables)[: agreement.MOST_POSITIONS]
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.drivers import Driver, GenerationRequest, make_driver
 from pipespec.drivers.graphed.driver import GraphedDriver
+from pipespec.engine.ngram import NgramDraft
 from pipespec.planning.planner import Candidate
 from pipespec.process.progress import working
 
@@ -22,13 +23,16 @@ class DriverPool:
         models: Drafts, then the target.
         trace: Steps per stage that the drivers' traces keep.
         native: See :class:`pipespec.config.SpeculationConfig`.
+        ngram: The first draft, before ``models``, if it is an n-gram index: the candidates' draft 0.
 
     Attributes:
         holds_graphs: The present call runs without captured steps, and the captured ones keep their caches meanwhile.
     """
 
-    def __init__(self, models: Sequence[PreTrainedModel], trace: int = 0, native: bool = True) -> None:
-        self.models, self._trace, self._native = models, trace, native
+    def __init__(
+        self, models: Sequence[PreTrainedModel], trace: int = 0, native: bool = True, ngram: NgramDraft | None = None
+    ) -> None:
+        self.models, self._trace, self._native, self._ngram = models, trace, native, ngram
         self.drivers: dict[tuple[str, tuple[int, ...]], Driver] = {}
         self.holds_graphs = False
 
@@ -54,11 +58,13 @@ class DriverPool:
             graphs=candidate.captured,
             trace=self._trace,
             native=self._native,
+            ngram=self._ngram if 0 in candidate.drafts else None,
             **candidate.steering,
         )
         at = (candidate.way, candidate.drafts)
         if at not in self.drivers:
-            models = [*(self.models[i] for i in candidate.drafts), self.models[-1]]
+            first = int(self._ngram is not None)
+            models = [*(self.models[i - first] for i in candidate.drafts if i >= first), self.models[-1]]
             with working("starting draft processes") if candidate.schedule == "workers" else nullcontext():
                 self.drivers[at] = make_driver(models, config)
         driver = self.drivers[at]

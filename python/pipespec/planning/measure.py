@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.drivers import GenerationRequest, StreamsDriver, WorkersDriver
+from pipespec.engine.ngram import NGRAM, NgramDraft, NgramStage
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage, StageInputs
 from pipespec.errors import NotCapturable
@@ -34,6 +35,7 @@ _LOOKAHEAD = 64
 _WARM = 8
 """Steps until caches are warm and threads are awake."""
 _ROUNDS, _MOST_ROUNDS = 6, 16
+_NGRAM_ROUNDS = 15
 
 
 class _StepTimer:
@@ -266,6 +268,31 @@ def measure_stages(
         if spent * (done + 1) / done > budget_s:
             break
     return profiler.profile()
+
+
+def measure_ngram(draft: NgramDraft) -> StageProfile:
+    """Measure the time of an n-gram index per draft token, and per token of a prompt.
+
+    Args:
+        draft: With the ids of its corpus, see :meth:`pipespec.engine.ngram.NgramDraft.for_target`.
+    """
+    block = StateBlock.create(2, 1, 2 * WIDTHS[-1] + 2)
+    stage = NgramStage(draft, block)
+    # A text that begins again: there is a match at each position.
+    prompt = np.tile(np.random.default_rng(1).permutation(SHORT_CONTEXT // 2).astype(np.int32), 3)
+    drafts, prefills = [], []
+    for _ in range(_NGRAM_ROUNDS):
+        block.reset([len(prompt)], [len(prompt) + 2 * WIDTHS[-1]], [int(prompt[-1])], [])
+        began = time.perf_counter()
+        stage.prefill([prompt])
+        read = time.perf_counter()
+        stage.fill(WIDTHS[-1])
+        ended = time.perf_counter()
+        drafted = block.length(0, 0) - len(prompt)
+        prefills.append((read - began) / len(prompt))
+        drafts.append((ended - read) / max(1, drafted))
+    times = StepTimes(1, 1, SHORT_CONTEXT, (1,), (statistics.median(drafts),), statistics.median(prefills))
+    return StageProfile(NGRAM, 0, (times,), ngram=True)
 
 
 class _OneWidth(StreamsDriver):

@@ -42,6 +42,10 @@ _MOST_WIDTH = 34
 """Half of a step's columns, and own tokens."""
 _MOST_DRAFTS = 3
 """Of up to this many drafts all subsets are candidates. Of more: each alone, all, and all but one."""
+_NGRAM_LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Of an n-gram index alone: its draft tokens cost no time, and where one is right, so are many."""
+_NGRAM_LOOKAHEAD = 8
+"""Of an n-gram index under other drafts."""
 _LOOKAHEADS = {"lockstep": (1, 2, 3, 4, 6, 8), "workers": (2, 4, 8, 16), "streams": (2, 4, 8, 16)}
 _MINIMA = ((0, False), (1, False), (2, False), (4, False), (6, False), (2, True), (4, True), (8, True))
 """Pairs of ``min_draft_tokens`` and ``decode_meanwhile``."""
@@ -49,6 +53,9 @@ _MINIMA = ((0, False), (1, False), (2, False), (4, False), (6, False), (2, True)
 _COLUMNS = (
     "", "schedule", "stages", "threads", "lookahead", "min_draft_tokens", "tokens/step", "tokens/s", "vs plain",
 )  # fmt: skip
+
+Setting = tuple[tuple[int, ...], int, bool]
+"""``lookahead``, ``min_draft_tokens`` and ``decode_meanwhile``."""
 
 Key = tuple[str, tuple[int, ...], int]
 """See :attr:`Candidate.key`."""
@@ -224,22 +231,28 @@ def predict(
     # The times of captured steps contain what lies between them.
     between = (0.0, 0.0) if ideal or candidate.captured else (DRAFT_BETWEEN_S, BETWEEN_S)
     shape: dict[str, Any] = {"rows": rows, "captured": candidate.captured}
+    models = profile.models(candidate.drafts)
 
     def prompt_s(i: int, threads: int) -> float:
         return profile.stages[i].prompt_s(call.prompt, threads=threads, **shape)
 
     # Until the target's first step: stages in one process read their prompts one after the other.
-    start = sum(prompt_s(i, candidate.threads) for i in (*(() if in_processes else candidate.drafts), target))
+    start = sum(prompt_s(i, candidate.threads) for i in (*(() if in_processes else models), target))
     stages = []
     for place, i in enumerate((*candidate.drafts, target)):
         stage = profile.stages[i]
+        if stage.ngram:
+            # The time per token contains what lies between two of them. The next stage spends it.
+            per_token = rows * stage.seconds(1, threads=1)
+            stages.append(StageModel(positive(per_token, f"a step time of {stage.name}"), device=0, ngram=True))
+            continue
         threads = candidate.threads if i == target or not in_processes else 1
         fed = range(1, 2 if candidate.schedule == "plain" else _MOST_WIDTH + 1)
         widths = [columns(candidate, place, w) for w in fed]
         seconds = [stage.seconds(w, context=call.context, threads=threads, **shape) for w in widths]
         for t in seconds:
             positive(t, f"a step time of {stage.name}")
-        beside = [profile.stages[j].burden for j in candidate.drafts] if i == target else [stage.contention]
+        beside = [profile.stages[j].burden for j in models] if i == target else [stage.contention]
         stages.append(
             StageModel(
                 [t + between[i == target] for t in seconds],
@@ -292,16 +305,30 @@ def _subset(answers: Answers, drafts: Sequence[int], stages: int) -> Answers:
 
 
 def subsets(profile: Profile) -> list[tuple[int, ...]]:
-    """Candidate subsets of the drafts, the fastest draft first."""
-    count = len(profile.stages) - 1
-    order = sorted(range(count), key=lambda i: profile.stages[i].seconds(1, threads=1))
-    if count <= _MOST_DRAFTS:
-        return [s for n in range(1, count + 1) for s in itertools.combinations(order, n)]
-    found = [(i,) for i in order] + [tuple(order)] + [tuple(j for j in order if j != i) for i in order]
+    """Candidate subsets of the drafts, the fastest draft first. Those over an n-gram index follow those without it."""
+    models = profile.models(range(len(profile.stages) - 1))
+    order = sorted(models, key=lambda i: profile.stages[i].seconds(1, threads=1))
+    if len(models) <= _MOST_DRAFTS:
+        found = [s for n in range(1, len(models) + 1) for s in itertools.combinations(order, n)]
+    else:
+        found = [(i,) for i in order] + [tuple(order)] + [tuple(j for j in order if j != i) for i in order]
+    found += [(0, *some) for some in ((), *found)] if profile.has_ngram else []
     return list(dict.fromkeys(found))
 
 
-def _grid(schedule: str, drafts: int) -> list[tuple[tuple[int, ...], int, bool]]:
+def _over_ngram(best: Candidate | None) -> list[Setting]:
+    """The same over an n-gram index: beside the settings that are best without it, those with the last draft further ahead, since it drafts
+    faster. None: of the index alone."""
+    if best is None:
+        return [((size,), 0, False) for size in _NGRAM_LOOKAHEADS]
+    *first, last = best.lookahead
+    sizes = _LOOKAHEADS[best.schedule]
+    further = next((size for size in sizes if size > last), last)
+    kept = (best.min_draft_tokens, best.decode_meanwhile)
+    return [((_NGRAM_LOOKAHEAD, *first, size), *kept) for size in dict.fromkeys((last, further))]
+
+
+def _grid(schedule: str, drafts: int) -> list[Setting]:
     """Candidate values of ``lookahead``, ``min_draft_tokens`` and ``decode_meanwhile``."""
     sizes = _LOOKAHEADS[schedule]
     minima = _MINIMA[:1] if schedule == "lockstep" else _MINIMA
@@ -361,25 +388,58 @@ def plan(
             ways.append((schedule, True, profile.threads))
     if target > 0:
         answers.check(len(profile.stages))
+        best: dict[tuple[str, tuple[int, ...]], Candidate] = {}
         for schedule, is_captured, threads in ways:
             if schedule == "workers" and cores is not None and cores < 2:
                 continue
             for drafts in subsets(profile):
-                devices = {profile.stages[i].device for i in (*drafts, target)}
+                models = profile.models(drafts)
+                has_ngram = len(models) < len(drafts)
+                # No captured step can follow an n-gram index. Alone it runs in the target's process.
+                if has_ngram and (is_captured or (schedule == "workers" and not models)):
+                    continue
+                devices = {profile.stages[i].device for i in (*models, target)}
                 if is_captured and schedule == "lockstep" and len(devices) > 1:
                     continue  # a round is one graph on one device
                 own = Candidate(schedule, drafts, (), 0, threads, 0.0, captured=is_captured)
                 if schedule == "workers":
-                    own = replace(own, threads=max(1, profile.threads - len(drafts)))
+                    own = replace(own, threads=max(1, profile.threads - len(models)))
+                without = best.get((schedule, models))
+                settings = _over_ngram(without) if has_ngram else _grid(schedule, len(models))
                 tried = [
                     predicted(
                         replace(own, lookahead=lookahead, min_draft_tokens=min_draft_tokens, decode_meanwhile=meanwhile)
                     )
-                    for lookahead, min_draft_tokens, meanwhile in _grid(schedule, len(drafts))
+                    for lookahead, min_draft_tokens, meanwhile in settings
                 ]
-                found.append(predicted(_best(tried), answers))
+                best[schedule, drafts] = _best(tried)
+                found.append(predicted(best[schedule, drafts], answers))
     found = [replace(c, ideal=predict(profile, answers, c, call, seed=seed, ideal=True).rate) for c in found]
     return decide(Plan(plain, plain, tuple(found), names, call, ""), {})
+
+
+def following(profile: Profile, recent: Answers, made: Plan, *, seed: int = 0) -> Plan:
+    """The plan with another prediction of the n-gram index alone, from the newest texts.
+
+    What it finds varies most from text to text, and a replay costs microseconds. :func:`decide` makes the choice.
+
+    Args:
+        profile: That of the plan.
+        recent: Agreement of the index alone.
+        made: With predicted rates, from :func:`plan`.
+        seed: Of the simulation.
+    """
+    own = next((c for c in made.candidates if c.drafts == (0,) and profile.has_ngram), None)
+    if own is None:
+        return made
+    alone = replace(profile, stages=(profile.stages[0], profile.target))
+    tried = [
+        predict(alone, recent, replace(own, lookahead=lookahead), made.call, seed=seed)
+        for lookahead, *_ in _over_ngram(None)
+    ]
+    best = _best(tried)
+    best = replace(best, ideal=predict(alone, recent, best, made.call, seed=seed, ideal=True).rate)
+    return replace(made, candidates=tuple(best if c is own else c for c in made.candidates))
 
 
 def _best(tried: Sequence[Candidate]) -> Candidate:
@@ -445,6 +505,7 @@ def decide(plan: Plan, factors: Mapping[Key, float]) -> Plan:
         )
     else:
         chosen = best
-        why = f"{best.way}: predicted {gain:.2f}x of plain decoding, {best.tokens_per_step:.2f} tokens per verification"
+        gained = f"predicted {gain:.2f}x of plain decoding, {best.tokens_per_step:.2f} tokens per verification"
+        why = f"{best.way}: {gained}, with {plan.label(best)}"
     corrected.sort(key=lambda c: -c.rate)
     return replace(plan, chosen=chosen, plain=plain, candidates=tuple(corrected), why=why)

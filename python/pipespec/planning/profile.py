@@ -76,6 +76,7 @@ class StageProfile:
         burden: Of a draft: relative slowdown of the target's steps beside it.
         cold_s: Of a draft: extra seconds of its first step after a step of the target in the same process.
         device: Stages with one number are on the same device.
+        ngram: An n-gram index, only as the first stage. Its times are per draft token of a row; it runs in the process of the next stage.
 
     Raises:
         ValueError: There are no times, or a value is negative.
@@ -88,6 +89,7 @@ class StageProfile:
     burden: float = 0.0
     cold_s: float = 0.0
     device: int = 0
+    ngram: bool = False
 
     def __post_init__(self) -> None:
         if not self.times:
@@ -155,6 +157,17 @@ class Profile:
             raise ValueError("a profile needs at least one stage")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
+        if any(stage.ngram for stage in (*self.stages[1:], self.stages[-1])):
+            raise ValueError("an n-gram index is the first stage of a profile, before the target")
+
+    @property
+    def has_ngram(self) -> bool:
+        """Whether the first stage is an n-gram index."""
+        return self.stages[0].ngram
+
+    def models(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """Those of ``stages`` (indices) that have a model."""
+        return tuple(i for i in stages if not self.stages[i].ngram)
 
     @property
     def target(self) -> StageProfile:
@@ -162,7 +175,8 @@ class Profile:
         return self.stages[-1]
 
     def adding(self, times: Sequence[Sequence[StepTimes]]) -> Profile:
-        """Return a profile with more step times, one sequence per stage."""
+        """Return a profile with more step times, one sequence per stage with a model."""
+        times = [*[()] * self.has_ngram, *times]
         stages = (replace(s, times=(*s.times, *more)) for s, more in zip(self.stages, times, strict=True))
         return replace(self, stages=tuple(stages))
 

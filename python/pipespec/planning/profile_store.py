@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from pipespec.engine.ngram import NgramDraft
 from pipespec.planning.measure import device_numbers
 from pipespec.planning.profile import Profile
 from pipespec.process.signals import pass_on
@@ -39,11 +40,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipespec"
 
 
-def digest(models: Sequence[PreTrainedModel], *, threads: int, native: bool = True) -> str:
-    """Digest of all that a profile depends on: models (samples of their weights), hardware, threads, versions."""
+def digest(
+    models: Sequence[PreTrainedModel], *, threads: int, native: bool = True, ngram: NgramDraft | None = None
+) -> str:
+    """Digest of all that a profile depends on: models (samples of their weights), the n-gram index, hardware, threads, versions."""
     env = collect_env()
     facts: list[Any] = [_FORMAT, threads, native, env["cpu"]["model"], env["cpu"]["usable_cores"], platform.machine()]
     facts += [torch.__version__, transformers.__version__, __version__]
+    if ngram is not None:
+        corpus = b"" if ngram.corpus is None else np.asarray(ngram.corpus, dtype=np.int32).tobytes()
+        facts.append([ngram.min_match, ngram.max_match, hashlib.sha256(corpus).hexdigest()])
     for model, place in zip(models, device_numbers(models), strict=True):
         config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
         # Which of several equal GPUs is irrelevant. Which models share one is not.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pipespec.planning.planner import MARGIN, Plan
+from pipespec.planning.simulator import NOTHING
 from pipespec.process.table import aligned
 
 _COLUMNS = ("", "drafts", "schedule", "lookahead", "min", "agreement", "step", "tokens/step", "predicted", "measured", "vs plain")  # fmt: skip
@@ -73,7 +74,7 @@ class Option:
     def arguments(self) -> list[str]:
         """The arguments of ``pipespec generate`` for it, without the target."""
         found = [a for draft in self.drafts for a in ("--draft", draft.given)]
-        found += self.drafts[0].options if self.drafts else ()
+        found += self.drafts[-1].options if self.drafts else ()  # the first may be an n-gram index, which has none
         found += ["--schedule", self.schedule]
         if self.drafts:
             found += ["--lookahead", *map(str, self.lookahead)]
@@ -240,28 +241,14 @@ def best_drafts(options: Sequence[Option], count: int) -> list[Draft]:
     return list(dict.fromkeys(draft for draft in single if draft.options == single[0].options))[:count]
 
 
-def ngram_option(
-    counts: Mapping[str, int], lookahead: int, seconds: Callable[[float], float], prompt_s: float, calls: int
-) -> Option:
-    """The option of an n-gram index alone, from the counters of calls with it.
+def ngram_agreement(answers: np.ndarray) -> float:
+    """Share of the draft tokens of an n-gram index that are right; NaN if there are none.
 
     Args:
-        counts: ``tokens``, ``steps``, ``fed``, ``drafted`` and ``accepted`` of the target, summed over the calls.
-        lookahead: Of the index.
-        seconds: Time of a step of the target by its width.
-        prompt_s: Seconds of one call's prompt.
-        calls: Number of calls.
+        answers: Its column of a table of agreement, uint8 [positions].
     """
-    steps = max(1, counts["steps"])
-    took = calls * prompt_s + steps * seconds(counts["fed"] / steps)
-    agreement = counts["accepted"] / counts["drafted"] if counts["drafted"] else math.nan
-    return Option(
-        (Draft("ngram", agreement, 0.0),),
-        "lockstep",
-        (lookahead,),
-        tokens_per_step=counts["tokens"] / steps,
-        rate=counts["tokens"] / took,
-    )
+    drafted = answers != NOTHING
+    return float((answers[drafted] == 0).mean()) if drafted.any() else math.nan
 
 
 def mean_context(texts: Sequence[tuple[np.ndarray, int]]) -> tuple[int, int]:

@@ -21,6 +21,9 @@ from pipespec.planning.validation import non_negative, positive, probability, sa
 
 Schedule = Literal["workers", "lockstep", "reference", "reference-lockstep"]
 
+NOTHING = 255
+"""In a table of :class:`Answers`: an n-gram index drafts nothing at this position."""
+
 
 @dataclass(frozen=True)
 class StageModel:
@@ -33,6 +36,7 @@ class StageModel:
         sensitivity: Factor of the ``contention`` for this stage (``workers``).
         cold_s: Extra seconds of its first step after another stage's step. The next step has half of that, and so on (``lockstep``:
             caches hold what ran last).
+        ngram: An n-gram index, only as stage 0: stage 1 fills its lookahead before each of its own steps. ``step_s`` is its time per token.
     """
 
     step_s: float | Sequence[float]
@@ -40,6 +44,7 @@ class StageModel:
     device: int | None = None
     sensitivity: float = 1.0
     cold_s: float = 0.0
+    ngram: bool = False
 
     def times(self) -> list[float]:
         """Seconds by width.
@@ -152,7 +157,8 @@ class Answers:
     Attributes:
         acceptance: ``acceptance[i]`` is the probability that stages i and i + 1 choose the same token after the same text.
         table: uint8 [positions, drafts], 0 where the draft chooses the target's token, otherwise an id of its wrong token. Equal
-            numbers in a row are equal tokens. Positions past the end start again.
+            numbers in a row are equal tokens. Positions past the end start again. :data:`NOTHING`, in the column of an n-gram index:
+            it has no match there. Behind a draft token of its own it always has one.
     """
 
     acceptance: Sequence[float] = ()
@@ -277,6 +283,7 @@ def simulate(
         out.step_s = stage.times()
         for name in ("start_s", "sensitivity", "cold_s"):
             setattr(out, name, non_negative(getattr(stage, name), name))
+        out.ngram = stage.ngram
         out.device = own_device + i if stage.device is None else stage.device
         out.lookahead, out.max_draft_tokens, out.min_draft_tokens = ahead, draft_tokens, minimum
         built.append(out)
