@@ -388,7 +388,7 @@ def _verify_attention(
     batch, heads, width, dim = q.shape
     kernels = _kernels(q)
     native = _native(q) if kernels is None and softcap is None and q.dtype in NATIVE_DTYPES else None
-    if check_counts or kernels is None and native is None:
+    if check_counts or (kernels is None and native is None):
         _fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
     if out is None:
         out = q.new_empty((batch, width, heads, dim)).transpose(1, 2)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from pipespec_kernels import dispatch, reference
 from pipespec_kernels.kv import (
-    NATIVE_DTYPES,
     _FLOATS,
     _INTEGERS,
+    NATIVE_DTYPES,
     _check,
     _check_append,
     _check_out,
