@@ -114,7 +114,7 @@ def test_conversations_with_answers(tmp_path: Path) -> None:
 def test_a_line_ends_only_at_a_line_feed(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "one\u2028two\u0085three"}\r\n\n{"prompt": "four"}\n', encoding="utf-8")
-    assert [c.turns for c in datasets.read(file)[1]] == [("one\u2028two\u0085three",), ("four",)]
+    assert [c.turns for c in read(file)[1]] == [("one\u2028two\u0085three",), ("four",)]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def _add_options(train: argparse.ArgumentParser) -> None:
     option(train, "data", "PATH", str, "text, .jsonl, .json or .parquet files, or folders of them", nargs="+")
     option(train, "out", "FOLDER", Path, "module, checkpoint, record and curves")
     option(train, "stages", "N", int, "number of stages of the target, or the layers of each stage", nargs="+")
-    recipe = f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options given here count more"
+    recipe = f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options of the command line take precedence"
     option(train, "recipe", "FILE", str, recipe)
     option(train, "layers", "N", int, "decoder blocks of the module; default: one less than a stage has")
     option(train, "types", "N", int, "most anchors (default: one per stage, plus one)")

@@ -28,6 +28,9 @@ from pipespec.spd.training.mask import depths, visible
 
 CHECKPOINT, RECORD, PICTURE = "training.pt", "training.json", "training.svg"
 RATE_SCHEDULES = ("cosine", "linear")
+SAY_EVERY_S = 30.0
+"""Seconds between lines of progress."""
+
 _EMPTY_STEPS = 50
 """Consecutive steps without a token to learn after which training ends with an error."""
 
