@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from pipespec.bench.contenders import Contender, GeneratedText, TunedSetting, Workload, end_tokens
+from pipespec.bench.contenders import Contender, GeneratedText, TunedSetting, Workload
 from pipespec.bench.results import StepCounts
+from pipespec.models.properties import end_tokens
 
 SERVER = Path(__file__).with_name("openvino_server.py")
 NUM_DRAFT_TOKENS = (5, 3, 8)

@@ -111,10 +111,16 @@ def test_conversations_with_answers(tmp_path: Path) -> None:
     assert [m["role"] for m in messages(conversation, 0, [])] == ["system", "user"]
 
 
+def test_a_line_ends_only_at_a_line_feed(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "one\u2028two\u0085three"}\r\n\n{"prompt": "four"}\n', encoding="utf-8")
+    assert [c.turns for c in read(file)[1]] == [("one\u2028two\u0085three",), ("four",)]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "form", "message"),
     [
-        ("a.jsonl", "{", None, "cannot be read"),
+        ("a.jsonl", "{", None, "cannot be read: line 1, column 2"),
         ("a.jsonl", "", None, "has no prompts"),
         ("a.jsonl", '{"question": "x"}', "humaneval", "entry 1 lacks the field 'task_id'; the format 'humaneval' has the fields task_id, prompt"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', None, "entry 2 cannot be read"),

@@ -554,6 +554,32 @@ def test_the_list_names_every_system(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(kind in shown for kind in KINDS)
+    assert all(f"not measured: {reason}" in shown for reason in NOT_MEASURED.values())
+    assert not [line for line in shown.splitlines() if line != line.rstrip()]
+
+
+def test_an_interrupted_command_says_how_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial = Trial(tmp_path / "r", target)
+    faults = {1: KeyboardInterrupt()}
+    monkeypatch.setattr(runner, "prepare", lambda *a, **k: trial.prepared(keys=("hf",)))
+    monkeypatch.setattr(
+        runner.Runner.__init__, "__kwdefaults__",
+        runner.Runner.__init__.__kwdefaults__ | {"make": lambda s: Scripted(s, trial.calls, faults)},
+    )  # fmt: skip
+    command = ["bench", "--out", str(tmp_path / "r"), "--prompts", "a.jsonl", "--no-profile"]
+    assert main(command) == 130
+    assert "r keeps the complete samples, and the same command continues" in capsys.readouterr().err
+    assert main(command) == 0
+    assert f"`pipespec bench report {tmp_path / 'r'}` makes a page" in capsys.readouterr().err
+    assert trial.measured() == [("hf", 0), ("hf", 1), ("hf", 1), ("hf", 2)]
+
+
+def test_llama_3_2_has_one_matrix_as_embedding_and_head() -> None:
+    """2.47 and 6.43 GB in 16 bits, as published; Llama 3.1 8B has 16.06."""
+    for name, expected in (("Llama-3.2-1B", 2.47), ("Llama-3.2-3B", 6.43), ("Llama-3.1-8B", 16.06)):
+        assert predict.size_of("m", f"meta-llama/{name}-Instruct", 2.0).bytes / 1e9 == pytest.approx(expected, abs=0.01)
 
 
 def test_a_wrong_text_in_float32_is_exit_code_1(

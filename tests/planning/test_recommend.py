@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -141,6 +142,11 @@ def test_the_best_predictions_are_measured():
         return 50, 0.5
 
     found = measure_options(options, run, 2)
+    assert "2 more" not in Recommendation(found, "t").why  # their predictions are slower than plain decoding
+    better = [replace(o, rate=200.0, measured=None) for o in found[1:3]]
+    assert Recommendation((*better, found[0], found[2]), "t").why.endswith(
+        "; 2 more with better predictions were not measured (--measure)"
+    )
     assert sorted(ran) == [8.0, 9.0, 100.0]
     assert [o.measured for o in found] == [100.0, None, 100.0, None, 100.0]
     assert measure_options(options, run, 0) == tuple(options)
@@ -216,10 +222,13 @@ def test_what_is_refused(capsys, given, message):
 
 def test_prompts(tmp_path):
     file = tmp_path / "p.jsonl"
-    for line, message in (("{", "line 1"), ("[1]", "line 1"), ('{"prompt": 3}', "needs a string"), ('""', "needs")):
+    for line, message in (("{", "line 1, column 2"), ("[1]", "entry 1"), ('{"prompt": 3}', "entry 1"), ('""', "empty")):
         file.write_text(line)
         with pytest.raises(ValueError, match=message):
             command._read_prompts(file)
+    file = tmp_path / "question.json"
+    file.write_text(json.dumps([{"question_id": 81, "turns": ["first", "second"]}]))
+    assert command._read_prompts(file) == ["first"]
     text = tmp_path / "p.txt"
     text.write_text("one\n\ntwo\n")
     assert command._read_prompts(text) == ["one\n\ntwo"]

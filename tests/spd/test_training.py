@@ -8,6 +8,7 @@ import json
 import multiprocessing as mp
 import os
 import random
+import re
 import signal
 import xml.etree.ElementTree
 from collections import Counter
@@ -278,6 +279,17 @@ def test_what_cannot_be_resumed(six: LlamaForCausalLM, tmp_path: Path) -> None:
         training.train(six, fresh(six), lines, QUICK, tmp_path, resume=True, data="another digest")
     with pytest.raises(ValueError, match="another optimizer, or with a head"):
         training.train(six, fresh(six), lines, replace(QUICK, freeze_head=True), tmp_path, resume=True)
+
+
+def test_a_line_tells_the_time_that_remains(
+    six: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training, "SAY_EVERY_S", 0.0)
+    training.train(six, fresh(six), lines, replace(QUICK, steps=2, validate_every=2), tmp_path)
+    first, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"pipespec: step 1, [\d,]+ tokens, \d+ s, about \d+ s left: loss [\d.]+", first)
+    assert "step 2, " in last
+    assert "left" not in last
 
 
 def test_a_token_budget_ends_the_run(six: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from pipespec.bench.contenders import Contender, GeneratedText, Workload
-from pipespec.bench.results import StepCounts
+from pipespec.bench.results import accepted_by_model
 from pipespec.process.progress import say
 
 Progress = Callable[[str, int, int], None]
@@ -295,14 +295,7 @@ class SpeedComparison:
             different = [at for at in positions if at is not None]
             result.identical, result.runs = len(positions) - len(different), len(positions)
             result.differs_at = median(different) if different else None
-        total: dict[str, StepCounts] = {}
-        for text in runs.values():
-            for s in text.stages[1:] or text.stages:  # the first of several stages verifies nothing
-                t = total.setdefault(s.name, StepCounts(s.name, 0))
-                t.steps, t.produced = t.steps + s.steps, t.produced + s.produced
-                t.drafted, t.accepted = t.drafted + s.drafted, t.accepted + s.accepted
-        result.accepted_length = {t.name: t.produced / t.steps for t in total.values() if t.steps and t.produced}
-        result.acceptance_rate = {t.name: t.accepted / t.drafted for t in total.values() if t.drafted}
+        result.accepted_length, result.acceptance_rate = accepted_by_model([text.stages for text in runs.values()])
         return result
 
     def close(self) -> None:

@@ -470,12 +470,6 @@ def private_copies(drafts: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
     return [copy.deepcopy(draft) if draft.device.type == "cpu" else draft for draft in drafts]
 
 
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """The tokens that end the model's text."""
-    eos = model.generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
 @contextmanager
 def forwards_of(models: dict[str, PreTrainedModel]) -> Iterator[dict[str, int]]:
     """Count the forwards of each model."""

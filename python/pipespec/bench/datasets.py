@@ -170,6 +170,11 @@ def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
     return form, found
 
 
+def is_dataset(file: Path) -> bool:
+    """Whether the name of a file is that of a dataset, which :func:`read` can read."""
+    return Path(file.name.removesuffix(".gz")).suffix.lower() in SUFFIXES
+
+
 def guessed(record: Any) -> str:
     """The format of a record, by its fields."""
     known = [
@@ -179,16 +184,15 @@ def guessed(record: Any) -> str:
 
 
 def _records(file: Path, form: str | None) -> list[Any]:
-    name = file.name.removesuffix(".gz")
-    kind = Path(name).suffix.lower()
-    if kind not in SUFFIXES:
+    kind = Path(file.name.removesuffix(".gz")).suffix.lower()
+    if not is_dataset(file):
         raise ValueError(f"{file}: prompts are {', '.join(SUFFIXES)} files, also with .gz")
     if kind == ".parquet":
         return _parquet(file)
     raw = gzip.decompress(file.read_bytes()) if file.name.endswith(".gz") else file.read_bytes()
     text = raw.decode("utf-8-sig")
     if kind == ".jsonl":
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return _json_lines(text, file)
     if kind == ".csv":
         return _csv(text, form)
     data = json.loads(text)
@@ -196,6 +200,20 @@ def _records(file: Path, form: str | None) -> list[Any]:
         entries: list[Any] = data.get("data") or data.get("rows") or [data]
         data = [row["row"] if isinstance(row, dict) and set(row) >= {"row_idx", "row"} else row for row in entries]
     return data if isinstance(data, list) else [data]
+
+
+def _json_lines(text: str, file: Path) -> list[Any]:
+    found = []
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # a string may hold further characters that str.splitlines() takes for ends
+        if not line.strip():
+            continue
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} cannot be read: line {number}, column {error.colno}: {error.msg}") from error
+    return found
 
 
 def _csv(text: str, form: str | None) -> list[Any]:

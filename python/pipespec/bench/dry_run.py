@@ -60,7 +60,7 @@ class DryRun:
 
     def __str__(self) -> str:
         sizes = (
-            (m.name, m.path, m.device, "?" if m.bytes is None else f"{m.bytes / 1e9:.2f} GB", m.known_from)
+            (m.name, m.path, m.device, "?" if m.bytes is None else readable_bytes(m.bytes), m.known_from)
             for m in self.models
         )
         parts = [aligned([("model", "path", "device", "weights", "size from"), *sizes], left=5)]
@@ -86,6 +86,11 @@ class DryRun:
             )
         parts += [f"Missing: {what}" for what in self.missing]
         return "\n".join(parts)
+
+
+def readable_bytes(number: int) -> str:
+    """``"3.21 GB"``, ``"4.3 MB"``."""
+    return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
 
 
 def planted_shapes(

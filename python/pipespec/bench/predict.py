@@ -50,7 +50,7 @@ _NAMES = {
     "Llama-2-70b": "llama2-70B",
     "TinyLlama": "tinyllama-1.1B",
 }
-"""Shapes of published models, by a part of their names."""
+"""Shapes of published models, by a part of their names. Those of Llama 3.2 use their embedding as the head."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def size_of(name: str, path: str, bytes_per_weight: float) -> ModelSize | None:
             )
         except KeyError:
             return None
-        return of_shape(name, shape, bytes_per_weight, str(file), tied=bool(data.get("tie_word_embeddings")))
+        return of_shape(name, shape, bytes_per_weight, "its config.json", tied=bool(data.get("tie_word_embeddings")))
     for part, key in _NAMES.items():
         if part.lower() in path.lower():
-            return of_shape(name, SHAPES[key], bytes_per_weight, f"the shape {key}")
+            return of_shape(name, SHAPES[key], bytes_per_weight, f"the shape {key}", tied="3.2" in part)
     return None
 
 

@@ -18,7 +18,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +58,25 @@ class StepCounts:
     rollbacks: int = 0
     wasted: int = 0
     histogram: tuple[int, ...] = ()
+
+
+def accepted_by_model(texts: Iterable[Sequence[StepCounts]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Tokens per step, and accepted per verified draft token, of each verifying model over all texts.
+
+    Args:
+        texts: Counts of each text's models, the target last. The first of several models verifies nothing and is left out.
+
+    Returns:
+        Both by the model's name, where they are known.
+    """
+    total: dict[str, StepCounts] = {}
+    for stages in texts:
+        for stage in stages[1:] or stages:
+            t = total.setdefault(stage.name, StepCounts(stage.name, 0))
+            t.steps, t.produced = t.steps + stage.steps, t.produced + stage.produced
+            t.drafted, t.accepted = t.drafted + stage.drafted, t.accepted + stage.accepted
+    lengths = {t.name: t.produced / t.steps for t in total.values() if t.steps and t.produced}
+    return lengths, {t.name: t.accepted / t.drafted for t in total.values() if t.drafted}
 
 
 @dataclass(kw_only=True)

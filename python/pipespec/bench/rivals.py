@@ -21,13 +21,13 @@ from pipespec.bench.contenders import (
     TunedSetting,
     Workload,
     chains,
-    end_tokens,
     private_copies,
     standard_contenders,
     use_assistant_setting,
 )
 from pipespec.bench.published import Asynchronous, Lockstep
 from pipespec.bench.results import StepCounts
+from pipespec.models.properties import end_tokens
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lock-step": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from pipespec.bench.results import ResultsFolder, Sample, Settings, StepCounts, Summary, SummaryRow, SystemSettings
+from pipespec.bench.results import (
+    ResultsFolder,
+    Sample,
+    Settings,
+    Summary,
+    SummaryRow,
+    SystemSettings,
+    accepted_by_model,
+)
 
 
 def summarise(folder: ResultsFolder, settings: Settings | None = None) -> Summary:
@@ -77,11 +85,7 @@ def _row(
     row.speedup = median(_seconds_per_token(plain) / _seconds_per_token(own) for plain, own in pairs) if pairs else None
     compared = [s.identical for s in samples if s.identical is not None]
     row.identical = sum(compared) / len(compared) if compared else None
-    for total in _totals(samples):
-        if total.steps and total.produced:
-            row.accepted_length[total.name] = total.produced / total.steps
-        if total.drafted:
-            row.acceptance_rate[total.name] = total.accepted / total.drafted
+    row.accepted_length, row.acceptance_rate = accepted_by_model([s.stages for s in samples])
     cycles = sum(s.cycles or 0 for s in samples)
     if cycles:
         stages = len(next(s.stage_seconds for s in samples if s.stage_seconds) or ())
@@ -91,14 +95,3 @@ def _row(
         joules = sum(sum((s.energy_joules or {}).values()) for s in measured)
         row.joules_per_token = joules / sum(len(s.tokens) for s in measured)
     return row
-
-
-def _totals(samples: Sequence[Sample]) -> list[StepCounts]:
-    """The counts of each verifying model over all samples. The first of several models verifies nothing."""
-    total: dict[str, StepCounts] = {}
-    for sample in samples:
-        for stage in sample.stages[1:] or sample.stages:
-            t = total.setdefault(stage.name, StepCounts(stage.name, 0))
-            t.steps, t.produced = t.steps + stage.steps, t.produced + stage.produced
-            t.drafted, t.accepted = t.drafted + stage.drafted, t.accepted + stage.accepted
-    return list(total.values())

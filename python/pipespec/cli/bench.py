@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,11 @@ def run(args: argparse.Namespace) -> int:
             source = None if args.config is None else args.config.name
             prepared = prepare(config, trust_remote_code=args.trust_remote_code, source=source)
         runner = Runner(prepared, folder, tuning=config.tuning, profile=config.profile and not args.no_profile)
-        summary = runner.run()
+        try:
+            summary = runner.run()
+        except KeyboardInterrupt:
+            say(f"interrupted: {folder.path} keeps the complete samples, and the same command continues")
+            raise
     settings = runner.settings
     print(json.dumps(_record(summary), indent=1) if args.json else table(summary, settings))
     return _verdict(summary, settings, folder)
@@ -172,7 +177,18 @@ def _list() -> int:
     from pipespec.bench.predict import HARDWARE
     from pipespec.bench.systems import KINDS, NOT_MEASURED
 
-    print(aligned([("system", ""), *((kind, NOT_MEASURED.get(kind, about)) for kind, about in KINDS.items())], left=2))
+    print(
+        aligned(
+            [
+                ("system", ""),
+                *(
+                    (kind, f"{about}: {NOT_MEASURED[kind]}" if kind in NOT_MEASURED else about)
+                    for kind, about in KINDS.items()
+                ),
+            ],
+            left=2,
+        )
+    )
     print()
     print(
         aligned(
@@ -236,6 +252,7 @@ def _verdict(summary: Summary, settings: Settings, folder: ResultsFolder) -> int
             else f" (in {settings.dtype}, forwards of different widths round differently)"
         )
         say(f"not always the text of generate(): {'; '.join(differ)}{why}")
+    say(f"{folder.path} has the results; `pipespec bench report {shlex.quote(str(folder.path))}` makes a page of them")
     return 1 if differ and settings.dtype in ("float32", "float64") else 0
 
 

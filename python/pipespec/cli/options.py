@@ -80,11 +80,16 @@ def chosen_models(
     """
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
-    if any(draft != "ngram" and draft.partition(":")[0] != "self" for draft in args.draft):
+    if any(map(is_model, args.draft)):
         raise ValueError("--draft needs a --target: the bundled family has its own drafts")
     from pipespec.demo import family_path
 
     return family_path("target"), args.draft or [family_path(n) for n in bundled()], args.dtype or "float32"
+
+
+def is_model(draft: str) -> bool:
+    """Whether a value of ``--draft`` names a model: it is neither the n-gram index nor made of the target's layers."""
+    return draft != "ngram" and draft.partition(":")[0] != "self"
 
 
 def one_or_all(values: list[Any] | None) -> Any:

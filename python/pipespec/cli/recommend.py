@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.options import DTYPES, Subparsers, add_draft_options, at_least_one, draft_vocabulary, read_text
+from pipespec.cli.options import (
+    DTYPES,
+    Subparsers,
+    add_draft_options,
+    at_least_one,
+    draft_vocabulary,
+    is_model,
+    read_text,
+)
 from pipespec.process.progress import quiet_transformers, say, working
 
 if TYPE_CHECKING:
@@ -32,7 +40,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         "--prompts",
         metavar="FILE",
         type=Path,
-        help="a text, or .jsonl with a prompt or text per line (default: the target writes from its begin token)",
+        help="a text, or prompts as `pipespec bench` reads them: .jsonl, .json, .csv, .parquet, also .gz (default: the target writes from its begin token)",
     )
     parser.add_argument("--new-tokens", metavar="N", type=int, default=96, help="new tokens per prompt (%(default)s)")
     parser.add_argument(
@@ -67,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _paths(args: argparse.Namespace) -> tuple[str | Path, list[str | Path], str]:
     """Target, candidates and dtype."""
-    drafts: list[str | Path] = [d for d in args.draft if d != "ngram" and d.partition(":")[0] != "self"]
+    drafts: list[str | Path] = [d for d in args.draft if is_model(d)]
     if len(drafts) < len(args.draft):
         say("the n-gram index and the target's own layers are always candidates")
     target, dtype = args.target, args.dtype or "auto"
@@ -87,22 +95,12 @@ def _paths(args: argparse.Namespace) -> tuple[str | Path, list[str | Path], str]
 
 
 def _read_prompts(file: Path) -> list[str]:
-    text = read_text(file)
-    if file.suffix != ".jsonl":
-        return [text]
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            prompt = record if isinstance(record, str) else record.get("prompt", record.get("text"))
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{file}, line {number}: {error}") from error
-        if not isinstance(prompt, str) or not prompt:
-            raise ValueError(f"{file}, line {number}: needs a string, or an object with a string as 'prompt' or 'text'")
-        found.append(prompt)
-    return found
+    """A dataset's prompts (their first turns), as ``pipespec bench`` reads them; any other file is one prompt."""
+    from pipespec.bench import datasets
+
+    if not datasets.is_dataset(file):
+        return [read_text(file)]
+    return [datasets.prompt_text(conversation, 0, ()) for conversation in datasets.read(file)[1]]
 
 
 class _Survey:

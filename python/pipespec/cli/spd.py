@@ -58,7 +58,7 @@ def _add_options(train: argparse.ArgumentParser) -> None:
     option(train, "data", "PATH", str, "text, .jsonl, .json or .parquet files, or folders of them", nargs="+")
     option(train, "out", "FOLDER", Path, "module, checkpoint, record and curves")
     option(train, "stages", "N", int, "number of stages of the target, or the layers of each stage", nargs="+")
-    recipe = f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options given here count more"
+    recipe = f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options of the command line take precedence"
     option(train, "recipe", "FILE", str, recipe)
     option(train, "layers", "N", int, "decoder blocks of the module; default: one less than a stage has")
     option(train, "types", "N", int, "most anchors (default: one per stage, plus one)")
@@ -131,7 +131,7 @@ def _with_recipe(given: argparse.Namespace) -> tuple[argparse.Namespace, recipes
 def run(args: argparse.Namespace) -> int:
     """Train a draft module for a target cut into stages (speculative pipeline decoding). The target is the teacher and does not change. The module
     learns the assistant's turns of conversations, and all of plain text. On several GPUs: torchrun or accelerate launch,
-    `-m pipespec.cli.main spd train`."""
+    `-m pipespec spd train`."""
     args, recipe = _with_recipe(args)
     for name in ("target", "stages") if args.dry_run else ("target", "data", "out", "stages"):
         if getattr(args, name) is None:
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         from transformers import AutoConfig, AutoTokenizer
 
         from pipespec.models.loading import load_model
-        from pipespec.models.properties import text_config
+        from pipespec.models.properties import end_tokens, text_config
         from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
         from pipespec.spd.partition import cut
         from pipespec.spd.training import data
@@ -209,7 +209,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         ids = None
         if args.vocabulary is not None:
-            ids = data.frequent_tokens(examples, args.vocabulary, _ends(model))
+            ids = data.frequent_tokens(examples, args.vocabulary, end_tokens(model))
         config = DraftModuleConfig.for_target(model, ranges, layers=layers, vocabulary=ids, types=args.types)
     module = DraftModule.of_target(model, config).to(model.device)
     if first:
@@ -326,9 +326,3 @@ def _predict(args: argparse.Namespace, recipe: recipes.Recipe | None) -> int:
     ]
     print("\n".join(lines))
     return 0
-
-
-def _ends(model: Any) -> list[int]:
-    """The end tokens, which every draft vocabulary needs."""
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -35,6 +35,12 @@ def head_size(model: Any) -> int:
     return _rows(model.get_output_embeddings(), "out_features")
 
 
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end the model's text, by its generation configuration."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
 def _rows(module: Any, declared: str) -> int:
     weight = getattr(module, "weight", None)
     # A trimmed head has no weight of its own, and says its outputs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.models.properties import head_size
+from pipespec.models.properties import end_tokens, head_size
 
 
 def encode_file(file: Path, source: Any, what: str, instead: str) -> list[int]:
@@ -86,7 +86,7 @@ def draft_vocabulary(given: Any, source: Any, target: PreTrainedModel) -> list[i
         raise ValueError(
             f"draft_vocabulary={size}: the target's vocabulary has {total} tokens, so give a number from 1 to {total - 1}"
         )
-    ends = set(_ends(target))
+    ends = set(end_tokens(target))
     if file is None and size is None:
         found = set(_integers(given))
     elif file is None:
@@ -131,11 +131,6 @@ def _integers(given: Any) -> list[int]:
     if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in found):
         raise TypeError("draft_vocabulary: token ids must be integers")
     return [int(i) for i in found]
-
-
-def _ends(target: PreTrainedModel) -> Sequence[int]:
-    ends = getattr(target.generation_config, "eos_token_id", None)
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def _filled(ids: set[int], size: int | None, total: int) -> list[int]:

@@ -19,7 +19,7 @@ from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs, stage_names
 from pipespec.models.derived import AUTO, SelfDraft, in_int8, layer_indices, with_layers, with_vocabulary
-from pipespec.models.properties import head_size, text_config
+from pipespec.models.properties import end_tokens, head_size, text_config
 from pipespec.planning import agreement, measure, planner
 from pipespec.planning.profile import Profile, StageProfile
 from pipespec.planning.simulator import Answers
@@ -154,10 +154,9 @@ def written_by(target: PreTrainedModel, prompts: Sequence[Any] | None = None, to
     if prompts is None:
         begin = config.bos_token_id if isinstance(config.bos_token_id, int) else 1
         prompts = [[min(begin, vocabulary - 1)]]
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     driver = make_driver([target], SpeculationConfig(schedule="plain"))
     try:
-        found = [written(driver, p, tokens, vocabulary, [e for e in ends if e is not None]) for p in prompts]
+        found = [written(driver, p, tokens, vocabulary, end_tokens(target)) for p in prompts]
     finally:
         driver.close()
     found = [(text, first) for text, first in found if len(text) > first]

@@ -14,7 +14,7 @@ from pipespec.planning.planner import MARGIN, Plan
 from pipespec.planning.simulator import NOTHING
 from pipespec.process.table import aligned
 
-_COLUMNS = ("", "drafts", "schedule", "lookahead", "min", "agreement", "step", "tokens/step", "predicted", "measured", "vs plain")  # fmt: skip
+_COLUMNS = ("", "drafts", "schedule", "lookahead", "min", "agreement", "step", "tokens/step", "tokens/s, predicted", "measured", "vs plain")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,16 @@ class Recommendation:
             return f"{self.chosen.name}, {self.chosen.schedule}: {kind} {gain:.2f}x of plain decoding"
         return (
             f"do not speculate: the best drafts ({self.best.name}, {self.best.schedule}) reach {gain:.2f}x of plain decoding ({kind}), less than "
-            f"the margin of {MARGIN:.2f}x"
+            f"the margin of {MARGIN:.2f}x{self._untried}"
         )
+
+    @property
+    def _untried(self) -> str:
+        """A remark about options that were not measured and whose predictions exceed the margin."""
+        count = sum(o.measured is None and self.gain(o) >= MARGIN for o in self.options if o.drafts)
+        if self.plain.measured is None or count == 0:
+            return ""
+        return f"; {count} more with better predictions {'was' if count == 1 else 'were'} not measured (--measure)"
 
     def __str__(self) -> str:
         chosen = self.chosen

@@ -21,13 +21,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
-from pipespec.process.progress import say
+from pipespec.process.progress import readable_time, say
 from pipespec.spd.draft_module import DraftModule
 from pipespec.spd.training.curves import picture
 from pipespec.spd.training.mask import depths, visible
 
 CHECKPOINT, RECORD, PICTURE = "training.pt", "training.json", "training.svg"
 RATE_SCHEDULES = ("cosine", "linear")
+SAY_EVERY_S = 30.0
+"""Seconds between lines of progress."""
+
 _EMPTY_STEPS = 50
 """Consecutive steps without a token to learn after which training ends with an error."""
 
@@ -512,10 +515,11 @@ def train(
             shown = ", ".join(
                 f"{k} {v:.3f}" for k, v in figures.items() if isinstance(v, float) and k not in ("seconds", "rate")
             )
-            say(f"step {step}, {tokens / 1e6:.2f}M tokens, {elapsed() / 60:.1f} min: {shown}")
+            say(f"step {step}, {tokens:,} tokens, {readable_time(elapsed())}: {shown}")
 
     module.train()
     empty, rate = 0, settings.rate
+    resumed_at, said = fraction(), elapsed()
     while (done := fraction()) < 1:
         rate = settings.rate * learning_rate(done, settings.warmup_share, settings.rate_schedule)
         torch.manual_seed(int(np.random.default_rng([settings.seed, step, rank]).integers(2**62)))  # for dropout
@@ -558,6 +562,13 @@ def train(
         step, tokens, position = step + 1, tokens + int(fed), position + settings.accumulate * world
         if step % settings.validate_every == 0:
             validate(mean)
+            said = elapsed()
+        elif rank == 0 and elapsed() - said >= SAY_EVERY_S:
+            said, share = elapsed(), fraction()
+            left = (said - before) * (1 - share) / (share - resumed_at)
+            say(
+                f"step {step}, {tokens:,} tokens, {readable_time(said)}, about {readable_time(max(0.0, left))} left: loss {mean:.3f}"
+            )
         if step % settings.save_every == 0:
             save()
     if not history or history[-1]["step"] != step:
