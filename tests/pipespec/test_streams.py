@@ -136,7 +136,8 @@ def test_the_text_is_the_targets(model, expected, how, kinds, device):
             given = {"attention_mask": mask.to(device), **options, **seeded(options, rows)}
             assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
             assert pipe.report.schedule == how
-            assert pipe.report.decisions is None
+            # A draft that is always wrong may have drafted enough for the note about tokenizers.
+            assert all(note.startswith("hardly any draft token") for note in pipe.report.decisions or ())
             if how == "lockstep":
                 assert pipe.report.stages[-1].accepted > 0
 
