@@ -251,17 +251,19 @@ class RowCache(Cache):
         # Not inference tensors, which could not be written outside of inference_mode.
         with torch.inference_mode(False), torch.no_grad():
             shape = (self._rows, self._heads, capacity)
-            self._storages = []
+            storages = []
             for device in dict.fromkeys(self._layer_devices):
                 layers = [i for i, at in enumerate(self._layer_devices) if at == device]
-                self._storages.append(_Storage(layers, shape, self._dims, dtype, device, self._lengths_on[device]))
+                storages.append(_Storage(layers, shape, self._dims, dtype, device, self._lengths_on[device]))
+            arange = torch.arange(capacity, device=self._device)
+            # Nothing has changed where there was no memory.
+            self._storages, self._arange = storages, arange
             # Per layer its storage, and its index there.
             places = {layer: (s, at) for s in self._storages for at, layer in enumerate(s.layers)}
             self._places = [places[layer] for layer in range(self._depth)]
             self._flat = self._by_layer([storage.flat for storage in self._storages])
             self._stores = [store for storage in self._storages for store in storage.stores]
             self._dtype, self._capacity = dtype, capacity
-            self._arange = torch.arange(capacity, device=self._device)
         self._band: dict[tuple[torch.dtype, int | None], tuple[int, torch.Tensor]] = {}
 
     def _by_layer(self, views: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
