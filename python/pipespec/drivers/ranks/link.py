@@ -149,7 +149,10 @@ class Link:
                 if number != seen:
                     seen = number
                     store = dist.PrefixStore(f"{self._key}/{number}", self._store)
-                    return dist.ProcessGroupGloo(store, int(self.rank == high), 2, timedelta(seconds=_CONNECT_S)), seen
+                    group = dist.ProcessGroupGloo(store, int(self.rank == high), 2, timedelta(seconds=_CONNECT_S))
+                    if self._agreed(store, self.rank == high):
+                        return group, seen
+                    _break(group)
             except dist.DistNetworkError:
                 self.is_over, self.store_has_ended = True, True
                 return None
@@ -158,6 +161,20 @@ class Link:
                 self._closing.wait(BEAT_S)
             self._closing.wait(_POLL_S)
         return None
+
+    def _agreed(self, store: Any, is_high: bool) -> bool:
+        """Whether the other rank has this connection, too. One that has given it up after its time limit would break it at once."""
+        own, other = ("high", "low") if is_high else ("low", "high")
+        if not is_high:
+            store.set(own, "connected")
+        deadline = time.monotonic() + 2 * _CONNECT_S
+        while not store.check([other]):
+            if self._closing.is_set() or time.monotonic() > deadline:
+                return False
+            self._closing.wait(_POLL_S)
+        if is_high:
+            store.set(own, "connected")
+        return True
 
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:
