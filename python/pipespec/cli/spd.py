@@ -123,7 +123,7 @@ def _with_recipe(given: argparse.Namespace) -> tuple[argparse.Namespace, recipes
     if unknown or "recipe" in chosen:
         raise ValueError(f"recipe {given.recipe}: not options of this command: {' '.join(unknown) or '--recipe'}")
     values = vars(chosen)
-    if any(name in given for name in _LIMITS):  # the run's length is given anew
+    if any(name in given for name in _LIMITS):  # this start sets the length of the run
         values = {name: value for name, value in values.items() if name not in _LIMITS}
     return argparse.Namespace(**_DEFAULTS | values | vars(given)), recipe
 
