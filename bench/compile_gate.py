@@ -57,6 +57,9 @@ from pipespec_kernels.triton.cutoff import (
 )
 from pipespec_kernels.triton.kv import append_kernel, compact_kernel, gather_kernel, truncate_kernel
 from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, Config, choose_config, cut
+from pipespec_kernels.triton.logprobs import BLOCK as LOGPROBS_BLOCK
+from pipespec_kernels.triton.logprobs import WARPS as LOGPROBS_WARPS
+from pipespec_kernels.triton.logprobs import logprobs_kernel
 from pipespec_kernels.triton.norm import add_rms_norm_kernel
 from pipespec_kernels.triton.norm import tile_of as norm_tile
 from pipespec_kernels.triton.penalize import BLOCK as PENALTY_BLOCK
@@ -75,6 +78,7 @@ IN_QUICK += (
     "cutoff, scan",
     "cutoff, search",
     "penalize",
+    "logprobs, cutoff",
     "attention, D=128, M=32",
     "attention, D=128, M=128, parts",
     "attention, D=128, M=16, invariant",
@@ -93,8 +97,8 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _BY_TYPE = {
     "*i64": "tokens best ticket next_token length epoch seeds undrawn top_k",
     "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets "
-    "history prompt_lengths bias_ids bitmask table",
-    "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights",
+    "history prompt_lengths bias_ids bitmask table top_ids",
+    "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights chosen top",
     "*fp64": "top_p min_p",
     "fp32": "scale_log2 cap_log2 eps",
 }
@@ -188,6 +192,10 @@ def cases() -> Iterator[CompileCase]:
         yield CompileCase(
             name, penalize_kernel, "bf16", None, constants, None, instructions=most, fused=False, types=types
         )
+    for name, filters, most in (("logprobs", False, 1000), ("logprobs, cutoff", True, 1100)):
+        constants = {"HAS_SCALE": filters, "HAS_CUTOFF": filters, "BLOCK": LOGPROBS_BLOCK}
+        for dtype in ("bf16", "fp32"):
+            yield CompileCase(name, logprobs_kernel, dtype, None, constants, None, LOGPROBS_WARPS, instructions=most)
     yield from kv_cases()
     yield from layer_cases()
 

@@ -1,7 +1,8 @@
 """The operations of speculative decoding.
 
 Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either; :func:`rejection_sample` for drafts
-with a distribution; :func:`cutoff` for top-k, top-p and min-p; :func:`penalize` for penalties, biases and bitmasks. Keys and values in storage ``[B, Hkv, S, D]`` with a length per row:
+with a distribution; :func:`cutoff` for top-k, top-p and min-p; :func:`penalize` for penalties, biases and bitmasks;
+:func:`logprobs` of what was selected. Keys and values in storage ``[B, Hkv, S, D]`` with a length per row:
 :func:`kv_append`, :func:`kv_truncate`, :func:`kv_gather`, :func:`kv_compact`, and :func:`verify_attention` over them. The rest of a
 decoder layer but its matrix products: :func:`add_rms_norm`, :func:`silu_mul`, and :func:`rope_append` in place of RoPE and :func:`kv_append`.
 
@@ -30,6 +31,7 @@ from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, INT32, FlatNoise
 from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.library import register, traced
+from pipespec_kernels.logprobs import logprobs
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams
 from pipespec_kernels.penalties import Penalties, penalize
 
@@ -45,6 +47,7 @@ __all__ = [
     "kv_compact",
     "kv_gather",
     "kv_truncate",
+    "logprobs",
     "penalize",
     "rejection_sample",
     "rope_append",

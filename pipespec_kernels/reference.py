@@ -123,6 +123,55 @@ def cutoff(
     return out
 
 
+def logprobs(
+    logits: Tensor,
+    selected: Tensor,
+    query_lens: Tensor,
+    num_draft_tokens: Tensor,
+    inv_temperature: Tensor | None = None,
+    cutoff: Tensor | None = None,
+    top_n: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All selected columns at once; see :func:`pipespec_kernels.ops.logprobs`. Exponentials in float32, sums in float64 (float64 logits: all in float64)."""
+    device, (batch, width, vocab) = logits.device, logits.shape
+    chosen = torch.full((batch, width), -torch.inf, dtype=torch.float32, device=device)
+    top_ids = torch.full((batch, width, top_n), -1, dtype=torch.int32, device=device)
+    top = torch.full((batch, width, top_n), -torch.inf, dtype=torch.float32, device=device)
+    steps = torch.arange(width)
+    reads = (steps <= num_draft_tokens[:, None]) & (query_lens > 0)[:, None]
+    rows, at = (reads & (selected.cpu() >= 0) & (selected.cpu() < vocab)).nonzero(as_tuple=True)
+    columns = (query_lens - 1 - num_draft_tokens)[rows] + at
+    rows, at, columns = rows.to(device), at.to(device), columns.to(device)
+    x = logits[rows, columns]
+    x = x if x.dtype is torch.float64 else x.float()
+    y = x if inv_temperature is None else x * inv_temperature.to(x)[rows, None]
+    # -inf stays -inf, whatever the temperature.
+    dropped = x == -torch.inf
+    if cutoff is not None:
+        dropped |= x < cutoff.to(x)[rows, columns, None]
+    y = y.masked_fill(dropped, -torch.inf)
+    largest = y.amax(-1, keepdim=True)
+    normalizer = largest.double() + (y - largest).exp().sum(-1, keepdim=True, dtype=torch.float64).log()
+    normalizer = torch.where(normalizer.isfinite(), normalizer, torch.nan)
+    every = (y.double() - normalizer).float()
+    chosen[rows, at] = every.gather(1, selected.to(device)[rows, at].long()[:, None])[:, 0]
+    if top_n:
+        x = x.masked_fill(dropped, -torch.inf)
+        if x.dtype is torch.float64:
+            ids = torch.sort(x, descending=True, stable=True).indices[:, :top_n]
+        else:
+            # Unique keys, so that the order of equal logits is that of their ids.
+            bits = (x + 0.0).view(torch.int32)
+            order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+            key = (order << 32) | (0x7FFFFFFF - torch.arange(vocab, device=device))
+            ids = key.topk(top_n, -1).indices
+        found = every.gather(1, ids)
+        kept = found > -torch.inf  # false for a NaN, too
+        top[rows, at] = found
+        top_ids[rows, at] = torch.where(kept, ids, -1).int()
+    return chosen, top_ids, top
+
+
 def penalize(
     logits: Tensor,
     tokens: Tensor,

@@ -1,7 +1,7 @@
 """Verification kernels in Triton, one file per family: for tensors on a GPU.
 
 ``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``rejection_sample`` (Leviathan's and Chen's test), ``cutoff``
-(top-k, top-p and min-p as one logit per row), ``penalize`` (penalties, biases, bitmasks); over keys and values with lengths on the device ``kv_append`` and its like, and
+(top-k, top-p and min-p as one logit per row), ``penalize`` (penalties, biases, bitmasks), ``logprobs``; over keys and values with lengths on the device ``kv_append`` and its like, and
 ``verify_attention``; of a layer ``add_rms_norm``, ``silu_mul`` and ``rope_append``. No call waits for the device, allocates memory that a graph
 could not replay, or depends on earlier calls, so all can be captured in a CUDA graph.
 
@@ -15,6 +15,7 @@ from pipespec_kernels.triton.attention import verify_attention
 from pipespec_kernels.triton.cutoff import cutoff
 from pipespec_kernels.triton.kv import kv_append, kv_compact, kv_gather, kv_truncate
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
+from pipespec_kernels.triton.logprobs import logprobs
 from pipespec_kernels.triton.norm import add_rms_norm
 from pipespec_kernels.triton.penalize import penalize
 from pipespec_kernels.triton.rejection_sample import rejection_sample
@@ -32,6 +33,7 @@ __all__ = [
     "kv_compact",
     "kv_gather",
     "kv_truncate",
+    "logprobs",
     "penalize",
     "rejection_sample",
     "rope_append",

@@ -40,6 +40,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
         "rejection_sample, choose",
         "cutoff, scan",
         "penalize",
+        "logprobs, cutoff",
     )
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
@@ -51,7 +52,16 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
         assert r["shared"] <= (163 << 10 if r["arch"] == 80 else 227 << 10)
         if r["loop_per_logit"] is None:
             assert r["name"].startswith(
-                ("attention", "kv_", "add_rms_norm", "silu_mul", "rope_append", "cutoff, search", "penalize")
+                (
+                    "attention",
+                    "kv_",
+                    "add_rms_norm",
+                    "silu_mul",
+                    "rope_append",
+                    "cutoff, search",
+                    "penalize",
+                    "logprobs",
+                )
             )
             continue
         # The counting sees whole loops: one load of 16 bytes or several, and not more instructions than there are.

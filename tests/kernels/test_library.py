@@ -61,6 +61,11 @@ def penalty_arguments() -> tuple[Any, ...]:
     return *fed, *penalties.flat(given["penalties"]), *counts
 
 
+def logprob_arguments(c: dict[str, Any]) -> tuple[Any, ...]:
+    """What follows the logits in the schema of ``logprobs``."""
+    return c["tokens"].int(), c["query_lens"], c["num_draft_tokens"]
+
+
 NOISE = ("seeds", "positions", "inv_temperature", "cutoff")
 FED = ("logits", "tokens", "query_lens", "num_draft_tokens")
 
@@ -85,6 +90,8 @@ def schema_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
         (namespace.cutoff.default, (c["logits"], scales, ks, ps, least, *fed[2:])),
         (namespace.cutoff.default, (c["logits"], scales, ks.int(), ps.float(), least, None, None, 1)),
         (namespace.block_sample.default, (*fed, draft, *noise, scales * 0.5, c["cutoff"] - 1, *Streams())),
+        (namespace.logprobs.default, (c["logits"], *logprob_arguments(c), scales, c["cutoff"], 3)),
+        (namespace.logprobs.default, (c["logits"], *logprob_arguments(c))),
         (namespace.penalize.default, penalty_arguments()),
         (namespace.penalize.default, (*penalty_arguments()[:8], None, None, None, None, None)),
     ]

@@ -14,10 +14,11 @@ import triton.language as tl
 
 from pipespec_kernels import reference
 from pipespec_kernels.noise import Noise, Streams
-from pipespec_kernels.triton import Config, cutoff, penalize, rejection_sample, verify
+from pipespec_kernels.triton import Config, cutoff, logprobs, penalize, rejection_sample, verify
 from pipespec_kernels.triton.philox import INTERPRETED, draw4, uniform
 from pipespec_kernels.triton.philox import draw as right_draw
 
+from .. import logprobs as logprob_cases
 from .. import penalties
 from ..selection import make_logits
 from .test_philox import noise_kernel
@@ -88,6 +89,20 @@ def counts_once(table, ids, inside, generated):
 @triton.jit
 def always_allowed(mask, ids, inside, HAS_BITMASK: tl.constexpr):
     return inside
+
+
+@triton.jit
+def pairs_swapped(x, ids):
+    """Of two equal neighbours the higher id comes first."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - (ids ^ 1)).to(tl.int64)
+
+
+@triton.jit
+def never_rescaled(total, before, after):
+    """A sum relative to maxima that have passed."""
+    return total
 
 
 @triton.jit
@@ -165,7 +180,22 @@ def check_penalties() -> None:
     assert penalties.same_bits(given["logits"], expected)
 
 
-CHECKS = [check_penalties, check_greedy, check_coupled, check_rejection, check_counts, check_noise, check_cutoff]
+def check_logprobs() -> None:
+    given = logprob_cases.case(2, kind="few values", vocab=4100, batch=4, width=2)
+    given["cutoff"] = None
+    logprob_cases.check_close(logprobs(**given), logprob_cases.oracle(given))
+
+
+CHECKS = [
+    check_logprobs,
+    check_penalties,
+    check_greedy,
+    check_coupled,
+    check_rejection,
+    check_counts,
+    check_noise,
+    check_cutoff,
+]
 MUTATIONS = {
     "better: the last of equals": (check_greedy, "verify", "better", last_of_equals),
     "better: no NaN": (check_greedy, "verify", "better", ignores_nan),
@@ -179,6 +209,8 @@ MUTATIONS = {
     "ratio: no residual": (check_rejection, "rejection_sample", "lg2", ignored_ratio),
     "penalties: one occurrence": (check_penalties, "penalize", "count", counts_once),
     "penalties: no bitmask": (check_penalties, "penalize", "allowed", always_allowed),
+    "logprobs: order of equals": (check_logprobs, "logprobs", "key_of", pairs_swapped),
+    "logprobs: maximum": (check_logprobs, "logprobs", "grown", never_rescaled),
     "counts: trusted": (check_counts, "verify", "invalid", accepts_most_counts),
     "cutoff: order of bits": (check_cutoff, "cutoff", "_key", unordered),
 }
