@@ -2,7 +2,7 @@
 
 The bundled family on held-out function heads, one at a time. Every row is a way to choose tokens; ``fused`` and ``stepwise`` are the same
 parameters and the same text, once as one threshold and one factor for all positions of a step, once position by position through
-transformers' processors (forced by ``output_scores``). Rows take turns prompt by prompt, so that other load on the machine affects them alike;
+transformers' processors (forced by a processor that changes nothing). Rows take turns prompt by prompt, so that other load on the machine affects them alike;
 medians of the repeats. Reported per row:
 
 * ``tokens/s`` of the chain and of the target alone, and the ratio of the two;
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from bench.harness import choose_sizes, save
 from pipespec import Pipeline
@@ -28,7 +28,15 @@ from pipespec.bench.machine import provenance
 from pipespec.demo import FAMILY, family_path, prompts
 from pipespec.process.progress import quiet_transformers
 
-_SCORES = {"return_dict_in_generate": True, "output_scores": True}
+
+class _Nothing(LogitsProcessor):
+    """Changes nothing, but forces the path position by position."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+_STEPWISE: dict[str, Any] = {"logits_processor": [_Nothing()]}
 _USUAL = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "top_k": 0}
 
 
@@ -52,8 +60,8 @@ class SamplingRow:
     def record(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "arguments": {k: v for k, v in self.arguments.items() if k not in _SCORES},
-            "path": "position by position" if "output_scores" in self.arguments else "fused",
+            "arguments": {k: v for k, v in self.arguments.items() if k not in _STEPWISE},
+            "path": "position by position" if "logits_processor" in self.arguments else "fused",
             "tokens_per_second_alone": self.rate("alone"),
             "tokens_per_second_chain": self.rate("chain"),
             "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
@@ -69,14 +77,14 @@ def rows(quick: bool) -> list[SamplingRow]:
     usual = {"do_sample": True} | _USUAL
     found = [
         SamplingRow("greedy, fused", {"do_sample": False}, "greedy"),
-        SamplingRow("greedy, stepwise", {"do_sample": False} | _SCORES, "greedy"),
+        SamplingRow("greedy, stepwise", {"do_sample": False} | _STEPWISE, "greedy"),
         SamplingRow("t 0.8, top_p, penalty, fused", usual, "usual"),
-        SamplingRow("t 0.8, top_p, penalty, stepwise", usual | _SCORES, "usual"),
+        SamplingRow("t 0.8, top_p, penalty, stepwise", usual | _STEPWISE, "usual"),
     ]
     if not quick:
         found += [
             SamplingRow("top_k 50, fused", {"do_sample": True, "top_k": 50}, "top_k"),
-            SamplingRow("top_k 50, stepwise", {"do_sample": True, "top_k": 50} | _SCORES, "top_k"),
+            SamplingRow("top_k 50, stepwise", {"do_sample": True, "top_k": 50} | _STEPWISE, "top_k"),
         ]
     for temperature in (1.0,) if quick else (0.3, 0.7, 1.0, 1.5):
         found.append(SamplingRow(f"temperature {temperature}", sample | {"temperature": temperature}))
@@ -107,7 +115,7 @@ def measure(options: argparse.Namespace) -> list[SamplingRow]:
                             ids, max_new_tokens=options.new_tokens, seed=seed, eos_token_id=None, **row.arguments
                         )
                         took = time.perf_counter() - began
-                        text = (out if isinstance(out, torch.Tensor) else out.sequences)[0].tolist()
+                        text = out[0].tolist()
                         row.differ += said.setdefault(row.group or row.name, text) != text
                         report = pipeline.report
                         assert report is not None
@@ -147,7 +155,7 @@ def main() -> None:
     )
     found = measure(options)
     print(f"{'':34}{'alone':>10}{'chain':>10}{'ratio':>8}{'accepted':>10}{'per step':>10}{'of fused':>16}")
-    fused = {row.group: row for row in found if row.group and "output_scores" not in row.arguments}
+    fused = {row.group: row for row in found if row.group and "logits_processor" not in row.arguments}
     results = []
     for row in found:
         r = row.record()

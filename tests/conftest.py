@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 from tests.trials import PROFILE
 from tests.waiting import no_more_threads
@@ -66,6 +66,13 @@ def random_llama(
     model = LlamaForCausalLM(config).to(dtype).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+class ByPosition(LogitsProcessor):
+    """Changes nothing, but is not known to do so: with it, pipespec runs all processors position by position."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
 
 
 def always_right(target: LlamaForCausalLM) -> LlamaForCausalLM:

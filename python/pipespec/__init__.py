@@ -10,6 +10,7 @@ from pipespec_kernels import __version__
 if TYPE_CHECKING:
     from pipespec.attachment import attach, attached, detach
     from pipespec.drivers.base import SpeedWarning, StageFailure
+    from pipespec.engine.grammar import TokenMatcher
     from pipespec.engine.ngram import NgramDraft
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
     from pipespec.models.derived import SelfDraft
@@ -27,6 +28,7 @@ __all__ = [
     "SpeedWarning",
     "StageFailure",
     "StageReport",
+    "TokenMatcher",
     "__version__",
     "attach",
     "attached",
@@ -45,6 +47,7 @@ _HOMES = {
     "SpeedWarning": "pipespec.drivers.base",
     "StageFailure": "pipespec.drivers.base",
     "StageReport": "pipespec.observe",
+    "TokenMatcher": "pipespec.engine.grammar",
     "attach": "pipespec.attachment",
     "attached": "pipespec.attachment",
     "common_tokens": "pipespec.models.vocabulary",

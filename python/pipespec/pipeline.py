@@ -152,6 +152,8 @@ class BasePipeline:
         presence_penalty: float | None = None,
         frequency_penalty: float | None = None,
         logit_bias: Mapping[int, float] | None = None,
+        grammar: Any = None,
+        logprobs: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate the text of the target: arguments and result are those of ``target.generate()``.
@@ -175,6 +177,10 @@ class BasePipeline:
             presence_penalty: Subtracted from the score of each token that the generated text holds.
             frequency_penalty: Likewise, once per occurrence.
             logit_bias: By token id, what is added to its score; ``-inf`` forbids the token.
+            grammar: What constrains the text: a :class:`pipespec.TokenMatcher` such as ``xgrammar.GrammarMatcher``, new for each call, or a list with one
+                per row of the batch, None for a free row.
+            logprobs: 0: log-probabilities of the generated tokens; ``n``: those of the ``n`` likeliest tokens at each position, too. The result has them as
+                ``logprobs``, see :class:`pipespec.generation.Logprobs`.
             **kwargs: Fields of ``GenerationConfig``, and all else that ``generate()`` takes.
 
         Returns:
@@ -212,7 +218,13 @@ class BasePipeline:
                 stopping_criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
                 kwargs["stop_strings"] = None
             decode = functools.partial(
-                self._decode, own_streamer=streamer, own_cache=past_key_values, seed=seed, penalties=penalties
+                self._decode,
+                own_streamer=streamer,
+                own_cache=past_key_values,
+                seed=seed,
+                penalties=penalties,
+                grammar=grammar,
+                logprobs=logprobs,
             )
             return GenerationMixin.generate(
                 self.target,
@@ -237,6 +249,8 @@ class BasePipeline:
         presence_penalty: float | None = None,
         frequency_penalty: float | None = None,
         logit_bias: Mapping[int, float] | None = None,
+        grammar: Any = None,
+        logprobs: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
@@ -263,6 +277,8 @@ class BasePipeline:
                 own_cache=cache,
                 seed=seed,
                 penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
+                grammar=grammar,
+                logprobs=logprobs,
                 prompt_streamed=True,
                 **model_kwargs,
             )
@@ -278,6 +294,8 @@ class BasePipeline:
         own_cache: Cache | None = None,
         seed: int | Sequence[int] | None = None,
         penalties: Mapping[str, Any] | None = None,
+        grammar: Any = None,
+        logprobs: int | None = None,
         prompt_streamed: bool = False,
         **model_kwargs: Any,
     ) -> Any:
@@ -300,6 +318,8 @@ class BasePipeline:
                 streamer=own_streamer,
                 seed=seed,
                 penalties=penalties,
+                grammar=grammar,
+                logprobs=logprobs,
                 cache=own_cache,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
@@ -692,12 +712,10 @@ class Pipeline(BasePipeline):
     def _check_request(self, request: GenerationRequest) -> None:
         sampling_params = request.inputs.sampling_params
         if self.config.acceptance != "coupled" and sampling_params.seeds is not None:
-            by_position = sampling_params.stepwise or (request.record is not None and request.record.scores is not None)
-            if by_position:
-                name = "logits_processor" if sampling_params.stepwise else "output_scores"
+            if sampling_params.stepwise:
                 raise UnsupportedInput(
-                    name,
-                    f"generate(): {name} runs position by position, which acceptance={self.config.acceptance!r} does not support: use "
+                    "logits_processor",
+                    f"generate(): logits_processor runs position by position, which acceptance={self.config.acceptance!r} does not support: use "
                     "Pipeline(..., acceptance='coupled')",
                 )
         if not self.config.exact:

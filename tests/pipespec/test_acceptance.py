@@ -135,11 +135,13 @@ def test_one_seed_one_text_for_one_configuration(target, draft, rule) -> None:
     greedy = {"max_new_tokens": 24, "pad_token_id": 0, "do_sample": False, "attention_mask": mask}
     assert torch.equal(pipe.generate(ids, **greedy), target.generate(ids, **greedy))
     assert pipe.report.decisions is None
-    for more in ({"no_repeat_ngram_size": 2}, {"output_scores": True, "return_dict_in_generate": True}):
-        with pytest.raises(NotImplementedError, match=f"position by position, which acceptance='{rule}'"):
-            pipe.generate(ids, attention_mask=mask, **options, **more)
-    logits = pipe.generate(ids[1:], seed=[5], output_logits=True, return_dict_in_generate=True, **options)
+    with pytest.raises(NotImplementedError, match=f"position by position, which acceptance='{rule}'"):
+        pipe.generate(ids, attention_mask=mask, **options, no_repeat_ngram_size=2)
+    outputs = {"output_logits": True, "output_scores": True, "logprobs": 0, "return_dict_in_generate": True}
+    logits = pipe.generate(ids[1:], seed=[5], **outputs, **options)
     assert torch.equal(logits.sequences, alone)
+    transitions = target.compute_transition_scores(alone, logits.scores, normalize_logits=True)
+    torch.testing.assert_close(logits.logprobs.chosen, transitions, atol=1e-5, rtol=1e-5)
     with torch.no_grad():
         plain = target(alone).logits[0, ids.shape[1] - 1 : -1]
     torch.testing.assert_close(torch.cat(logits.logits), plain, atol=1e-4, rtol=1e-4)

@@ -329,6 +329,7 @@ SAMPLED = {
 # Sampled text differs from that of transformers.
 DRAWN = {"do_sample", "seed", "num_return_sequences"}
 OWN = {"presence_penalty", "frequency_penalty", "logit_bias"}  # not of transformers, see test_penalties.py
+OWN |= {"grammar", "logprobs"}  # see test_grammar.py and test_logprobs.py
 
 NO_EFFECT = {
     "compile_config": CompileConfig(),

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, Waterma
 from transformers.generation import GenerationMixin
 
 from pipespec import Pipeline
-from tests.conftest import always_right, left_pad, noisy, random_llama
+from tests.conftest import ByPosition, always_right, left_pad, noisy, random_llama
 
 VOCABULARY, EOS, NEW = 40, 3, 18
 
@@ -385,13 +385,16 @@ def test_scores_and_logits(chain, more, filters):
 
 
 def test_logits_of_the_fused_path_are_the_same(chain):
-    """output_logits alone keeps the fused path. The recorded logits come before penalties and cutoffs."""
+    """output_logits and output_scores keep the fused path. The recorded logits come before penalties and cutoffs."""
     ids, mask = left_pad(prompts(3, seed=13))
     kwargs = {"attention_mask": mask, "do_sample": True, "repetition_penalty": 1.6, "top_k": 5, "seed": 2}
     kwargs |= {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True}
     fused = chain.generate(ids, **kwargs)
-    walked = chain.generate(ids, output_scores=True, **kwargs)
+    kwargs["output_scores"] = True
+    scored, walked = chain.generate(ids, **kwargs), chain.generate(ids, logits_processor=[ByPosition()], **kwargs)
     assert torch.equal(fused.sequences, walked.sequences)
     assert fused.scores is None
     for a, b in zip(fused.logits, walked.logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    for a, b in zip(scored.scores, walked.scores, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -581,7 +581,7 @@ def test_on_a_cpu_nothing_is_captured(monkeypatch, target, one_core):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores and output_logits"),
+        ({"suppress_tokens": [9]}, "run on the host, position by position: Suppress"),
         ({"no_repeat_ngram_size": 3}, "run on the host, position by position: NoRepeatNGram"),
     ],
 )

@@ -17,6 +17,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import Acceptance
+from pipespec.engine.grammar import Grammar, apply_bitmask
 from pipespec_kernels import ops
 from pipespec_kernels.noise import ALL_DRAWN, Noise
 from pipespec_kernels.penalties import Penalties
@@ -347,12 +348,75 @@ def _derived(seed: int, row: int) -> int:
     return z ^ (z >> 31)
 
 
-@dataclass
 class ScoreRecord:
-    """Scores and logits for ``output_scores`` and ``output_logits``: per row and generated token, float32 ``[V]``; None: not requested."""
+    """What a call keeps of the target's logits, per row and committed token, on their device.
 
-    scores: list[list[torch.Tensor]] | None
-    logits: list[list[torch.Tensor]] | None
+    Args:
+        rows: of the batch.
+        scores: whether to keep the scores for ``output_scores``.
+        logits: whether to keep the logits for ``output_logits``.
+        top_logprobs: how many of the likeliest tokens, in addition to the committed one, to keep log-probabilities of; None: of no token.
+        warpers: transformers' warpers of the call. The scores are what they make of the processed logits.
+
+    Attributes:
+        counts: per row, tokens that are recorded.
+        scores: per row and token, float32 ``[V]``; None: not requested. Likewise ``logits``.
+        logprobs: per row and token, float32 ``[1 + top_logprobs]``: of the token, then of the likeliest; None: not requested.
+        top_ids: per row and token, int32 ``[top_logprobs]``; -1 stands for no token.
+        top_logprobs: as given.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        scores: bool = False,
+        logits: bool = False,
+        top_logprobs: int | None = None,
+        warpers: Sequence[_Processor] = (),
+    ) -> None:
+        def lists(wanted: bool) -> list[list[torch.Tensor]] | None:
+            return [[] for _ in range(rows)] if wanted else None
+
+        self.counts = [0] * rows
+        self.scores, self.logits, self.top_logprobs = lists(scores), lists(logits), top_logprobs
+        self.logprobs, self.top_ids = lists(top_logprobs is not None), lists(top_logprobs is not None)
+        self._warpers = tuple(warpers)
+
+    def add(
+        self,
+        row: int,
+        count: int,
+        logits: torch.Tensor | None,
+        processed: torch.Tensor | None,
+        logprobs: torch.Tensor | None,
+        top_ids: torch.Tensor | None,
+    ) -> None:
+        """Append ``count`` tokens of a row. Copies. What is not requested may be None.
+
+        Args:
+            row: of the batch.
+            count: of tokens.
+            logits: ``[count, V]``, of the model.
+            processed: likewise, behind all processors.
+            logprobs: float32 ``[count, 1 + top_logprobs]``.
+            top_ids: int32 ``[count, top_logprobs]``.
+        """
+        self.counts[row] += count
+        if self.logits is not None and logits is not None:
+            self.logits[row].extend(logits.to(torch.float32, copy=True).unbind(0))
+        if self.scores is not None and processed is not None:
+            # Some processors enable gradients, which inference tensors do not allow.
+            with torch.inference_mode(False), torch.no_grad():
+                scores = processed.to(torch.float32, copy=True)
+                # Warpers do not read the ids.
+                ids = torch.empty((count, 0), dtype=torch.int64, device=scores.device)
+                for warp in self._warpers:
+                    scores = warp(ids, scores)
+                self.scores[row].extend(scores.detach().unbind(0))
+        if self.logprobs is not None and self.top_ids is not None and logprobs is not None and top_ids is not None:
+            self.logprobs[row].extend(logprobs.clone().unbind(0))
+            self.top_ids[row].extend(top_ids.clone().unbind(0))
 
 
 class Sampler:
@@ -361,10 +425,11 @@ class Sampler:
     Args:
         sampling_params: of the call.
         text: int32 ``[rows, positions]``, the tokens that the stage has fed or is about to feed. The stage keeps it up to date.
-        record: where the target's scores and logits are stored; None: nowhere.
+        record: what the caller asks for of the target's logits; None: nothing.
         vocabulary: tokens of the target's vocabulary. Logits beyond it, of a draft's padding, are ignored.
         is_target: whether unusable logits are an error. In a draft they only cost a draft token.
         acceptance: of draft tokens by rejection sampling; None: coupled.
+        grammar: what constrains the tokens of each row; None: nothing.
     """
 
     def __init__(
@@ -375,7 +440,9 @@ class Sampler:
         vocabulary: int | None = None,
         is_target: bool = True,
         acceptance: Acceptance | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
+        self._grammar = grammar
         self._sampling_params = sampling_params
         self._text = text
         self._record = record
@@ -386,7 +453,7 @@ class Sampler:
         self._processors = [
             [_for_row(p, row, rows, sampling_params) for p in sampling_params.processors] for row in range(rows)
         ]
-        self._stepwise = sampling_params.stepwise or (record is not None and record.scores is not None)
+        self._stepwise = sampling_params.stepwise
         self._penalties = sampling_params.penalties
         self._ignored = [sampling_params.ignored_ids(row) for row in range(rows)]
         if sampling_params.seeds is not None:
@@ -421,12 +488,15 @@ class Sampler:
             logits = logits[:, :, : self._vocabulary]
         if self._stepwise:
             return self._by_position(logits, fed, query_lens, num_draft_tokens, positions)
-        raw, sampling_params = logits, self._sampling_params
+        raw, sampling_params, cutoff = logits, self._sampling_params, None
+        bitmask = self._bitmask(logits, fed, query_lens, num_draft_tokens, positions)
         if self._penalties is not None:
-            logits = self._penalised(logits, query_lens, num_draft_tokens, positions)
+            logits = self._penalised(logits, query_lens, num_draft_tokens, positions, bitmask)
+        elif bitmask is not None:
+            logits = logits.to(torch.float32, copy=True)
+            apply_bitmask(logits, bitmask, query_lens=query_lens, num_draft_tokens=num_draft_tokens)
         noise = undrawn = None
         if sampling_params.seeds is not None:
-            cutoff = None
             if sampling_params.cuts:
                 cutoff = self._cutoff(
                     logits, self._inverse_temperature, query_lens=query_lens, num_draft_tokens=num_draft_tokens
@@ -443,12 +513,35 @@ class Sampler:
             selected, accepted = self._acceptance.draw(logits, fed, *counts, noise)
         if undrawn is not None:
             check_drawn(undrawn)
-        if self._record is not None and self._record.logits is not None:
-            for row, kept in enumerate(accepted.tolist()):
-                if query_lens[row] > 0:
-                    first = int(query_lens[row]) - 1 - int(num_draft_tokens[row])
-                    self._record.logits[row].extend(raw[row, first : first + kept + 1].float().clone().unbind(0))
+        if self._record is not None:
+            self._keep(self._record, raw, logits, selected, counts, cutoff)
         return selected
+
+    def _keep(
+        self,
+        record: ScoreRecord,
+        raw: torch.Tensor,
+        processed: torch.Tensor,
+        selected: torch.Tensor,
+        counts: tuple[np.ndarray, np.ndarray],
+        cutoff: torch.Tensor | None,
+    ) -> None:
+        """Record the tokens that a step has selected."""
+        logprobs = top_ids = None
+        query_lens, num_draft_tokens = counts
+        if record.top_logprobs is not None:
+            inverse = None if self._sampling_params.seeds is None else self._inverse_temperature
+            logprobs, top_ids = logprobs_of(processed, selected, *counts, inverse, cutoff, record.top_logprobs)
+        for row in np.flatnonzero(query_lens).tolist():
+            first, count = int(query_lens[row] - 1 - num_draft_tokens[row]), int((selected[row] >= 0).sum())
+            record.add(
+                row,
+                count,
+                raw[row, first : first + count],
+                processed[row, first : first + count],
+                None if logprobs is None else logprobs[row, :count],
+                None if top_ids is None else top_ids[row, :count],
+            )
 
     def _cutoff(self, logits: torch.Tensor, inverse_temperature: torch.Tensor, **counts: Any) -> torch.Tensor:
         s = self._sampling_params
@@ -456,8 +549,19 @@ class Sampler:
             logits, inv_temperature=inverse_temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, **counts
         )
 
+    def _bitmask(self, logits: torch.Tensor, fed: torch.Tensor, *step: np.ndarray) -> torch.Tensor | None:
+        """The grammar's bitmask of each column; None without a grammar."""
+        if self._grammar is None:
+            return None
+        return self._grammar.bitmask(self._text, fed, *step, logits.shape[2], is_target=self._is_target)
+
     def _penalised(
-        self, logits: torch.Tensor, query_lens: np.ndarray, num_draft_tokens: np.ndarray, positions: np.ndarray
+        self,
+        logits: torch.Tensor,
+        query_lens: np.ndarray,
+        num_draft_tokens: np.ndarray,
+        positions: np.ndarray,
+        bitmask: torch.Tensor | None,
     ) -> torch.Tensor:
         """A float32 copy with penalties and biases, each column with its own prefix, see :func:`pipespec_kernels.ops.penalize`."""
         assert self._penalties is not None
@@ -484,6 +588,7 @@ class Sampler:
             self._penalties.tensors(self._ignored, device),
             query_lens=query_lens,
             num_draft_tokens=num_draft_tokens,
+            bitmask=None if bitmask is None else bitmask.to(device),
         )
         return out
 
@@ -504,45 +609,75 @@ class Sampler:
     ) -> torch.Tensor:
         """Choose one position after the other, each with its exact prefix: for processors that need it."""
         selected = torch.full(fed.shape, -1, dtype=torch.int32, device="cpu")
+        bitmask = self._bitmask(logits, fed, query_lens, num_draft_tokens, positions)
         for row in range(logits.shape[0]):
             if query_lens[row] == 0:
                 continue
             draft_tokens = int(num_draft_tokens[row])
             first = int(query_lens[row]) - 1 - draft_tokens
             for j in range(draft_tokens + 1):
-                token = self._step(row, int(positions[row]) + first + j, logits[row : row + 1, first + j])
+                mask = None if bitmask is None else bitmask[row, first + j]
+                token = self._step(row, int(positions[row]) + first + j, logits[row : row + 1, first + j], mask)
                 selected[row, j] = token
                 if j == draft_tokens or token != int(fed[row, first + 1 + j]) or token in self._sampling_params.ends:
                     break
         return selected
 
-    def _step(self, row: int, position: int, logits: torch.Tensor) -> int:
-        """The token at ``position`` of ``row``, from its raw ``logits [1, V]``."""
+    def _step(self, row: int, position: int, logits: torch.Tensor, bitmask: torch.Tensor | None) -> int:
+        """The token at ``position`` of ``row``, from its raw ``logits [1, V]`` and the grammar's bitmask."""
         record, sampling_params = self._record, self._sampling_params
         ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
         # Some processors enable gradients, which inference tensors do not allow.
         with torch.inference_mode(False), torch.no_grad():
             scores = logits.to(torch.float32, copy=True)
-            if record is not None and record.logits is not None:
-                record.logits[row].append(scores[0].clone())
             for process in self._processors[row]:
                 scores = process(ids, scores)
             scores = scores.detach()
+            if bitmask is not None:
+                scores = scores.clone()
+                apply_bitmask(scores[None], bitmask[None, None])
+        inverse = cutoff = None
         if sampling_params.seeds is None:
-            token = int(ops.argmax(scores[None])[0, 0])
+            selected = ops.argmax(scores[None])
         else:
             if self._is_target and not bool(torch.isfinite(scores.max())):
                 raise nothing_to_draw(row, position)
             inverse = self._inverse_temperature[row : row + 1]
             cutoff = self._cutoff(scores[None], inverse) if sampling_params.cuts else None
             noise = Noise(self._keys[row : row + 1], np.array([position]), inverse, cutoff)
-            token = int(ops.sample(scores[None], noise)[0, 0])
-        if record is not None and record.scores is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                for warp in sampling_params.warpers:
-                    scores = warp(ids, scores)
-            record.scores[row].append(scores[0])
-        return token
+            selected = ops.sample(scores[None], noise)
+        if record is not None:
+            logprobs = top_ids = None
+            if record.top_logprobs is not None:
+                one = np.ones(1, dtype=np.int32)
+                logprobs, top_ids = logprobs_of(
+                    scores[None], selected, one, one * 0, inverse, cutoff, record.top_logprobs
+                )
+                logprobs, top_ids = logprobs[0], top_ids[0]
+            record.add(row, 1, logits, scores, logprobs, top_ids)
+        return int(selected[0, 0])
+
+
+def logprobs_of(
+    logits: torch.Tensor,
+    selected: torch.Tensor,
+    query_lens: Any,
+    num_draft_tokens: Any,
+    inverse_temperature: torch.Tensor | None,
+    cutoff: torch.Tensor | None,
+    top_n: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`pipespec_kernels.ops.logprobs`, with the selected token's before those of the likeliest: float32 ``[B, Q, 1 + n]``, int32 ``[B, Q, n]``."""
+    chosen, top_ids, top = ops.logprobs(
+        logits,
+        selected,
+        query_lens,
+        num_draft_tokens,
+        inv_temperature=inverse_temperature,
+        cutoff=cutoff,
+        top_n=top_n,
+    )
+    return torch.cat([chosen[:, :, None], top], -1), top_ids
 
 
 def check_drawn(undrawn: torch.Tensor) -> None:
@@ -595,4 +730,10 @@ def _for_row(processor: Any, row: int, rows: int, sampling_params: SamplingParam
     elif kind is hf.SynthIDTextWatermarkLogitsProcessor and rows > 1:
         # Such a processor keeps a state per text.
         processor = copy.deepcopy(processor)
+    elif kind.__module__ == "xgrammar.contrib.hf":
+        # It makes one matcher for each row of the first call.
+        grammars = processor.compiled_grammars
+        if len(grammars) not in (1, rows):
+            raise ValueError(f"xgrammar's LogitsProcessor has {len(grammars)} grammars for {rows} rows")
+        processor = kind(grammars[row % len(grammars)])
     return processor

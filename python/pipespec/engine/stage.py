@@ -16,6 +16,7 @@ from pipespec.config import WIDTH
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.grammar import Grammar
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampling import Sampler, SamplingParams, ScoreRecord
@@ -88,6 +89,7 @@ class StageInputs:
         forwards: lengths of the longest row after each forward of ``generate()``'s prefill, where it has more than one. Dynamic RoPE depends
             on them.
         right_padding: of the prompts, for the target; None: no row ends with padding.
+        grammar: what constrains the tokens of each row, for the target and for drafts that run in turn with it; None: nothing.
     """
 
     prompts: Sequence[np.ndarray]
@@ -98,6 +100,7 @@ class StageInputs:
     reuse: bool = False
     forwards: Sequence[int] = ()
     right_padding: RightPadding | None = None
+    grammar: Grammar | None = None
 
     @property
     def most(self) -> int:
@@ -261,7 +264,9 @@ class Stage:
         acceptance = None if sampling_params.seeds is None else self._acceptance
         if acceptance is not None and is_target:
             acceptance.begin(rows, inputs.vocabulary, self._device)
-        self._select = Sampler(sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance)
+        self._select = Sampler(
+            sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance, inputs.grammar
+        )
         self.port = self.block.port(self.index, WIDTH)
         self.port.trace(self._trace)
         self._tokens = torch.from_numpy(self.port.tokens)

@@ -433,6 +433,7 @@ class TranslatedStage(Stage):
             vocabulary=embedding_size(self.model),
             forwards=(),
             right_padding=None,
+            grammar=None,
         )
         super().prefill(own)
         for row, held in zip(self._translated, self._held, strict=True):

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 
 from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest, TextSource
 from pipespec.engine.cache import RowCache
+from pipespec.engine.grammar import Grammar
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
 from pipespec.engine.stage import PREFILL_CHUNK, RightPadding, StageInputs
 from pipespec.errors import Unsupported, UnsupportedInput
-from pipespec.generation.arguments import MOST_TOKENS, check_options, check_positions
+from pipespec.generation.arguments import MOST_TOKENS, check_logprobs, check_options, check_positions
 from pipespec.models.compat import first_position_behind, keep_window, mask_columns_of_call
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import head_size
@@ -30,11 +31,27 @@ from pipespec.process import shutdown
 from pipespec_kernels.state import MAX_EOS
 
 
+class Logprobs(NamedTuple):
+    """Log-probabilities of the new tokens, by the target's processed scores: what ``compute_transition_scores(normalize_logits=True)`` of transformers computes
+    from ``scores``, and vLLM with ``logprobs_mode="processed_logprobs"``.
+
+    Attributes:
+        chosen: Float32 ``[B, new]``, of the generated tokens; 0 behind the end of a row, so that the sum of a row is that of its text.
+        top_ids: Int64 ``[B, new, n]``, the likeliest tokens, likeliest first; -1 where processors and filters leave fewer, and behind the end of a row.
+        top: Float32 ``[B, new, n]``, theirs; -inf where ``top_ids`` is -1.
+    """
+
+    chosen: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+
 @dataclass
 class PipelineOutput(GenerateDecoderOnlyOutput):
-    """What ``return_dict_in_generate=True`` returns: transformers' fields, and the call's report as ``speculation``."""
+    """What ``return_dict_in_generate=True`` returns: transformers' fields, the call's report as ``speculation``, and what ``logprobs=`` asks for."""
 
     speculation: Report | None = None
+    logprobs: Logprobs | None = None
 
 
 _texts: weakref.WeakKeyDictionary[Cache, list[np.ndarray]] = weakref.WeakKeyDictionary()
@@ -88,6 +105,8 @@ class Generation:
         streamer: Gets the tokens as they are committed.
         seed: One integer, or one per row.
         penalties: Arguments of :func:`pipespec.engine.sampling.with_penalties`.
+        grammar: A matcher, or one per row, see :class:`pipespec.engine.grammar.TokenMatcher`.
+        logprobs: How many of the likeliest tokens, beside each generated one, to give log-probabilities of; None: none at all.
         cache: The caller's ``past_key_values``.
         attention_mask: ``[B, S]``, 0 for padding. With a cache it may have columns for cached tokens before these.
         position_ids: As derived from the mask.
@@ -108,6 +127,8 @@ class Generation:
         streamer: Any = None,
         seed: Any = None,
         penalties: Mapping[str, Any] | None = None,
+        grammar: Any = None,
+        logprobs: Any = None,
         cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -159,11 +180,17 @@ class Generation:
         logits_processor = with_penalties(logits_processor, width, **(penalties or {}))
         self._sampling_params = SamplingParams.of(logits_processor, seeds=self.seeds, prompts=shown, ends=self._eos)
         self._sampling_params.check_ids(head_size(target))
+        self._grammar = Grammar.of(grammar, lengths)
         self._record = None
-        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+        logprobs = check_logprobs(logprobs, config, head_size(target))
+        outputs = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+        if outputs or logprobs is not None:
             self._record = ScoreRecord(
-                [[] for _ in range(rows)] if config.output_scores else None,
-                [[] for _ in range(rows)] if config.output_logits else None,
+                rows,
+                scores=bool(config.output_scores),
+                logits=bool(config.output_logits),
+                top_logprobs=logprobs,
+                warpers=self._sampling_params.warpers,
             )
         self._row_cache = None if cache is None else self._adopted(cache)
         self._right_padding = self._behind_padding(input_ids, mask, position_ids)
@@ -318,6 +345,7 @@ class Generation:
             # Columns that are padding in every row do not count.
             forwards=tuple(longest for end in ends if (longest := max(columns.tokens(end))) > 0),
             right_padding=self._right_padding,
+            grammar=self._grammar,
         )
         return GenerationRequest(
             inputs,
@@ -408,9 +436,10 @@ class Generation:
         if not self.config.return_dict_in_generate:
             return sequences
         steps = sequences.shape[1] - self._text.input_ids.shape[1]
-        scores = logits = None
+        scores = logits = logprobs = None
         if self._record is not None:
             scores, logits = self._per_token(self._record.scores, steps), self._per_token(self._record.logits, steps)
+            logprobs = self._logprobs(self._record, steps)
         features = Features(None, None)
         if self.features:
             features = features_of(
@@ -428,6 +457,18 @@ class Generation:
             attentions=features.attentions,
             past_key_values=cache,
             speculation=report,
+            logprobs=logprobs,
+        )
+
+    def _logprobs(self, record: ScoreRecord, steps: int) -> Logprobs | None:
+        both, ids = self._per_token(record.logprobs, steps), self._per_token(record.top_ids, steps)
+        if both is None or ids is None:
+            return None
+        stacked, top_ids = torch.stack(both, 1), torch.stack(ids, 1).long()
+        counts = torch.tensor(self._text.counts(), device=stacked.device)
+        over = (torch.arange(steps, device=stacked.device) >= counts[:, None])[:, :, None]
+        return Logprobs(
+            stacked[:, :, 0], top_ids.masked_fill(over, -1), stacked[:, :, 1:].masked_fill(over, -torch.inf)
         )
 
     def _per_token(self, rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:

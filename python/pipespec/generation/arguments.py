@@ -61,6 +61,8 @@ ARGUMENTS: dict[str, Argument] = {
     "presence_penalty": Argument(How.FUSED, "pipespec's own, as in vLLM: subtracted from the scores of generated tokens", (0, 0.0)),
     "frequency_penalty": Argument(How.FUSED, "pipespec's own, as in vLLM: subtracted once per occurrence in the generated text", (0, 0.0)),
     "logit_bias": Argument(How.FUSED, "pipespec's own: `{token id: number}`, added to the scores before all penalties; like `sequence_bias` of single tokens"),
+    "grammar": Argument(How.FUSED, "pipespec's own: a matcher with the methods of `xgrammar.GrammarMatcher`, or one per row; in worker processes and other ranks drafts run without it"),
+    "logprobs": Argument(How.HONOURED, "pipespec's own: 0 for the log-probabilities of the generated tokens, n for those of the n likeliest, too; needs `return_dict_in_generate=True`"),
     "tokenizer": Argument(How.HONOURED, "needed by `stop_strings`"),
     "past_key_values": Argument(How.HONOURED, "a cache that a pipeline returned, or a DynamicCache; `input_ids` is the whole text, or the new tokens with the mask of the whole text"),
     "custom_generate": Argument(How.REFUSED, "a pipeline is one itself: `model.generate(..., custom_generate=pipe)`"),
@@ -156,7 +158,7 @@ ARGUMENTS: dict[str, Argument] = {
 }  # fmt: skip
 """Every argument of ``generate()`` and field of ``GenerationConfig``; ``docs/generate.md`` has the same table."""
 
-OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
+OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "grammar", "logprobs")
 """Arguments of a pipeline's ``generate()`` that transformers does not have."""
 
 MOST_TOKENS = 2**30  # positions are 32-bit numbers
@@ -255,6 +257,27 @@ def check_penalties(
             biases[token] = float(number)
         logit_bias = biases
     return found | {"logit_bias": logit_bias}
+
+
+def check_logprobs(logprobs: Any, config: GenerationConfig, vocabulary: int) -> int | None:
+    """Check the argument ``logprobs`` of a call with this configuration and vocabulary.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is negative, or larger than the vocabulary, or the call returns nothing that could hold the numbers.
+    """
+    if logprobs is None:
+        return None
+    if isinstance(logprobs, bool):
+        raise TypeError(
+            "logprobs must be an integer: 0 for the generated tokens only, n for the n likeliest tokens, too"
+        )
+    number = _as_int("logprobs", logprobs)
+    if not 0 <= number <= vocabulary:
+        raise ValueError(f"logprobs must be 0 .. {vocabulary}, the size of the vocabulary, not {number}")
+    if not config.return_dict_in_generate:
+        raise ValueError("logprobs needs return_dict_in_generate=True: the result then has them as .logprobs")
+    return number
 
 
 def check_options(config: GenerationConfig, own: GenerationConfig) -> None:

@@ -183,7 +183,9 @@ class SpeculativeDriver(Decoder):
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
         self.machine.reset(prompts, inputs.limits, request.eos)
-        self._select = Sampler(inputs.sampling_params, self._text, request.record, inputs.vocabulary)
+        self._select = Sampler(
+            inputs.sampling_params, self._text, request.record, inputs.vocabulary, grammar=inputs.grammar
+        )
         select = DraftSampler(pickle.loads(request.draft_sampling_params), self._text, inputs.vocabulary)
         self._vocabulary = inputs.vocabulary
         self._drafts = True

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampling import FusedPenalties, SamplingParams, check_drawn
+from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, check_drawn, logprobs_of
 from pipespec_kernels import dispatch, ops
 from pipespec_kernels.noise import ALL_DRAWN, Noise
 
@@ -25,6 +25,7 @@ class SamplingKind(NamedTuple):
         sampled: False: greedy.
         top_k: Whether a top-k filter runs; likewise ``top_p`` and ``min_p``.
         penalties: Number of the :class:`StaticPenalties` that apply; 0: none.
+        record: Number of the :class:`StaticRecord` that is written; 0: none.
     """
 
     sampled: bool = False
@@ -32,6 +33,7 @@ class SamplingKind(NamedTuple):
     top_p: bool = False
     min_p: bool = False
     penalties: int = 0
+    record: int = 0
 
     @classmethod
     def of(cls, sampling_params: SamplingParams, penalties: int = 0) -> SamplingKind:
@@ -109,6 +111,93 @@ class StaticPenalties:
         return logits
 
 
+class StaticRecord:
+    """What a call records of the target's logits, at fixed addresses: entry ``i`` of a row belongs to its ``i``-th new token.
+
+    A step writes the entries of the tokens that it selects. One more entry takes what selects nothing.
+
+    Args:
+        record: What to record.
+        rows: Rows of the batch.
+        tokens: New tokens per row that there is room for.
+        vocabulary: Entries of a row of logits.
+        device: The stage's device.
+
+    Attributes:
+        number: Differs between any two instances.
+    """
+
+    def __init__(self, record: ScoreRecord, rows: int, tokens: int, vocabulary: int, device: torch.device) -> None:
+        self.number = next(_numbers)
+        self._tokens, self._rows = tokens, rows
+        self._wanted = self._of(record)
+        scores, logits, self._top_n = self._wanted
+
+        def room(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty((rows, tokens + 1, size), dtype=dtype, device=device)
+
+        self._processed = room(vocabulary) if scores else None
+        self._logits = room(vocabulary) if logits else None
+        self._logprobs = None if self._top_n is None else room(1 + self._top_n)
+        self._top_ids = None if self._top_n is None else room(self._top_n, torch.int32)
+        self._starts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._row = torch.arange(rows, device=device)[:, None]
+
+    @staticmethod
+    def _of(record: ScoreRecord) -> tuple[bool, bool, int | None]:
+        return record.scores is not None, record.logits is not None, record.top_logprobs
+
+    def fits(self, record: ScoreRecord, tokens: int) -> bool:
+        """Whether this is what a call records, with room for its tokens."""
+        return self._wanted == self._of(record) and tokens <= self._tokens
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether logits as the model returns them are recorded."""
+        return self._logits is not None
+
+    def start(self, starts: Sequence[int]) -> None:
+        """Start a call whose rows begin with prompts of these lengths."""
+        self._starts.copy_(torch.tensor(starts, dtype=torch.int32))
+
+    def __call__(
+        self,
+        raw: Tensor,
+        processed: Tensor,
+        selected: Tensor,
+        kv: Tensor,
+        n_select: Tensor,
+        num_draft_tokens: Tensor,
+        inverse_temperature: Tensor | None,
+        cutoff: Tensor | None,
+    ) -> None:
+        """Write what a step has selected, see :meth:`StaticSampler.__call__`; ``raw``: the logits before penalties."""
+        width = selected.shape[1]
+        step = torch.arange(width, device=selected.device)
+        column = (n_select - 1 - num_draft_tokens)[:, None] + step
+        entry = kv[:, None] + 1 + column - self._starts[:, None]
+        # A block may go on behind the end of its row.
+        entry = torch.where((selected >= 0) & (entry < self._tokens), entry, self._tokens).long()
+        column = column.clamp(0, width - 1).long()
+        for own, logits in ((self._logits, raw), (self._processed, processed)):
+            if own is not None:
+                own[self._row, entry] = logits[self._row, column].float()
+        if self._logprobs is not None and self._top_ids is not None and self._top_n is not None:
+            logprobs, top_ids = logprobs_of(
+                processed, selected, n_select, num_draft_tokens, inverse_temperature, cutoff, self._top_n
+            )
+            self._logprobs[self._row, entry] = logprobs
+            self._top_ids[self._row, entry] = top_ids
+
+    def read(self, record: ScoreRecord, lengths: Sequence[int]) -> None:
+        """Add to ``record`` what it lacks of each row's first ``lengths[r]`` new tokens, which are committed."""
+        for row, end in enumerate(lengths):
+            begin = record.counts[row]
+            if end > begin:
+                own = (self._logits, self._processed, self._logprobs, self._top_ids)
+                record.add(row, end - begin, *(None if x is None else x[row, begin:end] for x in own))
+
+
 class StaticSampler:
     """Chooses the tokens of one stage on its device: :class:`pipespec.engine.sampling.Sampler` with its numbers at fixed addresses.
 
@@ -125,6 +214,7 @@ class StaticSampler:
         self.kind, self._is_target = SamplingKind(), is_target
         self._rows, self._device = rows, device
         self._penalties: StaticPenalties | None = None
+        self._record: StaticRecord | None = None
         # By width, since graphs keep the addresses.
         self._workspaces: dict[int, Any] = {}
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -154,6 +244,29 @@ class StaticSampler:
         self._min_p.fill_(sampling_params.min_p)
         self._undrawn.fill_(ALL_DRAWN)
 
+    def keep(self, record: ScoreRecord, starts: Sequence[int], tokens: int, vocabulary: int) -> None:
+        """Record the logits of the present call, after :meth:`set`.
+
+        Args:
+            record: What to record.
+            starts: Lengths of the prompts.
+            tokens: Most new tokens of a row.
+            vocabulary: Entries of a row of logits.
+
+        Raises:
+            torch.OutOfMemoryError: There is no room for them.
+        """
+        if self._record is None or not self._record.fits(record, tokens):
+            self._record = None
+            self._record = StaticRecord(record, self._rows, tokens, vocabulary, self._device)
+        self._record.start(starts)
+        self.kind = self.kind._replace(record=self._record.number)
+
+    def read(self, record: ScoreRecord, lengths: Sequence[int]) -> None:
+        """Take over what the steps have recorded, see :meth:`StaticRecord.read`."""
+        assert self._record is not None
+        self._record.read(record, lengths)
+
     def _set_penalties(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], most: int) -> int:
         """Returns the number of the penalties that apply."""
         fused = sampling_params.penalties
@@ -182,12 +295,13 @@ class StaticSampler:
         Returns:
             ``selected``, int32 ``[rows, width]``.
         """
-        kind, noise, undrawn = self.kind, None, None
+        kind, noise, undrawn, cutoff, raw = self.kind, None, None, None, logits
         if kind.penalties:
             assert self._penalties is not None
+            if kind.record and self._record is not None and self._record.keeps_logits:
+                raw = logits.clone()  # penalties change float32 in place
             logits = self._penalties(logits, tokens, kv, n_select, num_draft_tokens)
         if kind.sampled:
-            cutoff = None
             if kind.top_k or kind.top_p or kind.min_p:
                 # Which filters run is fixed in a graph, so a filter that is off is left out here.
                 cutoff = ops.cutoff(
@@ -203,9 +317,14 @@ class StaticSampler:
             noise = Noise(self._seeds, kv, self._inverse_temperature, cutoff, offset=1)
             undrawn = self._undrawn if self._is_target else None
         workspace = self._workspace(logits)
-        return ops.verify(
+        selected = ops.verify(
             logits, tokens, n_select, num_draft_tokens, noise=noise, workspace=workspace, undrawn=undrawn
         )[0]
+        if kind.record:
+            assert self._record is not None
+            inverse = self._inverse_temperature if kind.sampled else None
+            self._record(raw, logits, selected, kv, n_select, num_draft_tokens, inverse, cutoff)
+        return selected
 
     def _workspace(self, logits: Tensor) -> Any:
         """The work space of verification on a GPU, which each launch leaves zero; None on a CPU."""

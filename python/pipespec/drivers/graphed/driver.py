@@ -51,8 +51,8 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
     sampling_params = request.inputs.sampling_params
     if request.inputs.right_padding is not None:
         return "prompts that end with padding have positions of their own; pad them on the left"
-    if request.record is not None:
-        return "output_scores and output_logits are stored by the host; leave them out"
+    if request.inputs.grammar is not None:
+        return "the matchers of a grammar run on the host, between the steps; leave the grammar out"
     if sampling_params.stepwise:
         names = ", ".join(dict.fromkeys(getattr(p, "__name__", type(p).__name__) for p in sampling_params.processors))
         return (
@@ -187,6 +187,7 @@ class GraphedDriver(Driver):
                 self._run_scheduled(request)
             else:
                 self._run_on_host(request)
+            self._read_record(request)
         finally:
             if self.context is not None:
                 # The error of a GPU has been raised before.
@@ -208,6 +209,13 @@ class GraphedDriver(Driver):
                 except Exception as error:
                     pass_on(error)
                     reason = reason or f"{stage.name} cannot be prepared ({type(error).__name__}: {error})"
+            if reason is None and request.record is not None:
+                try:
+                    self.target.keep(request.record, request.inputs)
+                except torch.OutOfMemoryError as error:
+                    reason = (
+                        f"no room to record the logits of all tokens at fixed addresses ({error}); lower max_new_tokens"
+                    )
             if reason is not None:
                 return reason
             self._ensure(request)
@@ -229,7 +237,15 @@ class GraphedDriver(Driver):
     def _committed(self, request: GenerationRequest) -> None:
         """Called after steps of the target."""
         self.target.check_drawn()
+        self._read_record(request)
         request.committed(self.block)
+
+    def _read_record(self, request: GenerationRequest) -> None:
+        """Take over what captured steps have recorded of committed tokens."""
+        if request.record is not None:
+            target, prompts = self.block.target, request.inputs.prompts
+            new = [self.block.length(target, row) - len(prompt) for row, prompt in enumerate(prompts)]
+            self.target.buffers.sampler.read(request.record, new)
 
     def draft_failed(self, i: int, error: Exception) -> None:
         super().draft_failed(i, error)

@@ -123,6 +123,12 @@ class GraphedStage(Stage):
         found.sampler.set(inputs.sampling_params, inputs.prompts, inputs.most)
         return found
 
+    def keep(self, record: ScoreRecord, inputs: StageInputs) -> None:
+        """Let the captured steps of the present call fill ``record``, after :meth:`prepare`. ``torch.OutOfMemoryError`` if there is no room."""
+        starts = [len(prompt) for prompt in inputs.prompts]
+        tokens = max(limit - start for limit, start in zip(inputs.limits, starts, strict=True))
+        self.buffers.sampler.keep(record, starts, tokens, self._scored)
+
     def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
         """As :meth:`Stage.reusable_bytes`, graphs included. ``given`` does not count, as it is copied."""
         rows, capacity = len(inputs.prompts), static_capacity(inputs.most)

@@ -337,8 +337,8 @@ class WorkersDriver(Driver):
                 )
         self._prepare(request)
         self._generation = self._generation % (2**31) + 1
-        # The drafts' own parameters are sent separately, and only the target continues padding.
-        inputs = replace(request.inputs, sampling_params=SamplingParams(), right_padding=None)
+        # The drafts' own parameters are sent separately. Only the target continues padding and has the matchers of a grammar.
+        inputs = replace(request.inputs, sampling_params=SamplingParams(), right_padding=None, grammar=None)
         call = WorkerCall(self._generation, inputs, request.draft_sampling_params)
         self._open_lookahead()
         self.block.start(self._generation)
