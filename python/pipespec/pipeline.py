@@ -711,13 +711,13 @@ class Pipeline(BasePipeline):
 
     def _check_request(self, request: GenerationRequest) -> None:
         sampling_params = request.inputs.sampling_params
-        if self.config.acceptance != "coupled" and sampling_params.seeds is not None:
-            if sampling_params.stepwise:
-                raise UnsupportedInput(
-                    "logits_processor",
-                    f"generate(): logits_processor runs position by position, which acceptance={self.config.acceptance!r} does not support: use "
-                    "Pipeline(..., acceptance='coupled')",
-                )
+        is_drawn = self.config.acceptance != "coupled" and sampling_params.seeds is not None
+        if is_drawn and sampling_params.stepwise:
+            raise UnsupportedInput(
+                "logits_processor",
+                f"generate(): logits_processor runs position by position, which acceptance={self.config.acceptance!r} does not support: use "
+                "Pipeline(..., acceptance='coupled')",
+            )
         if not self.config.exact:
             return
         if request.inputs.right_padding is not None:

@@ -506,11 +506,11 @@ class Sampler:
                 undrawn = torch.full(query_lens.shape, ALL_DRAWN, dtype=torch.int64, device=logits.device)
         counts = query_lens, num_draft_tokens
         if self._acceptance is None or noise is None:
-            selected, accepted = ops.verify(logits, fed, *counts, noise=noise, undrawn=undrawn)
+            selected, _ = ops.verify(logits, fed, *counts, noise=noise, undrawn=undrawn)
         elif self._is_target:
-            selected, accepted = self._acceptance.accept(logits, fed, *counts, noise, undrawn)
+            selected, _ = self._acceptance.accept(logits, fed, *counts, noise, undrawn)
         else:
-            selected, accepted = self._acceptance.draw(logits, fed, *counts, noise)
+            selected, _ = self._acceptance.draw(logits, fed, *counts, noise)
         if undrawn is not None:
             check_drawn(undrawn)
         if self._record is not None:
@@ -549,10 +549,18 @@ class Sampler:
             logits, inv_temperature=inverse_temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, **counts
         )
 
-    def _bitmask(self, logits: torch.Tensor, fed: torch.Tensor, *step: np.ndarray) -> torch.Tensor | None:
+    def _bitmask(
+        self,
+        logits: torch.Tensor,
+        fed: torch.Tensor,
+        query_lens: np.ndarray,
+        num_draft_tokens: np.ndarray,
+        positions: np.ndarray,
+    ) -> torch.Tensor | None:
         """The grammar's bitmask of each column; None without a grammar."""
         if self._grammar is None:
             return None
+        step = (query_lens, num_draft_tokens, positions)
         return self._grammar.bitmask(self._text, fed, *step, logits.shape[2], is_target=self._is_target)
 
     def _penalised(

@@ -1,0 +1,352 @@
+"""Grammars: every draft column has the mask of its own prefix, and the text is transformers' with the same grammar as a logits processor."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+import pipespec
+from pipespec import Pipeline, SpeedWarning, TokenMatcher
+from pipespec.demo import family_path
+from pipespec.engine.grammar import Grammar
+from pipespec.spd import SpeculativePipeline
+from tests.conftest import left_pad, noisy, random_llama
+from tests.pipespec import test_acceptance as acceptance
+
+VOCABULARY, NEW, END = 40, 24, 2
+HOW = {
+    "plain": {"schedule": "plain"},
+    "lockstep": {"schedule": "lockstep"},
+    "rounds": {"schedule": "lockstep", "graphs": True},
+    "workers": {"schedule": "workers"},
+    "streams": {"schedule": "streams"},
+}
+SAMPLED = {"do_sample": True, "seed": 5, "top_k": 20, "temperature": 0.9}
+
+
+class Classes:
+    """A matcher with the methods of ``xgrammar.GrammarMatcher``: a token's class modulo 5 follows from the sum of the tokens before it. After ``length`` tokens
+    the end may follow, and after twice as many nothing else. Wrong use raises, as there."""
+
+    def __init__(self, length: int, vocabulary: int = VOCABULARY) -> None:
+        self.length, self.vocabulary = length, vocabulary
+        self.tokens: list[int] = []
+        self.rolled_back = 0
+
+    def allowed(self) -> list[int]:
+        over = len(self.tokens) >= 2 * self.length
+        classes = [] if over else [sum(self.tokens) % 5, (sum(self.tokens) + 2) % 5]
+        ends = [END] if len(self.tokens) >= self.length else []
+        return [t for t in range(3, self.vocabulary) if t % 5 in classes] + ends
+
+    def accept_token(self, token_id: int) -> bool:
+        assert not self.is_terminated()
+        if token_id not in self.allowed():
+            return False
+        self.tokens.append(token_id)
+        return True
+
+    def rollback(self, num_tokens: int = 1) -> None:
+        assert 0 < num_tokens <= len(self.tokens)
+        del self.tokens[-num_tokens:]
+        self.rolled_back += num_tokens
+
+    def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int = 0) -> bool:
+        assert not self.is_terminated()
+        words = [0] * bitmask.shape[1]
+        for token in self.allowed():
+            words[token // 32] |= 1 << token % 32
+        bitmask[index] = torch.tensor(words).to(torch.int32)
+        return True
+
+    def is_terminated(self) -> bool:
+        return bool(self.tokens) and self.tokens[-1] == END
+
+
+class Masks(LogitsProcessor):
+    """The grammar for transformers, as xgrammar's ``contrib.hf.LogitsProcessor``: it accepts the newest token of each row, then masks."""
+
+    def __init__(self, matchers: list[Any]) -> None:
+        self.matchers, self.begun = matchers, False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for row, matcher in enumerate(self.matchers):
+            if self.begun and not matcher.is_terminated():
+                assert matcher.accept_token(int(input_ids[row, -1]))
+            if not matcher.is_terminated():
+                bits = torch.zeros(1, -(-VOCABULARY // 32), dtype=torch.int32)
+                matcher.fill_next_token_bitmask(bits, 0)
+                at = torch.arange(VOCABULARY)
+                scores[row, (bits[0, at // 32] >> (at % 32)) & 1 == 0] = -torch.inf
+        self.begun = True
+        return scores
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(21, vocabulary=VOCABULARY)
+
+
+LENGTHS = (6, 9, 30)  # the first two rows end, the last one is cut
+
+
+def matchers() -> list[Classes]:
+    return [Classes(n) for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def call():
+    generator = torch.Generator().manual_seed(3)
+    ids, mask = left_pad([torch.randint(4, VOCABULARY, (n,), generator=generator) for n in (3, 9, 5)])
+    return ids, {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": END}
+
+
+CASES = {
+    "greedy": {"do_sample": False},
+    "penalties": {"do_sample": False, "repetition_penalty": 1.3},
+    "another processor": {"do_sample": False, "no_repeat_ngram_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(target, call):
+    ids, options = call
+    found = {}
+    for name, case in CASES.items():
+        found[name] = target.generate(ids, **options, **case, logits_processor=[Masks(matchers())])
+    assert not torch.equal(found["greedy"], target.generate(ids, **options, do_sample=False))
+    return found
+
+
+def check_obeys(ids: torch.Tensor, text: torch.Tensor) -> None:
+    for row, matcher in enumerate(matchers()):
+        for token in text[row, ids.shape[1] :].tolist():
+            if matcher.is_terminated():
+                break
+            assert matcher.accept_token(token)
+        assert matcher.is_terminated() == (row < 2)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_text_of_transformers_in_every_schedule(target, call, expected, how) -> None:
+    ids, options = call
+    captured = how in ("rounds", "streams")
+    drafts = [noisy(target, 0.02)] if how in ("workers", "rounds") else [noisy(target, 0.1), noisy(target, 0.02)]
+    with Pipeline(target, drafts, lookahead=4, **HOW[how]) as pipe, warnings.catch_warnings():
+        # Captured steps leave their schedule for such a call.
+        warnings.simplefilter("ignore" if captured else "error", SpeedWarning)
+        for name, case in CASES.items():
+            assert torch.equal(pipe.generate(ids, **options, **case, grammar=matchers()), expected[name]), name
+            assert captured == ("matchers of a grammar run on the host" in str(pipe.report))
+            check_obeys(ids, expected[name])
+            if how == "lockstep":
+                assert pipe.report.stages[-1].acceptance_rate > 0.6
+        sampled = pipe.generate(ids, **options, **SAMPLED, grammar=matchers())
+        # One row after the other, each with a processor of its own.
+        for row, length in enumerate(LENGTHS):
+            n = int(options["attention_mask"][row].sum())
+            rest = {name: value for name, value in options.items() if name != "attention_mask"}
+            seed = pipe.report.seeds[row] if row == 0 else pipespec.engine.sampling.row_seeds(5, 3)[row]
+            alone = Pipeline(target).generate(
+                ids[row : row + 1, -n:], **rest, **SAMPLED | {"seed": [seed]}, logits_processor=[Masks([Classes(length)])]
+            )[0, n:]
+            assert torch.equal(sampled[row, ids.shape[1] :][: len(alone)], alone)
+
+
+def test_drafts_that_are_right_are_all_accepted(target, call) -> None:
+    """Drafts in the same process have the masks, too. The matchers roll back with the drafts that the target has not verified yet."""
+    ids, options = call
+    own = matchers()
+    with Pipeline(target, [noisy(target, 0.0)], lookahead=4, schedule="lockstep") as pipe:
+        out = pipe.generate(ids, **options, do_sample=False, grammar=own)
+        assert pipe.report.stages[-1].acceptance_rate == 1.0
+    check_obeys(ids, out)
+    assert all(matcher.rolled_back > 0 for matcher in own)
+
+
+def test_rows_without_a_grammar(target, call, expected) -> None:
+    ids, options = call
+    free = target.generate(ids, **options, do_sample=False)
+    with Pipeline(target, [noisy(target, 0.02)], lookahead=4, schedule="lockstep") as pipe:
+        out = pipe.generate(ids, **options, do_sample=False, grammar=[None, *matchers()[1:]])
+        assert torch.equal(out[1:], expected["greedy"][1:, : out.shape[1]])
+        assert torch.equal(out[0, : free.shape[1]], free[0, : out.shape[1]])
+        assert torch.equal(pipe.generate(ids, **options, do_sample=False, grammar=[None] * 3), free)
+
+
+def test_attached_custom_generate_and_stages(target, call, expected) -> None:
+    """And an SPD target."""
+    ids, options = call
+    with Pipeline(target, [noisy(target, 0.02)], schedule="lockstep") as pipe:
+        got = target.generate(ids, custom_generate=pipe, **options, do_sample=False, grammar=matchers())
+        assert torch.equal(got, expected["greedy"])
+    pipespec.attach(target, [noisy(target, 0.02)], schedule="lockstep")
+    try:
+        assert torch.equal(target.generate(ids, **options, do_sample=False, grammar=matchers()), expected["greedy"])
+    finally:
+        pipespec.detach(target)
+    pipe = SpeculativePipeline(target, "ngram", stages=2)
+    assert torch.equal(pipe.generate(ids, **options, do_sample=False, grammar=matchers()), expected["greedy"])
+
+
+def test_a_mutation_is_caught(target, call, expected, monkeypatch) -> None:
+    """All columns with the mask of the first one."""
+    ids, options = call
+    real = Grammar.bitmask
+
+    def first(self, text, fed, query_lens, num_draft_tokens, *rest, **more):
+        masks = real(self, text, fed, query_lens, num_draft_tokens, *rest, **more)
+        for row, n in enumerate(query_lens.tolist()):
+            masks[row, max(0, n - 1 - int(num_draft_tokens[row])) :] = masks[row, max(0, n - 1 - int(num_draft_tokens[row]))]
+        return masks
+
+    monkeypatch.setattr(Grammar, "bitmask", first)
+    with Pipeline(target, [noisy(target, 0.02)], lookahead=4, schedule="lockstep") as pipe:
+        try:
+            got = pipe.generate(ids, **options, do_sample=False, grammar=matchers())
+        except ValueError as error:
+            assert "does not accept" in str(error)  # noqa: PT017 - one of two ways to be caught
+        else:
+            assert got.shape != expected["greedy"].shape or not torch.equal(got, expected["greedy"])
+
+
+class NoRepeats(Classes):
+    """Over a tiny vocabulary: no token twice in a row."""
+
+    def allowed(self) -> list[int]:
+        return [t for t in range(self.vocabulary) if not self.tokens or t != self.tokens[-1]]
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("rule", ["coupled", *acceptance.RULES])
+def test_texts_have_the_masked_distribution(rule) -> None:
+    """By every rule of acceptance."""
+    ids = acceptance.IDS
+    target = random_llama(8, vocabulary=ids, hidden=16, layers=1)
+    # With a penalty of 100 behind a token, it does not come twice.
+    p = torch.zeros(ids**acceptance.LENGTH, dtype=torch.float64)
+    texts = torch.cartesian_prod(*[torch.arange(ids)] * acceptance.LENGTH)
+    prompt = acceptance.PROMPT
+    with torch.no_grad():
+        logits = target(torch.cat([prompt.expand(len(texts), -1), texts], 1)).logits.double()[:, prompt.shape[1] - 1 :]
+    p += 1
+    for i in range(acceptance.LENGTH):
+        x = logits[:, i].clone()
+        if i:
+            x[torch.arange(len(texts)), texts[:, i - 1]] = -torch.inf
+        p *= x.softmax(-1)[torch.arange(len(texts)), texts[:, i]]
+    assert float(p.sum()) == pytest.approx(1)
+    pipe = Pipeline(target, noisy(target, 0.25), schedule="lockstep", lookahead=3, acceptance=rule)
+    rows, found = 500, []
+    for begin in range(0, acceptance.TEXTS, rows):
+        out = pipe.generate(
+            prompt.expand(rows, -1),
+            do_sample=True,
+            top_k=0,
+            seed=list(range(begin, begin + rows)),
+            max_new_tokens=acceptance.LENGTH,
+            eos_token_id=None,
+            pad_token_id=0,
+            grammar=[NoRepeats(99, ids) for _ in range(rows)],
+        )
+        found.append(out[:, prompt.shape[1] :])
+    statistic, threshold = acceptance.chi_square(torch.cat(found), p)
+    assert statistic < threshold
+    assert pipe.report.stages[-1].accepted > 0
+
+
+class Silent(Classes):
+    """Forbids everything after two tokens."""
+
+    def allowed(self) -> list[int]:
+        return [5] if len(self.tokens) < 2 else []
+
+
+def test_a_grammar_without_a_way_on(target) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 8, "eos_token_id": END, "pad_token_id": 0}
+    with Pipeline(target, [noisy(target, 0.02)], schedule="lockstep") as pipe:
+        with pytest.raises(ValueError, match="grammar of row 0 does not accept token 0, its generated token 2"):
+            pipe.generate(ids, **options, do_sample=False, grammar=Silent(9))
+        with pytest.raises(ValueError, match="no token can be drawn at position 5 of row 0"):
+            pipe.generate(ids, **options, do_sample=True, seed=1, grammar=Silent(9))
+        # A matcher that was used before.
+        used = Classes(6)
+        pipe.generate(ids, **options, do_sample=False, grammar=used)
+        assert isinstance(used, TokenMatcher)
+        assert used.tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("json", TypeError, "grammar must be a matcher with accept_token, rollback, .* not str"),
+        ([Classes(3), 5], TypeError, "not int"),
+        ([Classes(3)], ValueError, "1 matchers for 2 rows"),
+        ([Classes(3)] * 2, ValueError, "one matcher for several rows"),
+    ],
+)
+def test_wrong_values(target, given, error, message) -> None:
+    if isinstance(given, list) and len(given) == 2 and given[0] is given[1]:
+        given = [given[0]] * 2
+    with pytest.raises(error, match=message):
+        Pipeline(target).generate(torch.tensor([[5, 6], [7, 8]]), max_new_tokens=2, grammar=given)
+
+
+# ---- xgrammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "rank": {"type": "integer", "minimum": 1, "maximum": 99},
+        "kind": {"enum": ["loop", "leaf"]},
+    },
+    "required": ["name", "rank", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("how", ["lockstep", "workers", "streams"])
+@pytest.mark.filterwarnings("ignore::pipespec.drivers.base.SpeedWarning")
+def test_json_schema_of_xgrammar(how) -> None:
+    """The bundled family: text and JSON of transformers with xgrammar's own processor, in a batch."""
+    xgrammar = pytest.importorskip("xgrammar", reason="needs the package xgrammar (pip install xgrammar)")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = family_path("target")
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
+    compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_json_schema(json.dumps(SCHEMA))
+    inputs = tokenizer(["def mean(values):", "node = "], return_tensors="pt", padding=True)
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    options["eos_token_id"] = tokenizer.eos_token_id
+    wanted = model.generate(**inputs, **options, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(compiled)])
+    with Pipeline(model, str(family_path("small")), schedule=how, lookahead=4) as pipe:
+        own = [xgrammar.GrammarMatcher(compiled) for _ in range(2)]
+        got = pipe.generate(**inputs, **options, grammar=own)
+        assert torch.equal(got, wanted)
+        accepted = pipe.report.stages[-1].accepted
+        if how == "lockstep":
+            assert accepted > 0
+            # xgrammar's processor as it is, position by position.
+            processor = xgrammar.contrib.hf.LogitsProcessor(compiled)
+            assert torch.equal(pipe.generate(**inputs, **options, logits_processor=[processor]), wanted)
+        sampled = pipe.generate(
+            **inputs, **options | {"do_sample": True}, seed=4, grammar=[xgrammar.GrammarMatcher(compiled) for _ in own]
+        )
+    for text in (*got, *sampled):
+        found = json.loads(tokenizer.decode(text[inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        assert set(found) == {"name", "rank", "kind"}
+        assert 1 <= found["rank"] <= 99
