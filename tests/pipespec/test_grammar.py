@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from pipespec.demo import family_path
 from pipespec.engine.grammar import Grammar
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama
+from tests.docs.test_code_blocks import ROOT, blocks
 from tests.pipespec import test_acceptance as acceptance
 
 VOCABULARY, NEW, END = 40, 24, 2
@@ -213,7 +216,7 @@ def test_a_mutation_is_caught(target, call, expected, monkeypatch) -> None:
     monkeypatch.setattr(Grammar, "bitmask", first)
     with (
         Pipeline(target, [noisy(target, 0.02)], lookahead=4, schedule="lockstep") as pipe,
-        pytest.raises(ValueError, match="the grammar of row . does not accept token"),
+        pytest.raises(ValueError, match=r"the grammar of row . does not accept token"),
     ):
         pipe.generate(ids, **options, do_sample=False, grammar=matchers())
 
@@ -364,3 +367,12 @@ def test_json_schema_of_xgrammar(as_json, how) -> None:
         found = json.loads(tokenizer.decode(text[inputs["input_ids"].shape[1] :], skip_special_tokens=True))
         assert set(found) == {"name", "rank", "kind"}
         assert 1 <= found["rank"] <= 99
+
+
+def test_example_of_the_documents(tmp_path) -> None:
+    pytest.importorskip("xgrammar", reason="needs the package xgrammar (pip install xgrammar)")
+    examples = [block for block in blocks(ROOT / "docs/how-to/sampling.md") if "xgrammar" in block.source]
+    assert len(examples) == 1
+    done = subprocess.run([sys.executable, "-c", examples[0].source], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'rank'" in done.stdout

@@ -162,6 +162,13 @@ def test_what_is_captured_when(model, gpu):
         assert captures(lambda: check(pipe, temperature=0.7, top_k=9, min_p=0.01)) == every
         assert captures(lambda: check(pipe, temperature=0.9, top_k=20, min_p=0.1)) == 0
         assert captures(lambda: check(pipe)) == 0
+        # What is recorded is the target's.
+        ids, options, _ = alone(model, 1, 20)
+        options = options | {"return_dict_in_generate": True}
+        assert captures(lambda: pipe.generate(ids, **options, logprobs=2)) == len(widths)
+        assert captures(lambda: pipe.generate(ids, **options | {"max_new_tokens": 9}, logprobs=2)) == 0
+        assert captures(lambda: check(pipe)) == 0
+        assert captures(lambda: pipe.generate(ids, **options, output_logits=True)) == len(widths)
         assert captures(lambda: check(pipe, rows=3)) == every
         again = captures(lambda: check(pipe))  # the block has moved, as it holds three rows now
         assert again == every

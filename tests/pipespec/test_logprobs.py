@@ -6,11 +6,13 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.generation import StoppingCriteria
 
 from pipespec import Pipeline, SpeedWarning
 from pipespec.drivers.graphed import buffers
 from pipespec.engine import sampling
+from pipespec.engine.sampling import ScoreRecord
 from tests.conftest import ByPosition, left_pad, noisy, random_llama
 
 VOCABULARY, NEW, TOP = 40, 20, 5
@@ -148,6 +150,21 @@ def test_no_room_at_fixed_addresses(target, call, monkeypatch) -> None:
             out = pipe.generate(ids, **options, **GREEDY, **OUTPUTS)
         assert torch.equal(out.sequences, target.generate(ids, **options, **GREEDY))
         assert "no room to record" in str(pipe.report)
+
+
+def test_captured_steps_wait_for_nothing() -> None:
+    """Without data, an operation whose host reads values raises."""
+    rows, width = 3, 4
+    record = ScoreRecord(rows, scores=True, logits=True, top_logprobs=TOP)
+    with FakeTensorMode():
+        device = torch.device("cpu")
+        static = buffers.StaticRecord(record, rows, NEW, VOCABULARY, device)
+        logits = torch.empty(rows, width, VOCABULARY, dtype=torch.bfloat16)
+        selected = torch.empty(rows, width, dtype=torch.int32)
+        counts = [torch.empty(rows, dtype=torch.int32) for _ in range(3)]
+        static(logits, logits.float(), selected, *counts, torch.empty(rows), torch.empty(rows, width))
+        with pytest.raises(DataDependentOutputException):
+            int(selected[0, 0])
 
 
 @pytest.mark.parametrize("how", ["lockstep", "streams"])
