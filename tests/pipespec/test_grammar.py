@@ -288,6 +288,20 @@ def test_a_grammar_without_a_way_on(target) -> None:
         assert used.tokens
 
 
+class Narrow(Classes):
+    """Of another vocabulary."""
+
+    def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int = 0) -> bool:
+        raise RuntimeError("should be (batch_size, 9)")
+
+
+def test_a_grammar_for_another_vocabulary(target) -> None:
+    with pytest.raises(
+        ValueError, match=r"for the target's 40 tokens \(should be \(batch_size, 9\)\): make it for as many"
+    ):
+        Pipeline(target).generate(torch.tensor([[5, 6]]), max_new_tokens=2, grammar=Narrow(3))
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

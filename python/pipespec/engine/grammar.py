@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from pipespec.process.signals import pass_on
 from pipespec_kernels import ops
 
 
@@ -97,7 +98,7 @@ class Grammar:
             int32 ``[B, Q, ceil(vocabulary / 32)]`` on the CPU.
 
         Raises:
-            ValueError: the grammar does not accept the text.
+            ValueError: the grammar does not accept the text, or is for another vocabulary.
         """
         batch, width = fed.shape
         words = -(-vocabulary // 32)
@@ -115,7 +116,15 @@ class Grammar:
                 if not follows or matcher.is_terminated():
                     break
                 index = row * width + column
-                if matcher.fill_next_token_bitmask(flat, index) is False:
+                try:
+                    constrains = matcher.fill_next_token_bitmask(flat, index)
+                except Exception as error:
+                    pass_on(error)
+                    raise ValueError(
+                        f"the grammar of row {row} does not fill a bitmask for the target's {vocabulary} tokens ({error}): make it for as many, for "
+                        f"example with xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocabulary})"
+                    ) from error
+                if constrains is False:
                     flat[index] = -1
                 if column < last:
                     token = int(fed[row, column + 1])
