@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels import reference
-from pipespec_kernels.arguments import check_undrawn
-from pipespec_kernels.noise import Noise
+from pipespec_kernels.noise import Noise, check_undrawn
 from pipespec_kernels.triton.launch import (
     INTEGERS,
     LEAST_WIDTH_BLOCK,
