@@ -123,7 +123,8 @@ def check_against_report(pipe: Pipeline, prompt_tokens: int, began_ns: int, exac
         assert steps["rollbacks"].sum() == stage.rollbacks
         assert steps["step"].tolist() == list(range(len(steps)))
         if not len(steps):  # a worker that was not scheduled before the text was complete
-            assert report.schedule == "workers" and stage is not report.stages[-1]
+            assert report.schedule == "workers"
+            assert stage is not report.stages[-1]
             continue
         assert (steps["launched_ns"] <= steps["start_ns"]).all()
         assert (steps["start_ns"] <= steps["end_ns"]).all()
