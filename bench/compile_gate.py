@@ -164,7 +164,7 @@ def cases() -> Iterator[CompileCase]:
         yield CompileCase("verify, coupled", verify_kernel, dtype, busy, coupled, 34)
     yield CompileCase("verify, greedy, small", verify_kernel, "bf16", small, greedy, 12)
     yield CompileCase("verify, coupled, small", verify_kernel, "bf16", small, coupled, 34)
-    yield CompileCase("verify, coupled, cutoff", verify_kernel, "bf16", busy, cutoff, 34)
+    yield CompileCase("verify, coupled, cutoff", verify_kernel, "bf16", busy, cutoff, 46)
     yield CompileCase("verify, coupled, exact", verify_kernel, "bf16", busy, cutoff | {"FAST": False}, None)
     yield CompileCase("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
     ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
@@ -402,7 +402,7 @@ def main_loop(sass: list[tuple[int, str]], itemsize: int) -> tuple[int, int] | N
 
 
 def loaded_bytes(instruction: str) -> int:
-    load = re.match(r"(?:@!?U?P\d+\s+)?LDG\.(\S+)", instruction)
+    load = re.match(r"(?:@!?U?P\d+\s+)?LDG(?:STS)?\.(\S+)", instruction)  # to registers, or past them to shared memory
     if not load:
         return 0
     for width, size in (("256", 32), ("128", 16), ("64", 8), ("U16", 2), ("U8", 1)):

@@ -200,17 +200,6 @@ def check_noise(noise: tuple[Any, Any, Any, Any, int], batch: int, width: int, d
     )
 
 
-def check_undrawn(undrawn: Any, logits: Tensor, noise: Noise | None) -> None:
-    if noise is None:
-        raise ValueError("undrawn goes with noise: greedy choices are not drawn")
-    if not isinstance(undrawn, Tensor) or undrawn.dtype is not INT64:
-        raise TypeError(f"undrawn must be an int64 tensor, got {getattr(undrawn, 'dtype', type(undrawn).__name__)}")
-    if undrawn.shape != logits.shape[:1] or not undrawn.is_contiguous():
-        raise ValueError(f"undrawn must be contiguous [{logits.shape[0]}], got shape {tuple(undrawn.shape)}")
-    if undrawn.device != logits.device and not undrawn.is_pinned():
-        raise ValueError(f"undrawn must be on {logits.device} like the logits, or pinned, is on {undrawn.device}")
-
-
 def addresses(noise: FlatNoise) -> tuple[int, int, int, int, int]:
     seeds, positions, inv_temperature, cutoff, stream = noise
     return (

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = ["ACCEPT", "ALL_DRAWN", "DRAFT", "INDEPENDENT", "RESIDUAL", "TARGET", "Noise", "Streams"]
@@ -79,3 +80,15 @@ def check_streams(streams: Any) -> None:
         raise TypeError(f"streams must be Streams of three integers, got {streams!r}")
     if len(set(streams)) != 3 or not all(0 <= stream < 2**32 for stream in streams):
         raise ValueError(f"the streams must be three different numbers of 32 bits, got {streams}")
+
+
+def check_undrawn(undrawn: Any, logits: Tensor, noise: Noise | None) -> None:
+    """Check ``undrawn`` of :func:`pipespec_kernels.ops.verify` against the logits ``[B, Q, V]``. Raises ``TypeError`` or ``ValueError``."""
+    if noise is None:
+        raise ValueError("undrawn goes with noise: greedy choices are not drawn")
+    if not isinstance(undrawn, Tensor) or undrawn.dtype is not torch.int64:
+        raise TypeError(f"undrawn must be an int64 tensor, got {getattr(undrawn, 'dtype', type(undrawn).__name__)}")
+    if undrawn.shape != logits.shape[:1] or not undrawn.is_contiguous():
+        raise ValueError(f"undrawn must be contiguous [{logits.shape[0]}], got shape {tuple(undrawn.shape)}")
+    if undrawn.device != logits.device and not undrawn.is_pinned():
+        raise ValueError(f"undrawn must be on {logits.device} like the logits, or pinned, is on {undrawn.device}")

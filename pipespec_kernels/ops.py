@@ -32,7 +32,7 @@ from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, v
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.library import register, traced
 from pipespec_kernels.logprobs import logprobs
-from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams, check_undrawn
 from pipespec_kernels.penalties import Penalties, penalize
 
 __all__ = [
@@ -376,7 +376,7 @@ def verify(
         given = arguments.as_tensors((tokens, query_lens, num_draft_tokens, *flat))
         found = arguments.both_into(out, torch.ops.pipespec.verify(logits.detach(), *given, threads))
         if undrawn is not None:
-            arguments.check_undrawn(undrawn, logits, noise)
+            check_undrawn(undrawn, logits, noise)
             _, query_lens, num_draft_tokens, _, positions, *_ = given
             reference.note_undrawn(undrawn, logits, found[0], query_lens, num_draft_tokens, positions)
         return found
@@ -384,7 +384,7 @@ def verify(
     if noise is not None:
         flat, offset = arguments.fields_for_kernel(noise)
     if undrawn is not None:
-        arguments.check_undrawn(undrawn, logits, noise)
+        check_undrawn(undrawn, logits, noise)
     return _verify(logits, tokens, query_lens, num_draft_tokens, *flat, threads, out, workspace, offset, undrawn)
 
 

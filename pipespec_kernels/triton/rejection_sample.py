@@ -39,6 +39,7 @@ from pipespec_kernels.triton.launch import (
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
 from pipespec_kernels.triton.selection import (
+    LOADS,
     NOTHING,
     advance,
     as_words,
@@ -49,6 +50,7 @@ from pipespec_kernels.triton.selection import (
     unpack_id,
 )
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 # The start of a running maximum: lower than any logit that matters, and finite, so that differences are numbers.
@@ -147,15 +149,24 @@ def rejection_test_kernel(
                 )
             draft_m = m
             draft_s = s
-        start = split * span
-        end = tl.minimum(start + span, vocab)
-        while start < end:
-            m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
-            if HAS_DRAFT:
-                draft_m, draft_s = _add_exponentials(
-                    draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
-                )
-            start += BLOCK
+        begin = split * span
+        end = tl.minimum(begin + span, vocab)
+        if _INTERPRETED:  # its loops cannot run over tensors
+            start = begin
+            while start < end:
+                m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
+                if HAS_DRAFT:
+                    draft_m, draft_s = _add_exponentials(
+                        draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
+                    )
+                start += BLOCK
+        else:
+            for start in tl.range(begin, end, BLOCK, num_stages=LOADS):
+                m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
+                if HAS_DRAFT:
+                    draft_m, draft_s = _add_exponentials(
+                        draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
+                    )
         # Each split has a slot, and the slots are added in order, so that sums do not depend on the order of arrival.
         slot = sums + ((row64 * width + column) * splits + split) * 4
         highest = tl.max(m, axis=0)

@@ -14,11 +14,20 @@ import triton.language as tl
 # The high half of the word of -inf: no score above -inf was found.
 NOTHING = tl.constexpr(0x007FFFFF)
 
+# Tiles of a row in flight: the loads of later tiles overlap with the arithmetic of this one.
+LOADS = tl.constexpr(4)
+
 
 @triton.jit
 def better(score, best):
     """Whether a later score replaces a lane's best: a larger one or a NaN does, unless the best is a NaN."""
     return (best == best) & ~(score <= best)
+
+
+@triton.jit
+def any_of(lanes):
+    """Whether one of the lanes of a block holds."""
+    return tl.max(lanes.to(tl.int32), axis=0) != 0
 
 
 @triton.jit

@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels import reference
-from pipespec_kernels.arguments import check_undrawn
-from pipespec_kernels.noise import Noise
+from pipespec_kernels.noise import Noise, check_undrawn
 from pipespec_kernels.triton.launch import (
     INTEGERS,
     LEAST_WIDTH_BLOCK,
@@ -40,7 +39,57 @@ from pipespec_kernels.triton.launch import (
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
-from pipespec_kernels.triton.selection import advance, as_words, better, invalid, no_scale, pack_best, unpack_id
+from pipespec_kernels.triton.selection import (
+    LOADS,
+    advance,
+    any_of,
+    as_words,
+    better,
+    invalid,
+    no_scale,
+    pack_best,
+    unpack_id,
+)
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _choose(
+    source,
+    start,
+    vocab,
+    scale,
+    lowest,
+    seed,
+    position,
+    stream,
+    top,
+    tile,
+    COUPLED: tl.constexpr,
+    HAS_CUTOFF: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each lane's best score, and the tile that it came from, after the tile at ``start``."""
+    ids = start + tl.arange(0, BLOCK)
+    x = tl.load(source + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    if HAS_CUTOFF:
+        allowed = ~(x < lowest)
+        # Most tiles of a filtered row hold nothing that can be chosen, and need no noise.
+        if any_of(allowed):
+            score = perturbed(x, scale, draw(seed, position, stream, start, BLOCK), FAST)
+            improved = better(score, top) & allowed
+            top = tl.where(improved, score, top)
+            tile = tl.where(improved, start, tile)
+    else:
+        score = x
+        if COUPLED:
+            score = perturbed(x, scale, draw(seed, position, stream, start, BLOCK), FAST)
+        improved = better(score, top)
+        top = tl.where(improved, score, top)
+        tile = tl.where(improved, start, tile)
+    return top, tile
 
 
 @triton.jit(**UNSPECIALIZED)
@@ -92,6 +141,7 @@ def verify_kernel(
         draft_tokens = tl.load(num_draft_tokens + row)
     idle = fed == 0
     bad = invalid(fed, draft_tokens, width)
+    scale = 1.0
     if COUPLED:
         scale = tl.load(inv_temperature + row)
         bad = bad | (no_scale(scale) & (fed != 0))
@@ -107,6 +157,9 @@ def verify_kernel(
         source = logits + row.to(tl.int64) * logits_stride_b + (first + column).to(tl.int64) * logits_stride_q
         lanes = tl.arange(0, BLOCK)
         begin = split * span
+        lowest = float("-inf")
+        seed = tl.full([], 0, tl.int64)
+        position = seed
         if COUPLED:
             seed = tl.load(seeds + row)
             position = tl.load(positions + row).to(tl.int64) + offset + first + column
@@ -116,21 +169,20 @@ def verify_kernel(
                 )
         top = tl.full([BLOCK], float("-inf"), tl.float32)
         tile = tl.full([BLOCK], 0, tl.int32) + begin
-        start = begin
         end = tl.minimum(begin + span, vocab)
-        while start < end:
-            x = tl.load(source + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
-            if COUPLED:
-                score = perturbed(x, scale, draw(seed, position, stream, start, BLOCK), FAST)
-                improved = better(score, top)
-                if HAS_CUTOFF:
-                    improved = improved & ~(x < lowest)
-            else:
-                score = x
-                improved = better(score, top)
-            top = tl.where(improved, score, top)
-            tile = tl.where(improved, start, tile)
-            start += BLOCK
+        if _INTERPRETED:  # its loops cannot run over tensors
+            start = begin
+            while start < end:
+                top, tile = _choose(
+                    source, start, vocab, scale, lowest, seed, position, stream, top, tile, COUPLED, HAS_CUTOFF, FAST, BLOCK
+                )  # fmt: skip
+                start += BLOCK
+        else:
+            # With noise for every logit the arithmetic takes longer than the loads: no stages.
+            for start in tl.range(begin, end, BLOCK, num_stages=1 if COUPLED and not HAS_CUTOFF else LOADS):
+                top, tile = _choose(
+                    source, start, vocab, scale, lowest, seed, position, stream, top, tile, COUPLED, HAS_CUTOFF, FAST, BLOCK
+                )  # fmt: skip
         tl.atomic_max(as_words(best) + row.to(tl.int64) * width + column, pack_best(top, tile + lanes), sem="relaxed")
 
         # Release: our word before our ticket. Acquire: all words of the row, if ours is the last.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,12 @@ def natural(x, scale, r, FAST: tl.constexpr):
 @triton.jit
 def accepts_most_counts(fed, draft_tokens, width):
     return fed > width + 1000
+
+
+@triton.jit
+def all_of(lanes):
+    """A tile that holds one allowed id is skipped."""
+    return tl.min(lanes.to(tl.int32), axis=0) != 0
 
 
 @triton.jit
@@ -141,6 +148,14 @@ def check_coupled() -> None:
     check_equal(verify(*arguments, noise=noise, config=ONE), reference.verify(*arguments, noise))
 
 
+def check_filtered() -> None:
+    logits, tokens, noise = example()
+    cut = reference.cutoff(logits, torch.ones(ROWS), torch.full((ROWS,), 3), torch.ones(ROWS), torch.zeros(ROWS))
+    noise = replace(noise, cutoff=cut)
+    arguments = logits, tokens, N, N * 0
+    check_equal(verify(*arguments, noise=noise, config=Config(8, 1, 1)), reference.verify(*arguments, noise))
+
+
 def check_rejection() -> None:
     _, tokens, noise = example()
     logits = make_logits("normal", (ROWS, 2, 70), torch.float32, torch.Generator().manual_seed(1))
@@ -191,6 +206,7 @@ CHECKS = [
     check_penalties,
     check_greedy,
     check_coupled,
+    check_filtered,
     check_rejection,
     check_counts,
     check_noise,
@@ -204,6 +220,7 @@ MUTATIONS = {
     "draw: another stream": (check_coupled, "verify", "draw", other_stream),
     "draw: words out of order": (check_coupled, "verify", "draw", words_out_of_order),
     "noise: no temperature": (check_coupled, "verify", "perturbed", natural),
+    "tiles: skipped unless all can be chosen": (check_filtered, "verify", "any_of", all_of),
     "noise: 24 bits": (check_noise, "philox", "uniform", rough_uniform),
     "ratio: another stream": (check_rejection, "rejection_sample", "draw", other_stream),
     "ratio: no residual": (check_rejection, "rejection_sample", "lg2", ignored_ratio),
