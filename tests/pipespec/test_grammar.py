@@ -8,6 +8,7 @@ import sys
 import warnings
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
@@ -16,6 +17,7 @@ import pipespec
 from pipespec import Pipeline, SpeedWarning, TokenMatcher
 from pipespec.demo import family_path
 from pipespec.engine.grammar import Grammar
+from pipespec.engine.sampling import Sampler, SamplingParams
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama
 from tests.docs.test_code_blocks import ROOT, blocks
@@ -61,6 +63,7 @@ class Classes:
 
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int = 0) -> bool:
         assert not self.is_terminated()
+        assert bitmask.shape[1] == -(-self.vocabulary // 32)
         words = [0] * bitmask.shape[1]
         for token in self.allowed():
             words[token // 32] |= 1 << token % 32
@@ -286,6 +289,19 @@ def test_a_grammar_without_a_way_on(target) -> None:
         pipe.generate(ids, **options, do_sample=False, grammar=used)
         assert isinstance(used, TokenMatcher)
         assert used.tokens
+
+
+def test_a_draft_with_fewer_tokens() -> None:
+    """The matcher fills masks of the target's vocabulary."""
+    text = np.zeros((1, 9), dtype=np.int32)
+    sampler = Sampler(
+        SamplingParams(), text, vocabulary=VOCABULARY, is_target=False, grammar=Grammar([Classes(3)], [4])
+    )
+    logits = torch.zeros(1, 1, 30)
+    logits[0, 0, 29] = 1.0  # of a class that may not begin the text
+    one = np.ones(1, dtype=np.int32)
+    got = sampler(logits, torch.zeros(1, 1, dtype=torch.int32), one, one * 0, np.array([4]))
+    assert got.tolist() == [[5]]
 
 
 class Narrow(Classes):

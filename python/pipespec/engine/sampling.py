@@ -561,7 +561,10 @@ class Sampler:
         if self._grammar is None:
             return None
         step = (query_lens, num_draft_tokens, positions)
-        return self._grammar.bitmask(self._text, fed, *step, logits.shape[2], is_target=self._is_target)
+        # A draft may have fewer tokens than the grammar, which is made for the target's.
+        mine = logits.shape[2]
+        whole = self._grammar.bitmask(self._text, fed, *step, self._vocabulary or mine, is_target=self._is_target)
+        return whole[:, :, : -(-mine // 32)].contiguous()
 
     def _penalised(
         self,
