@@ -21,7 +21,7 @@ _DEFAULTS: dict[str, Any] = {
     "steps": None, "epochs": None, "tokens": None, "minutes": None, "batch": 4, "accumulate": 1,
     "rate": 1e-4, "rate_schedule": "cosine", "warmup": 0.02, "optimizer": "adamw", "decay": 0.0, "clip": 1.0, "freeze_head": False,
     "temperature": 1.0, "argmax_weight": 0.0, "full": 0.5, "amp": False,
-    "validate_every": 100, "save_every": 500, "seed": 42, "resume": False, "dtype": "float32", "device": None,
+    "validate_every": 100, "save_every": None, "save_minutes": 10.0, "seed": 42, "resume": False, "dtype": "float32", "device": None,
     "dry_run": False, "gpus": [1, 8], "peak": 989.0, "utilisation": 0.35, "link": 300.0,
 }  # fmt: skip
 """Values of the options that neither the command line nor the recipe gives."""
@@ -88,7 +88,8 @@ def _add_options(train: argparse.ArgumentParser) -> None:
     option(options, "full", "P", float, "share of the steps with all stages filled")
     flag(options, "amp", "bf16 matrix products; weights and optimizer state stay float32")
     option(options, "validate-every", "N", int, "in steps")
-    option(options, "save-every", "N", int, "in steps")
+    option(options, "save-every", "N", int, "write a checkpoint after so many steps")
+    option(options, "save-minutes", "M", float, "write one after so many minutes in any case")
     option(options, "seed", "N", int, "seed of all draws")
     flag(options, "resume", "continue from the last checkpoint in --out")
     option(train, "dtype", None, str, "dtype of the target", choices=DTYPES)

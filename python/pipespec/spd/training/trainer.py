@@ -303,7 +303,8 @@ class TrainingSettings:
         amp: bfloat16 products by autocast. Weights and optimizer state stay float32.
         seed: Seed of the draws.
         validate_every: Steps between validations.
-        save_every: Steps between checkpoints.
+        save_every: Steps between checkpoints; None: time alone decides.
+        save_minutes: Minutes after which a checkpoint is written in any case: what an interruption costs at most.
 
     Raises:
         ValueError: A value is out of range.
@@ -326,7 +327,8 @@ class TrainingSettings:
     amp: bool = False
     seed: int = 42
     validate_every: int = 100
-    save_every: int = 500
+    save_every: int | None = None
+    save_minutes: float = 10.0
 
     def __post_init__(self) -> None:
         if sum(limit is not None for limit in (self.steps, self.tokens, self.minutes)) != 1:
@@ -334,9 +336,9 @@ class TrainingSettings:
         if any(limit is not None and not limit > 0 for limit in (self.steps, self.tokens, self.minutes)):
             raise ValueError("a training run needs at least one step, one token, or more than 0 minutes")
         for name in ("accumulate", "validate_every", "save_every"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("rate", "temperature", "clip"):
+        for name in ("rate", "temperature", "clip", "save_minutes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.full <= 1:
@@ -477,6 +479,8 @@ def train(
         }
 
     def save() -> None:
+        nonlocal last_saved
+        last_saved = elapsed()
         if rank:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -519,7 +523,7 @@ def train(
 
     module.train()
     empty, rate = 0, settings.rate
-    resumed_at, said = fraction(), elapsed()
+    resumed_at, said, last_saved = fraction(), elapsed(), elapsed()
     while (done := fraction()) < 1:
         rate = settings.rate * learning_rate(done, settings.warmup_share, settings.rate_schedule)
         torch.manual_seed(int(np.random.default_rng([settings.seed, step, rank]).integers(2**62)))  # for dropout
@@ -569,7 +573,8 @@ def train(
             say(
                 f"step {step}, {tokens:,} tokens, {readable_time(said)}, about {readable_time(max(0.0, left))} left: loss {mean:.3f}"
             )
-        if step % settings.save_every == 0:
+        due = settings.save_every is not None and step % settings.save_every == 0
+        if due or elapsed() - last_saved >= 60 * settings.save_minutes:
             save()
     if not history or history[-1]["step"] != step:
         validate(mean)
