@@ -23,7 +23,7 @@ from bench.gpu_check import Check, Part
 from tests.waiting import SECONDS
 
 ROOT = Path(__file__).parents[2]
-MACHINE = {"gpu": "a GPU", "gpu_memory_bytes": 80 << 30}
+MACHINE = {"gpus": [{"name": "a GPU", "memory_bytes": 80 << 30}]}
 
 
 def test_refuses_politely(tmp_path: Path) -> None:

@@ -47,13 +47,13 @@ class BenchConfig:
         title: What it reproduces.
         target: Path or hub name; None: the bundled family.
         drafts: Paths or hub names, smallest first.
-        module: Folder of a draft module for SPD.
+        module: Folders of draft modules for SPD.
         systems: Kinds of systems, see :data:`pipespec.bench.systems.KINDS`.
         chains: One of :data:`CHAINS`.
         lookahead: Values to sweep; empty: each system's default.
         min_draft_tokens: Values to sweep for asynchronous systems; empty: the default.
         pipeline: Further arguments of ``Pipeline``, each with the list of values to sweep.
-        stages: Numbers of layer stages for SPD.
+        stages: Numbers of layer stages for SPD and PPSD. A draft module has the stages that it was trained for.
         drafters: Of SPD: ``"module"``, ``"ngram"``, ``"chain"``; empty: all that are possible.
         dataset: What is generated.
         samples: Most prompts per dataset; None: all.
@@ -78,7 +78,7 @@ class BenchConfig:
     title: str = ""
     target: str | None = None
     drafts: tuple[str, ...] = ()
-    module: str | None = None
+    module: tuple[str, ...] = ()
     systems: tuple[str, ...] = ("hf", "plain", "assisted", "lookup", "lockstep", "workers")
     chains: str = "both"
     lookahead: tuple[int, ...] = ()

@@ -444,7 +444,7 @@ def train(
         step, tokens, position = state["step"], state["tokens"], state["position"]
         before, history = state["seconds"], json.loads(state["history"])
         say(f"resumed at step {step} after {before / 60:.1f} min")
-    begun = time.monotonic()
+    begun, last_saved = time.monotonic(), before
 
     def elapsed() -> float:
         return before + time.monotonic() - begun
@@ -523,7 +523,7 @@ def train(
 
     module.train()
     empty, rate = 0, settings.rate
-    resumed_at, said, last_saved = fraction(), elapsed(), elapsed()
+    resumed_at, said = fraction(), elapsed()
     while (done := fraction()) < 1:
         rate = settings.rate * learning_rate(done, settings.warmup_share, settings.rate_schedule)
         torch.manual_seed(int(np.random.default_rng([settings.seed, step, rank]).integers(2**62)))  # for dropout
