@@ -381,7 +381,8 @@ class Check:
             print("nothing can run: see above")
             return False
         versions = (f"{name} {info.get(name)}" for name in ("torch", "cuda", "triton", "python", "commit"))
-        print(f"{'dry run on a CPU' if self.dry else info['gpus'][0]['name']}, {', '.join(versions)}", flush=True)
+        where = "dry run on a CPU" if self.dry else ", ".join(gpu["name"] for gpu in info["gpus"])
+        print(f"{where}, {', '.join(versions)}", flush=True)
         return True
 
     def _is_built(self) -> bool:

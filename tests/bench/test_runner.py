@@ -528,7 +528,7 @@ def test_a_planted_run_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
                  "--out", str(tmp_path / "r"), "--no-profile"]  # fmt: skip
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "ppsd-n2" in shown
+    assert "PPSD, 2 stages" in shown
     folder = ResultsFolder(tmp_path / "r")
     summary, settings = folder.summary(), folder.settings()
     assert summary.complete

@@ -98,6 +98,24 @@ def test_refused_before_the_weights_are_loaded(
 
 
 @pytest.mark.parametrize("below", [[], ["module"]])
+def test_chosen_anchors(target: Path, talks: Path, tmp_path: Path, capsys) -> None:
+    """The embedding and the end of the first stage feed the module, and not the last layers. Others are refused."""
+    out = tmp_path / "module"
+    assert spd_train(target, talks, out, "--stages", "2", "2", "--anchors", "0", "2") == 0
+    assert "anchors 0 2" in capsys.readouterr().err
+    config = DraftModuleConfig.load(out)
+    assert (config.anchors, config.types) == ((0, 2), (0, 1, 1))
+    for given, message in (
+        (("--anchors", "2", "3"), "anchors must ascend from 0"),
+        (("--anchors", "0", "9"), "anchor 9 does not exist"),
+        (("--anchors", "0", "2", "--types", "2"), "give --types or --anchors"),
+    ):
+        assert spd_train(target, talks, tmp_path / "other", "--stages", "2", *given) == 2
+        assert message in capsys.readouterr().err
+    assert spd_train(target, talks, out, "--stages", "2", "2", "--anchors", "0", "3", "--resume") == 2
+    assert "has the anchors 0 2" in capsys.readouterr().err
+
+
 def test_a_file_in_the_place_of_the_folder(
     target: Path, talks: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, below: list[str]
 ) -> None:
