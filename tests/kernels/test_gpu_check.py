@@ -280,7 +280,7 @@ def test_one_architecture_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def run(command: Any, log: Path, limit: float, **variables: str) -> dict[str, Any]:
         if command[0] == "setup.py":
             built.append(variables)
-        lines = ["90"] if command[-1] == gpu_check._ARCHITECTURE else ["{}"]
+        lines = ["90"] if command[-1] == gpu_check._ARCHITECTURE else [json.dumps(MACHINE)]
         return {"status": 1 if command[-1] == gpu_check._IS_BUILT else 0, "seconds": 1.0, "last_lines": lines}
 
     monkeypatch.setattr(gpu_check, "run", run)
