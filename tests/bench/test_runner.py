@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
@@ -309,6 +310,27 @@ def test_draft_verify_keeps_the_ends_and_evenly_spaced_layers() -> None:
     assert kept_layers(12, 6) == [0, 2, 4, 7, 9, 11]
     with pytest.raises(ValueError, match="a draft of 0 layers"):
         kept_layers(4, 0)
+
+
+@pytest.mark.parametrize("kind", ["hf", "plain", "published-lockstep"])
+def test_end_tokens_can_be_ignored(target: LlamaForCausalLM, kind: str) -> None:
+    """A text goes on behind the token that would end it."""
+    from pipespec.bench.contenders import Workload
+
+    ids = torch.tensor([[5, 6, 7, 8]])
+    given = copy.deepcopy(target)
+    first = HFContender("hf", "plain")
+    first.start(Workload(Family("test", given, {}, None), 12, 4, 1))
+    expected = first.run(ids, 12, 0).tokens
+    given.generation_config.eos_token_id = expected[3]
+    family = Family("test", given, {"small": given}, None)
+    for ignore in (False, True):
+        config = BenchConfig(systems=(kind,), ignore_eos=ignore)
+        contender = contender_of(systems_of(config, ["small"])[-1])
+        contender.start(Workload(family, 12, 4, 1, config.sampling))
+        tokens = contender.run(ids, 12, 0).tokens
+        assert tokens == (expected if ignore else expected[: expected.index(expected[3]) + 1])
+        contender.close()
 
 
 def test_ppsd_drafts_with_the_first_stage_and_writes_the_target_s_text(target: LlamaForCausalLM) -> None:

@@ -60,6 +60,7 @@ class BenchConfig:
         new_tokens: Most new tokens per prompt.
         turns: Most turns of a conversation.
         chat_template: Wrap prompts in the target's chat template.
+        ignore_eos: Write ``new_tokens`` tokens behind every prompt, past end-of-text tokens.
         temperature: None: greedy.
         top_k: With a temperature, as for ``generate()``, as ``top_p``.
         top_p: See there.
@@ -91,6 +92,7 @@ class BenchConfig:
     new_tokens: int = 128
     turns: int = 1
     chat_template: bool = False
+    ignore_eos: bool = False
     temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
@@ -133,9 +135,10 @@ class BenchConfig:
     @property
     def sampling(self) -> dict[str, Any]:
         """Arguments of ``generate()`` that choose tokens."""
+        ends = {"eos_token_id": None} if self.ignore_eos else {}
         if self.temperature is None:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+            return {"do_sample": False, **ends}
+        return ends | {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
 def load_config(file: Path) -> BenchConfig:

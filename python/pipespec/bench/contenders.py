@@ -24,6 +24,7 @@ from pipespec.drivers.base import StageFailure
 from pipespec.engine.ngram import NGRAM
 from pipespec.models.derived import with_layers
 from pipespec.models.loading import load_model
+from pipespec.models.properties import end_tokens
 from pipespec.observe import StageReport
 from pipespec.pipeline import Pipeline
 
@@ -118,6 +119,11 @@ class Workload:
     @property
     def is_greedy(self) -> bool:
         return not self.sampling["do_sample"]
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end a text: the target's, unless ``sampling`` says that there are none."""
+        return [] if self.sampling.get("eos_token_id", 0) is None else end_tokens(self.family.target)
 
     @property
     def thread_numbers(self) -> list[int]:

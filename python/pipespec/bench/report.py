@@ -447,7 +447,7 @@ def _one_sample(run: Run, dataset: str) -> list[Sample]:
         for name, system, found in run.cells
         if name == dataset and (name, system.key) in run.chosen
         for s in found
-        if s.commits
+        if len(s.commits) > 1  # one commit is no curve
     ]
     count = Counter(s.sample for s in texts)
     traced = Counter(s.sample for s in texts if s.steps)

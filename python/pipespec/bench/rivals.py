@@ -28,7 +28,6 @@ from pipespec.bench.contenders import (
 from pipespec.bench.published import Asynchronous, Lockstep
 from pipespec.bench.results import StepCounts
 from pipespec.models.derived import with_layers
-from pipespec.models.properties import end_tokens
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lock-step": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
@@ -199,7 +198,7 @@ class PublishedContender(Contender):
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
         assert self.chain is not None
         began = time.perf_counter()
-        tokens = self.chain.generate(ids[0].tolist(), new_tokens, end_tokens(self.workload.family.target))
+        tokens = self.chain.generate(ids[0].tolist(), new_tokens, self.workload.end_tokens)
         counts, target = self.chain.counts(), self.chain.target
         stages = [StepCounts(name, steps) for name, (steps, _, _) in zip(self.drafts, counts, strict=False)]
         # The prompt's forward, which is not in the counts, gives the first token.

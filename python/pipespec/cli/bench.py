@@ -70,6 +70,9 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     text.add_argument(
         "--chat", action="store_true", default=None, dest="chat_template", help="apply the target's chat template"
     )
+    text.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="write --new-tokens tokens, past end-of-text tokens"
+    )
     text.add_argument("--temperature", type=float, metavar="T", help="sample (default: greedy)")
     text.add_argument("--top-k", type=int, metavar="K", help="with --temperature")
     text.add_argument("--top-p", type=float, metavar="P", help="with --temperature")
@@ -136,7 +139,7 @@ def _configured(args: argparse.Namespace) -> BenchConfig:
 
     config = BenchConfig() if args.config is None else load_config(args.config)
     values: dict[str, Any] = {}
-    for name in ("target", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "turns", "chat_template",
+    for name in ("target", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "turns", "chat_template", "ignore_eos",
                  "temperature", "top_k", "top_p", "seed", "traced", "hardware"):  # fmt: skip
         if (value := getattr(args, name)) is not None:
             values[name] = value
