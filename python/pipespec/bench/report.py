@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from statistics import fmean
+from textwrap import shorten
 from typing import Any
 
 from pipespec.bench import predictions
@@ -198,7 +199,7 @@ def speed(run: Run) -> Section:
             if (dataset.name, system.key) not in run.chosen:
                 continue
             if row.speedup is None:
-                drawn.append(Bar(system.label, None, f"not measured: {why or 'no complete sample'}"))
+                drawn.append(Bar(system.label, None, f"not measured: {shorten(why or 'no complete sample', 60)}"))
                 continue
             base = run.summary.baseline.get(dataset.name) == system.key
             colour = OTHERS if base else OURS if row.speedup >= 1 else LOSS
@@ -274,7 +275,7 @@ def sweep(run: Run) -> Section:
                     chart(
                         f"Sweep on {dataset.name}",
                         panels,
-                        "Dots: measured. Dashed: simulated. Dotted: closed form.",
+                        "Dots: measured." + (" Dashed: simulated. Dotted: closed form." if simulated else ""),
                         columns=2,
                     ),
                 )
