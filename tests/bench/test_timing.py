@@ -33,6 +33,7 @@ def test_a_copy_reads_and_writes_its_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_times_on_a_gpu() -> None:
     x = torch.zeros(1 << 20, device="cuda")
     times = timing.repeated(lambda: x.add_(1), 3, "cuda", warm_up=2)
