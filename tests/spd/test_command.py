@@ -98,6 +98,22 @@ def test_refused_before_the_weights_are_loaded(
 
 
 @pytest.mark.parametrize("below", [[], ["module"]])
+def test_a_file_in_the_place_of_the_folder(
+    target: Path, talks: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, below: list[str]
+) -> None:
+    monkeypatch.setattr("pipespec.models.loading.load_model", None)
+    file = tmp_path / "out"
+    file.write_text("mine")
+    assert spd_train(target, talks, file.joinpath(*below), "--stages", "2") == 2
+    assert f"{file} is a file" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+
+
+def test_a_folder_without_a_model(talks: Path, tmp_path: Path, capsys) -> None:
+    assert spd_train(tmp_path, talks, tmp_path / "out", "--stages", "2") == 2
+    assert "holds no model with a tokenizer" in capsys.readouterr().err
+
+
 def test_chosen_anchors(target: Path, talks: Path, tmp_path: Path, capsys) -> None:
     """The embedding and the end of the first stage feed the module, and not the last layers. Others are refused."""
     out = tmp_path / "module"
@@ -114,22 +130,6 @@ def test_chosen_anchors(target: Path, talks: Path, tmp_path: Path, capsys) -> No
         assert message in capsys.readouterr().err
     assert spd_train(target, talks, out, "--stages", "2", "2", "--anchors", "0", "3", "--resume") == 2
     assert "has the anchors 0 2" in capsys.readouterr().err
-
-
-def test_a_file_in_the_place_of_the_folder(
-    target: Path, talks: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, below: list[str]
-) -> None:
-    monkeypatch.setattr("pipespec.models.loading.load_model", None)
-    file = tmp_path / "out"
-    file.write_text("mine")
-    assert spd_train(target, talks, file.joinpath(*below), "--stages", "2") == 2
-    assert f"{file} is a file" in capsys.readouterr().err
-    assert file.read_text() == "mine"
-
-
-def test_a_folder_without_a_model(talks: Path, tmp_path: Path, capsys) -> None:
-    assert spd_train(tmp_path, talks, tmp_path / "out", "--stages", "2") == 2
-    assert "holds no model with a tokenizer" in capsys.readouterr().err
 
 
 def test_epochs_and_a_recipe(target: Path, talks: Path, tmp_path: Path, capsys) -> None:
