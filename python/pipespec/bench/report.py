@@ -373,9 +373,11 @@ def over_time(run: Run) -> Section:
             continue
         curves: list[Series] = []
         removed: list[Series] = []
-        ends = [s.commits[-1][0] for s in chosen[:_MOST_CURVES]]
+        # Systems without drafts, and then those whose rollbacks are known.
+        drawn = sorted(chosen, key=lambda s: (s.system not in run.settings.baselines, not s.steps))[:_MOST_CURVES]
+        ends = [s.commits[-1][0] for s in drawn]
         log = max(ends) > _SPREAD * min(ends)
-        for i, s in enumerate(chosen[:_MOST_CURVES]):
+        for i, s in enumerate(drawn):
             colour = i + (i > 3)
             x, y = zip(*(s.commits if log else [(0.0, 0), *s.commits]), strict=True)
             # Between two commits the text does not grow.
