@@ -8,19 +8,18 @@ exact; tokens/s are those of the machine as it was.
 from __future__ import annotations
 
 import argparse
-import time
-from collections import defaultdict
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness import choose_sizes, markdown_table, replace_table, save
-from pipespec import Pipeline
+from pipespec.bench.comparison import SpeedComparison
+from pipespec.bench.contenders import PipelineContender, Workload
 from pipespec.bench.machine import provenance
 from pipespec.config import ACCEPTANCES
-from pipespec.demo import family_path, prompts
+from pipespec.demo import load_family, prompts
 from pipespec.process.progress import quiet_transformers
 
 TEMPERATURES = (0.5, 0.8, 1.0)
@@ -32,50 +31,40 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         torch.set_num_threads(options.threads)
     names = DRAFTS[-1:] if options.quick else DRAFTS
     with quiet_transformers():
-        models = {
-            name: AutoModelForCausalLM.from_pretrained(family_path(name), dtype="float32").eval()
-            for name in ("target", *names)
-        }
-        tokenizer = AutoTokenizer.from_pretrained(family_path("target"))
-    texts = [tokenizer(text, return_tensors="pt").input_ids for text in prompts(options.prompts)]
-    chains = {
-        (name, rule): Pipeline(
-            models["target"], models[name], schedule="lockstep", lookahead=options.lookahead, acceptance=rule
-        )
-        for name in names
-        for rule in ACCEPTANCES
-    }
-    alone = Pipeline(models["target"])
-    sums: dict[tuple[Any, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for repeat in range(options.repeats + 1):  # the first one warms up, with one prompt
-        for at, ids in enumerate(texts if repeat else texts[:1]):
-            for temperature in TEMPERATURES:
-                rules = [(("none", "alone"), alone), *chains.items()]
-                for key, pipe in rules:
-                    given = {"do_sample": True, "top_k": 0, "temperature": temperature, "eos_token_id": None}
-                    began = time.perf_counter()
-                    pipe.generate(ids, max_new_tokens=options.new_tokens, seed=1000 * repeat + at, **given)
-                    took = time.perf_counter() - began
-                    if repeat == 0:
-                        continue
-                    assert pipe.report is not None
-                    one, last = sums[*key, temperature], pipe.report.stages[-1]
-                    for name, value in (("seconds", took), ("tokens", pipe.report.tokens), ("steps", last.steps)):
-                        one[name] += value
-                    one["drafted"] += last.drafted
-                    one["accepted"] += last.accepted
-    return [
-        {
-            "draft": name,
-            "rule": rule,
-            "temperature": temperature,
-            "acceptance_rate": one["accepted"] / one["drafted"] if one["drafted"] else None,
-            "tokens_per_verification": one["tokens"] / one["steps"],
-            "tokens_per_second": one["tokens"] / one["seconds"],
-            "tokens": one["tokens"],
-        }
-        for (name, rule, temperature), one in sums.items()
-    ]
+        family = load_family()
+    texts = [family.encode(text) for text in prompts(options.prompts)]
+    found = []
+    for temperature in TEMPERATURES:
+        sampling = {"do_sample": True, "top_k": 0, "temperature": temperature, "eos_token_id": None}
+        longest = max(ids.shape[1] for ids in texts)
+        workload = Workload(family, options.new_tokens, longest, torch.get_num_threads(), sampling)
+        rows: dict[str, tuple[str, str]] = {"alone": ("none", "alone")}
+        contenders = [PipelineContender("alone", "the target alone", "plain")]
+        for name, rule in itertools.product(names, ACCEPTANCES):
+            key = f"{name}, {rule}"
+            rows[key] = name, rule
+            settings = {"lookahead": options.lookahead, "acceptance": rule}
+            contenders.append(PipelineContender(key, key, "lockstep", [name], **settings))
+        with SpeedComparison(workload, contenders) as comparison:
+            comparison.start(texts[0])
+            for _ in comparison.measure(texts, options.repeats):
+                pass
+            for row in comparison.results():
+                if row.reason is not None:
+                    raise RuntimeError(f"{row.label}: {row.reason}")
+                draft, rule = rows[row.key]
+                found.append(
+                    {
+                        "draft": draft,
+                        "rule": rule,
+                        "temperature": temperature,
+                        "acceptance_rate": row.acceptance_rate.get("target"),
+                        "tokens_per_verification": row.accepted_length.get("target"),
+                        "tokens_per_second": row.tokens_per_second,
+                        "tokens": sum(len(text.tokens) for text in comparison.runs[row.key].values()),
+                    }
+                )
+    return found
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -106,7 +95,6 @@ def main() -> None:
     info = provenance()
     results = measure(options)
     print(table(results))
-    info["load_average_after"] = provenance()["load_average"]
     setting = {k: v for k, v in vars(options).items() if k not in ("json", "docs")}
     save(options.json, {"machine": info, "setting": setting, "results": results})
     if options.docs is not None:

@@ -12,13 +12,15 @@ import argparse
 import itertools
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 import pipespec.demo
-from bench.harness import median_us, seconds, write
+from bench.harness import save
 from pipespec.bench.machine import provenance
+from pipespec.bench.timing import seconds
 from pipespec_kernels import _native
 from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder
 
@@ -96,7 +98,7 @@ def measure(case: Case, columns: int, length: int, threads: int, repeats: int) -
     for _ in range(repeats):
         steps += [seconds(case.step, columns, length, threads, columns) for _ in range(IN_A_ROW)][1:]
         reads += [seconds(_native.read_bandwidth_probe, memory.data_ptr(), size, threads) for _ in range(IN_A_ROW)][1:]
-    us, read_us = median_us(steps), median_us(reads)
+    us, read_us = 1e6 * median(steps), 1e6 * median(reads)
     return {
         "columns": columns,
         "length": length,
@@ -129,9 +131,9 @@ def prefill(case: Case, threads: int, repeats: int) -> dict[str, Any]:
     return {
         "columns": columns,
         "threads": threads,
-        "us": median_us(ours),
-        "gflop_per_s": flop / median_us(ours) / 1e3,
-        "torch_product_gflop_per_s": 2 * x.numel() * len(w) / median_us(theirs) / 1e3,
+        "us": 1e6 * median(ours),
+        "gflop_per_s": flop / median(ours) / 1e9,
+        "torch_product_gflop_per_s": 2 * x.numel() * len(w) / median(theirs) / 1e9,
     }
 
 
@@ -160,7 +162,7 @@ def main() -> None:
                 f"{r['fraction_of_read']:9.2f}{r['read_gb_per_s']:11.1f}{r['gflop_per_s']:9.1f}",
                 flush=True,
             )
-            write(options.json, info, results)
+            save(options.json, {"machine": info, "results": results})
         for threads in options.threads:
             r = prefill(case, threads, 2 if options.quick else 7)
             results.append({"model": model} | r)
@@ -169,7 +171,7 @@ def main() -> None:
                 f"{r['torch_product_gflop_per_s']:.1f} GFLOP/s",
                 flush=True,
             )
-            write(options.json, info, results)
+            save(options.json, {"machine": info, "results": results})
 
 
 if __name__ == "__main__":

@@ -10,18 +10,18 @@ With ``--graphs`` captured steps are compared, which run uncaptured on a CPU: on
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.harness import choose_sizes, save
 from pipespec import Pipeline
+from pipespec.bench.contenders import Family
 from pipespec.bench.machine import provenance
-from pipespec.demo import FAMILY, family_path, prompts
+from pipespec.bench.timing import timed
+from pipespec.demo import load_family, prompts
 from pipespec.process.progress import quiet_transformers
 
 FORMS: dict[str, dict[str, bool]] = {"exact": {"exact": True}, "transformers": {"native": False}}
@@ -54,7 +54,7 @@ SETTINGS = (
 
 
 def texts_of(
-    models: dict[str, PreTrainedModel],
+    family: Family,
     setting: Setting,
     rows: Sequence[torch.Tensor],
     new_tokens: int,
@@ -62,12 +62,11 @@ def texts_of(
     **options: Any,
 ) -> tuple[list[list[int]], float]:
     """The new tokens of each prompt, and tokens per second. Row ``i`` is sampled with seed ``i``."""
-    found: list[list[int]] = []
-    drafts = [models[name] for name in setting.drafts]
+    drafts = [family.drafts[name] for name in setting.drafts]
     form = {name: options.pop(name) for name in ("exact", "native", "graphs") if name in options}
-    with Pipeline(models["target"], drafts, schedule=setting.schedule, **form) as pipe:
-        pipe.generate(rows[0][None], max_new_tokens=4, do_sample=False)  # packs weights and starts processes
-        began = time.perf_counter()
+
+    def batches() -> list[list[int]]:
+        found: list[list[int]] = []
         for begin in range(0, len(rows), setting.batch):
             some = rows[begin : begin + setting.batch]
             width = max(map(len, some))
@@ -80,8 +79,12 @@ def texts_of(
                 ids, attention_mask=mask, max_new_tokens=new_tokens, eos_token_id=None, **options, **seeds
             )
             found += out[:, width:].tolist()
-        took = time.perf_counter() - began
-    return found, sum(map(len, found)) / took
+        return found
+
+    with Pipeline(family.target, drafts, schedule=setting.schedule, **form) as pipe:
+        pipe.generate(rows[0][None], max_new_tokens=4, do_sample=False)  # packs weights and starts processes
+        texts, took = timed(batches)
+    return texts, sum(map(len, texts)) / took
 
 
 def main() -> None:
@@ -99,13 +102,9 @@ def main() -> None:
         settings = tuple(s._replace(schedule="streams") if s.schedule == "workers" else s for s in settings)
 
     with quiet_transformers():
-        models = {
-            name: AutoModelForCausalLM.from_pretrained(family_path(name), dtype=torch.bfloat16).eval()
-            for name in FAMILY
-        }
-        tokenizer = AutoTokenizer.from_pretrained(family_path("target"))
-    pad = models["target"].generation_config.pad_token_id or 0
-    rows = [tokenizer(text, return_tensors="pt").input_ids[0] for text in prompts(options.prompts)]
+        family = load_family(dtype=torch.bfloat16)
+    pad = family.target.generation_config.pad_token_id or 0
+    rows = [family.encode(text)[0] for text in prompts(options.prompts)]
     info = provenance()
     print(
         f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads, torch {info['torch']}, {info['simd']}; bfloat16, {len(rows)} prompts x "
@@ -119,7 +118,7 @@ def main() -> None:
         for setting in (REFERENCE, *settings):
             record: dict[str, Any] = {"sampling": sampling, "setting": str(setting), "texts": len(rows)}
             for form, keywords in forms.items():
-                texts, rate = texts_of(models, setting, rows, options.new_tokens, pad, **keywords, **arguments)
+                texts, rate = texts_of(family, setting, rows, options.new_tokens, pad, **keywords, **arguments)
                 differ = sum(a != b for a, b in zip(texts, wanted.setdefault(form, texts), strict=True))
                 totals[form] += differ
                 record[form] = {"differ": differ, "tokens_per_second": rate}

@@ -37,14 +37,15 @@ from typing import Any
 import torch
 
 from bench import gpu
-from bench.harness import markdown_table, replace, replace_table
+from bench.harness import markdown_table, replace_table, save
 from bench.openvino import openvino_contenders
 from pipespec.bench import comparison
 from pipespec.bench.comparison import Measurement, SpeedComparison, footnotes, shown
 from pipespec.bench.contenders import GREEDY, Contender, Family, GeneratedText, Workload, standard_contenders
-from pipespec.bench.machine import provenance, read_bytes_per_second
+from pipespec.bench.machine import provenance
 from pipespec.bench.planted import SHAPES, bytes_per_step, plant, random_prompts
 from pipespec.bench.rivals import AttentionIsolation, all_contenders
+from pipespec.bench.timing import copy_bytes_per_second, read_bytes_per_second
 from pipespec.demo import family_path, load_family, prompts
 from pipespec.observe.plot import OTHERS, OURS, Bar, bars
 from pipespec.process.progress import quiet_transformers, say, working
@@ -307,12 +308,13 @@ def verdict(results: Sequence[Measurement]) -> list[str]:
 def summary(record: dict[str, Any]) -> str:
     """The measured workload, and the machine."""
     info, run = record["machine"], record["run"]
-    where = info.get("gpu") or f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads"
+    on_gpu = run.get("device") == "cuda"
+    where = info["gpus"][0]["name"] if on_gpu else f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads"
     sampled = run["sampling"]
     how = "greedy" if sampled is None else f"temperature {sampled['temperature']:g}, top-p {sampled['top_p']:g}"
     return (
         f"{record['family']['name']}, {run['dtype']}, {how}; medians, repeats: {run['repeats']}, prompts: {run['prompts']}, up to "
-        f"{run['new_tokens']} tokens each. Plain {'copy' if info.get('gpu') else 'read'}: "
+        f"{run['new_tokens']} tokens each. Plain {'copy' if on_gpu else 'read'}: "
         f"{record['bytes_per_second'] / 1e9:.1f} GB/s; floor of plain decoding: {record['floor_tokens_per_second']:.1f} tokens/s. "
         f"{where}, torch {info['torch']}, transformers {info['transformers']}, commit {(info['commit'] or 'unknown')[:10]}. "
         f"Measured {info['date'][:10]}."
@@ -381,8 +383,7 @@ def write(path: Path | None, record: dict[str, Any]) -> None:
     """Write the JSON file, and a picture beside it."""
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, json.dumps(record, indent=1) + "\n")
+    save(path, record)
     results = results_of(record)
     if any(r.tokens_per_second for r in results):
         path.with_suffix(".svg").write_text(picture(results, summary(record)), encoding="utf-8")
@@ -530,13 +531,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     threads = args.threads
     torch.set_num_threads(threads)
-    info: dict[str, Any] = (gpu.gpu_provenance() if args.device == "cuda" else provenance()) | {"threads": threads}
+    info: dict[str, Any] = provenance(threads)
     family, texts, about = _models(args)
     measured, calibration = texts[: args.prompts], texts[args.prompts :]
     sampled = None if args.temperature is None else {"temperature": args.temperature, "top_p": args.top_p}
     sampling = GREEDY if sampled is None else {"do_sample": True, "top_k": 0, **sampled}
     workload = Workload(family, args.new_tokens, max(ids.shape[1] for ids in texts), threads, sampling)
-    rate = gpu.copy_gb_per_s() * 1e9 if args.device == "cuda" else read_bytes_per_second(threads)
+    rate = copy_bytes_per_second() if args.device == "cuda" else read_bytes_per_second(threads)
     if args.device == "cuda":
         torch.cuda.empty_cache()  # the two gigabytes of the copy
     drafts = list(family.drafts)
@@ -561,6 +562,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "family": {"name": family.name, "bytes_per_step": bench.bytes, **about},
                 "run": {
                     "dtype": str(family.target.dtype).removeprefix("torch."),
+                    "device": args.device,
                     "prompts": len({prompt for runs in bench.runs.values() for _, prompt in runs}),
                     "prompt_tokens": [ids.shape[1] for ids in measured],
                     "new_tokens": args.new_tokens,

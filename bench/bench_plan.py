@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.harness import markdown_table, replace_table, save
 from pipespec.bench.contenders import Family
 from pipespec.bench.machine import provenance
+from pipespec.bench.timing import timed
 from pipespec.cli.survey import SettingRunner, calibrate, call_of, picture, settings, survey, table
 from pipespec.config import SpeculationConfig
 from pipespec.demo import load_family, prompts
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, metavar="DIR", help="write the summary into theory.md there")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    record: dict[str, Any] = {"machine": provenance(), "load_average_after": ()}
+    record: dict[str, Any] = {"machine": provenance()}
     run, block = (_survey, _survey_block) if args.what == "survey" else (_auto, _auto_block)
     # The models are profiled now, because a stored profile may come from a busier time.
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
@@ -74,7 +75,6 @@ def main(arguments: list[str] | None = None) -> int:
         calibration = [ids for i, ids in enumerate(texts) if i not in chosen]
         with _busy_loops(args.busy):
             record |= run(args, family, measured, calibration)
-    record["load_average_after"] = os.getloadavg()
     record |= {name: getattr(args, name) for name in ("threads", "prompts", "repeats", "new_tokens", "busy")}
     record["dtype"] = "float32"
     print(block(record))
@@ -299,15 +299,14 @@ def _scenario(
         def run(i: int, ids: torch.Tensor) -> tuple[int, float]:
             """Tokens and seconds of contender ``i``; auto is the last."""
             nonlocal identical
-            began = time.perf_counter()
+            # The time that a caller waits, learning included.
             if i < len(candidates):
-                text, tokens, _ = runner.run(candidates[i], ids, args.new_tokens)
+                (text, tokens, _), seconds = timed(runner.run, candidates[i], ids, args.new_tokens)
             else:
-                text = auto.generate(ids, max_new_tokens=args.new_tokens, do_sample=False)
+                text, seconds = timed(auto.generate, ids, max_new_tokens=args.new_tokens, do_sample=False)
                 assert auto.report is not None
                 tokens = auto.report.tokens
                 decisions.append([auto.report.schedule, *(auto.report.decisions or ())])
-            seconds = time.perf_counter() - began  # the time that a caller waits, learning included
             identical &= torch.equal(text, texts.setdefault(id(ids), text))
             return tokens, seconds
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+from transformers import LogitsProcessor
 
 from bench.harness import choose_sizes, save
 from pipespec import Pipeline
 from pipespec.bench.machine import provenance
-from pipespec.demo import FAMILY, family_path, prompts
+from pipespec.bench.timing import timed
+from pipespec.demo import load_family, prompts
 from pipespec.process.progress import quiet_transformers
 
 
@@ -93,15 +93,12 @@ def rows(quick: bool) -> list[SamplingRow]:
 
 def measure(options: argparse.Namespace) -> list[SamplingRow]:
     with quiet_transformers():
-        target, *drafts = (
-            AutoModelForCausalLM.from_pretrained(family_path(name), dtype=torch.float32).eval() for name in FAMILY
-        )
-        tokenizer = AutoTokenizer.from_pretrained(family_path("target"))
-    texts = [tokenizer(text, return_tensors="pt").input_ids for text in prompts(options.prompts)]
+        family = load_family()
+    texts = [family.encode(text) for text in prompts(options.prompts)]
     found = rows(options.quick)
     with (
-        Pipeline(target) as alone,
-        Pipeline(target, drafts[::-1], schedule=options.schedule) as chain,
+        Pipeline(family.target) as alone,
+        Pipeline(family.target, list(family.drafts.values()), schedule=options.schedule) as chain,
     ):
         pipelines = {"alone": alone, "chain": chain}
         for repeat in range(options.repeats + 1):  # the first one warms up
@@ -110,11 +107,8 @@ def measure(options: argparse.Namespace) -> list[SamplingRow]:
                 said: dict[str, list[int]] = {}
                 for row in found:
                     for which, pipeline in pipelines.items():
-                        began = time.perf_counter()
-                        out = pipeline.generate(
-                            ids, max_new_tokens=options.new_tokens, seed=seed, eos_token_id=None, **row.arguments
-                        )
-                        took = time.perf_counter() - began
+                        given = {"max_new_tokens": options.new_tokens, "seed": seed, "eos_token_id": None}
+                        out, took = timed(pipeline.generate, ids, **given, **row.arguments)
                         text = out[0].tolist()
                         row.differ += said.setdefault(row.group or row.name, text) != text
                         report = pipeline.report
@@ -167,7 +161,6 @@ def main() -> None:
             line += "".join(f"{x:8.2f}" for x in r["times_fused"])
         print(line + (f"  {row.differ} texts differ at a near-tie" if row.differ else ""))
         results.append(r)
-    info["load_average_after"] = provenance()["load_average"]
     setting = {k: v for k, v in vars(options).items() if k != "json"}
     save(options.json, {"machine": info, "setting": setting, "results": results})
 

@@ -3,18 +3,15 @@
 The bundled target with a draft of the bundled small draft's shape, but with a unigram vocabulary with byte tokens, in the manner of sentencepiece. Tokenizer and
 draft are made here: the layers are those of the small draft, the embedding of a token is the mean of those of its text, and both are trained
 on the standard library for ``--steps`` steps. Against transformers' assisted generation with ``assistant_tokenizer``, and against the bundled
-small draft, with the target's tokenizer and with other ids, which shows what the translation itself costs. Contenders take turns prompt by prompt, so that other load on the machine affects them alike;
-medians of the prompts' rates. Every text is compared with ``generate()``.
+small draft, with the target's tokenizer and with other ids, which shows what the translation itself costs. The comparison is that of
+:mod:`pipespec.bench.comparison`; transformers' rows are tuned.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.harness import choose_sizes, markdown_table, save
-from pipespec import Pipeline
+from pipespec.bench.comparison import SpeedComparison
+from pipespec.bench.contenders import GREEDY, GeneratedText, HFContender, PipelineContender, Workload
 from pipespec.bench.machine import provenance
-from pipespec.demo import corpus, family_path, prompts
+from pipespec.demo import corpus, family_path, load_family, prompts
 from pipespec.process.progress import quiet_transformers
 
 WINDOW = 128
@@ -113,80 +111,70 @@ def make_draft(folder: Path, steps: int, size: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
+class TranslatingContender(PipelineContender):
+    """A pipeline whose first draft has another tokenizer. ``translated``, ``lost``: that draft's tokens, over all texts."""
+
+    translated = lost = 0
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+        text = super().run(ids, new_tokens, seed)
+        assert self.pipe is not None
+        assert self.pipe.report is not None
+        first = self.pipe.report.stages[0]
+        self.translated, self.lost = self.translated + (first.translated or 0), self.lost + first.lost
+        return text
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with quiet_transformers():
-        target = AutoModelForCausalLM.from_pretrained(family_path("target"), dtype=torch.float32).eval()
+        family = load_family()
         draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        tokenizer, own = AutoTokenizer.from_pretrained(family_path("target")), AutoTokenizer.from_pretrained(folder)
-        small = AutoModelForCausalLM.from_pretrained(family_path("small"), dtype=torch.float32).eval()
+        own = AutoTokenizer.from_pretrained(folder)
         renumbered, other_ids = permuted("small")
-        renumbered.resize_token_embeddings(len(tokenizer) + 64, mean_resizing=False)
-        renumbered.get_input_embeddings().weight.data[len(tokenizer) :] = 0
+        size = len(family.tokenizer)
+        renumbered.resize_token_embeddings(size + 64, mean_resizing=False)
+        renumbered.get_input_embeddings().weight.data[size:] = 0
         hf_other_ids = PreTrainedTokenizerFast(tokenizer_object=other_ids)
-    greedy = {"max_new_tokens": options.new_tokens, "do_sample": False, "eos_token_id": None}
-    pipelines = {
-        "pipespec, plain": Pipeline(target, schedule="plain"),
-        "pipespec, lockstep, another tokenizer": Pipeline(
-            target, draft, schedule="lockstep", tokenizer=tokenizer, draft_tokenizers=own
-        ),
-        "pipespec, workers, another tokenizer": Pipeline(
-            target, draft, schedule="workers", tokenizer=tokenizer, draft_tokenizers=own
-        ),
-        "pipespec, lockstep, small with other ids": Pipeline(
-            target, renumbered, schedule="lockstep", tokenizer=tokenizer, draft_tokenizers=other_ids
-        ),
-        "pipespec, lockstep, small": Pipeline(target, small, schedule="lockstep"),
-    }
-    contenders: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "transformers, plain": lambda ids: target.generate(ids, **greedy),
-        "transformers, assisted, another tokenizer": lambda ids: target.generate(
-            ids, assistant_model=draft, tokenizer=tokenizer, assistant_tokenizer=own, **greedy
-        ),
-        "transformers, assisted, small with other ids": lambda ids: target.generate(
-            ids, assistant_model=renumbered, tokenizer=tokenizer, assistant_tokenizer=hf_other_ids, **greedy
-        ),
-    } | {name: (lambda ids, pipe=pipe: pipe.generate(ids, **greedy)) for name, pipe in pipelines.items()}
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    differ = dict.fromkeys(contenders, 0)
-    counts = {name: [0, 0, 0, 0, 0] for name in pipelines}
-    calls = dict.fromkeys(contenders, 0)
-    hook = target.register_forward_hook(lambda *_: calls.__setitem__(present, calls[present] + 1))
-    for number, text in enumerate(["def main():", *prompts(options.prompts)]):  # the first one warms up
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        wanted = None
-        for present, call in contenders.items():
-            calls[present] *= number > 1
-            began = time.perf_counter()
-            found = call(ids)[0, ids.shape[1] :].tolist()
-            took = time.perf_counter() - began
-            wanted = wanted or found
-            if number == 0:
-                continue
-            rates[present].append(len(found) / took)
-            differ[present] += found != wanted
-            if present in pipelines:
-                report = pipelines[present].report
-                assert report is not None
-                first, last = report.stages[0], report.stages[-1]
-                added = (last.drafted, last.accepted, last.steps, first.translated or 0, first.lost)
-                counts[present] = [a + b for a, b in zip(counts[present], added, strict=True)]
-    hook.remove()
-    for pipe in pipelines.values():
-        pipe.close()
-    total = options.prompts * options.new_tokens
+    family.drafts.update(unigram=draft, renumbered=renumbered)
+    both = {"tokenizer": family.tokenizer}
+    another, numbered = both | {"draft_tokenizers": own}, both | {"draft_tokenizers": other_ids}
+    contenders = [
+        HFContender("plain", "transformers, plain"),
+        HFContender("assisted-unigram", "transformers, assisted, another tokenizer", ["unigram"], assistant_tokenizer=own, **both),
+        HFContender("assisted-renumbered", "transformers, assisted, small with other ids", ["renumbered"], assistant_tokenizer=hf_other_ids, **both),
+        PipelineContender("ours-plain", "pipespec, plain", "plain"),
+        TranslatingContender("lockstep-unigram", "pipespec, lockstep, another tokenizer", "lockstep", ["unigram"], **another),
+        TranslatingContender("workers-unigram", "pipespec, workers, another tokenizer", "workers", ["unigram"], **another),
+        TranslatingContender("lockstep-renumbered", "pipespec, lockstep, small with other ids", "lockstep", ["renumbered"], **numbered),
+        PipelineContender("lockstep-small", "pipespec, lockstep, small", "lockstep", ["small"]),
+    ]  # fmt: skip
+    texts = [family.encode(text) for text in ("def main():", *prompts(options.prompts + 1))]
+    calibration, measured = texts[:2], texts[2:]
+    longest = max(ids.shape[1] for ids in texts)
+    workload = Workload(family, options.new_tokens, longest, torch.get_num_threads(), GREEDY | {"eos_token_id": None})
+    with SpeedComparison(workload, contenders) as comparison:
+        comparison.start(calibration[0])
+        comparison.tune(calibration, options.settings)
+        for contender in contenders:
+            if isinstance(contender, TranslatingContender):
+                contender.translated = contender.lost = 0
+        for _ in comparison.measure(measured, 1):
+            pass
+        results = comparison.results()
     rows = []
-    for name in contenders:
-        drafted, accepted, steps, translated, lost = counts.get(name, [0] * 5)
-        steps = steps or calls[name]
+    for contender, row in zip(contenders, results, strict=True):
+        if row.reason is not None:
+            raise RuntimeError(f"{row.label}: {row.reason}")
         rows.append(
             {
-                "name": name,
-                "tokens_per_second": statistics.median(rates[name]),
-                "tokens_per_step": total / steps if steps else None,
-                "acceptance_rate": accepted / drafted if drafted else None,
-                "draft_model_tokens": translated,
-                "lost": lost,
-                "texts_that_differ": differ[name],
+                "name": row.label,
+                "tokens_per_second": row.tokens_per_second,
+                "tokens_per_step": row.accepted_length.get("target"),
+                "acceptance_rate": row.acceptance_rate.get("target"),
+                "draft_model_tokens": getattr(contender, "translated", 0),
+                "lost": getattr(contender, "lost", 0),
+                "texts_that_differ": row.runs - (row.runs if row.identical is None else row.identical),
+                "setting": row.setting,
             }
         )
     return {"rows": rows, "prompts": options.prompts, "new_tokens": options.new_tokens, "training_steps": options.steps}
@@ -223,6 +211,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--new-tokens", type=int)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--settings", type=int, default=4, help="tried of each row that is tuned (%(default)s)")
     parser.add_argument("--work", type=Path, help="folder of the draft; one that exists is used as it is")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -233,7 +222,7 @@ def main() -> None:
             make_draft(folder, options.steps, size=2048)
         record = measure(options, folder)
     print(table(record))
-    save(options.json, record | provenance())
+    save(options.json, {"machine": provenance()} | record)
 
 
 if __name__ == "__main__":

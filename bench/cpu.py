@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from statistics import median
 from typing import Any
 
 import torch
 
-from bench.harness import Maker, Shape, median_us, seconds
+from bench.harness import Maker, Shape
 from pipespec.bench.machine import last_level_cache_bytes
+from pipespec.bench.timing import seconds
 from pipespec_kernels import _native
 
 SECONDS_PER_CASE = 1.0
@@ -58,7 +60,7 @@ def measure(
             for name, rival in case.rivals.items():
                 if not times[name] or sum(times[name]) < SECONDS_PER_CASE / 2:
                     times[name].append(seconds(rival, i % copies))
-        us, read_us = median_us(times["ours"]), median_us(times["read"])
+        us, read_us = (1e6 * median(times[name]) for name in ("ours", "read"))
         result: dict[str, Any] = {
             "shape": shape,
             "dtype": str(dtype).removeprefix("torch."),
@@ -74,7 +76,7 @@ def measure(
         }
         others = ""
         for name in case.rivals:
-            rival_us = median_us(times[name])
+            rival_us = 1e6 * median(times[name])
             result["rivals"][name] = {"us": rival_us, "repeats": len(times[name]), "times_ours": rival_us / us}
             others += f"  {name} {rival_us / us:.1f}"
         print(

@@ -6,7 +6,6 @@ On the CPU a captured graph is the Python function itself, streams do not exist,
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from bench import gpu
 from pipespec import Pipeline
+from pipespec.bench.timing import copy_bytes_per_second, repeated, seconds
 from pipespec.drivers.graphed.driver import GraphedDriver
 from pipespec.models.compat import own_workspaces
 
@@ -28,7 +28,7 @@ class Cuda:
     dtype = torch.bfloat16
 
     def copy_gb_per_s(self) -> float:
-        return gpu.copy_gb_per_s()
+        return copy_bytes_per_second() / 1e9
 
     def stream(self, priority: int = 0) -> torch.cuda.Stream:
         """A stream; a lower priority goes first. torch assigns the streams of a priority round-robin."""
@@ -59,8 +59,7 @@ class Cuda:
 
     def elapsed_us(self, run: Body, repeats: int) -> float:
         """Median microseconds on the current stream, after two runs that do not count."""
-        gpu.elapsed_us(run, 2)
-        return statistics.median(gpu.elapsed_us(run, repeats))
+        return 1e6 * statistics.median(repeated(run, repeats, "cuda", warm_up=2))
 
     def time_call(self, call: Callable[[int], object], copies: int, repeats: int) -> float:
         """See :func:`bench.gpu.time_call`."""
@@ -80,9 +79,7 @@ class Host:
     dtype = torch.float32
 
     def copy_gb_per_s(self) -> float:
-        source = torch.ones(1 << 22)
-        target = torch.empty_like(source)
-        return 2 * source.nbytes / self.elapsed_us(lambda: target.copy_(source), 3) / 1e3
+        return copy_bytes_per_second("cpu", 1 << 24, 3) / 1e9
 
     def stream(self, priority: int = 0) -> None:
         return None
@@ -96,12 +93,7 @@ class Host:
         return body
 
     def elapsed_us(self, run: Body, repeats: int) -> float:
-        times = []
-        for _ in range(repeats + 1):
-            begin = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - begin) * 1e6)
-        return statistics.median(times[1:])
+        return 1e6 * statistics.median(repeated(run, repeats))
 
     def time_call(self, call: Callable[[int], object], copies: int, repeats: int) -> float:
         def run() -> None:
@@ -140,8 +132,6 @@ def host_us(run: Body, repeats: int, device: Cuda | Host) -> float:
     times = []
     for _ in range(repeats):
         device.synchronize()
-        begin = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - begin) * 1e6)
+        times.append(seconds(run))
     device.synchronize()
-    return statistics.median(times)
+    return 1e6 * statistics.median(times)

@@ -1,4 +1,4 @@
-"""Helpers of the GPU benchmarks: timing in CUDA graphs on cold data, the bandwidth of a copy, a table.
+"""Helpers of the GPU benchmarks: timing in CUDA graphs on cold data, a table.
 
 A call is timed inside a graph that contains it many times, each time on another copy of its inputs. So neither Python nor a
 host launch is part of the time, and the inputs are cold where the copies together exceed twice the L2 cache (``cold`` in the
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.harness import Call, Maker, Shape
-from pipespec.bench.machine import provenance
+from pipespec.bench.timing import repeated
 
 MOST_BYTES = 8 << 30
 """Memory for the copies of one case."""
@@ -29,38 +29,10 @@ def refuse_without_gpu(program: str) -> None:
         sys.exit(2)
 
 
-def gpu_provenance() -> dict[str, Any]:
-    """:func:`pipespec.bench.machine.provenance` with the GPU."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    import triton
-
-    return provenance() | {
-        "gpu": properties.name,
-        "capability": [properties.major, properties.minor],
-        "multiprocessors": properties.multi_processor_count,
-        "gpu_memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-    }
-
-
 def copies_for(nbytes: int) -> int:
     """Number of copies of inputs of this size that are cold when used in turn, limited by memory."""
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, min(256, -(-2 * l2 // nbytes) + 1, MOST_BYTES // nbytes))
-
-
-def elapsed_us(run: Callable[[], object], repeats: int) -> list[float]:
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return times
 
 
 def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
@@ -88,17 +60,7 @@ def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
         captured = False
     else:
         run, captured = graph.replay, True
-    elapsed_us(run, 2)
-    return statistics.median(elapsed_us(run, repeats)) / copies, captured
-
-
-def copy_gb_per_s(repeats: int = 20) -> float:
-    """Return 1e9 bytes per second, read and written, of a plain copy of a gigabyte."""
-    nbytes = 1 << 30
-    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    elapsed_us(lambda: target.copy_(source), 2)
-    return 2 * nbytes / statistics.median(elapsed_us(lambda: target.copy_(source), repeats)) / 1e3
+    return statistics.median(repeated(run, repeats, "cuda", warm_up=2)) * 1e6 / copies, captured
 
 
 def measure(

@@ -334,8 +334,7 @@ def _show_generations(found: dict[str, Any]) -> None:
 
 # ---- all together
 
-_FACTS = "import json; from bench.gpu import gpu_provenance; print(json.dumps(gpu_provenance()))"
-_DRY_FACTS = "import json; from pipespec.bench.machine import provenance; print(json.dumps(provenance()))"
+_FACTS = "import json; from pipespec.bench.machine import provenance; print(json.dumps(provenance()))"
 _HAS_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 2)"
 _IS_BUILT = "from pipespec_kernels import _native, _cuda"
 _DRY_IS_BUILT = "from pipespec_kernels import _native"
@@ -372,7 +371,7 @@ class Check:
             built = run(command, self.log, max(60.0, self.left - kept), **variables)
             self.record["build"] = built
             print(f"{'build':24}{'passed' if built['status'] == 0 else 'FAILED'}, {built['seconds']:.0f} s", flush=True)
-        facts = run(["-c", _DRY_FACTS if self.dry else _FACTS], self.log, 60)
+        facts = run(["-c", _FACTS], self.log, 60)
         try:
             line = next(line for line in reversed(facts["last_lines"]) if line.startswith("{"))
             info = self.record["machine"] = json.loads(line)
@@ -382,7 +381,8 @@ class Check:
             print("nothing can run: see above")
             return False
         versions = (f"{name} {info.get(name)}" for name in ("torch", "cuda", "triton", "python", "commit"))
-        print(f"{'dry run on a CPU' if self.dry else info.get('gpu')}, {', '.join(versions)}", flush=True)
+        where = "dry run on a CPU" if self.dry else ", ".join(gpu["name"] for gpu in info["gpus"])
+        print(f"{where}, {', '.join(versions)}", flush=True)
         return True
 
     def _is_built(self) -> bool:
@@ -411,7 +411,7 @@ class Check:
         if not self.prepare():
             self.write()
             return False
-        memory = self.record["machine"].get("gpu_memory_bytes", 0) / 2**30
+        memory = min((gpu["memory_bytes"] for gpu in self.record["machine"]["gpus"]), default=0) / 2**30
         well = True
         parts = [part for part in self.parts if part.gib <= memory]
         for part in self.parts:

@@ -1,12 +1,10 @@
-"""Helpers of all benchmarks: cases, timing, results files and tables in documents."""
+"""Helpers of all benchmarks: cases, results files and tables in documents. Times and the machine: ``pipespec.bench``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,25 +41,11 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
     return out
 
 
-def seconds(call: Callable[..., object], *arguments: Any) -> float:
-    start = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - start
-
-
-def median_us(samples: list[float]) -> float:
-    return statistics.median(samples) * 1e6
-
-
-def write(path: Path | None, info: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """The results so far and the machine as JSON, if a file is named."""
-    info["load_average_after"] = os.getloadavg()
-    save(path, {"machine": info, "results": results})
-
-
 def save(path: Path | None, record: dict[str, Any]) -> None:
-    """Write a record as JSON, if a file is named."""
+    """Write a record as JSON, if a file is named. The machine in it gets the load at this time, as ``load_average_after``."""
     if path:
+        if "machine" in record:
+            record["machine"]["load_average_after"] = os.getloadavg()
         path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, json.dumps(record, indent=1) + "\n")
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from bench import cpu, gpu
-from bench.harness import Maker, Shape, write
+from bench.harness import Maker, Shape, save
 from pipespec.bench.machine import provenance
+from pipespec.bench.timing import copy_bytes_per_second
 
 BATCHES, WIDTHS, VOCABS = (1, 4, 16, 64), (1, 5, 9, 17), (32000, 128256, 151936)
 QUICK = [(1, 1, 128256), (1, 5, 128256), (4, 5, 128256), (8, 5, 128256), (16, 5, 128256), (64, 5, 32000)]
@@ -85,9 +86,9 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     if on_gpu:
         gpu.refuse_without_gpu("bench.kernels")
-        info = gpu.gpu_provenance() | {"copy_gb_per_s": gpu.copy_gb_per_s()}
+        info = provenance() | {"copy_gb_per_s": copy_bytes_per_second() / 1e9}
         print(
-            f"{info['gpu']}, torch {info['torch']}, triton {info['triton']}; a copy moves {info['copy_gb_per_s']:.0f} GB/s"
+            f"{info['gpus'][0]['name']}, torch {info['torch']}, triton {info['triton']}; a copy moves {info['copy_gb_per_s']:.0f} GB/s"
         )
     else:
         torch.set_num_threads(options.threads)
@@ -110,7 +111,7 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
                 part = cpu.measure(*what, options.threads, info["cold_bytes"], benchmark.axes)
             for result in part:
                 results.append({"benchmark": benchmark.name} | result)
-                write(options.json, info, results)
+                save(options.json, {"machine": info, "results": results})
     if options.json:
         print(f"written to {options.json}")
     return sum("error" in result for result in results)

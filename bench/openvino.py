@@ -13,7 +13,6 @@ import torch
 
 from pipespec.bench.contenders import Contender, GeneratedText, TunedSetting, Workload
 from pipespec.bench.results import StepCounts
-from pipespec.models.properties import end_tokens
 
 SERVER = Path(__file__).with_name("openvino_server.py")
 NUM_DRAFT_TOKENS = (5, 3, 8)
@@ -66,7 +65,7 @@ class OpenVINOContender(Contender):
             "tokens",
             ids=ids[0].tolist(),
             new_tokens=new_tokens,
-            stop=end_tokens(self.workload.family.target),
+            stop=self.workload.end_tokens,
             num_draft_tokens=self.setting.num_draft_tokens,
             lookup=self._lookup,
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,12 +29,13 @@ from pipespec.bench.results import (
     SystemSettings,
     file_name,
 )
-from pipespec.bench.rivals import EarlyExitContender, OwnLayersContender, kept_layers, layer_subset
+from pipespec.bench.rivals import EarlyExitContender, OwnLayersContender, kept_layers
 from pipespec.bench.runner import PreparedDataset, PreparedRun, Runner, prepare
 from pipespec.bench.summary import summarise
 from pipespec.bench.systems import KINDS, NOT_MEASURED, contender_of, systems_of
 from pipespec.cli.main import main
-from pipespec.demo import family_path
+from pipespec.demo import draft_module_path, family_path
+from pipespec.spd.draft_module import CONFIG_FILE, anchors_for, types_for
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "bench" / "configs").glob("*.toml"))
@@ -249,7 +253,7 @@ def test_speed_up_is_against_the_strongest_baseline_prompt_by_prompt(tmp_path: P
 
 def test_a_sweep_has_one_system_per_point() -> None:
     config = BenchConfig(
-        systems=("lockstep", "workers", "published-asynchronous", "ngram", "eagle3"),
+        systems=("lockstep", "workers", "published-asynchronous", "ngram", "ppsd", "eagle3"),
         lookahead=(0, 2, 5),
         min_draft_tokens=(0, 2),
         chains="whole",
@@ -259,7 +263,7 @@ def test_a_sweep_has_one_system_per_point() -> None:
     assert keys[0] == "hf"
     assert {"lockstep-a+b-L2", "workers-a+b-L5-w2", "published-asynchronous-a+b-L0", "ngram-L5"} <= set(keys)
     assert "lockstep-a+b-L0" not in keys  # a draft needs a lookahead of 1
-    assert len(keys) == len(set(keys)) == 1 + 2 + 4 + 3 + 2 + 1
+    assert len(keys) == len(set(keys)) == 1 + 2 + 4 + 3 + 2 + 1 + 1
     by_key = {s.key: s for s in systems}
     assert by_key["workers-a+b-L5-w2"].axes == {"lookahead": 5, "min_draft_tokens": 2}
     assert by_key["workers-a+b-L5-w2"].lookahead == [5, 5]
@@ -302,18 +306,74 @@ def test_systems_that_cannot_be(config: dict[str, Any], message: str) -> None:
 # ---- baselines of own layers
 
 
-def test_a_layer_subset_shares_the_weights_and_drafts_losslessly(target: LlamaForCausalLM) -> None:
-    depth = target.config.num_hidden_layers
+def test_draft_verify_keeps_the_ends_and_evenly_spaced_layers() -> None:
     assert kept_layers(12, 6) == [0, 2, 4, 7, 9, 11]
     with pytest.raises(ValueError, match="a draft of 0 layers"):
         kept_layers(4, 0)
-    draft = layer_subset(target, [0])
-    assert draft.config.num_hidden_layers == 1
-    assert target.config.num_hidden_layers == len(target.model.layers) == depth
-    assert draft.model.layers[0].mlp.up_proj.weight is target.model.layers[0].mlp.up_proj.weight
-    last = layer_subset(target, [depth - 1])
-    assert last.model.layers[0].self_attn.layer_idx == 0
-    assert target.model.layers[depth - 1].self_attn.layer_idx == depth - 1
+
+
+@pytest.mark.parametrize("kind", ["hf", "plain", "published-lockstep"])
+def test_end_tokens_can_be_ignored(target: LlamaForCausalLM, kind: str) -> None:
+    """A text goes on behind the token that would end it."""
+    from pipespec.bench.contenders import Workload
+
+    ids = torch.tensor([[5, 6, 7, 8]])
+    given = copy.deepcopy(target)
+    first = HFContender("hf", "plain")
+    first.start(Workload(Family("test", given, {}, None), 12, 4, 1))
+    expected = first.run(ids, 12, 0).tokens
+    given.generation_config.eos_token_id = expected[3]
+    family = Family("test", given, {"small": given}, None)
+    for ignore in (False, True):
+        config = BenchConfig(systems=(kind,), ignore_eos=ignore)
+        contender = contender_of(systems_of(config, ["small"])[-1])
+        contender.start(Workload(family, 12, 4, 1, config.sampling))
+        tokens = contender.run(ids, 12, 0).tokens
+        assert tokens == (expected if ignore else expected[: expected.index(expected[3]) + 1])
+        contender.close()
+
+
+def test_ppsd_drafts_with_the_first_stage_and_writes_the_target_s_text(target: LlamaForCausalLM) -> None:
+    """The layers of the first stage draft through the target's own norm and head, and nothing is trained."""
+    from pipespec.bench.contenders import Workload
+
+    workload = Workload(Family("test", target, {}, None), 12, 4, 1, times_commits=True)
+    (system,) = [s for s in systems_of(BenchConfig(systems=("ppsd",), stages=(2,)), []) if s.kind == "ppsd"]
+    plain, own = HFContender("hf", "plain"), contender_of(system)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    for contender in (plain, own):
+        contender.start(workload)
+    drafting = own.pipe.drafter.models[0]
+    depth = target.config.num_hidden_layers
+    assert drafting.config.num_hidden_layers == depth - depth // 2
+    assert drafting.model.layers[0].mlp.up_proj.weight is target.model.layers[0].mlp.up_proj.weight
+    text = own.run(ids, 12, 0)
+    assert text.tokens == plain.run(ids, 12, 0).tokens
+    assert text.figures["cycles"] > 0
+    assert text.stages[-1].drafted > 0
+    assert target.config.num_hidden_layers == depth
+
+
+def test_several_modules_are_rows_that_name_their_anchors(tmp_path: Path) -> None:
+    """A module runs in the stages that it was trained for, whatever --stages says."""
+    folders = []
+    for name, types in (("all", None), ("ends", 2)):
+        folder = tmp_path / name
+        shutil.copytree(draft_module_path(), folder)
+        record = json.loads((folder / CONFIG_FILE).read_text())
+        stages = tuple(map(tuple, record["stages"]))
+        anchors = anchors_for(stages, types)
+        record |= {"anchors": anchors, "types": types_for(stages, anchors)}
+        (folder / CONFIG_FILE).write_text(json.dumps(record))
+        folders.append(str(folder))
+    found = systems_of(
+        BenchConfig(systems=("spd",), stages=(2, 3), module=tuple(folders), drafters=("module", "ngram")), []
+    )
+    assert [s.key for s in found[1:]] == ["spd-all-n4", "spd-ends-n4", "spd-ngram-n2", "spd-ngram-n3"]
+    assert [s.axes["anchors"] for s in found[1:3]] == [[0, 3, 6, 9, 11], [0, 11]]
+    assert all(s.not_measured is None for s in found)
+    with pytest.raises(FileNotFoundError, match="holds no draft module"):
+        systems_of(BenchConfig(systems=("spd",), module=(str(tmp_path / "none"),)), [])
 
 
 @pytest.mark.parametrize("make", [OwnLayersContender, EarlyExitContender])
@@ -343,31 +403,37 @@ def test_self_speculation_writes_the_target_s_text(target: LlamaForCausalLM, mak
 
 
 class FakeNvml:
-    """Counters that advance with each reading."""
+    """The bindings with counters that advance with each reading."""
+
+    class NVMLError(Exception):
+        pass
 
     def __init__(self) -> None:
         self.energy = 1000
 
-    def nvmlInit_v2(self) -> int:
-        return 0
+    def nvmlInit(self) -> None:
+        pass
 
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
-        return 0 if name == b"GPU-1234" else 6
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:
+        if name != "GPU-1234":
+            raise self.NVMLError("Not Found")
+        return 7
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, value: Any) -> int:
-        value._obj.value, self.energy = self.energy, self.energy + 2500
-        return 0
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        assert handle == 7
+        self.energy += 2500
+        return self.energy - 2500
 
-    def nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:
-        return 3  # not supported
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        raise self.NVMLError("Not Supported")
 
 
 def test_energy_of_gpus_and_packages(tmp_path: Path) -> None:
-    nvml = Nvml(["1234"], FakeNvml())  # type: ignore[arg-type]
+    nvml = Nvml(["1234"], FakeNvml())
     assert [nvml.joules(0), nvml.joules(0)] == [1.0, 3.5]
     assert nvml.utilization(0) is None
-    with pytest.raises(OSError, match="nvmlDeviceGetHandleByUUID returned 6"):
-        Nvml(["5678"], FakeNvml())  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="Not Found"):
+        Nvml(["5678"], FakeNvml())
     package, part = tmp_path / "intel-rapl:0", tmp_path / "intel-rapl:0:0"
     for folder in (package, part):
         folder.mkdir()
@@ -382,6 +448,12 @@ def test_energy_of_gpus_and_packages(tmp_path: Path) -> None:
     meter.stop()
     assert meter.energy_joules == {"gpu 0": 2.5, "cpu package 0": 2.0}
     assert meter.utilization == {"cpu": 0.75}
+
+
+def test_energy_of_gpus_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ImportError, match=r"pip install 'pipespec\[energy\]'"):
+        Nvml(["1234"])
 
 
 def test_what_cannot_be_read_is_null(tmp_path: Path) -> None:
@@ -478,12 +550,12 @@ def test_a_planted_run_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
                  "--out", str(tmp_path / "r"), "--no-profile"]  # fmt: skip
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "ppsd: not measured (its early exit" in shown
+    assert "PPSD, 2 stages" in shown
     folder = ResultsFolder(tmp_path / "r")
     summary, settings = folder.summary(), folder.settings()
     assert summary.complete
     measured = [r for r in summary.rows if r.not_measured is None]
-    assert len(measured) == 9
+    assert len(measured) == 10
     assert all(r.identical == 1.0 and r.samples == 2 for r in measured)
     assert settings.planted["requested"]
     ours = folder.sample("planted", "lockstep-tiny-small", "0")

@@ -23,7 +23,7 @@ from bench.gpu_check import Check, Part
 from tests.waiting import SECONDS
 
 ROOT = Path(__file__).parents[2]
-MACHINE = {"gpu": "a GPU", "gpu_memory_bytes": 80 << 30}
+MACHINE = {"gpus": [{"name": "a GPU", "memory_bytes": 80 << 30}]}
 
 
 def test_refuses_politely(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_modules_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(gpu_check, "TREE", tree)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "site"))
     monkeypatch.setattr(gpu_check, "_IS_BUILT", f"open({str(tree / f'_cuda{suffix}')!r})")
-    monkeypatch.setattr(gpu_check, "_FACTS", "print('{}')")
+    monkeypatch.setattr(gpu_check, "_FACTS", f"print({json.dumps(json.dumps(MACHINE))})")
     check = Check(out, 300, ())
     assert check.prepare()
     assert "build" not in check.record
@@ -280,7 +280,7 @@ def test_one_architecture_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def run(command: Any, log: Path, limit: float, **variables: str) -> dict[str, Any]:
         if command[0] == "setup.py":
             built.append(variables)
-        lines = ["90"] if command[-1] == gpu_check._ARCHITECTURE else ["{}"]
+        lines = ["90"] if command[-1] == gpu_check._ARCHITECTURE else [json.dumps(MACHINE)]
         return {"status": 1 if command[-1] == gpu_check._IS_BUILT else 0, "seconds": 1.0, "last_lines": lines}
 
     monkeypatch.setattr(gpu_check, "run", run)
@@ -366,7 +366,7 @@ def test_ended_from_outside(tmp_path: Path) -> None:
     """After SIGTERM the running part ends, and the earlier results are kept."""
     program = (
         "import signal, sys; from pathlib import Path; from bench import gpu_check\n"
-        "gpu_check._IS_BUILT = ''; gpu_check._FACTS = \"print('{}')\"\n"
+        "gpu_check._IS_BUILT = ''; gpu_check._FACTS = 'print(\\'{\"gpus\": []}\\')'\n"
         "signal.signal(signal.SIGTERM, gpu_check._terminated)\n"
         "parts = [gpu_check.Part('a', ('-c', 'print(1)'), 60, 1),"
         " gpu_check.Part('b', ('-c', 'import os, time; print(\"pid\", os.getpid(), flush=True); time.sleep(600)'), 600, 1)]\n"

@@ -114,6 +114,24 @@ def test_a_folder_without_a_model(talks: Path, tmp_path: Path, capsys) -> None:
     assert "holds no model with a tokenizer" in capsys.readouterr().err
 
 
+def test_chosen_anchors(target: Path, talks: Path, tmp_path: Path, capsys) -> None:
+    """The embedding and the end of the first stage feed the module, and not the last layers. Others are refused."""
+    out = tmp_path / "module"
+    assert spd_train(target, talks, out, "--stages", "2", "2", "--anchors", "0", "2") == 0
+    assert "anchors 0 2" in capsys.readouterr().err
+    config = DraftModuleConfig.load(out)
+    assert (config.anchors, config.types) == ((0, 2), (0, 1, 1))
+    for given, message in (
+        (("--anchors", "2", "3"), "anchors must ascend from 0"),
+        (("--anchors", "0", "9"), "anchor 9 does not exist"),
+        (("--anchors", "0", "2", "--types", "2"), "give --types or --anchors"),
+    ):
+        assert spd_train(target, talks, tmp_path / "other", "--stages", "2", *given) == 2
+        assert message in capsys.readouterr().err
+    assert spd_train(target, talks, out, "--stages", "2", "2", "--anchors", "0", "3", "--resume") == 2
+    assert "has the anchors 0 2" in capsys.readouterr().err
+
+
 def test_epochs_and_a_recipe(target: Path, talks: Path, tmp_path: Path, capsys) -> None:
     """Options of the command line count more than those of the recipe, and a run's length replaces the recipe's."""
     file, out = tmp_path / "mine.toml", tmp_path / "module"

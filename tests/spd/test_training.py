@@ -14,6 +14,7 @@ import xml.etree.ElementTree
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,6 +268,29 @@ def test_a_killed_run_ends_with_the_same_bits(six: LlamaForCausalLM, tmp_path: P
     assert record["tokens"] == expected["tokens"] == 24 * 2 * lines(0).ids.numel()
     for a, b in zip(record["history"], expected["history"], strict=True):
         assert a | {"seconds": 0} == b | {"seconds": 0}
+
+
+def test_a_checkpoint_is_written_when_its_time_has_come(six: LlamaForCausalLM, tmp_path: Path) -> None:
+    """The time between checkpoints is a setting. Without a number of steps it is the only one."""
+
+    def steps_of_checkpoints(folder: Path, **how: Any) -> list[int | None]:
+        """The step of the checkpoint that exists when each of four steps begins."""
+        found: list[int | None] = []
+
+        def batch(number: int) -> TrainingBatch:
+            file = folder / training.CHECKPOINT
+            found.append(torch.load(file, weights_only=True)["step"] if file.is_file() else None)
+            return lines(number)
+
+        training.train(six, fresh(six), batch, replace(QUICK, steps=4, **how), folder)
+        return found
+
+    never, always = 1e9, 1e-9
+    assert steps_of_checkpoints(tmp_path / "a", save_every=None, save_minutes=always) == [None, 1, 2, 3]
+    assert steps_of_checkpoints(tmp_path / "b", save_every=None, save_minutes=never) == [None] * 4
+    assert steps_of_checkpoints(tmp_path / "c", save_every=2, save_minutes=never) == [None, None, 2, 2]
+    with pytest.raises(ValueError, match="save_minutes must be above 0"):
+        replace(QUICK, save_minutes=0.0)
 
 
 def test_what_cannot_be_resumed(six: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -47,19 +47,20 @@ class BenchConfig:
         title: What it reproduces.
         target: Path or hub name; None: the bundled family.
         drafts: Paths or hub names, smallest first.
-        module: Folder of a draft module for SPD.
+        module: Folders of draft modules for SPD.
         systems: Kinds of systems, see :data:`pipespec.bench.systems.KINDS`.
         chains: One of :data:`CHAINS`.
         lookahead: Values to sweep; empty: each system's default.
         min_draft_tokens: Values to sweep for asynchronous systems; empty: the default.
         pipeline: Further arguments of ``Pipeline``, each with the list of values to sweep.
-        stages: Numbers of layer stages for SPD.
+        stages: Numbers of layer stages for SPD and PPSD. A draft module has the stages that it was trained for.
         drafters: Of SPD: ``"module"``, ``"ngram"``, ``"chain"``; empty: all that are possible.
         dataset: What is generated.
         samples: Most prompts per dataset; None: all.
         new_tokens: Most new tokens per prompt.
         turns: Most turns of a conversation.
         chat_template: Wrap prompts in the target's chat template.
+        ignore_eos: Write ``new_tokens`` tokens behind every prompt, past end-of-text tokens.
         temperature: None: greedy.
         top_k: With a temperature, as for ``generate()``, as ``top_p``.
         top_p: See there.
@@ -78,7 +79,7 @@ class BenchConfig:
     title: str = ""
     target: str | None = None
     drafts: tuple[str, ...] = ()
-    module: str | None = None
+    module: tuple[str, ...] = ()
     systems: tuple[str, ...] = ("hf", "plain", "assisted", "lookup", "lockstep", "workers")
     chains: str = "both"
     lookahead: tuple[int, ...] = ()
@@ -91,6 +92,7 @@ class BenchConfig:
     new_tokens: int = 128
     turns: int = 1
     chat_template: bool = False
+    ignore_eos: bool = False
     temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
@@ -133,9 +135,10 @@ class BenchConfig:
     @property
     def sampling(self) -> dict[str, Any]:
         """Arguments of ``generate()`` that choose tokens."""
+        ends = {"eos_token_id": None} if self.ignore_eos else {}
         if self.temperature is None:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+            return {"do_sample": False, **ends}
+        return ends | {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
 def load_config(file: Path) -> BenchConfig:

@@ -22,7 +22,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from pipespec.bench.results import Step, StepCounts
 from pipespec.drivers.base import StageFailure
 from pipespec.engine.ngram import NGRAM
+from pipespec.models.derived import with_layers
 from pipespec.models.loading import load_model
+from pipespec.models.properties import end_tokens
 from pipespec.observe import StageReport
 from pipespec.pipeline import Pipeline
 
@@ -117,6 +119,11 @@ class Workload:
     @property
     def is_greedy(self) -> bool:
         return not self.sampling["do_sample"]
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end a text: the target's, unless ``sampling`` says that there are none."""
+        return [] if self.sampling.get("eos_token_id", 0) is None else end_tokens(self.family.target)
 
     @property
     def thread_numbers(self) -> list[int]:
@@ -260,10 +267,16 @@ LOOKUP = ((3,), (10,), (20,))
 
 
 class HFContender(Contender):
-    """transformers' ``generate()``: plain, with an assistant model, or with prompt lookup. Tuned, also over the number of threads."""
+    """transformers' ``generate()``: plain, with an assistant model, or with prompt lookup. Tuned, also over the number of threads.
 
-    def __init__(self, key: str, label: str, drafts: Sequence[str] = ()) -> None:
+    Args:
+        key: See the base class, as for ``label`` and ``drafts``.
+        options: Further arguments of ``generate()``.
+    """
+
+    def __init__(self, key: str, label: str, drafts: Sequence[str] = (), **options: Any) -> None:
         super().__init__(key, label, "hf", drafts)
+        self.options = options
 
     def start(self, workload: Workload) -> None:
         self.exact = workload.is_greedy
@@ -283,7 +296,7 @@ class HFContender(Contender):
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
         target, setting, assistant = self.workload.family.target, self.setting, self._assistant()
-        options: dict[str, Any] = {"max_new_tokens": new_tokens, **self.workload.sampling}
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, **self.workload.sampling, **self.options}
         counted: dict[str, PreTrainedModel] = {"target": target}
         if assistant is not None:
             use_assistant_setting(assistant, setting)
@@ -376,11 +389,12 @@ class StagedContender(Contender):
     Args:
         key: See the base class, as for ``label`` and ``drafts``.
         stages: As the pipeline takes it.
-        drafter: ``"ngram"``, the folder of a draft module, or None: the models ``drafts`` as a chain.
+        drafter: ``"ngram"``, the folder of a draft module, ``"chain"``: the models ``drafts``, or ``"exit"``: the layers of the first stage
+            with the target's own norm and head.
     """
 
     def __init__(
-        self, key: str, label: str, stages: int | Sequence[int], drafter: str | None, drafts: Sequence[str] = ()
+        self, key: str, label: str, stages: int | Sequence[int], drafter: str, drafts: Sequence[str] = ()
     ) -> None:
         super().__init__(key, label, "ours", drafts)
         self.stages, self.drafter = stages, drafter
@@ -388,11 +402,17 @@ class StagedContender(Contender):
 
     def start(self, workload: Workload) -> None:
         from pipespec.spd import SpeculativePipeline
+        from pipespec.spd.partition import partition_of
 
         self.settings = [TunedSetting(n) for n in workload.thread_numbers]
         super().start(workload)
-        drafter: Any = self.drafter or [workload.family.drafts[name] for name in self.drafts]
-        self.pipe = SpeculativePipeline(workload.family.target, drafter, stages=self.stages)
+        target, drafter = workload.family.target, self.drafter
+        found: Any = drafter
+        if drafter == "chain":
+            found = [workload.family.drafts[name] for name in self.drafts]
+        elif drafter == "exit":
+            found = [with_layers(target, partition_of(target, self.stages).counts[0])]
+        self.pipe = SpeculativePipeline(target, found, stages=self.stages)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
         output, clock, notes = _generated(self.pipe, self.workload, ids, new_tokens, seed)

@@ -11,9 +11,9 @@ import torch
 
 from pipespec.bench import datasets, planted
 from pipespec.bench.config import BenchConfig
-from pipespec.bench.machine import read_bytes_per_second
 from pipespec.bench.predict import HARDWARE, ModelSize, SystemPrediction, of_shape, predict_run, size_of
-from pipespec.bench.systems import draft_names, systems_of
+from pipespec.bench.systems import STAGED, draft_names, systems_of
+from pipespec.bench.timing import read_bytes_per_second
 from pipespec.preflight.devices import device_facts
 from pipespec.process.progress import readable_time
 from pipespec.process.table import aligned
@@ -98,7 +98,7 @@ def planted_shapes(
 ) -> tuple[dict[str, planted.Shape], tuple[int, int]]:
     """The shapes of a configuration's planted models, divided until they fit this machine, see :func:`pipespec.bench.planted.fitted`."""
     rate = 1e12 if torch.device(device).type == "cuda" else read_bytes_per_second(threads)
-    least = max(config.stages, default=2) if "spd" in config.systems else 2
+    least = max(config.stages, default=2) if set(STAGED) & set(config.systems) else 2
     free = device_facts([device])[0].free
     return planted.fitted(config.planted, PLANTED_SHARE * free, PLANTED_STEP_S * rate, bytes_per_weight, least)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -14,50 +14,50 @@ _PERIOD_S = 0.05
 """Between two readings of the GPUs' utilisation, which NVML itself averages over a longer time."""
 
 
-class _Rates(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
 class Nvml:
-    """The counters of GPUs, by NVML. ``OSError`` where it is not installed; a counter that a GPU does not have is None.
+    """The counters of GPUs, by NVML; a counter that a GPU does not have is None.
 
     Args:
         uuids: One per GPU, as ``torch.cuda.get_device_properties(i).uuid``.
-        library: NVML; None loads it.
+        library: The bindings; None imports ``pynvml``.
+
+    Raises:
+        ImportError: The package of the bindings, which is optional, is not installed.
+        OSError: NVML is not there, or has none of these GPUs.
     """
 
-    def __init__(self, uuids: Sequence[str], library: ctypes.CDLL | None = None) -> None:
-        self._library = library or ctypes.CDLL("libnvidia-ml.so.1")
-        self._check("nvmlInit_v2")
-        self._handles = []
-        for uuid in uuids:
-            handle = ctypes.c_void_p()
-            name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-            self._check("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(handle))
-            self._handles.append(handle)
-
-    def _check(self, function: str, *arguments: object) -> None:
-        status = getattr(self._library, function)(*arguments)
-        if status:
-            raise OSError(f"{function} returned {status}")
+    def __init__(self, uuids: Sequence[str], library: Any = None) -> None:
+        if library is None:
+            try:
+                import pynvml
+            except ImportError as error:
+                raise ImportError(
+                    "the package nvidia-ml-py is not installed: pip install 'pipespec[energy]'"
+                ) from error
+            library = pynvml
+        self._library = library
+        try:
+            library.nvmlInit()
+            names = [uuid if uuid.startswith("GPU-") else f"GPU-{uuid}" for uuid in uuids]
+            self._handles = [library.nvmlDeviceGetHandleByUUID(name) for name in names]
+        except library.NVMLError as error:
+            raise OSError(str(error)) from error
 
     def joules(self, gpu: int) -> float | None:
         """Energy since the driver was loaded."""
-        value = ctypes.c_ulonglong()
-        try:
-            self._check("nvmlDeviceGetTotalEnergyConsumption", self._handles[gpu], ctypes.byref(value))
-        except OSError:
-            return None
-        return value.value / 1e3
+        found = self._read("nvmlDeviceGetTotalEnergyConsumption", gpu)
+        return None if found is None else float(found) / 1e3
 
     def utilization(self, gpu: int) -> float | None:
         """Share of the last sample period in which a kernel ran, between 0 and 1."""
-        rates = _Rates()
+        found = self._read("nvmlDeviceGetUtilizationRates", gpu)
+        return None if found is None else float(found.gpu) / 100
+
+    def _read(self, counter: str, gpu: int) -> Any:
         try:
-            self._check("nvmlDeviceGetUtilizationRates", self._handles[gpu], ctypes.byref(rates))
-        except OSError:
+            return getattr(self._library, counter)(self._handles[gpu])
+        except self._library.NVMLError:
             return None
-        return rates.gpu / 100
 
 
 class Meter:
@@ -89,7 +89,7 @@ class Meter:
         if self._gpus and nvml is None:
             try:
                 self._nvml = Nvml([str(torch.cuda.get_device_properties(i).uuid) for i in self._gpus])
-            except (OSError, AttributeError) as error:  # without the driver's library, or of another vendor
+            except (ImportError, OSError, AttributeError) as error:  # AttributeError: a GPU of another vendor
                 self._gpus = []
                 self.not_readable["energy and utilisation of the GPUs"] = f"NVML: {error}"
         # A package is intel-rapl:N; its parts are intel-rapl:N:M.

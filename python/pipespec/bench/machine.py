@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
         threads: CPU threads of the measurement; default: torch's present number.
 
     Returns:
-        Values for JSON: the commit (``-dirty`` with uncommitted changes, None without git), the date, the CPU and its usable cores, load, versions.
+        Values for JSON: the commit (``-dirty`` with uncommitted changes, None without git), the date, the CPU and its usable cores, load, versions,
+        and every GPU that torch sees. The versions of CUDA and Triton are None without them.
     """
     environment = collect_env()
     cpu = environment["cpu"]
@@ -40,6 +41,8 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": environment["packages"]["triton"],
         "transformers": transformers.__version__,
         "numpy": numpy.__version__,
         "pipespec": __version__,
@@ -49,9 +52,17 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Name, memory and capability of each GPU that torch sees."""
-    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
-    return [{"name": p.name, "memory_bytes": p.total_memory, "capability": [p.major, p.minor]} for p in found]
+    """Facts of each GPU that torch sees."""
+    return [
+        {
+            "name": p.name,
+            "memory_bytes": p.total_memory,
+            "capability": [p.major, p.minor],
+            "multiprocessors": p.multi_processor_count,
+            "l2_bytes": p.L2_cache_size,
+        }
+        for p in (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    ]
 
 
 def utc() -> str:
@@ -61,8 +72,10 @@ def utc() -> str:
 
 def describe(machine: dict[str, Any]) -> str:
     """One line about a record of :func:`provenance`."""
+    gpus = Counter(gpu["name"] for gpu in machine.get("gpus", ()))
     return (
-        f"{machine['cpu']}, cores: {machine['cores']}, threads: {machine['threads']}, torch {machine['torch']}, "
+        f"{machine['cpu']}, cores: {machine['cores']}, threads: {machine['threads']}, "
+        f"{''.join(f'{count} x {name}, ' for name, count in gpus.items())}torch {machine['torch']}, "
         f"transformers {machine['transformers']}, Python {machine['python']}, pipespec {machine['pipespec']}"
     )
 
@@ -92,15 +105,3 @@ def last_level_cache_bytes() -> int:
         text = path.read_text().strip()
         sizes.append(int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0))
     return max(sizes)
-
-
-def read_bytes_per_second(threads: int) -> float:
-    """Rate of a plain read of uncached memory on the CPU: the median of nine."""
-    size = max(256 << 20, 4 * last_level_cache_bytes())
-    buffer = torch.ones(size, dtype=torch.uint8)
-    times = []
-    for _ in range(10):
-        began = time.perf_counter()
-        _native.read_bandwidth_probe(buffer.data_ptr(), size, threads)
-        times.append(time.perf_counter() - began)
-    return size / statistics.median(times[1:])

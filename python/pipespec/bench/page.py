@@ -103,7 +103,7 @@ class Page:
                     continue
                 try:
                     pixels = png(svg)
-                except ImportError as error:
+                except (ImportError, RuntimeError) as error:
                     why = str(error)
                     continue
                 files.append(files[-1].with_suffix(".png"))

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from pipespec.bench.config import BenchConfig
-from pipespec.bench.machine import read_bytes_per_second
 from pipespec.bench.planted import SHAPES, Shape, nested, weights_of
 from pipespec.bench.results import SystemSettings
+from pipespec.bench.timing import copy_bytes_per_second, read_bytes_per_second
 from pipespec.planning.planner import CallShape, Candidate, predict
 from pipespec.planning.profile import Profile, StageProfile, StepTimes
 from pipespec.planning.simulator import Answers
@@ -137,16 +137,10 @@ def bandwidth_of(device: str, hardware: str | None, threads: int) -> Bandwidth:
             raise ValueError(
                 f"{device} is not in this machine, and no hardware is named to predict for: --hardware {'|'.join(HARDWARE)}"
             )
-        properties = torch.cuda.get_device_properties(device if device != "auto" else 0)
-        buffer = torch.empty(1 << 28, dtype=torch.uint8, device=device if device != "auto" else "cuda")
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        buffer.clone()
-        begin.record()
-        for _ in range(8):
-            buffer.clone()
-        end.record()
-        end.synchronize()
-        rate = 8 * 2 * buffer.numel() / (begin.elapsed_time(end) / 1e3)
+        where = device if device != "auto" else "cuda:0"
+        properties = torch.cuda.get_device_properties(where)
+        rate = copy_bytes_per_second(where)
+        torch.cuda.empty_cache()
         return Bandwidth(rate, "gpu", f"{properties.name}, measured by copies", properties.total_memory)
     return Bandwidth(read_bytes_per_second(threads), "cpu", f"this machine's memory, read by {threads} threads")
 
@@ -209,10 +203,10 @@ def predict_system(
         return plain, ""
     if kind in ("static", "plain-graphs"):
         return rate("plain", (), on_gpu), ""
-    if kind in ("lookup", "ngram", "draft-verify", "layerskip"):
+    if kind in ("lookup", "ngram", "draft-verify", "layerskip", "ppsd"):
         return plain, "as plain decoding: how often its drafts are accepted depends on the text"
     if kind == "spd":
-        stages = int(system.options["stages"])
+        stages = int(system.axes["stages"])
         per_cycle = spd_tokens_per_cycle(config.agreement[-1], stages)
         return plain * per_cycle, "all stages in one process: each cycle reads all weights"
     if kind in ("assisted", "lockstep", "published-lockstep"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from statistics import fmean
+from textwrap import shorten
 from typing import Any
 
 from pipespec.bench import predictions
@@ -16,8 +17,9 @@ from pipespec.bench.page import Cell, Column, Page, Section, Table
 from pipespec.bench.predictions import Prediction
 from pipespec.bench.results import ResultsFolder, Sample, Settings, Summary, SystemSettings
 from pipespec.bench.summary import summarise
+from pipespec.bench.systems import EARLY_EXIT, STAGED
 from pipespec.observe.plot import LOSS, OTHERS, OURS, Bar, Panel, Series, bars, chart, stacked
-from pipespec.spd.law import spd_accepted_length
+from pipespec.spd.law import spd_acceptance, spd_accepted_length, spd_tokens_per_cycle
 
 _CHAINS = ("lockstep", "lockstep-graphs", "workers", "streams", "published-lockstep", "published-asynchronous")
 _MOST_CURVES = 8
@@ -61,7 +63,7 @@ class Run:
                 row = self.summary.row(dataset.name, system.key)
                 rate = (row.speedup or row.tokens_per_second if row is not None else None) or 0.0
                 fixed = (str(value) for name, value in sorted(system.axes.items()) if name not in self.axes)
-                group = (dataset.name, system.kind, *system.drafts, *(fixed if system.kind == "spd" else ()))
+                group = (dataset.name, system.kind, *system.drafts, *(fixed if system.kind in STAGED else ()))
                 if group not in best or rate > best[group][0]:
                     best[group] = rate, system.key
         return {(group[0], key) for group, (_, key) in best.items()}
@@ -72,7 +74,7 @@ class Run:
         values: dict[tuple[str, ...], set[str]] = {}
         for system in self.settings.systems:
             for name, value in system.axes.items():
-                if system.kind != "spd" and _is_number(value):
+                if system.kind not in STAGED and _is_number(value):
                     values.setdefault((name, system.kind, *system.drafts), set()).add(_shown(value))
         return sorted({name for (name, *_), found in values.items() if len(found) > 1})
 
@@ -197,7 +199,7 @@ def speed(run: Run) -> Section:
             if (dataset.name, system.key) not in run.chosen:
                 continue
             if row.speedup is None:
-                drawn.append(Bar(system.label, None, f"not measured: {why or 'no complete sample'}"))
+                drawn.append(Bar(system.label, None, f"not measured: {shorten(why or 'no complete sample', 60)}"))
                 continue
             base = run.summary.baseline.get(dataset.name) == system.key
             colour = OTHERS if base else OURS if row.speedup >= 1 else LOSS
@@ -237,28 +239,32 @@ def sweep(run: Run) -> Section:
         rate = sum(len(s.tokens) for s in baseline) / sum(s.seconds for s in baseline) if baseline else None
         panels = []
         for axis, kind in product(axes, dict.fromkeys(s.kind for s in run.settings.systems)):
-            groups: dict[str, list[tuple[float, float, float | None]]] = {}
+            groups: dict[str, list[tuple[float, float, float | None, float | None]]] = {}
             for system in run.settings.systems:
                 row = run.summary.row(dataset.name, system.key)
                 if system.kind != kind or axis not in system.axes or row is None or row.speedup is None:
                     continue
-                value = _number(system.axes[axis])
+                at = _number(system.axes[axis])
                 others = [f"{name} {_shown(v)}" for name, v in system.axes.items() if name != axis and name in axes]
                 group = ", ".join([" > ".join([*system.drafts, "target"]), *others])
                 p = simulated.get((dataset.name, system.key))
-                guess = p.simulated / rate if p is not None and p.simulated is not None and rate else None
-                groups.setdefault(group, []).append((value, row.speedup, guess))
-                rows.append((dataset.name, system.label, axis, _shown(system.axes[axis]), row.speedup, guess))
+                guess, closed = (
+                    None if p is None or value is None or not rate else value / rate
+                    for value in ((p.simulated, p.closed_form) if p else (None, None))
+                )
+                groups.setdefault(group, []).append((at, row.speedup, guess, closed))
+                rows.append((dataset.name, system.label, axis, _shown(system.axes[axis]), row.speedup, guess, closed))
             chosen = {name: sorted(points) for name, points in groups.items() if len({x for x, *_ in points}) > 1}
-            for at in range(0, len(chosen), _MOST_CURVES):
+            for first in range(0, len(chosen), _MOST_CURVES):
                 series = []
-                for i, (name, points) in enumerate(list(chosen.items())[at : at + _MOST_CURVES]):
+                for i, (name, points) in enumerate(list(chosen.items())[first : first + _MOST_CURVES]):
                     x = [p[0] for p in points]
                     series.append(Series(name, x, [p[1] for p in points], i + (i > 3), marks=True, joined=True))
-                    guessed = [(p[0], p[2]) for p in points if p[2] is not None]
-                    if guessed:
-                        gx, gy = zip(*guessed, strict=True)
-                        series.append(Series("", gx, gy, i + (i > 3), dashed=True))
+                    for which in (2, 3):
+                        guessed = [(p[0], value) for p in points if (value := p[which]) is not None]
+                        if guessed:
+                            gx, gy = zip(*guessed, strict=True)
+                            series.append(Series("", gx, gy, i + (i > 3), dashed=which == 2, dotted=which == 3))
                 ends = [min(s.x[0] for s in series), max(s.x[-1] for s in series)]
                 series.append(Series("fastest without drafts", ends, [1.0, 1.0], 4))
                 panels.append(Panel(series, f"{kind}: {axis.replace('_', ' ')}", axis.replace("_", " "), "speed-up"))
@@ -266,7 +272,12 @@ def sweep(run: Run) -> Section:
             figures.append(
                 (
                     f"Sweep on {dataset.name}",
-                    chart(f"Sweep on {dataset.name}", panels, "Dots: measured. Dashed: simulated.", columns=2),
+                    chart(
+                        f"Sweep on {dataset.name}",
+                        panels,
+                        "Dots: measured." + (" Dashed: simulated. Dotted: closed form." if simulated else ""),
+                        columns=2,
+                    ),
                 )
             )
     columns = [
@@ -276,11 +287,13 @@ def sweep(run: Run) -> Section:
         Column("value"),
         Column("speed-up", ".2f", "speedup"),
         Column("simulated", ".2f"),
+        Column("closed form", ".2f"),
     ]
     return Section(
         "sweep",
         "Look-ahead and other settings",
-        "Dots with a line: measured speed-ups, medians over the samples. Dashed: the simulator over the run's own step times and acceptance.",
+        "Dots with a line: measured speed-ups, medians over the samples. Dashed: the simulator over the run's own step times and acceptance. "
+        "Dotted: the closed form over the same.",
         figures,
         [Table("sweep", columns, rows)] if rows else [],
         ""
@@ -360,9 +373,11 @@ def over_time(run: Run) -> Section:
             continue
         curves: list[Series] = []
         removed: list[Series] = []
-        ends = [s.commits[-1][0] for s in chosen[:_MOST_CURVES]]
+        # Systems without drafts, and then those whose rollbacks are known.
+        drawn = sorted(chosen, key=lambda s: (s.system not in run.settings.baselines, not s.steps))[:_MOST_CURVES]
+        ends = [s.commits[-1][0] for s in drawn]
         log = max(ends) > _SPREAD * min(ends)
-        for i, s in enumerate(chosen[:_MOST_CURVES]):
+        for i, s in enumerate(drawn):
             colour = i + (i > 3)
             x, y = zip(*(s.commits if log else [(0.0, 0), *s.commits]), strict=True)
             # Between two commits the text does not grow.
@@ -435,7 +450,7 @@ def _one_sample(run: Run, dataset: str) -> list[Sample]:
         for name, system, found in run.cells
         if name == dataset and (name, system.key) in run.chosen
         for s in found
-        if s.commits
+        if len(s.commits) > 1  # one commit is no curve
     ]
     count = Counter(s.sample for s in texts)
     traced = Counter(s.sample for s in texts if s.steps)
@@ -616,6 +631,7 @@ def spd(run: Run) -> Section:
     """Cycles, accepted lengths and drafters of SPD."""
     figures: list[tuple[str, str]] = []
     rows: list[tuple[Cell, ...]] = []
+    features: list[tuple[Cell, ...]] = []
     parts: list[str] = []
     for dataset in run.settings.datasets:
         cycles, lengths = [], []
@@ -635,10 +651,12 @@ def spd(run: Run) -> Section:
             row = run.summary.row(name, system.key)
             length = row.equivalent_accepted_length if row is not None else None
             predicted = spd_accepted_length(kept / checked, n) if checked else None
-            drafter = " + ".join(system.drafts) if system.drafts else str(system.axes.get("drafter") or system.label)
+            drafter = _drafter(system)
             rows.append(
                 (name, system.label, drafter, n, count, *ms, sum(ms), length, predicted, row.speedup if row else None)
             )
+            if "anchors" in system.axes:
+                features.append((name, system.label, _shown(system.axes["anchors"]), n, *_features(texts, n, count)))
             cycles.append((f"{system.label}", ms))
             if length is not None:
                 lengths.append(Bar(f"{drafter}, n = {n}", length, f"{length:.2f}", OURS))
@@ -673,11 +691,53 @@ def spd(run: Run) -> Section:
         "spd",
         "SPD: cycles, stages and drafters",
         "One target in n layer stages. The equivalent accepted length is n times tokens per cycle: the speed-up if a cycle took 1/n of a plain step. "
-        "In one process the stages take turns, so that a cycle is no shorter than a plain step.",
+        "In one process the stages take turns, so that a cycle is no shorter than a plain step. "
+        "Anchors are the hidden states that feed a draft module, numbered as transformers does: 0 is the embedding, k the output of layer k - 1. "
+        "Modules of other anchors show what the features of a stage are worth. Modules draft from the states before a step, beside the stages; the last "
+        "column is the acceptance that states behind the step, for which drafting has to wait, would need for the same speed.",
         figures,
-        [Table("spd", columns, rows)] if rows else [],
+        [
+            *([Table("spd", columns, rows)] if rows else []),
+            *([Table("features", _FEATURES, features)] if features else []),
+        ],
         "" if rows else "SPD was not run: --systems spd, with --stages for several numbers of stages.",
     )
+
+
+def _drafter(system: SystemSettings) -> str:
+    """What drafts, in words."""
+    if system.drafts:
+        return " + ".join(system.drafts)
+    drafter = str(system.axes.get("drafter") or system.label)
+    if drafter == EARLY_EXIT:
+        return "first stage (PPSD)"
+    return f"{drafter}, anchors {_shown(system.axes['anchors'])}" if "anchors" in system.axes else drafter
+
+
+_FEATURES = (
+    Column("dataset"), Column("system"), Column("anchors of the module"), Column("stages"), Column("acceptance", ".3f"),
+    Column("draft, ms/cycle", ".3f", "phases.draft"), Column("slowest stage, ms/cycle", ".3f"), Column("acceptance that features behind the step need", ".3f"),
+)  # fmt: skip
+
+
+def _features(texts: Sequence[Sample], n: int, cycles: int) -> tuple[Cell, ...]:
+    """Acceptance of a module's features, its time beside that of the slowest stage, and what later features would have to reach.
+
+    Features of the states *behind* a step make drafting wait for the step. Such a cycle takes draft and stage one after the other instead of the
+    longer of the two, so its tokens per cycle have to rise by the same factor (:func:`pipespec.spd.law.spd_tokens_per_cycle`). None: no acceptance
+    suffices.
+    """
+    checked, accepted = (sum(getattr(t.stages[-1], name) for t in texts) for name in ("drafted", "accepted"))
+    draft, *fixed = (
+        1e3 * sum((t.phases or {}).get(name, 0.0) for t in texts) / cycles for name in ("draft", "verify", "other")
+    )
+    slowest = 1e3 * max(sum((t.stage_seconds or ())[s] for t in texts) for s in range(n)) / cycles
+    if not checked or n < 2:
+        return None, draft, slowest, None
+    a = accepted / checked
+    factor = (draft + slowest + sum(fixed)) / (max(draft, slowest) + sum(fixed))
+    length = n * spd_tokens_per_cycle(a, n) * factor
+    return a, draft, slowest, spd_acceptance(length, n) if length <= n else None
 
 
 # ---- theory

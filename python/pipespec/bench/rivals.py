@@ -27,7 +27,7 @@ from pipespec.bench.contenders import (
 )
 from pipespec.bench.published import Asynchronous, Lockstep
 from pipespec.bench.results import StepCounts
-from pipespec.models.properties import end_tokens
+from pipespec.models.derived import with_layers
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lock-step": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
@@ -94,7 +94,7 @@ class OwnLayersContender(HFContender):
         layers = self.setting.layers
         if layers not in self._drafts:
             target = self.workload.family.target
-            self._drafts[layers] = layer_subset(target, kept_layers(target.config.num_hidden_layers, layers))
+            self._drafts[layers] = with_layers(target, kept_layers(target.config.num_hidden_layers, layers))
         return self._drafts[layers]
 
     def close(self) -> None:
@@ -106,38 +106,6 @@ def kept_layers(layers: int, kept: int) -> list[int]:
     if not 1 <= kept <= layers:
         raise ValueError(f"a draft of {kept} layers of a target with {layers}")
     return [round(i * (layers - 1) / max(1, kept - 1)) for i in range(kept)]
-
-
-def layer_subset(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A model of some layers of a LLaMA-like ``model``. It shares the weights, and has its own configuration and cache indices.
-
-    Raises:
-        TypeError: The layers do not lie where LLaMA-like models have them.
-    """
-    base: Any = getattr(model, model.base_model_prefix, None)
-    if not isinstance(getattr(base, "layers", None), torch.nn.ModuleList):
-        raise TypeError(f"{type(model).__name__} has no list of layers where LLaMA-like models have it")
-    draft, inner = _shallow(model), _shallow(base)
-    draft.config = inner.config = copy.deepcopy(model.config)
-    draft.config.num_hidden_layers = len(layers)
-    if getattr(draft.config, "layer_types", None):
-        draft.config.layer_types = [model.config.layer_types[i] for i in layers]
-    draft.generation_config = copy.deepcopy(model.generation_config)
-    setattr(draft, model.base_model_prefix, inner)
-    inner.layers = torch.nn.ModuleList()
-    for place, i in enumerate(layers):
-        layer = _shallow(base.layers[i])
-        layer.self_attn = _shallow(layer.self_attn)
-        layer.self_attn.layer_idx = place
-        inner.layers.append(layer)
-    return draft
-
-
-def _shallow(module: Any) -> Any:
-    """A module with the same parameters, whose own attributes and submodules can be replaced."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
 
 
 class EarlyExitContender(HFContender):
@@ -230,7 +198,7 @@ class PublishedContender(Contender):
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
         assert self.chain is not None
         began = time.perf_counter()
-        tokens = self.chain.generate(ids[0].tolist(), new_tokens, end_tokens(self.workload.family.target))
+        tokens = self.chain.generate(ids[0].tolist(), new_tokens, self.workload.end_tokens)
         counts, target = self.chain.counts(), self.chain.target
         stages = [StepCounts(name, steps) for name, (steps, _, _) in zip(self.drafts, counts, strict=False)]
         # The prompt's forward, which is not in the counts, gives the first token.

@@ -13,6 +13,7 @@ from pipespec.bench.results import SystemSettings
 from pipespec.bench.rivals import CompiledContender, EarlyExitContender, OwnLayersContender, PublishedContender
 from pipespec.config import SpeculationConfig
 from pipespec.engine.ngram import NGRAM, NgramDraft
+from pipespec.spd.draft_module import DraftModuleConfig
 
 KINDS = {
     "hf": "transformers' generate(): the reference, always measured",
@@ -31,19 +32,24 @@ KINDS = {
     "spd": "pipespec, the target in stages with one token in each",
     "published-lockstep": "the lock-step baseline as published with PipeSpec",
     "published-asynchronous": "PipeSpec as published",
-    "ppsd": "not measured",
+    "ppsd": "PPSD's schedule: the target in stages, and what the first one has read drafts",
     "eagle3": "not measured",
 }
 """Kinds of systems, and what they are."""
 
 NOT_MEASURED = {
-    "ppsd": "its early exit behind the first stage is a head that has to be trained for each target; none is published for LLaMA models",
     "eagle3": "its draft head has to be trained for each target, and the published figures come from another engine (SGLang)",
 }
 """Kinds that have a row without figures, and the reason."""
 
 REFERENCE, PLAIN = "hf", "plain"
 ASYNCHRONOUS = ("workers", "streams")
+STAGED = ("spd", "ppsd")
+"""Kinds that run the target in layer stages."""
+
+EARLY_EXIT = "exit"
+"""The drafter of PPSD."""
+
 _PUBLISHED = {"published-lockstep": "lock-step", "published-asynchronous": "asynchronous"}
 
 
@@ -70,7 +76,8 @@ def systems_of(config: BenchConfig, drafts: Sequence[str]) -> list[SystemSetting
         With ``hf`` first. When sampling, also ``plain``, whose text is the reference then.
 
     Raises:
-        ValueError: A kind does not exist, or needs a draft and there is none.
+        ValueError: A kind does not exist, or needs a draft and there is none, or a draft module is damaged.
+        FileNotFoundError: A folder has no draft module.
     """
     check_kinds(config.systems)
     kinds = list(dict.fromkeys([REFERENCE, *([PLAIN] if config.temperature is not None else []), *config.systems]))
@@ -92,6 +99,11 @@ def _systems(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[
         yield from _swept(kind, [NGRAM], config)
     elif kind == "spd":
         yield from _staged(config, drafts)
+    elif kind == "ppsd":
+        for stages in config.stages:
+            options = {"stages": stages, "drafter": EARLY_EXIT}
+            label = f"PPSD, {stages} stages, the target's own head"
+            yield SystemSettings(key=f"ppsd-n{stages}", kind=kind, label=label, options=options, axes=dict(options))
     else:
         for chain in _chains(config, _required(drafts, kind)):
             yield from _swept(kind, chain, config)
@@ -164,31 +176,41 @@ def _schedule(kind: str) -> str:
 
 
 def _staged(config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettings]:
-    """SPD: one system per number of stages and drafter."""
-    possible = {"module": config.module is not None, "ngram": True, "chain": bool(drafts)}
+    """SPD: one system per number of stages and drafter, and one per draft module, which belongs to one split."""
+    needs = {"module": "a draft module that was trained for the target: --module", "chain": "a draft: --draft"}
+    possible = {"module": bool(config.module), "ngram": True, "chain": bool(drafts)}
     wanted = config.drafters or tuple(name for name, is_possible in possible.items() if is_possible)
     if unknown := [name for name in wanted if name not in possible]:
         raise ValueError(f"no drafter {', '.join(map(repr, unknown))} for spd: there are {', '.join(possible)}")
+    if "module" in wanted:
+        yield from (_with_module(folder, len(config.module) > 1) for folder in config.module)
     for stages, drafter in itertools.product(config.stages, wanted):
+        if drafter == "module" and config.module:
+            continue
         names = list(drafts) if drafter == "chain" else []
         by = "+".join(names) or drafter
-        why = None
-        if not possible[drafter]:
-            needed = (
-                "a draft module that was trained for the target: --module"
-                if drafter == "module"
-                else "a draft: --draft"
-            )
-            why = f"it needs {needed}"
         yield SystemSettings(
             key=f"spd-{by}-n{stages}",
             kind="spd",
             label=f"spd, {stages} stages, {by}",
             drafts=names,
-            options={"stages": stages, "drafter": config.module if drafter == "module" else drafter},
+            options={"stages": stages, "drafter": drafter},
             axes={"stages": stages, "drafter": drafter},
-            not_measured=why,
+            not_measured=None if possible[drafter] else f"it needs {needs[drafter]}",
         )
+
+
+def _with_module(folder: str, is_one_of_several: bool) -> SystemSettings:
+    """SPD with a draft module, in the stages that it was trained for. Its anchors are an axis: which stages feed the module."""
+    trained = DraftModuleConfig.load(folder)
+    name = Path(folder).name if is_one_of_several else "module"
+    return SystemSettings(
+        key=f"spd-{name}-n{trained.n}",
+        kind="spd",
+        label=f"spd, {trained.n} stages, {'module ' if is_one_of_several else ''}{name}",
+        options={"stages": [end - begin for begin, end in trained.stages], "drafter": folder},
+        axes={"stages": trained.n, "drafter": name, "anchors": list(trained.anchors)},
+    )
 
 
 def contender_of(system: SystemSettings) -> Contender:
@@ -213,11 +235,8 @@ def contender_of(system: SystemSettings) -> Contender:
         contender = PublishedContender(
             _PUBLISHED[kind], system.drafts, None if system.lookahead is None else system.lookahead[0]
         )
-    elif kind == "spd":
-        drafter = system.options["drafter"]
-        contender = StagedContender(
-            key, label, int(system.options["stages"]), None if drafter == "chain" else str(drafter), system.drafts
-        )
+    elif kind in STAGED:
+        contender = StagedContender(key, label, system.options["stages"], system.options["drafter"], system.drafts)
     elif kind in NOT_MEASURED:
         raise ValueError(f"the system {key!r} cannot be measured: {NOT_MEASURED[kind]}")
     else:

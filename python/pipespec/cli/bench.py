@@ -29,7 +29,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
     models.add_argument("--draft", metavar="PATH", action="append", help="draft model; several: smallest first")
-    models.add_argument("--module", metavar="FOLDER", help="draft module of the target, for spd")
+    models.add_argument("--module", metavar="FOLDER", nargs="+", help="draft modules of the target, for spd")
     models.add_argument(
         "--planted",
         nargs="*",
@@ -69,6 +69,9 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     text.add_argument("--turns", type=int, metavar="N", help="most turns of a conversation (1)")
     text.add_argument(
         "--chat", action="store_true", default=None, dest="chat_template", help="apply the target's chat template"
+    )
+    text.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="write --new-tokens tokens, past end-of-text tokens"
     )
     text.add_argument("--temperature", type=float, metavar="T", help="sample (default: greedy)")
     text.add_argument("--top-k", type=int, metavar="K", help="with --temperature")
@@ -136,11 +139,11 @@ def _configured(args: argparse.Namespace) -> BenchConfig:
 
     config = BenchConfig() if args.config is None else load_config(args.config)
     values: dict[str, Any] = {}
-    for name in ("target", "module", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "turns", "chat_template",
+    for name in ("target", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "turns", "chat_template", "ignore_eos",
                  "temperature", "top_k", "top_p", "seed", "traced", "hardware"):  # fmt: skip
         if (value := getattr(args, name)) is not None:
             values[name] = value
-    for name in ("agreement", "device", "lookahead", "min_draft_tokens", "stages"):
+    for name in ("agreement", "device", "lookahead", "min_draft_tokens", "module", "stages"):
         if (value := getattr(args, name)) is not None:
             values[name] = tuple(value)
     if args.draft is not None:
@@ -165,7 +168,7 @@ def _configured(args: argparse.Namespace) -> BenchConfig:
             config,
             target=str(family_path("target")),
             drafts=tuple(str(family_path(name)) for name in ("small", "medium")),
-            module=config.module or str(draft_module_path()),
+            module=config.module or (str(draft_module_path()),),
             dtype=config.dtype or "float32",
         )
     return config

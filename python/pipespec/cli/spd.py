@@ -16,12 +16,12 @@ _VALIDATION_BATCHES = 16
 
 
 _DEFAULTS: dict[str, Any] = {
-    "recipe": None, "target": None, "data": None, "out": None, "stages": None, "layers": None, "types": None, "vocabulary": None,
+    "recipe": None, "target": None, "data": None, "out": None, "stages": None, "layers": None, "types": None, "anchors": None, "vocabulary": None,
     "length": 512, "truncate": False, "held_out": [], "validation": 0.02,
     "steps": None, "epochs": None, "tokens": None, "minutes": None, "batch": 4, "accumulate": 1,
     "rate": 1e-4, "rate_schedule": "cosine", "warmup": 0.02, "optimizer": "adamw", "decay": 0.0, "clip": 1.0, "freeze_head": False,
     "temperature": 1.0, "argmax_weight": 0.0, "full": 0.5, "amp": False,
-    "validate_every": 100, "save_every": 500, "seed": 42, "resume": False, "dtype": "float32", "device": None,
+    "validate_every": 100, "save_every": None, "save_minutes": 10.0, "seed": 42, "resume": False, "dtype": "float32", "device": None,
     "dry_run": False, "gpus": [1, 8], "peak": 989.0, "utilisation": 0.35, "link": 300.0,
 }  # fmt: skip
 """Values of the options that neither the command line nor the recipe gives."""
@@ -62,6 +62,14 @@ def _add_options(train: argparse.ArgumentParser) -> None:
     option(train, "recipe", "FILE", str, recipe)
     option(train, "layers", "N", int, "decoder blocks of the module; default: one less than a stage has")
     option(train, "types", "N", int, "most anchors (default: one per stage, plus one)")
+    option(
+        train,
+        "anchors",
+        "K",
+        int,
+        "hidden states that feed the module: 0, the embedding, and outputs of layers (k: layer k - 1)",
+        nargs="+",
+    )
     option(train, "vocabulary", "N", int, "draft only the N most frequent tokens (default: all)")
     data = train.add_argument_group("data")
     option(data, "length", "N", int, "most tokens of an example")
@@ -88,7 +96,8 @@ def _add_options(train: argparse.ArgumentParser) -> None:
     option(options, "full", "P", float, "share of the steps with all stages filled")
     flag(options, "amp", "bf16 matrix products; weights and optimizer state stay float32")
     option(options, "validate-every", "N", int, "in steps")
-    option(options, "save-every", "N", int, "in steps")
+    option(options, "save-every", "N", int, "write a checkpoint after so many steps")
+    option(options, "save-minutes", "M", float, "write one after so many minutes in any case")
     option(options, "seed", "N", int, "seed of all draws")
     flag(options, "resume", "continue from the last checkpoint in --out")
     option(train, "dtype", None, str, "dtype of the target", choices=DTYPES)
@@ -138,6 +147,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is missing" + (f", and {args.recipe} has none" if recipe else ""))
     if sum(getattr(args, name) is not None for name in _LIMITS) != 1:
         raise ValueError("give exactly one of --steps, --epochs, --tokens and --minutes")
+    if args.types is not None and args.anchors is not None:
+        raise ValueError("give --types or --anchors, not both")
     for name in ("batch", "accumulate"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
@@ -206,11 +217,17 @@ def run(args: argparse.Namespace) -> int:
         config.require(model, ranges)
         if config.layers != layers:
             raise ValueError(f"the module in {folder} has {config.layers} layers, --layers says {layers}")
+        if args.anchors is not None and tuple(args.anchors) != config.anchors:
+            raise ValueError(
+                f"the module in {folder} has the anchors {' '.join(map(str, config.anchors))}, not those of --anchors"
+            )
     else:
         ids = None
         if args.vocabulary is not None:
             ids = data.frequent_tokens(examples, args.vocabulary, end_tokens(model))
-        config = DraftModuleConfig.for_target(model, ranges, layers=layers, vocabulary=ids, types=args.types)
+        config = DraftModuleConfig.for_target(
+            model, ranges, layers=layers, vocabulary=ids, types=args.types, anchors=args.anchors
+        )
     module = DraftModule.of_target(model, config).to(model.device)
     if first:
         tokens, learnt = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
@@ -286,6 +303,7 @@ def _predict(args: argparse.Namespace, recipe: recipes.Recipe | None) -> int:
         layers=_blocks(args.layers, ranges),
         vocabulary=None if args.vocabulary is None else range(args.vocabulary),
         types=args.types,
+        anchors=args.anchors,
     )
     if args.data is not None:
         with working("reading the data"):

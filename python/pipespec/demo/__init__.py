@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from pipespec.bench.contenders import Family
 
 #: The family's models, from the slowest to the fastest.
@@ -35,13 +37,13 @@ def family_path(name: str) -> Path:
     return folder
 
 
-def load_family(folder: Path | None = None) -> Family:
-    """Load the bundled family, or the one in ``folder`` (``target/``, ``medium/``, ``small/``), in float32 on the CPU."""
+def load_family(folder: Path | None = None, dtype: torch.dtype | str = "float32") -> Family:
+    """Load the bundled family, or the one in ``folder`` (``target/``, ``medium/``, ``small/``), on the CPU."""
     from pipespec.bench.contenders import Family
 
     paths = {name: folder / name if folder else family_path(name) for name in FAMILY}
     drafts = {name: paths[name] for name in reversed(FAMILY) if name != "target"}
-    return Family.load(folder.name if folder else "bundled", paths["target"], drafts)
+    return Family.load(folder.name if folder else "bundled", paths["target"], drafts, dtype=dtype)
 
 
 def draft_module_path() -> Path:

@@ -15,6 +15,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888", "#e69f00", "#5
 OURS, OTHERS, LOSS = "#0072b2", "#c9c9c9", "#d55e00"
 """Colours of bars."""
 
+FONTS = "Helvetica, Arial, 'DejaVu Sans', 'Liberation Sans', 'Noto Sans', sans-serif"
+"""By name, because a rasteriser has no fonts behind the generic name that all systems have."""
+
 RASTERISER = "resvg_py"
 
 
@@ -24,7 +27,7 @@ class Drawing:
     def __init__(self, title: str, width: float, height: float) -> None:
         self._parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
-            f'font-family="sans-serif" font-size="12" role="img" aria-label={quoteattr(title)}>'
+            f'font-family="{FONTS}" font-size="12" role="img" aria-label={quoteattr(title)}>'
         ]
         self.rect(0, 0, width, height, "white")
         self.text(10, 20, title, font_weight="bold", font_size=13)
@@ -68,6 +71,7 @@ class Series:
     colour: int = 0
     marks: bool = False
     dashed: bool = False
+    dotted: bool = False
     joined: bool = False
     columns: bool = False
 
@@ -198,7 +202,9 @@ def _draw(
     for s, lines in zip(panel.series, key, strict=True):
         colour = COLOURS[s.colour % len(COLOURS)]
         placed = [place(a, b) for a, b in zip(s.x, s.y, strict=True)]
-        style: dict[str, object] = {"stroke_width": 2} | ({"stroke_dasharray": "6 4"} if s.dashed else {})
+        style: dict[str, object] = {"stroke_width": 2} | (
+            {"stroke_dasharray": "6 4"} if s.dashed else {"stroke_dasharray": "2 4"} if s.dotted else {}
+        )
         if s.columns:
             pitch = wide / (x_high - x_low)
             bar = 0.8 * pitch / len(beside)
@@ -324,6 +330,7 @@ def png(svg: str, scale: float = 2.0) -> bytes:
 
     Raises:
         ImportError: The rasteriser, an optional package, is not installed.
+        RuntimeError: The system has no font, so the picture would have no text.
     """
     try:
         import resvg_py
@@ -331,6 +338,12 @@ def png(svg: str, scale: float = 2.0) -> bytes:
         raise ImportError(
             f"PNG needs the package {RASTERISER}: pip install 'pipespec[plots]'; the SVG needs nothing"
         ) from error
+    # The rasteriser leaves text without a font out, and says nothing.
+    frame = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
+    letter = f'<text x="2" y="16" font-family="{FONTS}">M</text>'
+    blank, written = (bytes(resvg_py.svg_to_bytes(svg_string=frame.format(t))) for t in ("", letter))
+    if blank == written:
+        raise RuntimeError("PNG needs a font such as DejaVu Sans, and the system has none; the SVG needs nothing")
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=scale))
 
 

@@ -140,10 +140,17 @@ class DraftModuleConfig:
         layers: int = 1,
         vocabulary: Iterable[int] | None = None,
         types: int | None = None,
+        anchors: Sequence[int] | None = None,
     ) -> DraftModuleConfig:
-        """The configuration for a target and its stages, by the rules of :func:`anchors_for` and :func:`types_for`."""
+        """The configuration for a target and its stages. Without ``anchors`` by the rule of :func:`anchors_for`; types by :func:`types_for`."""
         return cls.for_config(
-            target.config, stages, layers=layers, vocabulary=vocabulary, types=types, digest=target_digest(target)
+            target.config,
+            stages,
+            layers=layers,
+            vocabulary=vocabulary,
+            types=types,
+            anchors=anchors,
+            digest=target_digest(target),
         )
 
     @classmethod
@@ -155,14 +162,17 @@ class DraftModuleConfig:
         layers: int = 1,
         vocabulary: Iterable[int] | None = None,
         types: int | None = None,
+        anchors: Sequence[int] | None = None,
         digest: str = "",
     ) -> DraftModuleConfig:
         """The configuration for a target of which there is only the transformers config. Without a digest it fits no target's weights."""
-        anchors = anchors_for(stages, types)
+        found = anchors_for(stages, types) if anchors is None else tuple(anchors)
+        if not found or found[0] != 0:
+            raise ValueError(f"anchors must ascend from 0, the embedding, not {list(found)}")
         return cls(
             stages=stages,
-            anchors=anchors,
-            types=types_for(stages, anchors),
+            anchors=found,
+            types=types_for(stages, found),
             layers=layers,
             vocabulary=None if vocabulary is None else tuple(sorted(set(vocabulary))),
             target=json.loads(json.dumps(_described(config), default=str)),

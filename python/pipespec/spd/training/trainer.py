@@ -303,7 +303,8 @@ class TrainingSettings:
         amp: bfloat16 products by autocast. Weights and optimizer state stay float32.
         seed: Seed of the draws.
         validate_every: Steps between validations.
-        save_every: Steps between checkpoints.
+        save_every: Steps between checkpoints; None: time alone decides.
+        save_minutes: Minutes after which a checkpoint is written in any case: what an interruption costs at most.
 
     Raises:
         ValueError: A value is out of range.
@@ -326,7 +327,8 @@ class TrainingSettings:
     amp: bool = False
     seed: int = 42
     validate_every: int = 100
-    save_every: int = 500
+    save_every: int | None = None
+    save_minutes: float = 10.0
 
     def __post_init__(self) -> None:
         if sum(limit is not None for limit in (self.steps, self.tokens, self.minutes)) != 1:
@@ -334,9 +336,9 @@ class TrainingSettings:
         if any(limit is not None and not limit > 0 for limit in (self.steps, self.tokens, self.minutes)):
             raise ValueError("a training run needs at least one step, one token, or more than 0 minutes")
         for name in ("accumulate", "validate_every", "save_every"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("rate", "temperature", "clip"):
+        for name in ("rate", "temperature", "clip", "save_minutes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.full <= 1:
@@ -442,7 +444,7 @@ def train(
         step, tokens, position = state["step"], state["tokens"], state["position"]
         before, history = state["seconds"], json.loads(state["history"])
         say(f"resumed at step {step} after {before / 60:.1f} min")
-    begun = time.monotonic()
+    begun, last_saved = time.monotonic(), before
 
     def elapsed() -> float:
         return before + time.monotonic() - begun
@@ -477,6 +479,8 @@ def train(
         }
 
     def save() -> None:
+        nonlocal last_saved
+        last_saved = elapsed()
         if rank:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -569,7 +573,8 @@ def train(
             say(
                 f"step {step}, {tokens:,} tokens, {readable_time(said)}, about {readable_time(max(0.0, left))} left: loss {mean:.3f}"
             )
-        if step % settings.save_every == 0:
+        due = settings.save_every is not None and step % settings.save_every == 0
+        if due or elapsed() - last_saved >= 60 * settings.save_minutes:
             save()
     if not history or history[-1]["step"] != step:
         validate(mean)
