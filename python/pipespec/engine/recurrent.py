@@ -74,11 +74,12 @@ class GatedDeltaNet(nn.Module):
         beta = b.sigmoid()
         decay = -own.A_log.float().exp() * F.softplus(a.float() + own.dt_bias)
         out = []
-        if states.keeps_all:
+        if states.stepwise:
             steps = _Steps(query, key, value, decay, beta)
             for i in range(q):
                 state, column = steps(state, i)
-                states.store(i + 1, inputs[:, :, i + 1 : i + 1 + taps], state)
+                if i + 1 in states.columns:
+                    states.store(i + 1, inputs[:, :, i + 1 : i + 1 + taps], state)
                 out.append(column[:, None])
         else:
             begin, rule = 0, chunked_delta_rule(own)
@@ -136,7 +137,8 @@ class GatedDeltaNet(nn.Module):
         hidden = noise.to(weight.device, own.dt_bias.dtype)
         with torch.inference_mode():
             expected = own(hidden).float()
-            for given in (_ProbeStates(own, hidden, True), _ProbeStates(own, hidden, False)):
+            for stepwise in (True, False):
+                given = _ProbeStates(own, hidden, stepwise)
                 error = (self._run(hidden, given).float() - expected).abs().amax()  # type: ignore[arg-type]
                 # Not a number compares false.
                 if not bool(error <= TOLERANCE.get(hidden.dtype, 0) * expected.abs().amax()):
@@ -149,8 +151,10 @@ class GatedDeltaNet(nn.Module):
 class _ProbeStates:
     """Empty states for the probe of a module, in place of :class:`LayerStates`."""
 
-    def __init__(self, own: Any, hidden: torch.Tensor, keeps_all: bool) -> None:
-        self.keeps_all, self.columns = keeps_all, () if keeps_all else (4,)
+    columns = (4,)
+
+    def __init__(self, own: Any, hidden: torch.Tensor, stepwise: bool) -> None:
+        self.stepwise = stepwise
         self._own, self._like = own, hidden
 
     def load(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,9 +23,9 @@ class LayerStates:
         return self._ring.columns
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether each column of the forward may be rolled back to."""
-        return self._ring.keeps_all
+    def stepwise(self) -> bool:
+        """Whether the recurrence runs column by column, as plain decoding does, and not in chunks."""
+        return self._ring.stepwise
 
     def load(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The states before the forward.
@@ -63,7 +63,7 @@ class StateRing:
         self._index = {layer: i for i, layer in enumerate(layout.layers)}
         self._allocate(STATES, rows)
         self.columns: Sequence[int] = ()
-        self.keeps_all = False
+        self.stepwise = False
 
     def _allocate(self, slots: int, rows: int) -> None:
         layout, count = self.layout, len(self.layout.layers)
@@ -134,8 +134,9 @@ class StateRing:
             RuntimeError: the states of a row at its length are not there.
         """
         at, rows = np.asarray(lengths, dtype=np.int64), np.arange(len(lengths))
-        self.keeps_all = keep is None and q <= WIDTH
-        if self.keeps_all:
+        keeps_all = keep is None and q <= WIDTH
+        self.stepwise = keeps_all or q == 1
+        if keeps_all:
             self.reserve(q + 1)
         empty = np.flatnonzero((at == 0) & (self._held[0] != 0))
         if len(empty):
@@ -149,7 +150,7 @@ class StateRing:
                 f"the recurrent states of row {row} at {lengths[row]} tokens are no longer there: truncate to what restorable() returns, and "
                 "feed the tokens after that again"
             )
-        if self.keeps_all:
+        if keeps_all:
             stored = {column: rows for column in range(1, q + 1)}
         else:
             counts = np.full(len(at), q) if keep is None else np.asarray(keep, dtype=np.int64) - at

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import ModelSection, open_sections
 from pipespec.models.loading import load_config
+from pipespec.models.layout import FULL, GATED_DELTA, CacheLayout
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.process.signals import pass_on
@@ -347,9 +348,12 @@ class DraftModule(nn.Module):
         """
         module = cls(config)
         base = target.base_model
+        layout = CacheLayout.of(target.config)
+        # Blocks have attention. Without enough such layers in the target, the first blocks keep random weights.
+        like = [base.layers[i] for i in layout.attention][-config.layers :]
         with torch.no_grad():
             module.norm.load_state_dict(base.norm.state_dict())
-            for own, theirs in zip(module.layers, list(base.layers)[-config.layers :], strict=True):
+            for own, theirs in zip(list(module.layers)[-len(like) :], like, strict=True):
                 own.load_state_dict(theirs.state_dict())
             rows = target.get_output_embeddings().weight
             ids = config.vocabulary
@@ -438,6 +442,9 @@ def _block_config(config: DraftModuleConfig) -> Any:
     for name in ("layer_types", "sliding_window", "max_window_layers"):
         record.pop(name, None)
     record |= {"num_hidden_layers": config.layers, "vocab_size": 1}
+    if kind in GATED_DELTA:
+        # Their default has recurrent layers.
+        record["layer_types"] = [FULL] * config.layers
     record |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     built = AutoConfig.for_model(kind, **record)
     if hasattr(built, "use_sliding_window"):
