@@ -242,7 +242,9 @@ class RowCache(Cache):
         devices = set(self._layer_devices)
         if layout.states is not None and (static or devices != {self._device}):
             where = "a static cache" if static else f"layers on {', '.join(sorted(map(str, devices)))}"
-            raise ValueError(f"RowCache: the states of recurrent layers are kept on one device, by the host: no {where}")
+            raise ValueError(
+                f"RowCache: the states of recurrent layers are kept on one device, by the host: no {where}"
+            )
         if static and devices != {self._device}:
             raise ValueError(f"a static RowCache lies on one device, not on {', '.join(sorted(map(str, devices)))}")
         self._on_gpus = all(at.type == "cuda" for at in (self._device, *devices))
@@ -542,9 +544,7 @@ class RowCache(Cache):
             self._displaced = torch.tensor([[at, to - at] for at, to in positions], device=self.device)
         self._set(list(self._lengths))
 
-    def load(
-        self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int] | None = None
-    ) -> None:
+    def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int] | None = None) -> None:
         """Copy what :meth:`states` returns into the cache.
 
         Args:

@@ -97,9 +97,7 @@ class GatedDeltaNet(nn.Module):
                     states.store(end, inputs[:, :, end : end + taps], state)
                 out.append(columns)
                 begin = end
-        y = own.norm(
-            torch.cat(out, 1).to(hidden.dtype).reshape(-1, own.head_v_dim), z.reshape(-1, own.head_v_dim)
-        )
+        y = own.norm(torch.cat(out, 1).to(hidden.dtype).reshape(-1, own.head_v_dim), z.reshape(-1, own.head_v_dim))
         result: torch.Tensor = own.out_proj(y.reshape(rows, q, -1))
         return result
 
@@ -182,7 +180,9 @@ class _Steps:
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
     ) -> None:
-        query, key = (x.float() * torch.rsqrt((x.float() * x.float()).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+        query, key = (
+            x.float() * torch.rsqrt((x.float() * x.float()).sum(-1, keepdim=True) + 1e-6) for x in (query, key)
+        )
         self._query = (query / query.shape[-1] ** 0.5)[..., None]
         self._key, self._value = key[..., None], value.float()
         self._decay, self._beta = decay.float().exp()[..., None, None], beta.float()[..., None]
@@ -229,7 +229,9 @@ def why_not_recurrent(model: PreTrainedModel) -> str | None:
     """
     why = why_not_whole(model)
     if why is not None:
-        return f"it has recurrent layers, whose states are kept on one device, by this process, and {why}; load it whole"
+        return (
+            f"it has recurrent layers, whose states are kept on one device, by this process, and {why}; load it whole"
+        )
     for i, layer in enumerate(ModelParts.of(model).layers):
         own = layer._modules.get(_MODULE)
         if own is None:

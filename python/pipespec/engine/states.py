@@ -151,7 +151,7 @@ class StateRing:
                 "feed the tokens after that again"
             )
         if keeps_all:
-            stored = {column: rows for column in range(1, q + 1)}
+            stored = dict.fromkeys(range(1, q + 1), rows)
         else:
             counts = np.full(len(at), q) if keep is None else np.asarray(keep, dtype=np.int64) - at
             stored = {int(c): np.flatnonzero(counts == c) for c in np.unique(counts) if 0 < c <= q}
