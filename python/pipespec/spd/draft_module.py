@@ -371,7 +371,7 @@ class DraftModule(nn.Module):
         like = [base.layers[i] for i in layout.attention][-config.layers :]
         with torch.no_grad():
             module.norm.load_state_dict(base.norm.state_dict())
-            for own, theirs in zip(list(module.layers)[-len(like) :], like, strict=True):
+            for own, theirs in zip(list(module.layers)[config.layers - len(like) :], like, strict=True):
                 own.load_state_dict(theirs.state_dict())
             rows = target.get_output_embeddings().weight
             ids = config.vocabulary
