@@ -14,8 +14,10 @@ from pipespec import Pipeline
 from pipespec.engine import recurrent, states
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
+from pipespec.errors import NotCapturable
 from pipespec.models.layout import STATES, CacheLayout
 from pipespec.preflight.checks import check_architecture
+from pipespec.preflight.support import check_streams
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy
@@ -296,8 +298,8 @@ def test_padding_behind_tokens():
 
 def test_captured_steps():
     target = model_of(ONE)
-    with pytest.raises(ValueError, match=r"layer 0.*recurrent.*static cache"):
-        Pipeline(target, noisy(target, 0.02), schedule="streams")
+    with pytest.raises(NotCapturable, match=r"layer 0.*recurrent.*static cache"):
+        check_streams([target])
     with pytest.raises(ValueError, match="recurrent layers are kept on one device"):
         RowCache.for_model(target, 1, 32, static=True)
 

@@ -1004,6 +1004,7 @@ class RowCache(Cache):
         )
 
     get_conv_state = get_recurrent_state = update_conv_state = update_recurrent_state = _without_forward
+    has_previous_state = _without_forward
     # The attributes that transformers 5.0 reads.
     conv_states = recurrent_states = property(_without_forward)
 

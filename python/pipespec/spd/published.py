@@ -155,6 +155,8 @@ def _stages(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], ..
     elif isinstance(counts, str):
         counts = [int(part) for part in counts.split(";") if part.strip()]
     partition = Partition(tuple(int(c) for c in counts))
+    if partition.stages != n:
+        raise ValueError(f"its config has {n} stages, and layers of {partition.stages}")
     partition.check(layers)
     return partition.ranges
 
