@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 97
 WINDOW = 7
@@ -49,6 +49,16 @@ DEEPSEEK = LATENT | {
     "n_shared_experts": 1,
 }
 
+RECURRENT = HEADS | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": None}),
@@ -79,8 +89,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", HEADS),
     "stablelm": ("stablelm", {}),
     "dots1, mixed": ("dots1", MIXED | HEADS | {k: v for k, v in DEEPSEEK.items() if k not in LATENT}),
+    "qwen3_next, recurrent": ("qwen3_next", RECURRENT | EXPERTS | SHARED_EXPERT),
+    "qwen3_5, recurrent": ("qwen3_5_text", RECURRENT),
+    "qwen3_5_moe, recurrent": ("qwen3_5_moe_text", RECURRENT | EXPERTS | SHARED_EXPERT),
 }
 """By name: type of the model and what its configuration has beside SIZES."""
+
+LACKING = {name: kind for name, (kind, _) in FAMILIES.items() if kind not in CONFIG_MAPPING}
+"""Families that the installed transformers does not have, with their types."""
+
+for name in LACKING:
+    del FAMILIES[name]
 
 
 def make(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:

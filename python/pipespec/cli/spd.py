@@ -1,4 +1,4 @@
-"""``pipespec spd train``: train a draft module on files."""
+"""``pipespec spd``: train a draft module on files, or import a published one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,25 @@ _LIMITS = ("steps", "epochs", "tokens", "minutes")
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command group and its command."""
-    group = commands.add_parser("spd", help="speculative pipeline decoding: train a draft module")
+    """Add the command group and its commands."""
+    group = commands.add_parser("spd", help="speculative pipeline decoding: train or import a draft module")
     inner = group.add_subparsers(required=True, metavar="command")
     parser = inner.add_parser("train", help="train a draft module for a target", description=run.__doc__)
     parser.set_defaults(command=run)
     _add_options(parser)
-    return [parser]
+    convert = inner.add_parser("import", help="convert a published draft module", description=run_import.__doc__)
+    convert.set_defaults(command=run_import)
+    convert.add_argument("file", metavar="FILE", type=Path, help="published file, *.pt")
+    convert.add_argument("--target", metavar="PATH", required=True, help="model that the module was trained for")
+    convert.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="folder of the converted module")
+    convert.add_argument(
+        "--vocabulary",
+        metavar="FILE",
+        type=Path,
+        help="JSON file of the draft vocabulary, for modules without their own list",
+    )
+    convert.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the stored weights (bfloat16)")
+    return [parser, convert]
 
 
 def _add_options(train: argparse.ArgumentParser) -> None:
@@ -135,6 +147,29 @@ def _with_recipe(given: argparse.Namespace) -> tuple[argparse.Namespace, recipes
     if any(name in given for name in _LIMITS):  # this start sets the length of the run
         values = {name: value for name, value in values.items() if name not in _LIMITS}
     return argparse.Namespace(**_DEFAULTS | values | vars(given)), recipe
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Convert a draft module that the authors of SPD have published into a folder that SpeculativePipeline takes. The target is loaded, and the
+    module is checked against it."""
+    check_output_folder(args.out)
+    with working("importing torch and transformers"):
+        import torch
+
+        from pipespec.models.loading import load_model
+        from pipespec.spd.draft_module import CONFIG_FILE
+        from pipespec.spd.published import import_module
+    if (args.out / CONFIG_FILE).exists():
+        raise ValueError(f"{args.out} holds a draft module already: give another --out")
+    with quiet_transformers():
+        module = import_module(args.file, load_model(args.target, dtype="auto"), vocabulary=args.vocabulary)
+    module.save(args.out, None if args.dtype == "auto" else getattr(torch, args.dtype))
+    config = module.config
+    stages = " ".join(str(end - begin) for begin, end in config.stages)
+    say(
+        f"{args.out}: {config.layers} blocks, anchors {list(config.anchors)}, {config.logits} draft tokens; use it with --stages {stages}"
+    )
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from pipespec.config import WIDTH
 from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
+from pipespec.engine.states import LayerStates, StateRing
 from pipespec.models.compat import cropped_length, query_length
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import FULL, SLIDING, CacheLayout, UnsupportedLayers
@@ -163,6 +166,10 @@ class RowCache(Cache):
     be wrong, so the cache refuses to give one. Use ``forward(model, tokens, cache, keep=...)``, or pass both ``mask(q)`` and ``positions(q)``
     to the model.
 
+    **Recurrent layers** keep states in place of keys and values, several per row in a :class:`pipespec.engine.states.StateRing`. A rollback
+    chooses one of them. ``restorable()`` says how far back they reach, and the tokens after that are to be fed again. ``aim()`` before a prefill
+    says which states it keeps. The modules of such layers run in ``forward(model, tokens, cache, keep=...)`` only.
+
     **Lengths on the device.** With ``model.set_attn_implementation("pipespec")`` on a GPU, and with ``static=True`` on any device, attention
     reads the lengths from ``device_lengths`` and needs no mask. A static cache returns its whole storage, always at the same addresses, so
     that a forward can be captured in a CUDA graph: call ``sync()`` before the capture; within it nothing waits for the device or reads the
@@ -179,7 +186,8 @@ class RowCache(Cache):
     another one, since a mask is added to scores and does not replace them. A model with finite values leaves none.
 
     Args:
-        config: of a model whose layers have full attention or sliding windows.
+        config: of a model whose layers have full attention or sliding windows, or are recurrent as those of
+            :data:`pipespec.models.layout.GATED_DELTA`.
         rows: number of sequences.
         capacity: positions per row.
         dtype: of keys and values.
@@ -193,7 +201,7 @@ class RowCache(Cache):
 
     Raises:
         ValueError: a model with layers of other types, sizes below 1, or ``static`` without ``attn_implementation="pipespec"`` or on several
-            devices.
+            devices, or recurrent layers with ``static`` or on several devices.
     """
 
     def __init__(
@@ -216,7 +224,10 @@ class RowCache(Cache):
         except UnsupportedLayers as error:
             raise ValueError(f"RowCache: {error}") from error
         self._config = config
-        self._rows, self._depth = rows, config.num_hidden_layers
+        self._rows, self._layers = rows, config.num_hidden_layers
+        # Per layer with keys and values, its index among those.
+        self._attention = {layer: i for i, layer in enumerate(layout.attention)}
+        self._depth = len(self._attention)
         self._heads = layout.heads
         # One tensor for keys and values of equal size, else one for each.
         self._dims = (layout.key_dim,) if layout.key_dim == layout.value_dim else (layout.key_dim, layout.value_dim)
@@ -227,16 +238,25 @@ class RowCache(Cache):
         # Per row, an index and what is added to positions from it on; None: nothing.
         self._displaced: torch.Tensor | None = None
         self._device = torch.empty(0, device=device).device
-        self._layer_devices = tuple(layer_devices or [self._device] * self._depth)
+        self._layer_devices = tuple(layer_devices or [self._device] * self._layers)
         devices = set(self._layer_devices)
+        if layout.states is not None and (static or devices != {self._device}):
+            where = "a static cache" if static else f"layers on {', '.join(sorted(map(str, devices)))}"
+            raise ValueError(
+                f"RowCache: the states of recurrent layers are kept on one device, by the host: no {where}"
+            )
         if static and devices != {self._device}:
             raise ValueError(f"a static RowCache lies on one device, not on {', '.join(sorted(map(str, devices)))}")
         self._on_gpus = all(at.type == "cuda" for at in (self._device, *devices))
         self._make_lengths()
         self._check_attention()
+        self._ring: StateRing | None = None
+        self._aim: Sequence[int] | None = None
         self._allocate(capacity, dtype)
+        if layout.states is not None:
+            self._ring = StateRing(layout.states, rows, dtype, self._device)
         self._set([0] * rows)
-        super().__init__(layers=[_RowLayer(self, i) for i in range(self._depth)])
+        super().__init__(layers=[_RowLayer(self, i) for i in range(self._layers)])
 
     def _make_lengths(self) -> None:
         """Allocate the lengths on each device."""
@@ -252,8 +272,9 @@ class RowCache(Cache):
         with torch.inference_mode(False), torch.no_grad():
             shape = (self._rows, self._heads, capacity)
             storages = []
-            for device in dict.fromkeys(self._layer_devices):
-                layers = [i for i, at in enumerate(self._layer_devices) if at == device]
+            attention = [self._layer_devices[layer] for layer in self._attention]
+            for device in dict.fromkeys(attention):
+                layers = [i for i, at in enumerate(attention) if at == device]
                 storages.append(_Storage(layers, shape, self._dims, dtype, device, self._lengths_on[device]))
             arange = torch.arange(capacity, device=self._device)
             # Nothing has changed where there was no memory.
@@ -268,8 +289,8 @@ class RowCache(Cache):
 
     def _by_layer(self, views: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """Views of each storage, keys and then values of its layers, in the order of the model: keys of all layers, then values."""
-        if len(views) == 1:
-            return views[0]
+        if len(views) <= 1:
+            return views[0] if views else ()
         found: dict[int, torch.Tensor] = {}
         for storage, its in zip(self._storages, views, strict=True):
             places = [*storage.layers, *(self._depth + layer for layer in storage.layers)]
@@ -282,8 +303,10 @@ class RowCache(Cache):
 
     def _held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, see :class:`_RowLayer`."""
+        if layer not in self._attention:
+            raise NotImplementedError(f"layer {layer} is recurrent and has no keys and values")
         columns = self._capacity if self._static else self._top
-        storage, at = self._places[layer]
+        storage, at = self._places[self._attention[layer]]
         keys, values = storage.halves
         return keys[at, :, :, :columns], values[at, :, :, :columns]
 
@@ -315,7 +338,7 @@ class RowCache(Cache):
 
     @staticmethod
     def bytes_for(config: Any, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of such a cache, exactly.
+        """Bytes of keys and values, and of states, of such a cache when it is new, exactly.
 
         Args:
             config: of the model.
@@ -364,14 +387,16 @@ class RowCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of key and value storage, on all devices."""
+        """Bytes of key and value storage, and of states, on all devices."""
         return sum(self.nbytes_on().values())
 
     def nbytes_on(self) -> Counter[str]:
-        """Bytes of key and value storage per device."""
+        """Bytes of key and value storage, and of states, per device."""
         counted: Counter[str] = Counter()
         for store in self._stores:
             counted[str(store.device)] += store.nbytes
+        if self._ring is not None:
+            counted[str(self._device)] += self._ring.nbytes
         return counted
 
     @property
@@ -396,6 +421,11 @@ class RowCache(Cache):
     def lengths(self) -> tuple[int, ...]:
         """Tokens held per row, on the host."""
         return tuple(self._lengths)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep states, so that a rollback reaches back to :meth:`restorable` only."""
+        return self._ring is not None
 
     @property
     def is_static(self) -> bool:
@@ -514,34 +544,53 @@ class RowCache(Cache):
             self._displaced = torch.tensor([[at, to - at] for at, to in positions], device=self.device)
         self._set(list(self._lengths))
 
-    def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy keys and values into the cache; every row then holds ``n`` tokens.
+    def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int] | None = None) -> None:
+        """Copy what :meth:`states` returns into the cache.
 
         Args:
-            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``, each with its own size.
+            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``, each with its own size; of a recurrent layer its states.
+            lengths: tokens that the rows then hold; None: ``n`` each. With recurrent layers, those that their states belong to.
 
         Raises:
             ValueError: another shape, or more than the capacity.
         """
-        n = states[0][0].shape[2]
+        pairs = [states[layer] for layer in self._attention]
+        n = pairs[0][0].shape[2] if pairs else max(lengths or [0])
         self.reset()
         self._need(n)
-        for pair in states:
+        for pair in pairs:
             for given, dim in zip(pair, (self._dims[0], self._dims[-1]), strict=True):
                 shape = (self._rows, self._heads, n, dim)
                 if given.shape != shape:
                     raise ValueError(f"keys and values of shape {list(given.shape)} cannot be loaded as {list(shape)}")
         with torch.inference_mode(False), torch.no_grad():
-            for layer, pair in enumerate(states):
-                storage, at = self._places[layer]
+            for i, pair in enumerate(pairs):
+                storage, at = self._places[i]
                 for half, given in zip(storage.halves, pair, strict=True):
                     half[at, :, :, :n].copy_(given)
-        self._set([n] * self._rows)
+        lengths = [n] * self._rows if lengths is None else list(lengths)
+        self._set(lengths)
+        if self._ring is not None:
+            self._ring.load([pair for layer, pair in enumerate(states) if layer not in self._attention], lengths)
 
-    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer the keys and values of the used prefix, views ``[rows, kv_heads, max(lengths), head_dim]``."""
+    def states(self, lengths: Sequence[int] | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the layers hold, in their order.
+
+        Args:
+            lengths: per row, those of the states of recurrent layers, from :meth:`restorable`; None: the present ones.
+
+        Returns:
+            The keys and values of the used prefix, views ``[rows, kv_heads, max(lengths), head_dim]``; of a recurrent layer the last inputs
+            of its convolution ``[rows, channels, taps]`` and its state ``[rows, heads, key_dim, value_dim]``, copies.
+        """
         used = self._narrowed(0, self._top)
-        return [(used[i], used[self._depth + i]) for i in range(self._depth)]
+        recurrent = iter(() if self._ring is None else self._ring.export(lengths or self._lengths))
+        return [
+            (used[self._attention[i]], used[self._depth + self._attention[i]])
+            if i in self._attention
+            else next(recurrent)
+            for i in range(self._layers)
+        ]
 
     def matches(self, model: PreTrainedModel) -> bool:
         """Whether this cache can hold the keys and values of ``model``: shapes, dtype, devices."""
@@ -557,7 +606,7 @@ class RowCache(Cache):
         return rows == self._rows and capacity <= self._capacity
 
     def __repr__(self) -> str:
-        return f"RowCache(layers={self._depth}, rows={self._rows}, capacity={self._capacity}, lengths={self._lengths})"
+        return f"RowCache(layers={self._layers}, rows={self._rows}, capacity={self._capacity}, lengths={self._lengths})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCache:
         """A copy with storage of its own, as transformers' recipe for the cache of a common prefix needs it."""
@@ -572,6 +621,8 @@ class RowCache(Cache):
             kv_heads=self._heads,
         )
         copy._copy_prefix(self._stores, self._capacity)
+        if self._ring is not None and copy._ring is not None:
+            copy._ring.copy_from(self._ring)
         copy._set(list(self._lengths))
         copy.text = None if self.text is None else [tokens.copy() for tokens in self.text]
         memo[id(self)] = copy
@@ -593,6 +644,9 @@ class RowCache(Cache):
         self._top = first if self._even else max(lengths)
         # Columns of the running forward; 0: none runs.
         self._open_q = 0
+        self._aim = None
+        if self._ring is not None:
+            self._ring.truncate(lengths)
         # For different lengths: q and the indices computed for it; q of the mask and of the positions returned.
         self._ragged: tuple[int, torch.Tensor] | None = None
         self._masked_q = self._placed_q = 0
@@ -602,7 +656,7 @@ class RowCache(Cache):
 
         Raises:
             ValueError: another number of rows, or a length that is not between 0 and the present one (after ``follow()``, the last one
-                that the host had). Nothing has changed.
+                that the host had), or not one of :meth:`restorable`. Nothing has changed.
         """
         new: list[int] = lengths.tolist() if isinstance(lengths, (np.ndarray, torch.Tensor)) else list(lengths)
         if new == self._lengths and self._followed is None:
@@ -612,7 +666,29 @@ class RowCache(Cache):
         for row, (n, held) in enumerate(zip(new, self._lengths, strict=True)):
             if not 0 <= n <= held:
                 raise ValueError(f"row {row} holds {held} tokens and cannot be truncated to {n}")
+        for row, (n, there) in enumerate(zip(new, self.restorable(new), strict=True)):
+            if n != there:
+                raise ValueError(
+                    f"row {row} has no recurrent states at {n} tokens any more: truncate it to {there}, and feed the tokens after that again"
+                )
         self._set(new)
+
+    def restorable(self, lengths: Sequence[int]) -> list[int]:
+        """Per row the largest length up to that of ``lengths`` that :meth:`truncate` takes. Without recurrent layers, ``lengths``."""
+        return list(lengths) if self._ring is None else self._ring.restorable(lengths)
+
+    def reserve_states(self, states: int | None = None) -> None:
+        """Room for more states per row of recurrent layers.
+
+        Args:
+            states: how many; None: twice as many, up to twice the widest step, after a rollback has found one overwritten.
+        """
+        if self._ring is not None:
+            self._ring.reserve(min(2 * self._ring.slots, 2 * WIDTH) if states is None else states)
+
+    def aim(self, lengths: Sequence[int]) -> None:
+        """Announce that the rows will be truncated to ``lengths`` after the next forward, a prefill: only those states are kept."""
+        self._aim = list(lengths)
 
     def reset(self) -> None:
         """Set every length to 0. Addresses stay."""
@@ -762,6 +838,9 @@ class RowCache(Cache):
             ValueError: beyond the capacity.
         """
         top = self._need(q)
+        aim, self._aim = self._aim, None
+        if self._ring is not None:
+            self._ring.begin(self._lengths, q, aim)
         if self.uses_device_lengths:
             self._check_attention()
             self._update_device()
@@ -805,7 +884,7 @@ class RowCache(Cache):
         Args:
             keys: ``[rows, q, kv_heads, head_dim]``.
             values: as ``keys``.
-            layer: index of the layer.
+            layer: index of the layer, among those with keys and values.
         """
         index = self._places[layer][0].index
         assert index is not None
@@ -822,6 +901,32 @@ class RowCache(Cache):
             return
         q = self._open_q
         self._set([n + q for n in self._lengths])
+        if self._ring is not None:
+            self._ring.end()
+
+    @contextmanager
+    def recurrent(self, layer: int, q: int) -> Iterator[LayerStates]:
+        """The states of a recurrent layer, for its forward of ``q`` columns. Layers come in order; the lengths grow with the last one.
+
+        Raises:
+            ValueError: beyond the capacity; nothing was written.
+            RuntimeError: layers out of order, or states that are no longer there.
+        """
+        assert self._ring is not None
+        self._enter(layer, q)
+        yield self._ring.layer(layer)
+        self._leave(layer)
+
+    def _enter(self, layer: int, q: int) -> None:
+        if layer == 0:
+            self._new, self._used = self.open(q)
+        elif self._open_q != q:
+            raise RuntimeError(f"RowCache: layer {layer} is updated, but its forward did not begin with layer 0")
+
+    def _leave(self, layer: int) -> None:
+        if layer == self._layers - 1:
+            self.close()
+            self._new = self._used = ()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -843,30 +948,27 @@ class RowCache(Cache):
             RuntimeError: rows of different lengths without ``mask(q)`` and ``positions(q)``, states that require gradients, or layers out
                 of order.
         """
-        if layer_idx == 0:
+        i, depth = self._attention[layer_idx], self._depth
+        if i == 0:
             self._check(key_states, value_states)
-            self._new, self._used = self.open(key_states.shape[2])
-        elif self._open_q != key_states.shape[2]:
-            raise RuntimeError(f"RowCache: layer {layer_idx} is updated, but its forward did not begin with layer 0")
-        used, depth = self._used, self._depth
+        self._enter(layer_idx, key_states.shape[2])
+        used = self._used
         if self.uses_device_lengths:
             values = value_states.to(self._dtype)
-            storage, at = self._places[layer_idx]
+            storage, at = self._places[i]
             lengths = storage.lengths if self._followed is None else self._followed
             ops.kv_append(key_states, values, storage.halves[0][at], storage.halves[1][at], lengths)
-            attach_lengths(used[layer_idx], lengths, self.windows[layer_idx])
+            attach_lengths(used[i], lengths, self.windows[layer_idx])
         elif self._even:
             new = self._new
-            new[layer_idx].copy_(key_states)
-            new[depth + layer_idx].copy_(value_states)
+            new[i].copy_(key_states)
+            new[depth + i].copy_(value_states)
         else:
             # Under autocast only the keys have the model's dtype.
             values = value_states.to(self._dtype)
-            self.scatter(key_states.transpose(1, 2), values.transpose(1, 2), layer_idx)
-        keys, values = used[layer_idx], used[depth + layer_idx]
-        if layer_idx == depth - 1:
-            self.close()
-            self._new = self._used = ()
+            self.scatter(key_states.transpose(1, 2), values.transpose(1, 2), i)
+        keys, values = used[i], used[depth + i]
+        self._leave(layer_idx)
         return keys, values
 
     def _update_device(self) -> None:
@@ -894,6 +996,17 @@ class RowCache(Cache):
             )
         if not self._even and not self._masked_q == self._placed_q == q:
             raise RuntimeError(self._trap())
+
+    def _without_forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "the recurrent layers of this model keep a state per column here, which its own forward does not: call "
+            "pipespec.engine.forward.forward(model, tokens, cache, keep=...) in place of the model"
+        )
+
+    get_conv_state = get_recurrent_state = update_conv_state = update_recurrent_state = _without_forward
+    has_previous_state = _without_forward
+    # The attributes that transformers 5.0 reads.
+    conv_states = recurrent_states = property(_without_forward)
 
     def _trap(self) -> str:
         return (
@@ -957,6 +1070,8 @@ class RowCache(Cache):
             for store in self._stores:
                 prefix = store.narrow(3, 0, self._top)
                 prefix.copy_(prefix.index_select(1, beam_idx.to(store.device)))
+        if self._ring is not None:
+            self._ring.select(order)
         if self.text is not None:
             self.text = [self.text[row] for row in order]
         self._set([self._lengths[row] for row in order])
@@ -984,6 +1099,8 @@ class RowCache(Cache):
         lengths, text = [self._lengths[row] for row in order], self.text
         self._make_lengths()
         self._allocate(self._capacity, self.dtype)
+        if self._ring is not None:
+            self._ring.select(order)
         with torch.inference_mode(False), torch.no_grad():
             for store, other in zip(self._stores, old, strict=True):
                 store[:, :, :, :top].copy_(other[:, :, :, :top].index_select(1, indices.to(store.device)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.fused import FusedForm, fused_form, fused_signature
 from pipespec.engine.native import NATIVE, Form, PartsForm, native_form, native_signature, probe_cache
+from pipespec.engine.recurrent import recurrent_signature, with_states
+from pipespec.engine.states import LayerStates
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable, packed_bytes
-from pipespec.models.layout import takes_mask_per_type
+from pipespec.models.layout import CacheLayout, takes_mask_per_type
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
 
@@ -32,7 +35,8 @@ def forward(
     LLaMA-like models on the CPU run in the native form, after its logits were compared with the model's own, see
     :mod:`pipespec.engine.native`. Otherwise, for ``LlamaForCausalLM`` a loop over the layers runs instead of ``LlamaForCausalLM.forward``, which
     on small models spends more than half of its time outside of matrix products: see ``_LayerLoop`` and ``_FlatLoop``. A loop is used only
-    after it gave bit-identical logits on this model. Every other model is called as a whole, with an explicit mask and positions. The form is
+    after it gave bit-identical logits on this model. The layers of a model with recurrent layers are called one by one, see
+    :mod:`pipespec.engine.recurrent`. Every other model is called as a whole, with an explicit mask and positions. The form is
     chosen when the cache is empty, so weights, attention and hooks may change between sequences and not within one; see :func:`recheck`.
 
     Args:
@@ -171,6 +175,9 @@ def not_exact(model: PreTrainedModel) -> str | None:
 
 def _unusual(cache: RowCache) -> str | None:
     """Why a forward calls the model as a whole, whatever the model is: autocast changes what modules do, and only modules read device lengths."""
+    if cache.is_recurrent:
+        # Its form calls the modules of the layers in any case.
+        return None
     if torch.is_autocast_enabled(cache.device.type):
         return _AUTOCAST
     return "the lengths are on the device" if cache.uses_device_lengths else None
@@ -278,13 +285,20 @@ class _OffsetCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.update(keys, values, layer - self._first)
 
+    def recurrent(self, layer: int, q: int) -> AbstractContextManager[LayerStates]:
+        return self._cache.recurrent(layer - self._first, q)
+
 
 class _LayerLoop(_LlamaLoop):
     """transformers' own layer modules, called one after the other.
 
     Saves what ``LlamaForCausalLM.forward`` and ``LlamaModel.forward`` do around them: decorators that merge defaults and capture outputs, the
-    construction of the mask, and RoPE (a table instead of sines of the same positions).
+    construction of the mask, and RoPE (a table instead of sines of the same positions). Recurrent layers keep their states per column.
     """
+
+    def __init__(self, parts: ModelParts, tabled: bool = True) -> None:
+        super().__init__(parts, tabled)
+        self._layers = [with_states(layer) for layer in parts.layers]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.parts.embed(tokens)
@@ -299,7 +313,7 @@ class _LayerLoop(_LlamaLoop):
         positions = cache.positions(q)
         ropes = self.ropes(hidden, cache, q)
         own = _OffsetCache(cache, first) if first else cache
-        for i, (layer, mask, rope) in enumerate(zip(self.parts.layers, masks, ropes, strict=True), first + 1):
+        for i, (layer, mask, rope) in enumerate(zip(self._layers, masks, ropes, strict=True), first + 1):
             hidden = layer(
                 hidden,
                 attention_mask=mask,
@@ -468,6 +482,8 @@ def _signature(model: PreTrainedModel | ModelParts) -> tuple[Any, ...] | None:
     """
     if isinstance(model, ModelParts):
         return _signature_of_parts(model)
+    if CacheLayout.of(model.config).states is not None:
+        return recurrent_signature(ModelParts.of(model))
     if type(model) is not LlamaForCausalLM or model.training:
         return None
     wholes: list[tuple[nn.Module, type]] = [(model, LlamaForCausalLM), (model.model, modeling_llama.LlamaModel)]
@@ -482,6 +498,9 @@ def _signature_of_parts(parts: ModelParts) -> tuple[Any, ...] | None:
     Those are parts of another architecture; parts that are replaced (adapters, quantised layers, kernels), hooked (offloading, several
     devices), compiled or in training; and parts with attention other than sdpa and eager.
     """
+    recurrent = recurrent_signature(parts)
+    if recurrent is not None:
+        return recurrent
     if mask_kind(parts.config) is MaskKind.NONE:
         return None
     seen: list[Any] = [parts.config._attn_implementation]
@@ -536,7 +555,9 @@ def _choose(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
                 form = native_form(model, lambda texts: model(input_ids=texts, use_cache=False).logits, cache.nbytes)
             except NotReadable as error:
                 reason = str(error)
-        chosen: Form = form or _with_the_same_bits(model, cache)
+        chosen: Form = form or (
+            _LayerLoop(ModelParts.of(model)) if cache.is_recurrent else _with_the_same_bits(model, cache)
+        )
     chosen.identity, chosen.reason = identity, reason
     _callers.setdefault(model, {})[native] = chosen
     return chosen
@@ -662,6 +683,8 @@ class ModelSection:
         parts, modules = self.parts, _LayerLoop(self.parts, tabled=False)
         size = sum(p.numel() for layer in parts.layers for p in layer.parameters())
         large = parts.device.type == "cpu" and size > _LOOP_UP_TO
+        if recurrent_signature(parts) is not None:
+            return modules
         if _signature_of_parts(parts) is None or not _plain(parts) or large:
             return modules
         flat = _FlatLoop(parts)

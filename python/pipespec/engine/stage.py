@@ -221,7 +221,7 @@ class Stage:
         cache, self._cache = self._cache, None
         assert cache is not None
         cache.displace(None)
-        cache.truncate([min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
+        self._roll_back(cache, [min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
         cache.text = [self._text[row, :n].copy() for row, n in enumerate(cache.lengths)]
         return cache
 
@@ -290,6 +290,7 @@ class Stage:
             self._cache = None
         if self._cache is not None and inputs.reuse and self._cache.rows == rows:
             held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
+            held = self._cache.restorable(held)
         is_target = self.index == self.block.target
         longest = self._fit_rope(prompts, is_target)
         if self._rope is not None and self._rope.recomputes and max(held) <= self._rope.limit < longest:
@@ -329,6 +330,14 @@ class Stage:
         for row, (prompt, new) in enumerate(zip(inputs.prompts, announced.text, strict=True)):
             self._text[row, len(prompt) : len(prompt) + len(new)] = new
         return list(announced.text)
+
+    def _roll_back(self, cache: RowCache, lengths: Sequence[int], seen: int = 0) -> None:
+        """Truncate to ``lengths``. Tokens after the last recurrent states that are left are fed again."""
+        there = cache.restorable(lengths)
+        cache.truncate(there)
+        if there != list(lengths):
+            cache.reserve_states()
+            self._fill(cache, there, list(lengths), seen)
 
     def _grow(self, cache: RowCache, need: int) -> None:
         """Room for ``need`` positions per row. A cache that becomes full doubles."""
@@ -375,12 +384,14 @@ class Stage:
 
     def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int) -> None:
         """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the RoPE of a forward of ``seen`` tokens."""
-        level = not any(begin)
+        # The states of a complete row do not survive further columns.
+        level = not any(begin) and not cache.is_recurrent
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
             q = min(self._chunk, missing, cache.capacity - max(cache.lengths))
             columns = np.zeros((len(end), q), dtype=np.int32)
             for row, (b, e) in enumerate(zip(begin, end, strict=True)):
                 columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
+            cache.aim([max(b, min(b + q, e)) for b, e in zip(begin, end, strict=True)])
             self._forward(torch.from_numpy(columns).to(self._device), cache, keep=0, seen=seen)
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
             if not level:
@@ -427,7 +438,7 @@ class Stage:
             return action
         cache = self._cache
         assert cache is not None
-        cache.truncate(self._kv)
+        self._roll_back(cache, self._kv.tolist())
         seen = 0 if self._rope is None else self._limit_to_rope(cache, self._rope)
         columns = port.columns if self._rope is None else int(self._query_lens.max())
         self._grow(cache, cache.get_seq_length() + columns)

@@ -530,7 +530,7 @@ class TranslatedStage(Stage):
         for r in waiting:
             self._text[r, begin[r] : len(rows[r].sequence)] = rows[r].sequence[begin[r] :]
         self._held = begin
-        cache.truncate(begin)
+        self._roll_back(cache, begin, longest)
         until = [max(b, len(rows[r].sequence) - WIDTH) if r in waiting else b for r, b in enumerate(begin)]
         if until != begin:
             self._fill(cache, begin, until, longest)

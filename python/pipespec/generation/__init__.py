@@ -242,14 +242,18 @@ class Generation:
 
     def _check_windows(self) -> None:
         """Check that windows of the target hold the same tokens as in ``generate()``, which counts columns, padding included."""
-        if not CacheLayout.of(self._target.config).restricts(max(self.limits)):
+        layout = CacheLayout.of(self._target.config)
+        if layout.states is not None:
+            what = "which the target's recurrent layers take for tokens"
+        elif layout.restricts(max(self.limits)):
+            what = "which counts in the target's sliding windows"
+        else:
             return
         for row, places in enumerate(self._columns.places):
             if int(places[0]) + len(places) != self._columns.count:
                 raise UnsupportedInput(
                     "attention_mask",
-                    f"attention_mask: row {row} has padding behind its first token, which counts in the target's sliding windows; pad on "
-                    "the left",
+                    f"attention_mask: row {row} has padding behind its first token, {what}; pad on the left",
                 )
 
     def _check_features(self) -> None:
@@ -277,6 +281,12 @@ class Generation:
             held = list(cache.lengths)
             own = cache
         elif isinstance(cache, DynamicCache):
+            if CacheLayout.of(self._target.config).states is not None:
+                raise Unsupported(
+                    "past_key_values",
+                    "past_key_values: a DynamicCache has one recurrent state per row, and a rollback needs those of several columns: pass the "
+                    "cache that a call of this pipeline returned (return_dict_in_generate=True), or none",
+                )
             n = int(cache.get_seq_length())
             if n and cache.layers[0].keys.shape[0] != rows:
                 raise ValueError(f"past_key_values holds {cache.layers[0].keys.shape[0]} rows, input_ids {rows}")

@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a text: sizes of keys and values, and sliding windows."""
+"""What the layers of a model keep of a text: sizes of keys and values, sliding windows, and sizes of recurrent states."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from pipespec.models.properties import text_config
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers whose keys and values a rollback can drop, as transformers names them."""
 
+RECURRENT = "linear_attention"
+"""Type of recurrent layers, as transformers names it. Models of one type differ in what such a layer computes."""
+
+GATED_DELTA = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
+"""``model_type`` of models whose recurrent layers are gated delta nets: :mod:`pipespec.engine.recurrent` keeps their states."""
+
+STATES = 16
+"""States per row and layer that a new cache of a model with recurrent layers has room for."""
+
 _STATE = "a copy of the state per draft token, since no length rolls a state back"
 _MISSING = {
     "chunked_attention": "a mask by chunks, whose limits depend on the padding of each row",
-    "linear_attention": _STATE,
+    RECURRENT: _STATE,
     "conv": _STATE,
     "mamba": _STATE,
     "hybrid": _STATE,
@@ -29,20 +38,50 @@ class UnsupportedLayers(ValueError):
     """Layers whose keys and values, or state, cannot be rolled back row by row. The message is a whole sentence without an end."""
 
 
+class StateLayout(NamedTuple):
+    """Sizes of the states of the recurrent layers of a model, equal in all of them.
+
+    A layer keeps the last inputs of its convolution, ``[channels, taps]``, and a recurrent state in float32, ``[heads, key_dim, value_dim]``.
+
+    Attributes:
+        layers: Indices of the recurrent layers.
+        channels: Channels of the convolution.
+        taps: Inputs before a column that its convolution reads: one less than the size of its kernel.
+        heads: Heads of the recurrent state.
+        key_dim: Size of a key.
+        value_dim: Size of a value.
+    """
+
+    layers: tuple[int, ...]
+    channels: int
+    taps: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes_for(self, rows: int, dtype: torch.dtype, states: int = STATES) -> int:
+        """Bytes of ``states`` states of each layer, for ``rows`` sequences of a model of ``dtype``."""
+        inputs = self.channels * self.taps * dtype.itemsize
+        state = self.heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return len(self.layers) * rows * states * (inputs + state)
+
+
 class CacheLayout(NamedTuple):
-    """Sizes of the keys and values of a model, equal in all of its layers, and the window of each layer.
+    """Sizes of the keys and values of a model, equal in all of its layers that have attention, and the window of each layer.
 
     Attributes:
         heads: Heads of keys and values.
         key_dim: Size of a key.
         value_dim: Size of a value.
         windows: Per layer, the number of last positions that a column sees, its own included; None: all.
+        states: Of the recurrent layers, which have no keys and values; None: there are none.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     windows: tuple[int | None, ...]
+    states: StateLayout | None = None
 
     @classmethod
     def of(cls, config: Any, kv_heads: int | None = None) -> CacheLayout:
@@ -54,16 +93,27 @@ class CacheLayout(NamedTuple):
                 part of them.
 
         Raises:
-            UnsupportedLayers: A layer is of another type than :data:`FULL` or :data:`SLIDING`.
+            UnsupportedLayers: A layer is of another type than :data:`FULL` or :data:`SLIDING`, or a recurrent layer of a model outside of
+                :data:`GATED_DELTA`.
         """
         config = text_config(config)
         heads, key_dim, value_dim = _sizes(config)
-        return cls(kv_heads or heads, key_dim, value_dim, _windows(config))
+        return cls(kv_heads or heads, key_dim, value_dim, _windows(config), _states(config))
+
+    @property
+    def attention(self) -> tuple[int, ...]:
+        """Indices of the layers with keys and values."""
+        recurrent = () if self.states is None else self.states.layers
+        return tuple(layer for layer in range(len(self.windows)) if layer not in recurrent)
 
     def bytes_for(self, rows: int, capacity: int, dtype: torch.dtype, layers: int | None = None) -> int:
-        """Bytes of the keys and values of ``layers`` layers (None: all), for ``rows`` sequences of ``capacity`` positions."""
-        layers = len(self.windows) if layers is None else layers
-        return layers * self.heads * (self.key_dim + self.value_dim) * rows * capacity * dtype.itemsize
+        """Bytes of the keys and values of ``layers`` layers (None: all), for ``rows`` sequences of ``capacity`` positions.
+
+        With the states of recurrent layers, for which ``layers`` must be all: such a model is whole on one device.
+        """
+        states = 0 if self.states is None else self.states.bytes_for(rows, dtype)
+        layers = len(self.attention) if layers is None or self.states is not None else layers
+        return layers * self.heads * (self.key_dim + self.value_dim) * rows * capacity * dtype.itemsize + states
 
     def restricts(self, length: int) -> bool:
         """Whether a text of ``length`` tokens is longer than the window of some layer."""
@@ -89,13 +139,24 @@ def _windows(config: Any) -> tuple[int | None, ...]:
         types = [FULL if window is None else SLIDING] * config.num_hidden_layers
         if getattr(config, "attention_chunk_size", None) is not None:
             types = ["chunked_attention"] * config.num_hidden_layers
-    others = sorted(set(types) - {FULL, SLIDING})
+    known = {FULL, SLIDING, RECURRENT} if config.model_type in GATED_DELTA else {FULL, SLIDING}
+    others = sorted(set(types) - known)
     if others:
         needs = "; ".join(f"{kind} needs {_MISSING.get(kind, 'a cache of its own')}" for kind in others)
         raise UnsupportedLayers(f"some layers of {config.model_type} models cannot be rolled back row by row: {needs}")
     if SLIDING in types and not window:
         raise UnsupportedLayers(f"its configuration has {SLIDING} layers and no sliding_window")
     return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _states(config: Any) -> StateLayout | None:
+    types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    layers = tuple(i for i, kind in enumerate(types) if kind == RECURRENT)
+    if not layers:
+        return None
+    heads, key_dim, value_dim = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
+    return StateLayout(layers, channels, config.linear_conv_kernel_dim - 1, heads, key_dim, value_dim)
 
 
 def takes_mask_per_type(decoder: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from pipespec.engine.forward import not_exact, not_native
+from pipespec.engine.recurrent import why_not_recurrent
 from pipespec.engine.stage import stage_names
 from pipespec.models.families import FAMILIES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
@@ -184,7 +185,11 @@ def _check_layers(name: str, model: PreTrainedModel, decoder: Any) -> None:
         raise TypeError(
             f"{name} is a {kind} with windows in some of its layers, and its forward() takes one mask for all of them"
         )
-    if kind not in FAMILIES:
+    if layout.states is not None:
+        why = why_not_recurrent(model)
+        if why is not None:
+            raise TypeError(f"{name} is a {kind}: {why}")
+    elif kind not in FAMILIES:
         _check_kept(name, model, layout)
 
 

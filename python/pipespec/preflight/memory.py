@@ -172,7 +172,7 @@ def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, schedule
 
 
 def cache_bytes(stage: StageFacts, share: Share, rows: int, capacity: int) -> int:
-    """Bytes of the keys and values of a stage's layers on one device."""
+    """Bytes of the keys and values, and the states, of a stage's layers on one device."""
     return stage.layout.bytes_for(rows, capacity, stage.dtype, share.layers)
 
 
@@ -191,6 +191,10 @@ def _activations(stage: StageFacts, rows: int, capacity: int) -> int:
     if getattr(config, "kv_lora_rank", None):
         head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     values += len(set(stage.layout.windows)) * tokens * capacity + 2 * heads * head_dim * capacity
+    states = stage.layout.states
+    if states is not None:
+        # Inputs and outputs of the convolution, and queries, keys and values of the chunks, in float32.
+        values += 12 * tokens * states.channels
     if getattr(config, "_attn_implementation", None) == "eager":
         values += 2 * heads * tokens * capacity
     size = stage.dtype.itemsize

@@ -277,6 +277,11 @@ def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     elif getattr(config, "attn_logit_softcapping", None):
         yield first, "it caps its scores (attn_logit_softcapping), which attention by lengths does not"
     layout = CacheLayout.of(config)
+    if layout.states is not None:
+        yield (
+            f"layer {layout.states.layers[0]}",
+            "it is recurrent, and the host chooses the state that a step begins with, which a static cache does not know",
+        )
     if layout.key_dim != layout.value_dim:
         yield first, "it keeps keys and values of different sizes (latents), which attention by lengths does not read"
     for at, module in model.named_modules():

@@ -23,6 +23,7 @@ from pipespec.drivers.base import Decoder, StageFailure
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import open_sections
 from pipespec.engine.sampling import Sampler, SamplingParams
+from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec.spd.drafting import Drafter
@@ -127,6 +128,7 @@ class SpeculativeDriver(Decoder):
         super().__init__()
         self.partition, self.verifier, self.drafter, self.native = partition, verifier, drafter, native
         self.features = tuple(drafter.features)
+        self._is_recurrent = CacheLayout.of(verifier.section.parts.config).states is not None
         for index in self.features:
             partition.owner(index)  # raises ValueError
         self.block = self.machine = Machine(partition.stages)
@@ -146,12 +148,15 @@ class SpeculativeDriver(Decoder):
         """Empty the caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``most`` positions."""
 
     @abstractmethod
-    def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
+    def _feed(
+        self, columns: np.ndarray, begin: Sequence[int], until: Sequence[int], answer: bool
+    ) -> tuple[torch.Tensor | None, Streams]:
         """Run columns of tokens through all stages. Cached positions from ``begin`` on are dropped first.
 
         Args:
             columns: ``[B, q]`` token ids.
             begin: Position of each row's first column.
+            until: Position behind each row's last column that is no padding.
             answer: Whether to return the hidden states.
 
         Returns:
@@ -221,18 +226,21 @@ class SpeculativeDriver(Decoder):
         """
         end = [len(p) - 1 for p in prompts]
         begin = self._begin(end)
-        level = not any(begin)
+        # Recurrent states of complete rows do not survive further columns.
+        level = not any(begin) and not self._is_recurrent
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
             q = min(chunk, missing)
             columns = np.zeros((len(prompts), q), dtype=np.int32)
             real = [max(0, min(q, e - b)) for b, e in zip(begin, end, strict=True)]
             for row, (b, n) in enumerate(zip(begin, real, strict=True)):
                 columns[row, :n] = self._text[row, b : b + n]
-            self._show(self._feed(columns, begin, answer=False)[1], begin, real)
+            until = [b + n for b, n in zip(begin, real, strict=True)]
+            self._show(self._feed(columns, begin, until, answer=False)[1], begin, real)
             # As long as all rows begin together, complete rows continue with padding columns, which needs no mask.
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
         ones = np.ones(len(prompts), dtype=np.int32)
-        hidden, streams = self._feed(np.array([[p[-1]] for p in prompts], dtype=np.int32), end, answer=True)
+        last = np.array([[p[-1]] for p in prompts], dtype=np.int32)
+        hidden, streams = self._feed(last, end, [e + 1 for e in end], answer=True)
         self._show(streams, end, ones.tolist())
         assert hidden is not None
         at = np.array([len(p) for p in prompts], dtype=np.int64)
@@ -368,12 +376,14 @@ class LocalDriver(SpeculativeDriver):
             return given
         held = zip(*(stage.cache.lengths for stage in self.stages), strict=True)
         ends = [min(n, *row) for n, row in zip(lengths, held, strict=True)]
+        # Recurrent layers may have fewer states than their rows have positions. Those of all stages must agree.
+        while (there := self._restorable(ends)) != ends:
+            ends = there
         for stage in self.stages:
             stage.cache.truncate(ends)
         cache = adopted[0] if adopted is not None else RowCache.for_model(self.model, len(ends), max(ends))
         cache.reserve(max(ends))
-        cache.load([pair for stage in self.stages for pair in stage.cache.states()])
-        cache.truncate(ends)
+        cache.load([pair for stage in self.stages for pair in stage.cache.states()], ends)
         cache.text = [self._text[row, :n].copy() for row, n in enumerate(ends)]
         return cache
 
@@ -382,13 +392,18 @@ class LocalDriver(SpeculativeDriver):
         if self._adopted is None or self.features:
             return super()._begin(end)
         cache, text = self._adopted
-        begin = [min(len(tokens), e) for tokens, e in zip(text, end, strict=True)]
+        begin = cache.restorable([min(len(tokens), e) for tokens, e in zip(text, end, strict=True)])
         if any(begin):
-            states = cache.states()
+            states = cache.states(begin)
             for stage in self.stages:
                 stage.cache.reserve(cache.get_seq_length())
-                stage.cache.load(states[stage.first : stage.first + len(stage.layers)])
+                stage.cache.load(states[stage.first : stage.first + len(stage.layers)], begin)
         return begin
+
+    def _restorable(self, lengths: list[int]) -> list[int]:
+        """Per row the largest length up to that of ``lengths`` that a stage can truncate its cache to, in the stage with the least."""
+        found = [stage.cache.restorable(lengths) for stage in self.stages]
+        return [min(row) for row in zip(*found, strict=True)]
 
     # ---- the stages
 
@@ -412,11 +427,13 @@ class LocalDriver(SpeculativeDriver):
         if verifier.section.parts != self.verifier.section.parts:
             self.verifier = verifier
 
-    def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
+    def _feed(
+        self, columns: np.ndarray, begin: Sequence[int], until: Sequence[int], answer: bool
+    ) -> tuple[torch.Tensor | None, Streams]:
         streams: Streams = {}
         hidden = torch.from_numpy(columns)
         for stage in self.stages:
-            hidden, more = stage.step(hidden, begin, self.features)
+            hidden, more = stage.step(hidden, begin, self.features, until)
             streams |= more
         return hidden, streams
 

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import ModelSection, open_sections
+from pipespec.models.layout import FULL, GATED_DELTA, CacheLayout
 from pipespec.models.loading import load_config
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
@@ -80,6 +81,7 @@ class DraftModuleConfig:
         target: Decoder configuration of the target, from which the blocks are built.
         digest: :func:`target_digest` of the target.
         version: Version of this format.
+        blocks: Decoder configuration that the blocks are built from in place of ``target``, for modules from elsewhere; None: ``target``.
 
     Raises:
         ValueError: The values contradict each other.
@@ -93,6 +95,7 @@ class DraftModuleConfig:
     target: dict[str, Any]
     digest: str
     version: int = VERSION
+    blocks: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -175,7 +178,7 @@ class DraftModuleConfig:
             types=types_for(stages, found),
             layers=layers,
             vocabulary=None if vocabulary is None else tuple(sorted(set(vocabulary))),
-            target=json.loads(json.dumps(_described(config), default=str)),
+            target=json.loads(json.dumps(described(config), default=str)),
             digest=digest,
         )
 
@@ -194,14 +197,21 @@ class DraftModuleConfig:
         return len(self.vocabulary) if self.vocabulary is not None else int(self.target["vocab_size"])
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        record = asdict(self)
+        if self.blocks is None:
+            del record["blocks"]
+        return record
 
     @classmethod
     def from_json(cls, record: Any, where: str = "the draft module's config") -> DraftModuleConfig:
         """The inverse of :meth:`to_json`. Raises ValueError for missing, unknown or contradictory entries."""
         names = {f.name for f in fields(cls)}
-        if not isinstance(record, dict) or set(record) != names:
-            wrong = sorted(names.symmetric_difference(record)) if isinstance(record, dict) else ["not an object"]
+        if not isinstance(record, dict) or set(record) | {"blocks"} != names:
+            wrong = (
+                sorted((names - {"blocks"}).symmetric_difference(record))
+                if isinstance(record, dict)
+                else ["not an object"]
+            )
             raise ValueError(f"{where} is no draft module's config: {', '.join(wrong)} missing or unknown")
         try:
             vocabulary = record["vocabulary"]
@@ -214,6 +224,7 @@ class DraftModuleConfig:
                 target=dict(record["target"]),
                 digest=str(record["digest"]),
                 version=int(record["version"]),
+                blocks=None if record.get("blocks") is None else dict(record["blocks"]),
             )
         except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise ValueError(f"{where} is no draft module's config: {error}") from error
@@ -252,7 +263,7 @@ class DraftModuleConfig:
             )
 
 
-def _described(config: Any) -> dict[str, Any]:
+def described(config: Any) -> dict[str, Any]:
     """A decoder's config without the entries about its origin and its loading."""
     record = text_config(config).to_dict()
     apart = ("_name_or_path", "transformers_version", "architectures", "dtype", "id2label", "label2id")
@@ -276,7 +287,7 @@ _DIGEST_ROWS, _DIGEST_COLUMNS = 4, 16
 def target_digest(target: PreTrainedModel | str | Path) -> str:
     """SHA-256 (hex) of a target, from the model or from its folder. The folder's model is not loaded: only kilobytes are read.
 
-    The digest covers the entries of the config that determine the arithmetic. For each parameter it covers name, shape and samples: 16
+    The digest covers the entries of the config that determine the arithmetic. For each weight and bias it covers name, shape and samples: 16
     evenly spaced elements of 4 evenly spaced rows. Samples are rounded to bfloat16, so that the dtype of storing or loading does not
     matter, except for float16 values below its normal range. A tied output matrix counts once.
     """
@@ -294,12 +305,18 @@ def target_digest(target: PreTrainedModel | str | Path) -> str:
     return state.hexdigest()
 
 
+_COUNTED = (".weight", ".bias")
+"""Names of parameters end with these. Old checkpoints have buffers beside them."""
+
+
 def _grid(size: int, points: int) -> list[int]:
     return np.linspace(0, size - 1, min(size, points)).round().astype(int).tolist()
 
 
 def _parameters_of(model: Any) -> Iterator[tuple[str, list[int], torch.Tensor]]:
     for name, p in model.named_parameters():
+        if not name.endswith(_COUNTED):
+            continue
         if p.is_meta:
             raise ValueError(f"the target's {name} is not loaded: a digest needs its values")
         rows = [p[i] for i in _grid(p.shape[0], _DIGEST_ROWS)] if p.dim() > 1 else [p]
@@ -313,10 +330,12 @@ def _parameters_of_files(folder: Path) -> Iterator[tuple[str, list[int], torch.T
     for file in files:
         try:
             with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  it is not a mapping
-                    if not name.endswith((".weight", ".bias")):
-                        continue  # buffers of old checkpoints
-                    part = tensors.get_slice(name)
+                for stored in tensors.keys():  # noqa: SIM118  it is not a mapping
+                    # A decoder that is stored as a part of a model for images and text.
+                    name = stored.replace("model.language_model.", "model.", 1)
+                    if not name.endswith(_COUNTED) or name.startswith(("model.visual.", "mtp.")):
+                        continue
+                    part = tensors.get_slice(stored)
                     shape = part.get_shape()
                     rows = [part[i : i + 1] for i in _grid(shape[0], _DIGEST_ROWS)] if len(shape) > 1 else [part[:]]
                     picked = [row.reshape(-1)[_grid(row.numel(), _DIGEST_COLUMNS)] for row in rows]
@@ -357,9 +376,12 @@ class DraftModule(nn.Module):
         """
         module = cls(config)
         base = target.base_model
+        layout = CacheLayout.of(target.config)
+        # Blocks have attention. Without enough such layers in the target, the first blocks keep random weights.
+        like = [base.layers[i] for i in layout.attention][-config.layers :]
         with torch.no_grad():
             module.norm.load_state_dict(base.norm.state_dict())
-            for own, theirs in zip(module.layers, list(base.layers)[-config.layers :], strict=True):
+            for own, theirs in zip(list(module.layers)[config.layers - len(like) :], like, strict=True):
                 own.load_state_dict(theirs.state_dict())
             rows = target.get_output_embeddings().weight
             ids = config.vocabulary
@@ -442,12 +464,15 @@ class DraftModule(nn.Module):
 
 
 def _block_config(config: DraftModuleConfig) -> Any:
-    """The target's config with the module's number of layers, full attention in all of them, and a vocabulary of one token."""
-    record = copy.deepcopy(config.target)
+    """The config of the blocks with the module's number of layers, full attention in all of them, and a vocabulary of one token."""
+    record = copy.deepcopy(config.target if config.blocks is None else config.blocks)
     kind = record.pop("model_type")
     for name in ("layer_types", "sliding_window", "max_window_layers"):
         record.pop(name, None)
     record |= {"num_hidden_layers": config.layers, "vocab_size": 1}
+    if kind in GATED_DELTA:
+        # Their default has recurrent layers.
+        record["layer_types"] = [FULL] * config.layers
     record |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     built = AutoConfig.for_model(kind, **record)
     if hasattr(built, "use_sliding_window"):

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import ModelSection, open_sections
 from pipespec.models.parts import ModelParts
+from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_architecture
 
 _INITIAL_CAPACITY = 1024
@@ -51,6 +52,9 @@ FAMILY = (
     "gpt_oss",
     "deepseek_v3",
     "dots1",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
 """Model types whose forward is embedding, layers with a rotary embedding, norm, head, and nothing in between."""
 
@@ -225,14 +229,22 @@ class LayerStage:
         config: Configuration of the model.
         rotary: Rotary embedding of the model.
         embed: Token embedding of the model for stage 0, else None.
+        stages: Stages of the model: most positions that a step rolls back.
 
     Attributes:
         section: The layers' forward; :func:`pipespec.engine.forward.open_sections` chooses its form.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], first: int, config: Any, rotary: nn.Module, embed: nn.Module | None
+        self,
+        layers: Sequence[nn.Module],
+        first: int,
+        config: Any,
+        rotary: nn.Module,
+        embed: nn.Module | None,
+        stages: int = 1,
     ) -> None:
+        self._stages = stages
         self.layers, self.first, self.config, self.embed = list(layers), first, config, embed
         self.section = ModelSection(ModelParts(config, self.layers, first, rotary, embed))
         weight = next(self.layers[0].parameters())
@@ -244,7 +256,8 @@ class LayerStage:
         """Stage ``stage`` of a loaded model."""
         base, span = model.model, partition.span(stage)
         layers = [base.layers[i] for i in span]
-        return cls(layers, span.start, model.config, base.rotary_emb, base.embed_tokens if span.start == 0 else None)
+        embed = base.embed_tokens if span.start == 0 else None
+        return cls(layers, span.start, model.config, base.rotary_emb, embed, partition.stages)
 
     @property
     def cache(self) -> RowCache:
@@ -265,6 +278,7 @@ class LayerStage:
             self._cache = None  # before the new one is allocated
             config = self.section.parts.cache_config()
             self._cache = RowCache(config, rows, capacity, dtype=self.dtype, device=self.device)
+            self._cache.reserve_states(self._stages + 1)
         self._cache.reset()
 
     def _matches(self, cache: RowCache) -> bool:
@@ -277,7 +291,11 @@ class LayerStage:
         self._cache = None
 
     def step(
-        self, fed: torch.Tensor, held: Sequence[int], features: Collection[int] = ()
+        self,
+        fed: torch.Tensor,
+        held: Sequence[int],
+        features: Collection[int] = (),
+        until: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run ``q`` columns and append them to the cache.
 
@@ -285,6 +303,7 @@ class LayerStage:
             fed: Tokens ``[rows, q]`` for stage 0, the output of the stage before for others.
             held: Positions of each row that stay in the cache. Later ones are dropped first.
             features: HF indices of the residual streams to return. Those of other stages do not matter.
+            until: Positions of each row that stay after the step, in a prefill; None: each column may be rolled back to.
 
         Returns:
             The output of the last layer, ``[rows, q, H]``, and by HF index the residual streams that this stage computes, likewise.
@@ -294,6 +313,8 @@ class LayerStage:
         need = cache.get_seq_length() + fed.shape[1]
         if need > cache.capacity:
             cache.reserve(max(need, min(2 * cache.capacity, self._most)))
+        if until is not None:
+            cache.aim(until)
         hidden = fed.to(self.device)
         if self.embed is None:
             return self.section.run_layers(hidden, cache, features)
@@ -363,7 +384,7 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
     """
     if _file(path, "config.json") is None:
         raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
-    config = AutoConfig.from_pretrained(path)
+    config = text_config(AutoConfig.from_pretrained(path))
     if config.model_type not in FAMILY:
         raise TypeError(f"{path} holds a {config.model_type} model; only {', '.join(FAMILY)} can be cut into stages")
     with torch.device("meta"):

@@ -56,7 +56,7 @@ _HEAD = 6
 
 
 class Control(NamedTuple):
-    """Command to a stage, sent as int64 ``[_HEAD + 2 B]``. Between calls only the first ``_HEAD`` words are sent (``_OPEN``: B, longest, most).
+    """Command to a stage, sent as int64 ``[_HEAD + 3 B]``. Between calls only the first ``_HEAD`` words are sent (``_OPEN``: B, longest, most).
 
     Attributes:
         word: ``_RUN`` or ``_END``.
@@ -67,6 +67,7 @@ class Control(NamedTuple):
         cycle: Whether the command belongs to a cycle. In the prefill, the last stage confirms each chunk (``_DONE``), which bounds the
             number of chunks under way.
         held: Positions of each row that stay in the cache, as for ``LayerStage.step``.
+        until: Those that stay after the command, likewise.
         tokens: Token of each row. With q > 1, stage 0 receives its tokens ``[B, q]`` in a separate message.
     """
 
@@ -77,15 +78,17 @@ class Control(NamedTuple):
     passes: bool
     cycle: bool
     held: Sequence[int]
+    until: Sequence[int]
     tokens: Sequence[int]
 
     def encoded(self) -> torch.Tensor:
-        return torch.tensor([*self[:_HEAD], *self.held, *self.tokens], dtype=torch.int64)
+        return torch.tensor([*self[:_HEAD], *self.held, *self.until, *self.tokens], dtype=torch.int64)
 
     @classmethod
     def decoded(cls, words: torch.Tensor) -> Control:
         head, rows = words[:_HEAD].tolist(), words[_HEAD:].tolist()
-        return cls._make([*head, rows[: len(rows) // 2], rows[len(rows) // 2 :]])
+        n = len(rows) // 3
+        return cls._make([*head, rows[:n], rows[n : 2 * n], rows[2 * n :]])
 
 
 class _Server:
@@ -138,7 +141,7 @@ class _Server:
         began = time.perf_counter()
         fed = tokens if self._number == 0 else self._arrived
         assert fed is not None
-        hidden, streams = self.stage.step(fed, control.held, self.features)
+        hidden, streams = self.stage.step(fed, control.held, self.features, control.until)
         if control.cycle:
             self.busy += time.perf_counter() - began
         if control.passes and self._number + 1 < len(self._rank_of):
@@ -156,7 +159,7 @@ class _Server:
             _, rows, longest, most, *_ = head
             self.open(rows, longest, most)
             while True:
-                control = Control.decoded(link.receive((_HEAD + 2 * rows,), torch.int64, 0, _CONTROL))
+                control = Control.decoded(link.receive((_HEAD + 3 * rows,), torch.int64, 0, _CONTROL))
                 tokens = None
                 if self._number == 0 and control.runs:
                     tokens = torch.tensor(control.tokens)[:, None]
@@ -260,7 +263,7 @@ class RanksDriver(SpeculativeDriver):
         nothing = [0] * self._rows
         for s, rank in enumerate(self._rank_of):
             arrives = self._sent[s - 1] if s else 0
-            control = Control(_END, 0, arrives, False, False, False, nothing, nothing)
+            control = Control(_END, 0, arrives, False, False, False, nothing, nothing, nothing)
             if s == 0 and self._local is not None:
                 self.clock.stage_seconds[0] = self._local.busy
             else:
@@ -324,7 +327,9 @@ class RanksDriver(SpeculativeDriver):
         return {0: self._embed(tokens.to(self._embed.weight.device))} if 0 in self.features else {}
 
     @uninterrupted()
-    def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
+    def _feed(
+        self, columns: np.ndarray, begin: Sequence[int], until: Sequence[int], answer: bool
+    ) -> tuple[torch.Tensor | None, Streams]:
         tokens = torch.from_numpy(columns).long()
         q, stages = columns.shape[1], self.partition.stages
         streams = self._embedded(tokens)
@@ -334,7 +339,7 @@ class RanksDriver(SpeculativeDriver):
             self._chunks += 1
         for s in range(stages):
             passes = answer or s + 1 < stages
-            control = Control(_RUN, q, q if s else 0, True, passes, False, begin, columns[:, 0].tolist())
+            control = Control(_RUN, q, q if s else 0, True, passes, False, begin, until, columns[:, 0].tolist())
             streams |= self._tell_stage(s, control, tokens if s == 0 else None)
             self._sent[s] = 0  # the next stage receives it with the same command
         hidden, others = self._gather()
@@ -357,7 +362,9 @@ class RanksDriver(SpeculativeDriver):
             for entry in entries:
                 tokens[entry.row] = entry.token
             runs = bool(entries)
-            control = Control(_RUN, 1, arrives, runs, runs, True, self.machine.held(s), tokens.tolist())
+            held = self.machine.held(s)
+            until = [n + 1 for n in held]
+            control = Control(_RUN, 1, arrives, runs, runs, True, held, until, tokens.tolist())
             if s == 0:
                 if entries:
                     self._now |= self._embedded(tokens[:, None])

@@ -1,0 +1,265 @@
+"""Draft modules as the authors of SPD publish them, converted into a :class:`pipespec.spd.draft_module.DraftModule`.
+
+The file is one dictionary of ``torch.save``: ``config`` and ``state_dict``, format version 11 (arXiv 2605.30852 and its public repository). Its
+blocks are Qwen3 decoder layers of the target's width, with the target's own RoPE, whatever the target is. transformers has such layers with
+partial RoPE, too, as the dense layers of GLM-4-MoE, whose parameters have the same names. So the blocks are built from those.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.models.properties import text_config
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, described, target_digest, types_for
+from pipespec.spd.partition import Partition, check_target
+
+FORMAT = 11
+"""Version of the published files that is read."""
+
+NAMES = (
+    (r"aggr_projs\.(\d+)\.weight", r"projections.\1.weight"),
+    (r"spec_layers\.(\d+)\.(.+)", r"layers.\1.\2"),
+    (r"lm_head\.weight", r"head.weight"),
+)
+"""Published names of tensors, and those of :class:`DraftModule`."""
+
+_BUFFERS = r"rotary_emb\..+"
+"""Tensors that follow from the configuration of the target."""
+
+_ENTRIES = (
+    "hidden_size",
+    "vocab_size",
+    "draft_vocab_size",
+    "num_stages",
+    "num_spec_layers",
+    "num_aggr_types",
+    "aggr_feature_bound",
+    "trained_with_use_deepest",
+)
+
+
+def import_module(file: str | Path, target: PreTrainedModel, *, vocabulary: str | Path | None = None) -> DraftModule:
+    """Convert a published draft module. ``save()`` of the result writes a folder that :class:`pipespec.spd.SpeculativePipeline` takes.
+
+    The file says nothing of the target's weights but their sizes. The result belongs to the ``target`` that is given.
+
+    Args:
+        file: The published file, ``*.pt``. It is loaded without running code from it.
+        target: The model that the module was trained for.
+        vocabulary: The JSON file of the draft vocabulary, with ``token_ids``; None: the module's own list, or all tokens.
+
+    Returns:
+        The module in float32, in eval mode, on the CPU.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        TypeError: The target cannot be cut into stages.
+        ValueError: The file is damaged, of another format version, or does not fit the target.
+    """
+    check_target(target)
+    config, state = _read(Path(file))
+    try:
+        return _converted(config, state, target, None if vocabulary is None else _token_ids(Path(vocabulary)))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _read(file: Path) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: give the published file of a draft module (*.pt)")
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{file} is no file of torch.save, or it is damaged: {error}") from error
+    if not isinstance(stored, dict) or not {"config", "state_dict"} <= set(stored):
+        raise ValueError(f"{file} is no published draft module: it has no config and state_dict")
+    config, state = stored["config"], stored["state_dict"]
+    version = config.get("version")
+    if version != FORMAT:
+        raise ValueError(
+            f"{file} is a draft module of format version {version}; version {FORMAT} is read: get the module from a branch of that version"
+        )
+    missing = [name for name in _ENTRIES if name not in config]
+    if missing:
+        raise ValueError(f"{file}: its config lacks {', '.join(missing)}")
+    return config, state
+
+
+def _token_ids(file: Path) -> Sequence[int]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return [int(token) for token in record["token_ids"]]
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is no draft vocabulary: a JSON object with token_ids is needed ({error})") from error
+
+
+def _converted(
+    config: Mapping[str, Any], state: Mapping[str, torch.Tensor], target: PreTrainedModel, given: Sequence[int] | None
+) -> DraftModule:
+    own = text_config(target.config)
+    for name, what in (("hidden_size", "hidden units"), ("vocab_size", "tokens")):
+        if config[name] != getattr(own, name):
+            raise ValueError(
+                f"the module is for a target with {config[name]} {what}; this one has {getattr(own, name)}"
+            )
+    if not config["trained_with_use_deepest"]:
+        raise ValueError(
+            "the module was trained without use_deepest: it expects shallow rows of tokens that have left a partly filled pipeline, which "
+            "the drafter here does not make"
+        )
+    layers, stages, anchors = (
+        own.num_hidden_layers,
+        _stages(config, own.num_hidden_layers),
+        config["aggr_feature_bound"],
+    )
+    if len(anchors) != config["num_aggr_types"]:
+        raise ValueError(f"its config has {len(anchors)} anchors and {config['num_aggr_types']} types of rows")
+    if anchors[-1] > layers:
+        raise ValueError(f"the module reads residual stream {anchors[-1]} of a target that has {layers} layers")
+    tensors = _renamed(state)
+    count = int(config["num_spec_layers"])
+    module_config = DraftModuleConfig(
+        stages=stages,
+        anchors=tuple(map(int, anchors)),
+        types=types_for(stages, anchors),
+        layers=count,
+        vocabulary=_vocabulary(config, given),
+        target=described(own),
+        digest=target_digest(target),
+        blocks=_blocks(own, count, tensors),
+    )
+    module = DraftModule(module_config)
+    tensors["norm.weight"] = _norm_weight(target, module)
+    _check(tensors, module.state_dict())
+    module.load_state_dict(tensors)
+    _check_rope(target, module)
+    return module.eval()
+
+
+def _stages(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], ...]:
+    n, counts = int(config["num_stages"]), config.get("stage_layers")
+    if counts is None:
+        if layers % n:
+            raise ValueError(
+                f"the module is for {n} stages of equal size, which the target's {layers} layers cannot be cut into"
+            )
+        counts = [layers // n] * n
+    elif isinstance(counts, str):
+        counts = [int(part) for part in counts.split(";") if part.strip()]
+    partition = Partition(tuple(int(c) for c in counts))
+    if partition.stages != n:
+        raise ValueError(f"its config has {n} stages, and layers of {partition.stages}")
+    partition.check(layers)
+    return partition.ranges
+
+
+def _vocabulary(config: Mapping[str, Any], given: Sequence[int] | None) -> tuple[int, ...] | None:
+    ids = config.get("draft_token_ids") if given is None else given
+    if ids is None:
+        if config["draft_vocab_size"] != config["vocab_size"]:
+            raise ValueError(
+                f"the module drafts {config['draft_vocab_size']} of {config['vocab_size']} tokens and does not say which: give the JSON file "
+                "of its draft vocabulary (vocabulary=, --vocabulary)"
+            )
+        return None
+    # The published code sorts the ids, and the rows of the head are in that order.
+    ids = sorted({int(token) for token in ids})
+    if len(ids) != config["draft_vocab_size"]:
+        raise ValueError(
+            f"the draft vocabulary has {len(ids)} different tokens, the module {config['draft_vocab_size']}"
+        )
+    return tuple(ids)
+
+
+def _renamed(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors, unknown = {}, []
+    for name, tensor in state.items():
+        for theirs, ours in NAMES:
+            if re.fullmatch(theirs, name):
+                tensors[re.sub(theirs, ours, name)] = tensor.float()
+                break
+        else:
+            if not re.fullmatch(_BUFFERS, name):
+                unknown.append(name)
+    if unknown:
+        raise ValueError(f"it has tensors that format version {FORMAT} does not: {_some(unknown)}")
+    return tensors
+
+
+def _blocks(own: Any, layers: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The configuration of the blocks: Qwen3 layers with the target's sizes and RoPE."""
+    rope = {name: value for name, value in dict(own.rope_parameters).items() if not name.startswith("mrope")}
+    gate = tensors.get("layers.0.mlp.gate_proj.weight")
+    return {
+        "model_type": "glm4_moe",
+        "use_qk_norm": True,
+        "first_k_dense_replace": layers,
+        "hidden_size": own.hidden_size,
+        # Targets with experts may have none, and the module has dense blocks.
+        "intermediate_size": own.intermediate_size if gate is None else gate.shape[0],
+        "num_attention_heads": own.num_attention_heads,
+        "num_key_value_heads": own.num_key_value_heads,
+        "head_dim": getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads,
+        "rms_norm_eps": own.rms_norm_eps,
+        "hidden_act": own.hidden_act,
+        "max_position_embeddings": own.max_position_embeddings,
+        "attention_bias": False,
+        "rope_parameters": {"partial_rotary_factor": 1.0} | rope,
+    }
+
+
+def _norm_weight(target: PreTrainedModel, module: DraftModule) -> torch.Tensor:
+    """The factors of the target's last norm, which some families store without the 1 that they add."""
+    norm = target.base_model.norm
+    weight = next(norm.parameters())
+    ones = torch.ones((1, weight.shape[0]), dtype=torch.float32, device=weight.device)
+    with torch.inference_mode():
+        scaled: torch.Tensor = norm(ones)[0].float().cpu()
+    eps = float(module.config.target["rms_norm_eps"])
+    return (scaled * (1 + eps) ** 0.5).clone()
+
+
+def _check(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise ValueError(f"it lacks tensors: {_some([_published(name) for name in missing])}")
+    unknown = [name for name in tensors if name not in expected]
+    if unknown:
+        raise ValueError(
+            f"it has tensors that its config leaves no place for: {_some([_published(name) for name in unknown])}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{_published(name)} has shape {list(tensor.shape)}, and a module for this target {list(expected[name].shape)}"
+            )
+
+
+def _published(name: str) -> str:
+    """The published name of a tensor of :class:`DraftModule`."""
+    head, _, rest = name.partition(".")
+    return {"projections": "aggr_projs.", "layers": "spec_layers.", "head": "lm_head."}.get(head, f"{head}.") + rest
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" ({len(names)} in all)" if len(names) > 3 else "")
+
+
+def _check_rope(target: PreTrainedModel, module: DraftModule) -> None:
+    like, positions = torch.zeros((1, 3, 1), dtype=torch.float32), torch.tensor([[0, 1, 77]])
+    rotary: Any = target.base_model.rotary_emb
+    device = rotary.inv_freq.device
+    with torch.inference_mode():
+        theirs = rotary(like.to(device), positions.to(device))
+        ours = module.rotary_emb(like, positions)
+    for a, b in zip(theirs, ours, strict=True):
+        if a.shape != b.shape or not torch.allclose(a.cpu(), b, atol=1e-5):
+            raise ValueError("the target's RoPE is of a kind that the blocks of a published module do not have here")

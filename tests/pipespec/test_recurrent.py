@@ -1,0 +1,323 @@
+"""Recurrent layers: a state per column, so that a rollback of any depth chooses one. Texts of whole pipelines are in ``test_families.py``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+from pipespec import Pipeline
+from pipespec.engine import recurrent, states
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import forward
+from pipespec.errors import NotCapturable
+from pipespec.models.layout import STATES, CacheLayout
+from pipespec.preflight.checks import check_architecture
+from pipespec.preflight.support import check_streams
+from pipespec.spd import SpeculativePipeline
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+from tests.conftest import left_pad, noisy
+from tests.pipespec.tiny_models import FAMILIES, LACKING, VOCABULARY, make, model_of
+from tests.trials import PROFILE
+from tests.waiting import drafts_keep_up
+
+NAMES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name in LACKING, reason=f"transformers {transformers.__version__} has no {LACKING.get(name)} models"
+        ),
+    )
+    for name in ("qwen3_next, recurrent", "qwen3_5, recurrent")
+]
+ONE = "qwen3_next, recurrent"
+
+
+def text(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def fed(name: str, tokens: torch.Tensor, cache: RowCache) -> torch.Tensor:
+    return forward(model_of(name), tokens, cache, keep=tokens.shape[1])
+
+
+def recurrent_states(cache: RowCache) -> list[torch.Tensor]:
+    """Copies of the states at the cache's lengths, those of all layers."""
+    layers = CacheLayout.of(cache._config).states.layers
+    return [x for layer in layers for x in cache.states()[layer]]
+
+
+# ---- a forward
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_the_models(name):
+    """Prefill, blocks and single tokens, rows of different lengths: as each row in one piece by the model itself."""
+    tokens = text(2, 40)
+    with torch.inference_mode():
+        whole = model_of(name)(tokens).logits
+    cache = RowCache.for_model(model_of(name), 2, 64)
+    cache.aim([30, 9])
+    fed(name, tokens[:, :30], cache)
+    cache.truncate([30, 9])
+    assert cache.nbytes == RowCache.bytes_for(model_of(name).config, 2, 64, torch.float32)
+    for columns in (1, 5, 3):
+        at = cache.lengths
+        got = fed(name, torch.stack([tokens[row, n : n + columns] for row, n in enumerate(at)]), cache)
+        wanted = torch.stack([whole[row, n : n + columns] for row, n in enumerate(at)])
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_have_the_bits_of_plain_decoding(name):
+    """The state after a column is that of transformers' decoding step, bit for bit."""
+    own = model_of(name).model.layers[0].linear_attn
+    source = __import__(type(own).__module__, fromlist=["x"])
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn((2, 5, 4, 8), generator=generator) for _ in range(3))
+    decay, beta = -torch.rand((2, 5, 4), generator=generator), torch.rand((2, 5, 4), generator=generator)
+    state = torch.randn((2, 4, 8, 8), generator=generator)
+    steps, ours = recurrent._Steps(query, key, value, decay, beta), state
+    for i in range(5):
+        column = slice(i, i + 1)
+        out, state = source.torch_recurrent_gated_delta_rule(
+            query[:, column], key[:, column], value[:, column], g=decay[:, column], beta=beta[:, column],
+            initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        ours, mine = steps(ours, i)
+        assert torch.equal(ours, state)
+        # Versions scale the queries by a product or by a quotient.
+        torch.testing.assert_close(mine, out[:, 0], rtol=1e-6, atol=1e-6)
+
+
+# ---- rollback
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rollback_at_every_depth(name):
+    """After a rollback of any depth, ragged ones too, the logits and states are bit for bit those of a cache that never held more."""
+    length, deepest = STATES + 6, STATES - 4
+    tokens, other = text(2, length + 4), text(2, length, seed=1)
+    cache, never = RowCache.for_model(model_of(name), 2, 64), []
+    for at in range(length):
+        never.append(copy.deepcopy(cache))
+        fed(name, tokens[:, at : at + 1], cache)
+    for depth in range(deepest):
+        n = length - depth
+        kept = never[n] if depth else copy.deepcopy(cache)
+        for lengths in ([n, n], [n, length]):
+            rolled = copy.deepcopy(cache)
+            rolled.truncate(lengths)
+            # What is rolled back was something else.
+            fed(name, other[:, :3], rolled)
+            rolled.truncate(lengths)
+            mine = recurrent_states(rolled)
+            for row, single in enumerate((kept, kept if lengths[1] == n else cache)):
+                wanted = recurrent_states(copy.deepcopy(single))
+                assert all(torch.equal(a[row], b[row]) for a, b in zip(mine, wanted, strict=True))
+            # The same keys, values and states in a cache that has held nothing else.
+            fresh = RowCache.for_model(model_of(name), 2, 64)
+            fresh.load(rolled.states(), lengths)
+            for store in fresh._stores:
+                for row, m in enumerate(lengths):
+                    store[:, row, :, m:] = 0
+            next_tokens = torch.stack([tokens[row, m : m + 3] for row, m in enumerate(lengths)])
+            assert torch.equal(fed(name, next_tokens, rolled), fed(name, next_tokens, fresh))
+            if lengths[1] == n:
+                assert torch.equal(
+                    fed(name, tokens[:, :1], rolled), fed(name, tokens[:, :1], _after(name, kept, tokens))
+                )
+
+
+def _after(name: str, cache: RowCache, tokens: torch.Tensor) -> RowCache:
+    """A copy of ``cache`` with the three tokens that follow."""
+    copied = copy.deepcopy(cache)
+    n = copied.get_seq_length()
+    fed(name, tokens[:, n : n + 3], copied)
+    return copied
+
+
+def test_rollbacks_beyond_the_states():
+    """Overwritten states are named, and the cache has room for more after that. A prefill keeps those at the end of each row."""
+    name = ONE
+    cache = RowCache.for_model(model_of(name), 2, 96)
+    cache.aim([20, 4])
+    fed(name, text(2, 20), cache)
+    cache.truncate([20, 4])
+    assert cache.restorable([20, 4]) == [20, 4]
+    assert cache.restorable([19, 3]) == [0, 0]
+    with pytest.raises(ValueError, match="row 0 has no recurrent states at 19 tokens any more: truncate it to 0"):
+        cache.truncate([19, 4])
+    assert cache.lengths == (20, 4)
+    for at in range(STATES):
+        fed(name, text(2, 1, seed=at), cache)
+    assert cache.restorable([20, 4]) == [0, 0]
+    assert cache.restorable([21, 5]) == [21, 5]
+    before = cache.nbytes
+    cache.reserve_states()
+    assert cache.nbytes > before
+    assert cache.restorable([21, 5]) == [21, 5]
+    cache.truncate([21, 5])
+    # A step wider than the states makes room for all of its columns.
+    fed(name, text(2, 3 * STATES), cache)
+    assert cache.restorable([22, 6]) == [22, 6]
+
+
+def test_recomputation_gives_the_same_text(monkeypatch):
+    """Drafts that run further ahead than there are states recompute, and then have more."""
+    grown = []
+    reserve = states.StateRing.reserve
+
+    def watched(ring: Any, slots: int) -> None:
+        grown.append(slots > ring.slots)
+        reserve(ring, slots)
+
+    monkeypatch.setattr(states, "STATES", 2)
+    monkeypatch.setattr(states.StateRing, "reserve", watched)
+    target = make(ONE)
+    ids, mask = left_pad([text(1, 10)[0], text(1, 3, seed=1)[0]])
+    wanted = target.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    pipe = Pipeline(target, noisy(target, 0.05), schedule="lockstep", lookahead=7)
+    got = pipe.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    assert got.tolist() == wanted.tolist()
+    assert any(grown)
+    assert pipe.report.stages[0].rollbacks > 0
+
+
+# ---- rows of a cache
+
+
+def test_rows_and_copies():
+    name = ONE
+    cache = RowCache.for_model(model_of(name), 2, 64)
+    fed(name, text(2, 6), cache)
+    cache.truncate([6, 3])
+    wanted = fed(name, text(2, 2, seed=5).flip(0), copy.deepcopy(cache)).flip(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.lengths == (3, 6)
+    torch.testing.assert_close(fed(name, text(2, 2, seed=5), copy.deepcopy(cache)), wanted, rtol=1e-4, atol=1e-4)
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    more = torch.cat([text(2, 2, seed=5).flip(0), text(2, 2, seed=5)[1:]])
+    torch.testing.assert_close(fed(name, more, cache), torch.cat([wanted.flip(0), wanted[1:]]), rtol=1e-4, atol=1e-4)
+
+
+def test_an_interrupted_forward_leaves_the_states(monkeypatch):
+    """Its slots count for nothing, and what was there before is still right."""
+    name = ONE
+    cache = RowCache.for_model(model_of(name), 1, 64)
+    fed(name, text(1, 6), cache)
+    wanted = fed(name, text(1, 2, seed=1), copy.deepcopy(cache))
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    head = model_of(name).model.layers[-1].mlp
+    with monkeypatch.context() as patched:
+        patched.setattr(head, "forward", fail)
+        with pytest.raises(KeyboardInterrupt):
+            fed(name, text(1, 2, seed=2), cache)
+    cache.truncate([6])
+    assert torch.equal(fed(name, text(1, 2, seed=1), cache), wanted)
+
+
+# ---- pipelines
+
+
+def test_workers():
+    target = model_of(ONE)
+    ids, mask = left_pad([text(1, 10)[0], text(1, 3, seed=1)[0]])
+    wanted = target.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+    with Pipeline(target, noisy(target, 0.001), schedule="workers", lookahead=3, min_draft_tokens=1) as pipe:
+        with drafts_keep_up(pipe, (mask.sum(1) + 10).tolist()):
+            got = pipe.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
+        assert got.tolist() == wanted.tolist()
+        assert pipe.report.stages[-1].drafted > 0
+
+
+@pytest.mark.parametrize("stages", [[1, 3], [1, 1, 1, 1]] if PROFILE == "nightly" else [[2, 1, 1]])
+def test_stages_of_one_target(stages):
+    """Stages of recurrent layers alone, too; and the cache of a call, which the next one continues."""
+    target = model_of(ONE)
+    ids, mask = left_pad([text(1, 40)[0], text(1, 3, seed=1)[0]])
+    wanted = target.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    pipe = SpeculativePipeline(target, "ngram", stages=stages)
+    assert pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False).tolist() == wanted.tolist()
+    drafted = SpeculativePipeline(target, noisy(target, 0.02), stages=stages)
+    assert drafted.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False).tolist() == wanted.tolist()
+    first = pipe.generate(ids[:1], max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, text(1, 2, seed=4)], 1)
+    again = pipe.generate(longer, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False)
+    assert again.tolist() == target.generate(longer, max_new_tokens=4, do_sample=False).tolist()
+
+
+def test_a_draft_module_has_attention():
+    """Its blocks start from the target's layers with attention, though the default of such a configuration is recurrent."""
+    target = model_of(ONE)
+    config = DraftModuleConfig.for_target(target, ((0, 2), (2, 4)), layers=2)
+    module = DraftModule.of_target(target, config)
+    own = target.model.layers[1].self_attn.q_proj.weight
+    assert torch.equal(module.layers[1].self_attn.q_proj.weight, own)
+    assert not torch.equal(module.layers[0].self_attn.q_proj.weight, own)
+
+
+@pytest.mark.parametrize("schedule", ["plain", "lockstep"])
+def test_caches_of_a_call(schedule):
+    """A call continues from the cache that an earlier one returned, and refuses transformers' own."""
+    target = model_of(ONE)
+    drafts = [] if schedule == "plain" else [noisy(target, 0.02)]
+    pipe = Pipeline(target, drafts, schedule=schedule)
+    ids = text(1, 8)
+    first = pipe.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, text(1, 3, seed=4)], 1)
+    wanted = target.generate(longer, max_new_tokens=6, do_sample=False)
+    kept = first.past_key_values
+    assert kept.lengths[0] >= 12
+    assert pipe.generate(longer, past_key_values=kept, max_new_tokens=6, do_sample=False).tolist() == wanted.tolist()
+    with pytest.raises(NotImplementedError, match="a DynamicCache has one recurrent state per row"):
+        pipe.generate(longer, past_key_values=DynamicCache(config=target.config), max_new_tokens=6)
+    with pytest.raises(NotImplementedError, match="recurrent layers of this model keep a state per column here"):
+        target(ids, past_key_values=RowCache.for_model(target, 1, 32), use_cache=True)
+
+
+# ---- what is refused
+
+
+def test_padding_behind_tokens():
+    """transformers runs padding through a recurrent layer as tokens, unless it is on the left."""
+    pipe = Pipeline(model_of(ONE), schedule="plain")
+    ids = text(2, 6)
+    for column in (5, 3):
+        mask = torch.ones_like(ids)
+        mask[1, column] = 0
+        with pytest.raises(NotImplementedError, match=r"row 1 .*padding .*pad on the left"):
+            pipe.generate(ids, attention_mask=mask, max_new_tokens=4)
+
+
+def test_captured_steps():
+    target = model_of(ONE)
+    with pytest.raises(NotCapturable, match=r"layer 0.*recurrent.*static cache"):
+        check_streams([target])
+    with pytest.raises(ValueError, match="recurrent layers are kept on one device"):
+        RowCache.for_model(target, 1, 32, static=True)
+
+
+def test_modules_that_compute_something_else(monkeypatch):
+    target = make(ONE, seed=3)
+    layer = target.model.layers[0]
+    handle = layer.linear_attn.register_forward_pre_hook(lambda *args: None)
+    with pytest.raises(TypeError, match=r"a recurrent layer \(model.layers.0\) has hooks"):
+        check_architecture("target", target)
+    handle.remove()
+    check_architecture("target", target)
+    own = recurrent.GatedDeltaNet._convolved
+    monkeypatch.setattr(recurrent.GatedDeltaNet, "_convolved", lambda self, *given: 1.1 * own(self, *given))
+    with pytest.raises(ValueError, match="compute something else than a gated delta net"):
+        Pipeline(target, schedule="plain").generate(text(1, 4), max_new_tokens=2)
+
+
+def test_names_are_those_of_the_families():
+    assert all(name in FAMILIES or name in LACKING for name in (ONE, "qwen3_5, recurrent", "qwen3_5_moe, recurrent"))
