@@ -61,7 +61,9 @@ def confidence(
         data, strides = logits.data_ptr(), (logits.stride(0), logits.stride(1))
         scale = 0 if inv_temperature is None else inv_temperature.data_ptr()
         counts = lens.ctypes.data, drafts.ctypes.data, selected.data_ptr()
-        _native.confidence(data, _DTYPES[logits.dtype], rows, width, vocabulary, *strides, scale, *counts, out.data_ptr())
+        _native.confidence(
+            data, _DTYPES[logits.dtype], rows, width, vocabulary, *strides, scale, *counts, out.data_ptr()
+        )
         return out
     for row in np.flatnonzero(lens).tolist():
         first, count = int(lens[row] - 1 - drafts[row]), int((selected[row] >= 0).sum())

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -54,48 +55,64 @@ inline void learn(Calibration& learned, std::uint32_t confidence, bool is_kept) 
 }
 
 // Seconds of a stage's step by its columns, from the steps that it made: one column, and a straight
-// line for more.
+// line for more. A busy machine makes steps longer and never shorter, so shorter times count more.
 class StepCosts {
  public:
   void note(std::uint32_t columns, double seconds) {
     if (columns == 0 || !(seconds > 0.0) || !std::isfinite(seconds)) return;
-    if (columns == 1) {
-      single_count_ = std::min(single_count_ + 1.0, kMemory);
-      single_ += (seconds - single_) / single_count_;
-      return;
+    Width& width = widths_[std::min(columns, kMost) - 1];
+    if (width.count == 0.0) {
+      width.seconds = seconds;
+    } else if (seconds < width.seconds) {
+      width.seconds += 0.5 * (seconds - width.seconds);
+    } else {
+      width.seconds += (std::min(seconds, 2.0 * width.seconds) - width.seconds) / kMemory;
     }
-    // Sums of the regression, in which older steps fade. A pause of the machine is no step.
-    const double expected = of(columns);
-    if (weight_ >= 4.0) seconds = std::min(seconds, 3.0 * expected);
-    const double x = columns, keep = 1.0 - 1.0 / kMemory;
-    weight_ = keep * weight_ + 1.0;
-    x_ = keep * x_ + x;
-    y_ = keep * y_ + seconds;
-    xx_ = keep * xx_ + x * x;
-    xy_ = keep * xy_ + x * seconds;
+    width.count = std::min(width.count + 1.0, kMemory);
+    fit();
   }
 
-  bool is_known() const { return single_count_ > 0.0 || weight_ > 0.0; }
+  bool is_known() const { return widths_[0].count > 0.0 || weight_ > 0.0; }
 
   double of(std::uint32_t columns) const {
-    if (columns <= 1 && single_count_ > 0.0) return single_;
-    if (weight_ == 0.0) return single_;
-    const double at = y_ / weight_ + column() * (columns - x_ / weight_);
-    return std::max(at, single_count_ > 0.0 && columns > 1 ? single_ : 0.25 * y_ / weight_);
+    const double single = widths_[0].count > 0.0 ? widths_[0].seconds : 0.0;
+    if (weight_ == 0.0 || (columns <= 1 && single > 0.0)) return single;
+    // A line may lead below what no step takes less than.
+    return std::max(mean_ + column_ * (columns - mean_columns_),
+                    0.5 * (single > 0.0 ? single : mean_));
   }
 
   // Of one more column.
-  double column() const {
-    if (weight_ == 0.0) return 0.0;
-    const double spread = xx_ - x_ * x_ / weight_;
-    if (spread < 1e-6 * xx_) return 0.0;
-    return std::max(0.0, (xy_ - x_ * y_ / weight_) / spread);
-  }
+  double column() const { return column_; }
 
  private:
-  static constexpr double kMemory = 64.0;  // steps
-  double single_ = 0.0, single_count_ = 0.0;
-  double weight_ = 0.0, x_ = 0.0, y_ = 0.0, xx_ = 0.0, xy_ = 0.0;
+  static constexpr std::uint32_t kMost = 64;  // columns; more are counted as so many
+  static constexpr double kMemory = 16.0;     // steps
+  struct Width {
+    double seconds = 0.0, count = 0.0;
+  };
+
+  // The line through the widths of at least two columns, each with the weight of its steps.
+  void fit() {
+    weight_ = column_ = mean_ = mean_columns_ = 0.0;
+    double spread = 0.0, together = 0.0;
+    for (std::uint32_t i = 1; i < kMost; ++i) {
+      const Width& width = widths_[i];
+      if (width.count == 0.0) continue;
+      // Welford's update, with weights.
+      weight_ += width.count;
+      const double share = width.count / weight_, x = i + 1.0;
+      const double dx = x - mean_columns_, dy = width.seconds - mean_;
+      mean_columns_ += share * dx;
+      mean_ += share * dy;
+      spread += width.count * dx * (x - mean_columns_);
+      together += width.count * (x - mean_columns_) * dy;
+    }
+    if (spread > 0.0) column_ = std::max(0.0, together / spread);
+  }
+
+  std::array<Width, kMost> widths_{};
+  double weight_ = 0.0, column_ = 0.0, mean_ = 0.0, mean_columns_ = 0.0;
 };
 
 // Of a stage whose step lasts `step_s`, in a row.
@@ -131,7 +148,10 @@ class GainPolicy {
   StepCosts& costs() { return costs_; }
 
   // A generation begins: the time since the last step was not spent on its tokens.
-  void begin() { noted_at_ = kNever; }
+  void begin() {
+    noted_at_ = kNever;
+    choices_ = 0;
+  }
 
   // After a step of the target with so many columns that took `took` seconds and ended at `now`.
   void note_step(const Block& block, std::uint32_t columns, double took, double now) {
@@ -171,9 +191,14 @@ class GainPolicy {
       may_wait = may_wait && row.may_grow;
     }
     const Choice all = {most, 0, 0.0};
-    const double price = rate(1) / double(std::max<std::size_t>(rows.size(), 1));
-    if (rows.empty() || price <= 0.0 || !costs_.is_known()) return all;
+    if (rows.empty() || !costs_.is_known()) return all;
     const bool grows = may_grow(rows) && arrival_s > 0.0;
+    double price = rate(rows.size()) / double(rows.size());
+    if (grows) {
+      constexpr std::uint32_t kAgain = 32;  // choices: neither times nor chances change much
+      if (choices_++ % kAgain == 0) least_rate_ = rate_without_confidence(most, arrival_s, mean);
+      price = std::max(price, least_rate_);
+    }
     prepare(most, mean, price);
 
     Choice best = {0, 0, 0.0};
@@ -213,14 +238,46 @@ class GainPolicy {
     return false;
   }
 
-  // later_[b]: the gain of b draft tokens at hand, beyond that of none.
+  // The rate at which the best plan gains nothing, if each draft token has the mean chance: what
+  // the target reaches at least. At a lower price a plan that takes too long would seem worth it.
+  double rate_without_confidence(std::uint32_t most, double arrival_s, double mean) {
+    const double single_s = costs_.of(1);
+    double low = 0.0, high = double(most + 1) / std::min(single_s, costs_.of(most + 1));
+    for (int i = 0; i < 24; ++i) {
+      const double price = (low + high) / 2;
+      prepare(most, mean, price);
+      double best = 1.0 - price * single_s, run = 1.0, chance = 1.0;
+      const auto verified = [&](double k, double kept) {  // k draft tokens, none of them left
+        const auto n = static_cast<std::uint32_t>(k);
+        const double seconds = costs_.of(1 + n);
+        return runs_[n] - price * seconds + later(seconds / arrival_s - 1.0) * kept * mean;
+      };
+      for (std::uint32_t n = 1; n <= most; ++n) {
+        chance *= mean;
+        best = std::max(best, verified(n, chance) - price * n * arrival_s);
+      }
+      run = 0.0, chance = 1.0;
+      for (std::uint32_t m = 1; m <= most; ++m) {
+        run += chance * (1.0 - price * single_s);
+        chance *= mean;
+        const double made = std::clamp(m * (single_s / arrival_s - 1.0), 0.0, double(most));
+        best = std::max(best, run + chance * verified(made, std::pow(mean, made)));
+      }
+      (best > 0.0 ? low : high) = price;
+    }
+    return low;
+  }
+
+  // later_[b]: the gain of b draft tokens at hand, beyond that of none. runs_[b]: the tokens of
+  // their verification.
   void prepare(std::uint32_t most, double mean, double price) {
     later_.assign(most + 1, 0.0);
-    double run = 1.0, chance = 1.0;
+    runs_.assign(most + 1, 1.0);
+    double chance = 1.0;
     for (std::uint32_t k = 1; k <= most; ++k) {
       chance *= mean;
-      run += chance;
-      later_[k] = std::max(later_[k - 1], run - price * costs_.of(1 + k));
+      runs_[k] = runs_[k - 1] + chance;
+      later_[k] = std::max(later_[k - 1], runs_[k] - price * costs_.of(1 + k));
     }
   }
   double later(double draft_tokens) const {
@@ -262,7 +319,9 @@ class GainPolicy {
   double noted_ = 0.0, noted_at_ = kNever;  // tokens of the target after its last step, and its end
   double tokens_ = 0.0, seconds_ = 0.0;     // of the last steps: older ones fade
   std::uint32_t without_ = 0;  // decoded tokens since a verification, with draft tokens at hand
-  std::vector<double> later_;
+  std::uint32_t choices_ = 0;
+  double least_rate_ = 0.0;  // see rate_without_confidence()
+  std::vector<double> later_, runs_;
 };
 
 // Sets where each draft stops. `step_s[s]`: seconds of a step of draft s for which the target

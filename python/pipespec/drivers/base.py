@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import Acceptance
-from pipespec.engine.confidence import Calibration
 from pipespec.engine.cache import RowCache
+from pipespec.engine.confidence import Calibration
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names

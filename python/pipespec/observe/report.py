@@ -12,8 +12,8 @@ import numpy as np
 from pipespec.observe import trace as traces
 
 if TYPE_CHECKING:
-    from pipespec.engine.confidence import Calibration
     from pipespec.drivers.base import TextSource
+    from pipespec.engine.confidence import Calibration
 
 
 @dataclass(frozen=True)
