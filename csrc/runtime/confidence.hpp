@@ -62,7 +62,8 @@ class StepCosts {
     if (columns == 0 || !(seconds > 0.0) || !std::isfinite(seconds)) return;
     Width& width = widths_[std::min(columns, kMost) - 1];
     if (width.count == 0.0) {
-      width.seconds = seconds;
+      // Not from one slow step: what the other widths say rises with more of them.
+      width.seconds = weight_ > 0.0 ? std::min(seconds, of(columns)) : seconds;
     } else if (seconds < width.seconds) {
       width.seconds += 0.5 * (seconds - width.seconds);
     } else {
@@ -271,6 +272,7 @@ class GainPolicy {
   // later_[b]: the gain of b draft tokens at hand, beyond that of none. runs_[b]: the tokens of
   // their verification.
   void prepare(std::uint32_t most, double mean, double price) {
+    price_ = price;
     later_.assign(most + 1, 0.0);
     runs_.assign(most + 1, 1.0);
     double chance = 1.0;
@@ -283,6 +285,20 @@ class GainPolicy {
   double later(double draft_tokens) const {
     if (draft_tokens <= 0.0) return 0.0;
     return later_[std::min<std::size_t>(static_cast<std::size_t>(draft_tokens), later_.size() - 1)];
+  }
+
+  // The gain of so many draft tokens at hand, of which the first one is `first`.
+  template <typename Chance>
+  double later(double draft_tokens, std::uint32_t first, const Chance& chance) const {
+    if (draft_tokens <= 0.0) return 0.0;
+    const auto most = std::min(static_cast<std::uint32_t>(draft_tokens),
+                               static_cast<std::uint32_t>(later_.size() - 1));
+    double run = 1.0, kept = 1.0;
+    for (std::uint32_t j = 0; j < most; ++j) {
+      kept *= chance(first + j);
+      run += kept;
+    }
+    return std::max(run - price_ * costs_.of(1 + most), 0.0);
   }
 
   // The gain of verifying k draft tokens, after waiting for n or decoding m.
@@ -308,7 +324,8 @@ class GainPolicy {
         run += kept;
       }
       const double meanwhile = arrival_s > 0.0 ? seconds / arrival_s : 0.0;
-      const double then = later(at_hand - verified + meanwhile - 1.0) * kept * chance(m + verified);
+      const double then = kept * chance(m + verified) *
+                          later(at_hand - verified - 1.0 + meanwhile, m + verified + 1, chance);
       gain += alive * (run - price * (seconds + n * arrival_s) + then);
     }
     return gain;
@@ -320,6 +337,7 @@ class GainPolicy {
   double tokens_ = 0.0, seconds_ = 0.0;     // of the last steps: older ones fade
   std::uint32_t without_ = 0;  // decoded tokens since a verification, with draft tokens at hand
   std::uint32_t choices_ = 0;
+  double price_ = 0.0;       // tokens that a second is worth, in later_
   double least_rate_ = 0.0;  // see rate_without_confidence()
   std::vector<double> later_, runs_;
 };
