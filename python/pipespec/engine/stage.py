@@ -436,7 +436,7 @@ class Stage:
         if self._ngram is not None and max_draft_tokens > 0:
             self._ngram.fill(max_draft_tokens)
         if self._policy is not None and max_draft_tokens > 0:
-            max_draft_tokens = self._choose(self._policy, max_draft_tokens, min_draft_tokens, may_wait)
+            max_draft_tokens = self._choose_draft_tokens(self._policy, max_draft_tokens, min_draft_tokens, may_wait)
             if self.wait_ns:
                 return Action.WAIT
             min_draft_tokens = min(min_draft_tokens, max_draft_tokens)
@@ -494,7 +494,7 @@ class Stage:
             self.block.note_step(self._policy, columns, took / 1e9, in_turn=self._in_turn)
         return action
 
-    def _choose(self, policy: _native.GainPolicy, most: int, least: int, may_wait: bool) -> int:
+    def _choose_draft_tokens(self, policy: _native.GainPolicy, most: int, least: int, may_wait: bool) -> int:
         """The draft tokens that the next step verifies at most; sets :attr:`wait_ns`."""
         each = 0.0 if self._in_turn else self.block.step_ns(self.index - 1) / 1e9
         chosen, awaited, wait_s = self.port.choose(policy, most, each, may_wait)
