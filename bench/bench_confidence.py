@@ -25,7 +25,7 @@ from bench.harness import choose_sizes, save
 from pipespec import Pipeline
 from pipespec.bench.machine import provenance
 from pipespec.demo import FAMILY, family_path, prompts
-from pipespec.planning.simulator import Answers, SimulatedPolicy, simulate
+from pipespec.planning.simulator import Answers, SimulatedPolicy, StageModel, simulate
 from pipespec.process.progress import quiet_transformers
 from pipespec_kernels.confidence import confidence_of
 
@@ -128,29 +128,32 @@ def at_published_latencies(folder: Path, kept: np.ndarray, rejected: np.ndarray)
         evidence = published_runs.gather(runs, run.models)
         tables = [evidence.answers(i, fill).table for fill in range(3) for i in range(len(run.samples))]
         answers = Answers(table=np.concatenate([table for table in tables if table is not None]))
-        assert answers.table is not None
-        tokens = len(answers.table)
-        start = sum(evidence.start_s) / sum(sample.tokens for sample in run.samples)
-        informed = with_confidence(answers, kept, rejected)
-
-        def ms(answers: Answers, **policy: Any) -> float:
-            """Per token, the prompts included. The calibration has seen all texts once: it outlives a call."""
-            once, twice = (
-                simulate("workers", evidence.stages, answers, n, policy=SimulatedPolicy(lookahead=64, **policy)).seconds
-                for n in (tokens, 2 * tokens)
-            )
-            return 1e3 * ((twice - once) / tokens + start)
-
+        start = 1e3 * sum(evidence.start_s) / sum(sample.tokens for sample in run.samples)
+        stages = evidence.stages
+        counts = (
+            learned_ms(stages, answers, min_draft_tokens=w, decode_meanwhile=True)
+            for w in published_runs.MIN_DRAFT_TOKENS[1:]
+        )
         found = {
-            "no minimum": ms(answers),
-            "best count": min(
-                ms(answers, min_draft_tokens=w, decode_meanwhile=True) for w in published_runs.MIN_DRAFT_TOKENS[1:]
-            ),
-            "unknown confidence": ms(answers, confidence=True),
-            "confidence": ms(informed, confidence=True),
+            "no minimum": learned_ms(stages, answers),
+            "best count": min(counts),
+            "unknown confidence": learned_ms(stages, answers, confidence=True),
+            "confidence": learned_ms(stages, with_confidence(answers, kept, rejected), confidence=True),
         }
+        found = {name: ms + start for name, ms in found.items()}
         out.append({"run": run.label, "measured_ms": run.ms_per_token(), "simulated_ms": found})
     return out
+
+
+def learned_ms(stages: Sequence[StageModel], answers: Answers, **policy: Any) -> float:
+    """Milliseconds per token in ``workers``. The calibration has seen all texts once: it outlives a call."""
+    assert answers.table is not None
+    tokens = len(answers.table)
+    once, twice = (
+        simulate("workers", stages, answers, n, policy=SimulatedPolicy(lookahead=64, **policy)).seconds
+        for n in (tokens, 2 * tokens)
+    )
+    return 1e3 * (twice - once) / tokens
 
 
 def with_confidence(answers: Answers, kept: np.ndarray, rejected: np.ndarray) -> Answers:
