@@ -37,7 +37,7 @@ QUESTIONS = (
     "How do I cook rice so that it does not stick?",
     "Summarise the plot of a story about a lost dog in two sentences.",
     "Which is heavier, a kilogram of feathers or a kilogram of iron?",
-    "Give advice to somebody who learns to ride a bicycle.",
+    "Give advice to a child who learns to ride a bicycle.",
 )
 CHAINS = (("small",), ("medium",), ("small", "medium"), ("ngram",), ("ngram", "small"))
 SCHEDULES = ("lockstep", "workers")

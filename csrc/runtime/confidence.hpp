@@ -284,15 +284,14 @@ class GainPolicy {
   }
   double later(double draft_tokens) const {
     if (draft_tokens <= 0.0) return 0.0;
-    return later_[std::min<std::size_t>(static_cast<std::size_t>(draft_tokens), later_.size() - 1)];
+    return later_[static_cast<std::size_t>(std::min(draft_tokens, double(later_.size() - 1)))];
   }
 
   // The gain of so many draft tokens at hand, of which the first one is `first`.
   template <typename Chance>
   double later(double draft_tokens, std::uint32_t first, const Chance& chance) const {
     if (draft_tokens <= 0.0) return 0.0;
-    const auto most = std::min(static_cast<std::uint32_t>(draft_tokens),
-                               static_cast<std::uint32_t>(later_.size() - 1));
+    const auto most = static_cast<std::uint32_t>(std::min(draft_tokens, double(later_.size() - 1)));
     double run = 1.0, kept = 1.0;
     for (std::uint32_t j = 0; j < most; ++j) {
       kept *= chance(first + j);
@@ -305,7 +304,8 @@ class GainPolicy {
   double verification(const std::vector<Outlook>& rows, std::uint32_t k, std::uint32_t n,
                       std::uint32_t m, double arrival_s, double mean, double price) const {
     const double single_s = costs_.of(1);
-    const double made = arrival_s > 0.0 ? m * single_s / arrival_s : n;
+    // A draft may write any time of its steps.
+    const double made = arrival_s > 0.0 ? std::min(m * single_s / arrival_s, kMany) : n;
     double gain = 0.0;
     for (const Outlook& row : rows) {
       const auto known = static_cast<std::uint32_t>(row.chances.size());
@@ -332,6 +332,7 @@ class GainPolicy {
   }
 
   StepCosts costs_;
+  static constexpr double kMany = 1e6;  // draft tokens
   static constexpr double kNever = std::numeric_limits<double>::infinity();
   double noted_ = 0.0, noted_at_ = kNever;  // tokens of the target after its last step, and its end
   double tokens_ = 0.0, seconds_ = 0.0;     // of the last steps: older ones fade

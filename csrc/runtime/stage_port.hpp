@@ -214,7 +214,7 @@ class StagePort {
       confidence_[std::size_t{row} * width_ + first + i] =
           static_cast<std::uint8_t>(upstream.confidence(step.kv + first + i));
   }
-  // Up to the first draft token that was rejected: the stage has not judged those behind it.
+  // Up to the first draft token that was rejected: the stage has not compared those behind it.
   void learn_from(std::uint32_t row, const std::int32_t* selected) {
     if (n_select_[row] == 0) return;
     const std::int32_t draft_tokens = num_draft_tokens_[row];

@@ -117,7 +117,7 @@ def test_a_stage_publishes_and_learns() -> None:
     assert draft(small, 4, 200) == 4
     assert block.confidence(0, 0) == [200] * 4
     assert target.plan(0, 16, 0) == Action.STEP
-    commit(target, [100, 100, 5])  # keeps two, rejects the third, and has not judged the fourth
+    commit(target, [100, 100, 5])  # keeps two, rejects the third, and has not compared the fourth
     learned = block.calibration(1)
     at = 200 // (256 // BINS)
     assert (learned["seen"][at], learned["kept"][at]) == (3, 2)

@@ -116,7 +116,7 @@ def test_without_it_nothing_is_published(chain) -> None:
     with Pipeline(target, small, schedule="lockstep", confidence=True) as pipe:
         pipe.generate(prompt, max_new_tokens=16, do_sample=False)
         assert any(pipe._driver.block.confidence(0, 0))
-        assert set(pipe._driver.block.confidence(1, 0)) == {0}, "of the target's tokens nobody needs it"
+        assert set(pipe._driver.block.confidence(1, 0)) == {0}, "no stage reads that of the target"
 
 
 @pytest.mark.parametrize(

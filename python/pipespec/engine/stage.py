@@ -479,7 +479,7 @@ class Stage:
                 self._drop_rejected(selected)
             known = None
             if self._confidence and self._policy is None:
-                # Of the target's tokens nobody needs it.
+                # No stage reads that of the target's tokens.
                 counts = np.maximum(self._n_select - first, 0), self._num_draft_tokens * selecting
                 known = self._select.confidence(logits, *counts, selected)
             port.commit(selected.data_ptr(), columns - first, 0 if known is None else known.data_ptr())
