@@ -188,15 +188,18 @@ class StagePort {
     if (stage_ == target || lookahead <= 1) return lookahead;
     const double least = load_relaxed(&block_.control(stage_).least_chance) * 0x1p-16;
     if (least <= 0.0) return lookahead;
-    std::uint32_t at = Sequence(block_, target, row).word().length;
+    // Relaxed: the plan looks again, and the confidence of other tokens only costs time.
+    const auto length = [&](std::uint32_t s) {
+      return unpack(load_relaxed(&block_.published(s, row).word)).length;
+    };
+    std::uint32_t at = length(target);
     std::uint32_t reached = at;  // by the stages downstream that plan() follows
-    if (stage_ + 1 != target)
-      reached = detail::max(reached, Sequence(block_, stage_ + 1, row).word().length);
+    if (stage_ + 1 != target) reached = detail::max(reached, length(stage_ + 1));
     double chance = 1.0;
     for (std::uint32_t s = target; s-- > stage_;) {
       const Sequence draft(block_, s, row);
       // In damaged memory, too, no more tokens than a ring has.
-      const std::uint32_t end = detail::min(draft.word().length, at + block_.capacity());
+      const std::uint32_t end = detail::min(length(s), at + block_.capacity());
       for (; at < end; ++at) {
         chance *= chance_of(block_.calibration(s + 1), draft.confidence(at));
         if (chance < least) return detail::min(lookahead, at + 1 > reached ? at + 1 - reached : 1);

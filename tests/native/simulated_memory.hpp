@@ -250,7 +250,7 @@ class Watch {
 
 class Machine {
  public:
-  static constexpr u32 kThreads = 8, kNobody = kThreads, kWords = 768;
+  static constexpr u32 kThreads = 8, kNobody = kThreads, kWords = 1024;
   static constexpr u32 kStages = 5, kRows = 3;
   static constexpr u64 kNever = ~u64{0}, kForever = u64{1} << 60;  // the latter as a timeout
 
