@@ -911,9 +911,9 @@ void print_coverage(const char* when) {
               number(c.corrupt), number(c.restarts));
   std::printf(
       "    tokens %llu, rollbacks %llu, sleeps %llu, waits %llu, rests %llu, looks %llu and %llu "
-      "torn\n",
+      "torn; %llu steps with fewer draft tokens by their confidence\n",
       number(c.tokens), number(c.rollbacks), number(c.parks), number(c.waits), number(c.rests),
-      number(c.observed), number(c.torn));
+      number(c.observed), number(c.torn), number(c.choices));
   std::fflush(stdout);
 }
 
