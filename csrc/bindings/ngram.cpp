@@ -73,6 +73,7 @@ void bind_ngram(py::module_& m) {
           py::arg("row"), py::arg("tokens").noconvert())
       .def("fill", &NgramStage::fill, py::arg("lookahead"),
            py::call_guard<py::gil_scoped_release>())
+      .def("use_confidence", &NgramStage::use_confidence, py::arg("uses"))
       .def("trace", &NgramStage::trace, py::arg("buffer"), py::keep_alive<1, 2>());
 }
 

@@ -2,6 +2,7 @@
 // results.
 #include "../cpu/select.hpp"
 
+#include "../cpu/confidence.hpp"
 #include "../cpu/cutoff.hpp"
 #include "../cpu/penalize.hpp"
 #include "../cpu/pool.hpp"
@@ -125,6 +126,17 @@ void penalize(Address logits, std::int64_t batch, std::int64_t width, std::int64
                  pointer<std::uint32_t>(bitmask)});
 }
 
+void confidence(Address logits, int dtype, std::int64_t batch, std::int64_t width,
+                std::int64_t vocab, std::int64_t batch_stride, std::int64_t width_stride,
+                Address inv_temperature, Address query_lens, Address num_draft_tokens,
+                Address selected, Address out) {
+  cpu::confidence(
+      {pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
+      pointer<float>(inv_temperature), pointer<std::int32_t>(query_lens),
+      pointer<std::int32_t>(num_draft_tokens), pointer<std::int32_t>(selected),
+      pointer<std::uint8_t>(out));
+}
+
 void gumbel(std::uint64_t seed, std::int64_t position, std::uint32_t stream, std::int64_t begin,
             std::int64_t count, Address out) {
   cpu::gumbel_noise(seed, position, stream, begin, count, pointer<float>(out));
@@ -147,6 +159,7 @@ void bind_select(py::module_& m) {
   m.def("rejection_sample", &rejection_sample, WithoutGil());
   m.def("sample", &sample, WithoutGil());
   m.def("cutoff", &cutoff, WithoutGil());
+  m.def("confidence", &confidence, WithoutGil());
   m.def("penalize", &penalize, WithoutGil());
   m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("stream"),
         py::arg("begin"), py::arg("count"), py::arg("out"), WithoutGil());

@@ -23,6 +23,8 @@ py::dict as_dict(const sim::Result& result) {
     stage["rollbacks"] = s.rollbacks;
     stage["busy_s"] = s.busy_s;
     stage["histogram"] = s.histogram;
+    stage["squared_error"] = s.squared_error;
+    stage["outcomes"] = s.outcomes;
     stages.append(stage);
   }
   py::dict out;
@@ -68,6 +70,9 @@ void bind_simulate(py::module_& m) {
       .def("set_acceptance",
            [](sim::Setting& s, std::vector<double> a) { s.answers.acceptance = std::move(a); })
       .def("set_table", [](sim::Setting& s, const py::bytes& t) { s.answers.table = bytes(t); })
+      .def("set_confidence",
+           [](sim::Setting& s, const py::bytes& t) { s.answers.confidence = bytes(t); })
+      .def_readwrite("confidence", &sim::Setting::confidence)
       .def_readwrite("tokens", &sim::Setting::tokens)
       .def_readwrite("rows", &sim::Setting::rows)
       .def_readwrite("width", &sim::Setting::width)

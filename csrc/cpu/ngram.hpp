@@ -77,8 +77,14 @@ class NgramIndex {
 
   // The token behind the latest earlier occurrence of the longest suffix that has one, here or in
   // `corpus`, which has the same numbers; kNone if no suffix of at least `min_match` tokens has.
-  std::int32_t follower(const NgramIndex* corpus = nullptr) const {
-    if (tokens_.empty()) return kNone;
+  std::int32_t follower(const NgramIndex* corpus = nullptr) const { return match(corpus).token; }
+  // With the length of that suffix.
+  struct Match {
+    std::int32_t token;
+    std::uint32_t length;
+  };
+  Match match(const NgramIndex* corpus = nullptr) const {
+    if (tokens_.empty()) return {kNone, 0};
     const std::size_t end = tokens_.size() - 1;
     const std::uint32_t longest =
         static_cast<std::uint32_t>(std::min<std::size_t>(max_match_, tokens_.size()));
@@ -89,12 +95,12 @@ class NgramIndex {
         hashes[n] = extend(hashes[n - 1], tokens_[end + 1 - n]);
     for (std::uint32_t n = longest; n >= min_match_; --n) {
       const std::int32_t earlier = tables_[n - min_match_].entries[end].earlier;
-      if (earlier != kNone) return tokens_[earlier + 1];
+      if (earlier != kNone) return {tokens_[earlier + 1], n};
       if (corpus == nullptr) continue;
       const std::int32_t found = corpus->follower_of(n, hashes[n], &tokens_[end]);
-      if (found != kNone) return found;
+      if (found != kNone) return {found, n};
     }
-    return kNone;
+    return {kNone, 0};
   }
 
  private:

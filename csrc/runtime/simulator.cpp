@@ -47,6 +47,7 @@ class Oracle {
  public:
   Oracle(const Answers& answers, u32 stages, u32 tokens, u64 seed, bool ngram = false)
       : table_(answers.table),
+        confidence_(answers.confidence),
         target_(stages - 1),
         tokens_(tokens),
         seed_(mix(seed + 1)),
@@ -69,13 +70,20 @@ class Oracle {
       certain_.push_back(a >= 1.0);
     }
     positions_ = table_.empty() ? 0 : table_.size() / target_;
+    require(confidence_.empty() || confidence_.size() == table_.size(),
+            "the table of confidences needs an entry for each entry of the table of answers");
+  }
+
+  // How sure `stage` is of next() with the same arguments.
+  std::uint8_t confidence(u32 stage, u32 row, u32 index, std::int32_t prev) const {
+    if (confidence_.empty() || stage == target_) return 0;
+    return confidence_[entry_of(stage, row, index, prev == kTrue, node_of(row, index, prev))];
   }
 
   // The choice of `stage` at the `index`-th generated position of `row`, after the token `prev`.
   std::int32_t next(u32 stage, u32 row, u32 index, std::int32_t prev) const {
     if (prev == kTrue && stage == target_) return kTrue;
-    u64 node = mix(seed_ ^ (u64{row} << 32 | index));
-    if (prev != kTrue) node = mix(node ^ static_cast<u64>(static_cast<u32>(prev)) * kOdd);
+    const u64 node = node_of(row, index, prev);
     const u32 answer = answer_of(stage, row, index, prev == kTrue, node);
     if (prev == kTrue && answer == 0) return kTrue;
     if (prev == kTrue && answer == kNothing) return kNone;
@@ -90,14 +98,21 @@ class Oracle {
  private:
   static constexpr u64 kOdd = 0x9e3779b97f4a7c15u;
 
+  u64 node_of(u32 row, u32 index, std::int32_t prev) const {
+    const u64 node = mix(seed_ ^ (u64{row} << 32 | index));
+    return prev == kTrue ? node : mix(node ^ static_cast<u64>(static_cast<u32>(prev)) * kOdd);
+  }
+  // Of the tables.
+  u64 entry_of(u32 stage, u32 row, u32 index, bool on_path, u64 node) const {
+    const u64 position = on_path ? u64{row} * tokens_ + index : mix(node);
+    return position % positions_ * target_ + stage;
+  }
+
   u32 answer_of(u32 stage, u32 row, u32 index, bool on_path, u64 node) const {
     if (stage == target_) return 0;
     // A text with a wrong token is new: no stage chooses what followed it elsewhere.
     if (ngram_ && stage == 0 && !on_path) return kNothing;
-    if (positions_ > 0) {
-      const u64 position = on_path ? u64{row} * tokens_ + index : mix(node);
-      return table_[position % positions_ * target_ + stage];
-    }
+    if (positions_ > 0) return table_[entry_of(stage, row, index, on_path, node)];
     // A stage's class is named after the last stage, going downstream, that still agrees with it.
     u32 s = stage;
     while (s < target_ && (certain_[s] || mix(node + (s + 1) * kOdd) < threshold_[s])) ++s;
@@ -105,6 +120,7 @@ class Oracle {
   }
 
   const std::vector<std::uint8_t>& table_;
+  const std::vector<std::uint8_t>& confidence_;
   std::vector<u64> threshold_;
   std::vector<bool> certain_;
   u32 target_;
@@ -176,11 +192,13 @@ class Chain {
     const std::vector<u32> limits(setting.rows, kStart + setting.tokens);
     reset(block_, starts, limits, std::vector<std::int32_t>(setting.rows, kTrue), {});
     selected_.resize(std::size_t{setting.rows} * setting.width);
+    confidence_.resize(selected_.size());
     busy_.resize(target_ + 1);
     ports_.reserve(target_ + 1);
     for (u32 s = 0; s <= target_; ++s) {
       block_.control(s).alive = !setting.stages[s].ngram;
       ports_.emplace_back(block_, s, setting.width);
+      ports_.back().use_confidence(setting.confidence);
     }
   }
 
@@ -192,6 +210,21 @@ class Chain {
   Action plan(u32 stage, u32 min_draft_tokens) {
     const StageModel& model = setting_.stages[stage];
     return ports_[stage].plan(model.lookahead, model.max_draft_tokens, min_draft_tokens);
+  }
+  // What the target does next, where it goes by the confidence of the draft tokens.
+  // `upstream_step_s`: see StagePort::choose().
+  Choice choose(double upstream_step_s, bool may_wait) {
+    const u32 most = setting_.stages[target_].max_draft_tokens;
+    return ports_[target_].choose(policy_, most, upstream_step_s, may_wait);
+  }
+  Action plan_chosen(const Choice& choice, u32 min_draft_tokens) {
+    const u32 most = choice.max_draft_tokens;
+    return ports_[target_].plan(0, most, std::min(most, min_draft_tokens));
+  }
+  // After a step of the target, at `now`. `step_s`: see direct_drafts().
+  void note_target_step(double took, double now, const std::vector<double>& step_s) {
+    policy_.note_step(block_, ports_[target_].columns(), took, now);
+    direct_drafts(block_, policy_, step_s);
   }
   Action plan_plain(u32 stage) {
     return ports_[stage].plan(setting_.stages[stage].lookahead, 0, 0);
@@ -217,12 +250,15 @@ class Chain {
       const u32 index = static_cast<u32>(port.kv()[row]) + own - kStart;
       for (u32 j = 0;; ++j) {
         selected[j] = oracle_.next(stage, row, index + j, fed[own + j - 1]);
+        confidence_[std::size_t{row} * width + j] =
+            oracle_.confidence(stage, row, index + j, fed[own + j - 1]);
         if (selected[j] == kNone) port.query_lens()[row] = 0;
         if (j == num_draft_tokens || selected[j] != fed[own + j]) break;
       }
       commits |= port.query_lens()[row] > 0;
     }
-    if (commits) port.commit(selected_.data(), width);
+    if (commits)
+      port.commit(selected_.data(), width, setting_.confidence ? confidence_.data() : nullptr);
     return commits;
   }
 
@@ -267,6 +303,9 @@ class Chain {
         stage.rollbacks += c.rollbacks;
         for (u32 i = 0; i < kHistogram; ++i) stage.histogram[i + 1] += c.histogram[i];
       }
+      const Calibration& learned = block_.calibration(s);
+      stage.outcomes = learned.outcomes;
+      stage.squared_error = static_cast<double>(learned.squared_error) * 0x1p-32;
       out.stages.push_back(std::move(stage));
     }
     return out;
@@ -285,7 +324,9 @@ class Chain {
   Block block_;
   std::vector<StagePort> ports_;
   std::vector<std::int32_t> selected_;
+  std::vector<std::uint8_t> confidence_;  // of `selected_`
   std::vector<double> busy_;
+  GainPolicy policy_;
 };
 
 // The `workers` driver: each stage polls, computes or sleeps by itself.
@@ -390,6 +431,8 @@ class Workers {
     const double took = now_ - r.began;
     r.mean_step = 0.9 * r.mean_step + 0.1 * took;
     chain_.commit(s);
+    if (setting_.confidence && s == chain_.target())
+      chain_.note_target_step(took, now_, std::vector<double>(s, 0.0));
     wake_others(s);
     if (setting_.preempt)
       for (u32 u = 0; u < s; ++u)
@@ -427,10 +470,18 @@ class Workers {
   }
 
   Action plan(u32 s, u32 min_draft_tokens) {
+    if (setting_.confidence && s > 0 && s == chain_.target()) {
+      const Runner& r = runners_[s];
+      const Choice choice = chain_.choose(upstream_step_s(s), !r.waiting || now_ < r.deadline);
+      awaited_s_ = choice.wait_s;
+      return choice.awaited > 0 ? Action::kWait : chain_.plan_chosen(choice, min_draft_tokens);
+    }
     const Action action = chain_.plan(s, min_draft_tokens);
     if (action == Action::kWait && setting_.decode_meanwhile) return chain_.plan_plain(s);
     return action;
   }
+
+  double upstream_step_s(u32 s) const { return runners_[s - 1].mean_step; }
 
   // Returns whether all is done.
   bool look(u32 s) {
@@ -443,9 +494,10 @@ class Workers {
     if (action == Action::kWait) {
       if (!r.waiting) {
         r.waiting = true;
-        r.deadline = now_ + setting_.patience * min_draft_tokens * runners_[s - 1].mean_step;
+        r.deadline = now_ + setting_.patience * std::max(min_draft_tokens * upstream_step_s(s),
+                                                         std::exchange(awaited_s_, 0.0));
       }
-      if (r.deadline <= now_) action = chain_.plan(s, 0);
+      if (r.deadline <= now_) action = plan(s, 0);
     }
     if (chain_.block().status(s).bell != bell) wake_others(s);
     if (action == Action::kStep) {
@@ -464,7 +516,8 @@ class Workers {
   Chain chain_;
   std::vector<Runner> runners_;
   double now_ = 0.0;
-  double filled_s_ = 0.0;  // of the n-gram index since the last step of stage 1
+  double awaited_s_ = 0.0;  // that the target wants to wait
+  double filled_s_ = 0.0;   // of the n-gram index since the last step of stage 1
 };
 
 // The published system, from its description: sequences that are copied, counters of requests and
@@ -658,14 +711,17 @@ Result lockstep(const Setting& setting) {
   Chain chain(setting);
   double now = 0.0;
   for (const StageModel& stage : setting.stages) now = std::max(now, stage.start_s);
-  u32 last = chain.target();  // that made a step
-  double cold = 0.0;          // for its next
+  std::vector<double> step_s(chain.target());  // mean per draft, as Stage.step() keeps it
+  u32 last = chain.target();                   // that made a step
+  double cold = 0.0;                           // for its next
   const auto advance = [&](const auto& self, u32 s) -> Action {
     now += chain.fill_upstream_of(s);
     if (s > 0 && !setting.stages[s - 1].ngram)
       while (self(self, s - 1) == Action::kStep) {
       }
-    const Action action = chain.plan(s, 0);
+    const bool chooses = setting.confidence && s > 0 && s == chain.target();
+    const Action action =
+        chooses ? chain.plan_chosen(chain.choose(0.0, false), 0) : chain.plan(s, 0);
     if (action == Action::kStep) {
       cold = s == last ? cold / 2 : setting.stages[s].cold_s;
       last = s;
@@ -673,6 +729,11 @@ Result lockstep(const Setting& setting) {
       now += took;
       chain.add_busy(s, took);
       chain.commit(s);
+      if (chooses) {
+        chain.note_target_step(took, now, step_s);
+      } else if (s < chain.target() && !setting.stages[s].ngram) {
+        step_s[s] = step_s[s] == 0.0 ? took : 0.9 * step_s[s] + 0.1 * took;
+      }
     }
     return action;
   };

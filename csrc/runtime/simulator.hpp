@@ -30,9 +30,13 @@ namespace pipespec::sim {
 // nothing there. After a text that is not the target's it drafts wrong tokens: a match goes on.
 inline constexpr std::uint8_t kNothing = 255;
 
+//
+// `confidence`: in the shape of `table`, what the drafts publish with these tokens
+// (protocol/confidence.hpp). Empty: not known.
 struct Answers {
   std::vector<double> acceptance;
   std::vector<std::uint8_t> table;
+  std::vector<std::uint8_t> confidence;
 };
 
 struct StageModel {
@@ -59,6 +63,8 @@ struct Setting {
   std::uint32_t rows = 1;
   std::uint32_t width = 64;  // columns of a step
   std::uint64_t seed = 0;
+  // Drafts stop, and the target acts, by the confidence of the draft tokens, as the drivers do.
+  bool confidence = false;
   // asynchronous() only:
   double contention = 1.0;  // a step lasts 1 + contention * n as long beside n others on its device
   // The number of stages of a device that run at once. Of more, the target keeps one core and the
@@ -86,6 +92,8 @@ struct StageResult {
   std::uint64_t rollbacks = 0;
   double busy_s = 0.0;                   // in a forward
   std::vector<std::uint64_t> histogram;  // [n]: row steps that appended n tokens
+  double squared_error = 0.0;            // sum of (predicted chance - outcome)^2 over `outcomes`
+  std::uint64_t outcomes = 0;            // draft tokens that it kept or rejected
 };
 
 struct Result {

@@ -32,6 +32,10 @@ _NGRAM_LOOKAHEAD = 8
 """Draft tokens of an n-gram index take no time, but a long verification of wrong ones does."""
 
 
+_CONFIDENT_LOOKAHEAD = 16
+"""A bound only: drafts that use their confidence stop where it says so."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """How a chain runs: one object for pipeline, factory and driver.
@@ -55,6 +59,8 @@ class SpeculationConfig:
         ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
         acceptance: One of :data:`ACCEPTANCES`, see :mod:`pipespec.engine.acceptance`.
         translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
+        confidence: Drafts publish how sure they are of their tokens. They stop, and the target verifies, decodes or waits, by what these tokens
+            are expected to gain; ``lookahead`` and ``min_draft_tokens`` remain as bounds. In ``"lockstep"`` and ``"workers"``.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -73,6 +79,7 @@ class SpeculationConfig:
     ngram: Any = None
     acceptance: str = "coupled"
     translation: Any = None
+    confidence: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -112,6 +119,13 @@ class SpeculationConfig:
                 f"{what} does not support a draft with another tokenizer, as yet: use schedule='lockstep' or 'workers', or drafts with the "
                 "target's tokenizer"
             )
+        if not isinstance(self.confidence, bool):
+            raise TypeError(f"confidence must be True or False, not {self.confidence!r}")
+        if self.confidence and (self.graphs or self.schedule not in ("plain", "lockstep", "workers")):
+            what = "graphs=True" if self.graphs else f"schedule={self.schedule!r}"
+            raise ValueError(
+                f"{what} does not support confidence=True, as yet: use schedule='lockstep' or 'workers' without graphs, or leave confidence out"
+            )
         if self.exact and not self.native:
             raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
 
@@ -126,6 +140,8 @@ class SpeculationConfig:
             where = "a chain other than one draft model and the target"
         elif self.translation is not None:
             where = "a draft with another tokenizer, which has no distribution over the target's tokens"
+        elif self.confidence:
+            where = "confidence=True, which verifies fewer tokens than the draft drew"
         elif self.exact:
             where = "exact=True, as the text then depends on the draft"
         if where:
@@ -149,6 +165,7 @@ class SpeculationConfig:
         ngram: Any = None,
         acceptance: str = "coupled",
         translation: Any = None,
+        confidence: bool = False,
     ) -> SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
@@ -156,7 +173,7 @@ class SpeculationConfig:
             num_drafts: Number of drafts, an n-gram index included. With none, every schedule but ``"auto"`` is plain decoding.
             schedule: See the class, as for all that follow.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: 4 in lockstep, otherwise 8; 8 for an n-gram
-                index.
+                index; 16 with ``confidence``.
             min_draft_tokens: Default: 0, since a wide forward on a CPU costs more than a narrow one.
             decode_meanwhile: Needs an asynchronous schedule and ``min_draft_tokens``.
             graphs: See the class. Default: only in ``"streams"``.
@@ -166,6 +183,7 @@ class SpeculationConfig:
             ngram: See the class.
             acceptance: See the class. Without drafts it has no effect.
             translation: See the class.
+            confidence: See the class. Without drafts it has no effect.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -182,6 +200,7 @@ class SpeculationConfig:
             ngram=None if schedule == "plain" else ngram,
             acceptance=acceptance,
             translation=None if schedule == "plain" else translation,
+            confidence=confidence and schedule != "plain" if isinstance(confidence, bool) else confidence,
         )
         if schedule == "plain" or (num_drafts == 0 and schedule != "auto"):
             captured = bool(graphs) or schedule == "streams"
@@ -194,7 +213,9 @@ class SpeculationConfig:
             return config
         if lookahead is None:
             models = num_drafts - (ngram is not None)
-            lookahead = [*[_NGRAM_LOOKAHEAD] * (num_drafts - models), *[_LOOKAHEAD[schedule]] * models]
+            each = _CONFIDENT_LOOKAHEAD if confidence else _LOOKAHEAD[schedule]
+            ngram_lookahead = _CONFIDENT_LOOKAHEAD if confidence else _NGRAM_LOOKAHEAD
+            lookahead = [*[ngram_lookahead] * (num_drafts - models), *[each] * models]
         per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * num_drafts
         config = replace(config, lookahead=per_draft, graphs=bool(graphs) or schedule == "streams")
         if len(config.lookahead) != num_drafts:

@@ -524,6 +524,10 @@ class Pipeline(BasePipeline):
             text. ``"rejection"`` and ``"block"`` accept more draft tokens: rejection sampling (Leviathan et al. 2023) and block verification (Sun
             et al. 2024). The text has the target's distribution, too, but depends on the draft and on ``lookahead``. They are for one draft model
             in ``schedule="lockstep"``, which they choose by default.
+        confidence: Drafts publish how sure they are of each token. How often tokens of such a confidence are kept is learned while texts are generated.
+            A draft stops where the next token would cost more than it is expected to gain, and the target verifies, decodes one token, or waits for
+            more draft tokens, whichever gains most; ``lookahead`` (default 16) and ``min_draft_tokens`` remain as bounds. The text does not depend on it.
+            For ``"lockstep"`` and ``"workers"``; ``report.stages[i].calibration`` has what was learned.
 
     A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
     calls, and each returns the text. Rank 0 runs the drafts.
@@ -569,6 +573,7 @@ class Pipeline(BasePipeline):
         native: bool = True,
         exact: bool = False,
         acceptance: str = "coupled",
+        confidence: bool = False,
         tokenizer: Any = None,
         draft_tokenizers: Any = None,
     ) -> None:
@@ -595,6 +600,7 @@ class Pipeline(BasePipeline):
             "exact": exact,
             "ngram": ngram,
             "acceptance": acceptance,
+            "confidence": confidence,
         }
         if acceptance != "coupled" and schedule is None:
             schedule = "lockstep"

@@ -165,13 +165,15 @@ enum class Kind : std::uint8_t {
   kAlive,
   kLookahead,
   kGeneration,
+  kConfidence,
+  kLeastChance,
   kBell,  // from here on accessed sequentially consistently, see load_newest()
   kParked,
   kAwaited,
 };
-inline const char* const kKinds[] = {"",      "word",   "committed", "token",
-                                     "limit", "alive",  "lookahead", "generation",
-                                     "bell",  "parked", "awaited"};
+inline const char* const kKinds[] = {
+    "",           "word",       "committed",    "token", "limit",  "alive",  "lookahead",
+    "generation", "confidence", "least chance", "bell",  "parked", "awaited"};
 
 struct Place {
   Kind kind = Kind::kNone;
@@ -248,7 +250,7 @@ class Watch {
 
 class Machine {
  public:
-  static constexpr u32 kThreads = 8, kNobody = kThreads, kWords = 768;
+  static constexpr u32 kThreads = 8, kNobody = kThreads, kWords = 1024;
   static constexpr u32 kStages = 5, kRows = 3;
   static constexpr u64 kNever = ~u64{0}, kForever = u64{1} << 60;  // the latter as a timeout
 

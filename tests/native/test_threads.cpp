@@ -669,12 +669,20 @@ class Worker {
     StagePort port(block_, stage_, width_);
     Random random{seed * 31 + stage_};
     u32 steps = 0;
+    const bool is_confident = seed % 2 == 1, is_target = stage_ == block_.target();
+    port.use_confidence(is_confident);
+    GainPolicy policy;
     const std::int64_t began = now_ns();
     while (port.generation() == generation) {
       if (!CHECK(now_ns() - began < kForever)) return;  // no progress
       const u32 lookahead = random.below(4) == 0 ? ~0u : 1 + random.below(12);
-      const u32 max_draft_tokens = random.below(10),
-                min_draft_tokens = random.below(2) * random.below(6);
+      u32 max_draft_tokens = random.below(10);
+      const u32 min_draft_tokens = random.below(2) * random.below(6);
+      if (is_confident && is_target) {
+        const Choice choice = port.choose(policy, max_draft_tokens, 1e-6 * random.below(3), true);
+        if (choice.awaited > 0) port.park(random.below(200'000));
+        max_draft_tokens = choice.max_draft_tokens;
+      }
       Action action = port.plan(lookahead, max_draft_tokens, min_draft_tokens);
       if (action == Action::kWait) {
         if (port.park(random.below(200'000)) && random.chance(0.9)) continue;
@@ -699,8 +707,13 @@ class Worker {
       }
       dawdle(random);
       if (++steps > dies_after) return;
-      port.commit(selected.data(), port.columns());
+      std::vector<std::uint8_t> confidence(selected.size());
+      for (std::uint8_t& each : confidence) each = static_cast<std::uint8_t>(random.below(256));
+      port.commit(selected.data(), port.columns(), is_confident ? confidence.data() : nullptr);
       port.set_step_ns(1000);
+      if (!is_confident || !is_target) continue;
+      policy.note_step(block_, port.columns(), 1e-6, 1e-9 * static_cast<double>(now_ns()));
+      direct_drafts(block_, policy, std::vector<double>(stage_, 1e-6 * random.below(2)));
     }
   }
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipespec.config import SpeculationConfig
 from pipespec.planning.simulator import Answers, SimulatedPolicy, StageModel, simulate, simulate_spd
+from pipespec_kernels.confidence import confidence_of
 from tests.waiting import SECONDS
 
 SCHEDULES = ("workers", "lockstep", "reference", "reference-lockstep")
@@ -374,3 +377,67 @@ def test_spd_of_one_stage_is_plain_decoding_and_of_one_device_no_faster():
     batch = simulate_spd([0.5] * 4, 0.8, 1000, rows=4)
     assert batch.tokens == 4000
     assert batch.seconds > simulate_spd([0.5] * 4, 0.8, 1000).seconds * 0.9
+
+
+def with_confidence(spread: float, positions: int = 4000, rate: float = 0.9, seed: int = 3) -> Answers:
+    """A draft that is right at ``rate`` of the positions, and surer of these by ``spread`` in log-odds."""
+    numbers = np.random.default_rng(seed)
+    right = numbers.random(positions) < rate
+    logit = np.where(right, 1.0, -1.0) * spread / 2 + numbers.normal(0, 1, positions) + 2.0
+    found = confidence_of(1 / (1 + np.exp(-logit)))[:, None]
+    return replace(Answers.from_bits(right), confidence=found)
+
+
+def test_confidence_pays_where_verification_is_expensive():
+    """With the step times of the published 70B target, a count of draft tokens says less than their confidence."""
+    stages = [StageModel(0.0115), StageModel([0.120, 0.427])]
+
+    def rate(answers: Answers, **policy: Any) -> float:
+        return simulate("workers", stages, answers, 4000, policy=SimulatedPolicy(lookahead=64, **policy)).rate
+
+    informed = with_confidence(4.0)
+    by_count = max(rate(informed, min_draft_tokens=w, decode_meanwhile=w > 0) for w in (0, 8, 12, 16, 20))
+    assert rate(informed, confidence=True) > 1.05 * by_count
+    assert rate(informed, confidence=True) > rate(with_confidence(1.0), confidence=True)
+
+
+def test_confidence_in_lockstep_leaves_out_what_does_not_pay():
+    stages = [StageModel(1.0), StageModel([5.0] + [5.0 + 0.3 * i for i in range(1, 32)])]
+    informed = with_confidence(4.0, rate=0.8)
+
+    def run(**policy: Any) -> Any:
+        return simulate("lockstep", stages, informed, 4000, policy=SimulatedPolicy(**policy))
+
+    by_count = max((run(lookahead=n) for n in range(1, 12)), key=lambda found: found.rate)
+    by_confidence = run(lookahead=16, confidence=True)
+    assert by_confidence.rate > 1.05 * by_count.rate
+    target = by_confidence.stages[-1]
+    assert target.accepted / target.drafted > by_count.stages[-1].accepted / by_count.stages[-1].drafted
+    assert 0 < target.outcomes <= target.drafted
+    assert target.squared_error / target.outcomes < 0.8 * 0.2  # of a chance that is always the mean
+
+
+@pytest.mark.parametrize("schedule", ["workers", "lockstep"])
+def test_confidence_changes_speed_and_nothing_else(schedule):
+    """Whatever it says, all tokens come, and equal arguments give equal results."""
+    numbers = np.random.default_rng(1)
+    right = numbers.random((500, 2)) < 0.7
+    answers = Answers.from_bits(*right.T)
+    stages = [StageModel(1.0, device=0), StageModel(3.0, device=0), StageModel([9.0, 12.0], device=0)]
+    for values in (0, 1, 255, None):
+        shape = answers.table.shape
+        found = numbers.integers(0, 256, shape) if values is None else np.full(shape, values)
+        said = replace(answers, confidence=found.astype(np.uint8))
+        policy = SimulatedPolicy(lookahead=8, confidence=True)
+        runs = [simulate(schedule, stages, said, 400, policy=policy, rows=2) for _ in range(2)]
+        assert runs[0].seconds == runs[1].seconds
+        assert runs[0].tokens == 800 == (runs[0].stages[-1].histogram * np.arange(65)).sum()
+
+
+def test_confidence_that_does_not_fit_is_refused():
+    answers = Answers.from_bits(np.ones(8, dtype=bool))
+    for wrong in (np.zeros((7, 1), dtype=np.uint8), np.zeros((8, 1))):
+        with pytest.raises(ValueError, match="table of confidences must be uint8"):
+            simulate("lockstep", [StageModel(1.0)] * 2, replace(answers, confidence=wrong), 10)
+    with pytest.raises(ValueError, match="confidences belong to a table"):
+        simulate("lockstep", [StageModel(1.0)] * 2, Answers((0.5,), confidence=np.zeros((8, 1), dtype=np.uint8)), 10)

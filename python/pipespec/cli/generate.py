@@ -57,6 +57,11 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--decode-meanwhile", action="store_true", help="during that wait, the target decodes one token at a time"
     )
     parser.add_argument(
+        "--confidence",
+        action="store_true",
+        help="drafts stop, and the target verifies, by how sure the drafts are of their tokens; in lockstep and workers",
+    )
+    parser.add_argument(
         "--exact", action="store_true", help="refuse a target whose bits depend on batch or drafts, in bfloat16 too"
     )
     prompt = parser.add_mutually_exclusive_group()
@@ -132,6 +137,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
                 lookahead=one_or_all(args.lookahead),
                 min_draft_tokens=args.min_draft_tokens,
                 decode_meanwhile=args.decode_meanwhile,
+                confidence=args.confidence,
                 exact=args.exact,
                 acceptance=args.acceptance,
                 trace=trace,

@@ -14,22 +14,23 @@ def target_step(target: Stage, config: SpeculationConfig, block: StateBlock) -> 
     """One step of the target. It waits for draft tokens as ``config`` says, up to a deadline."""
     upstream = target.index - 1
     max_draft_tokens = config.max_draft_tokens(target.index)
-    action = target.step(0, max_draft_tokens, config.min_draft_tokens)
-    if action == Action.WAIT and config.decode_meanwhile:
+    action = target.step(0, max_draft_tokens, config.min_draft_tokens, may_wait=True)
+    if action == Action.WAIT and config.decode_meanwhile and not target.wait_ns:
         return target.step(0, 0)
     if action == Action.WAIT:
         # Wait for the time that the missing draft tokens should take, with some slack. Then verify the available ones. The draft writes its
         # own time, which may be wrong; no wait is longer than the target needs for the tokens itself.
         each = min(PATIENCE * block.step_ns(upstream), block.step_ns(block.target))
-        patience = int(config.min_draft_tokens * each)
+        patience = max(int(config.min_draft_tokens * each), int(PATIENCE * target.wait_ns))
         deadline = time.perf_counter_ns() + patience
         while action == Action.WAIT:
             left = deadline - time.perf_counter_ns()
             if left <= 0:
                 action = target.step(0, max_draft_tokens)
                 break
-            target.port.park(left, min(config.min_draft_tokens, max_draft_tokens))
-            action = target.step(0, max_draft_tokens, config.min_draft_tokens)
+            # The next draft token may be one that changes the choice.
+            target.port.park(left, 0 if target.wait_ns else min(config.min_draft_tokens, max_draft_tokens))
+            action = target.step(0, max_draft_tokens, config.min_draft_tokens, may_wait=True)
     return action
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.cache import RowCache
+from pipespec.engine.confidence import Calibration
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names
@@ -187,6 +188,11 @@ class Decoder(ABC):
         """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those lost in translation."""
         return {}
 
+    @property
+    def calibrations(self) -> Mapping[int, Calibration]:
+        """By verifying stage, what the confidence of its draft tokens said in the last call; empty where confidence is not used."""
+        return {}
+
     def traces(self) -> dict[str, np.ndarray]:
         """Steps of the last call per stage, smallest draft first, see :meth:`TraceMemory.read`; empty without a trace."""
         return {}
@@ -245,14 +251,26 @@ class Driver(Decoder):
 
         It is not set alive: what it can draft is there when the next stage plans, so that no stage waits for it.
         """
-        return None if self.config.ngram is None else NgramStage(self.config.ngram, self.block, self._trace_of(0))
+        if self.config.ngram is None:
+            return None
+        return NgramStage(self.config.ngram, self.block, self._trace_of(0), confidence=self.config.confidence)
 
     def _make_stage(self, i: int, ngram: NgramStage | None = None, acceptance: Acceptance | None = None) -> Stage:
         """Stage ``i`` in this process. ``ngram``: the stage upstream, if it is an n-gram index; ``acceptance``: see :class:`Stage`."""
         model, trace, native = self.models[i - self._first], self._trace_of(i), self.config.native
         if i == 0 and self.config.translation is not None:
             return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
-        return Stage(model, self.block, i, trace, native=native, ngram=ngram, acceptance=acceptance)
+        return Stage(
+            model,
+            self.block,
+            i,
+            trace,
+            native=native,
+            ngram=ngram,
+            acceptance=acceptance,
+            confidence=self.config.confidence,
+            in_turn=self.schedule != "workers",
+        )
 
     @property
     def names(self) -> Sequence[str]:
@@ -285,6 +303,7 @@ class Driver(Decoder):
         prompts, limits = request.inputs.prompts, request.inputs.limits
         starts = [len(p) for p in prompts]
         self.block.reset(starts, limits, [int(p[-1]) for p in prompts], request.eos)
+        self._calibrated = [self.block.calibration(i) for i in range(1, self._stage_count)]
         if self._trace_memory is not None:
             self._trace_memory.clear()
 
@@ -357,6 +376,13 @@ class Driver(Decoder):
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
         return {stage.index: stage.translated for stage in self.stages if isinstance(stage, TranslatedStage)}
+
+    @property
+    def calibrations(self) -> Mapping[int, Calibration]:
+        if not self.config.confidence:
+            return {}
+        after = [self.block.calibration(i) for i in range(1, self._stage_count)]
+        return {i: Calibration.between(*pair) for i, pair in enumerate(zip(self._calibrated, after, strict=True), 1)}
 
     @property
     def forms(self) -> Sequence[str]:

@@ -141,13 +141,21 @@ class NgramStage:
         draft: With the ids of its corpus, see :meth:`NgramDraft.for_target`.
         block: The state block of the chain.
         trace: Buffer for the times of its steps; None: no trace.
+        confidence: Whether it stops where its tokens' confidence, the length of the match, says so.
     """
 
     form: ClassVar[str] = "n-gram index"
     """In place of how a model's forward runs, for reports."""
 
-    def __init__(self, draft: NgramDraft, block: StateBlock, trace: _native.TraceBuffer | None = None) -> None:
-        self._block, self._trace = block, trace
+    def __init__(
+        self,
+        draft: NgramDraft,
+        block: StateBlock,
+        trace: _native.TraceBuffer | None = None,
+        *,
+        confidence: bool = False,
+    ) -> None:
+        self._block, self._trace, self._confidence = block, trace, confidence
         self._empty = draft.index()
         self._corpus = None if draft.corpus is None else draft.index(np.asarray(draft.corpus))
         self._native: _native.NgramStage | None = None
@@ -156,6 +164,7 @@ class NgramStage:
         """Start a call: index each prompt, int32 ``[P_r]``, but its last token, which the first step takes from the block."""
         self._native = self._block.ngram_stage(WIDTH, self._empty, self._corpus)
         self._native.trace(self._trace)
+        self._native.use_confidence(self._confidence)
         for row, prompt in enumerate(prompts):
             self._native.prefill(row, prompt[:-1])
 

@@ -19,6 +19,7 @@ from transformers.generation import logits_process as hf
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.grammar import Grammar, apply_bitmask
 from pipespec_kernels import ops
+from pipespec_kernels.confidence import confidence
 from pipespec_kernels.noise import ALL_DRAWN, Noise
 from pipespec_kernels.penalties import Penalties
 
@@ -460,6 +461,14 @@ class Sampler:
             self._keys = torch.from_numpy(np.array(sampling_params.seeds, dtype=np.uint64).view(np.int64))
             inverse = torch.full((rows,), 1 / sampling_params.temperature, dtype=torch.float32, device="cpu")
             self._inverse_temperature = inverse
+
+    def confidence(
+        self, logits: torch.Tensor, query_lens: np.ndarray, num_draft_tokens: np.ndarray, selected: torch.Tensor
+    ) -> torch.Tensor:
+        """How sure the model is of the tokens that a call with the same arguments chose, see :func:`pipespec_kernels.confidence.confidence`."""
+        inverse = None if self._sampling_params.seeds is None else self._inverse_temperature
+        logits = logits[:, :, : self._vocabulary]
+        return confidence(logits, selected, query_lens, num_draft_tokens, inverse)
 
     def __call__(
         self,

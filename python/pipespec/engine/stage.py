@@ -135,6 +135,9 @@ class Stage:
         native: whether the model may run in the native form.
         ngram: the stage upstream, if it is an n-gram index: it drafts before each step of this one.
         acceptance: shared by a draft and the target whose sampled calls use rejection sampling; None: coupled.
+        confidence: whether the stage publishes how sure it is of its tokens, stops where that says so, and learns how often it keeps draft tokens.
+            The target then chooses by it, see :meth:`step`.
+        in_turn: whether the drafts stand still while the target works.
     """
 
     def __init__(
@@ -147,8 +150,15 @@ class Stage:
         native: bool = True,
         ngram: NgramStage | None = None,
         acceptance: Acceptance | None = None,
+        confidence: bool = False,
+        in_turn: bool = True,
     ) -> None:
         self.model = model
+        self._confidence, self._in_turn = confidence, in_turn
+        # It continues with what earlier calls taught it.
+        self._policy = _native.GainPolicy() if confidence and index == block.target else None
+        self.wait_ns = 0
+        """The time that the last :meth:`step` wanted to wait for draft tokens, by their confidence; 0: it did not."""
         self._acceptance = acceptance
         self.block = block
         self.index = index
@@ -269,6 +279,9 @@ class Stage:
         )
         self.port = self.block.port(self.index, WIDTH)
         self.port.trace(self._trace)
+        self.port.use_confidence(self._confidence)
+        if self._policy is not None:
+            self._policy.begin()
         self._tokens = torch.from_numpy(self.port.tokens)
         self._kv, self._query_lens, self._num_draft_tokens, self._n_select = (
             self.port.kv[:rows],
@@ -414,13 +427,18 @@ class Stage:
             raise
 
     @torch.inference_mode()
-    def step(self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0) -> Action:
+    def step(
+        self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0, *, may_wait: bool = False
+    ) -> Action:
         """One step of all rows: plan, forward, select, commit.
+
+        A target that goes by confidence verifies as many of the draft tokens as gain most, and decodes one token if that gains more.
 
         Args:
             lookahead: how many tokens this stage may be ahead of the next one; the target ignores it.
             max_draft_tokens: most draft tokens per row in this step.
             min_draft_tokens: return ``Action.WAIT`` while a row has fewer draft tokens and more may come; 0: never.
+            may_wait: return ``Action.WAIT``, and set :attr:`wait_ns`, if to wait for more draft tokens gains most by their confidence.
 
         Returns:
             ``Action.STEP`` if the step was made. Otherwise nothing was fed: ``IDLE`` until a neighbour publishes, ``WAIT`` for draft tokens,
@@ -433,6 +451,11 @@ class Stage:
         port = self.port
         if self._ngram is not None and max_draft_tokens > 0:
             self._ngram.fill(max_draft_tokens)
+        if self._policy is not None and max_draft_tokens > 0:
+            max_draft_tokens = self._choose_draft_tokens(self._policy, max_draft_tokens, min_draft_tokens, may_wait)
+            if self.wait_ns:
+                return Action.WAIT
+            min_draft_tokens = min(min_draft_tokens, max_draft_tokens)
         action = port.plan(lookahead, max_draft_tokens, min_draft_tokens)
         if action != Action.STEP:
             return action
@@ -470,7 +493,12 @@ class Stage:
             )
             if self._acceptance is not None:
                 self._drop_rejected(selected)
-            port.commit(selected.data_ptr(), columns - first)
+            known = None
+            if self._confidence and self._policy is None:
+                # No stage reads that of the target's tokens.
+                counts = np.maximum(self._n_select - first, 0), self._num_draft_tokens * selecting
+                known = self._select.confidence(logits, *counts, selected)
+            port.commit(selected.data_ptr(), columns - first, 0 if known is None else known.data_ptr())
         else:
             self._forward(fed, cache, keep=0, seen=seen)
             # Rows that only feed missing tokens select nothing.
@@ -478,7 +506,17 @@ class Stage:
         took = time.perf_counter_ns() - began
         self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
         port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
+        if self._policy is not None:
+            self.block.note_step(self._policy, columns, took / 1e9, in_turn=self._in_turn)
         return action
+
+    def _choose_draft_tokens(self, policy: _native.GainPolicy, most: int, least: int, may_wait: bool) -> int:
+        """The draft tokens that the next step verifies at most; sets :attr:`wait_ns`."""
+        each = 0.0 if self._in_turn else self.block.step_ns(self.index - 1) / 1e9
+        chosen, awaited, wait_s = self.port.choose(policy, most, each, may_wait)
+        # The draft writes its own time, which may be wrong; no wait is longer than the target needs for the tokens itself.
+        self.wait_ns = int(1e9 * min(wait_s, awaited * policy.seconds(1))) if awaited else 0
+        return max(chosen, min(least, most)) if chosen else 0
 
     def _drop_rejected(self, selected: torch.Tensor) -> None:
         """Take a rejected draft token out of the step if the stage's own token in its place is the same: commit would accept it, and go on.

@@ -423,7 +423,7 @@ class Generation:
         """Build the report of the call that ``decoder`` ran."""
         assert self._seconds is not None
         rows, names, traces = len(self.prompts), decoder.names, decoder.traces()
-        translated = decoder.translated
+        translated, calibrations = decoder.translated, decoder.calibrations
         return Report(
             schedule=decoder.ran_as,
             rows=rows,
@@ -431,7 +431,7 @@ class Generation:
             seconds=self._seconds,
             seconds_to_first_token=self._first if self._first is not None else self._seconds,
             stages=tuple(
-                stage_report(name, decoder.block, i, rows, form, translated.get(i))
+                stage_report(name, decoder.block, i, rows, form, translated.get(i), calibrations.get(i))
                 for i, (name, form) in enumerate(zip(names, decoder.forms, strict=True))
             ),
             seeds=None if self.seeds is None else tuple(self.seeds),

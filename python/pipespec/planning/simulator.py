@@ -71,6 +71,8 @@ class SimulatedPolicy:
         wake_s: Seconds from a publication until a sleeping stage reads it.
         late_s: The same where other stages occupy all cores. None: ``wake_s``.
         width: Columns of a step.
+        confidence: Drafts stop, and the target waits, decodes or verifies, by the confidence of the draft tokens, as with
+            ``Pipeline(..., confidence=True)``. It knows that of :attr:`Answers.confidence`; without one, only the mean rates.
     """
 
     lookahead: int | Sequence[int] = 32
@@ -80,6 +82,7 @@ class SimulatedPolicy:
     wake_s: float = 0.0
     late_s: float | None = None
     width: int = WIDTH
+    confidence: bool = False
 
     def per_stage(self, stages: int) -> list[tuple[int, int, int]]:
         """Lookahead, most draft tokens and minimum draft tokens of each stage.
@@ -117,6 +120,8 @@ class StageCounts:
         rollbacks: Number of rollbacks.
         busy_s: Seconds in forwards.
         histogram: int64, ``histogram[n]`` steps appended n tokens.
+        outcomes: Draft tokens whose chance it predicted, with ``confidence``.
+        squared_error: Sum of (chance - outcome)^2 over these; over ``outcomes``, the Brier score.
     """
 
     steps: int
@@ -127,6 +132,8 @@ class StageCounts:
     rollbacks: int
     busy_s: float
     histogram: np.ndarray
+    outcomes: int = 0
+    squared_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -159,10 +166,13 @@ class Answers:
         table: uint8 [positions, drafts], 0 where the draft chooses the target's token, otherwise an id of its wrong token. Equal
             numbers in a row are equal tokens. Positions past the end start again. :data:`NOTHING`, in the column of an n-gram index:
             it has no match there. Behind a draft token of its own it always has one.
+        confidence: uint8, in the shape of ``table``: what the drafts publish with these tokens, see
+            :func:`pipespec_kernels.confidence.confidence_of`. None: not known.
     """
 
     acceptance: Sequence[float] = ()
     table: np.ndarray | None = field(default=None)
+    confidence: np.ndarray | None = field(default=None)
 
     @staticmethod
     def from_bits(*right: np.ndarray, same_mistake: np.ndarray | None = None) -> Answers:
@@ -199,7 +209,14 @@ class Answers:
                 )
             if len(self.table) == 0:
                 raise ValueError("the table of answers is empty")
+            known = self.confidence
+            if known is not None and (known.shape != self.table.shape or known.dtype != np.uint8):
+                raise ValueError(
+                    f"the table of confidences must be uint8 {list(self.table.shape)}, not {known.dtype} {known.shape}"
+                )
             return
+        if self.confidence is not None:
+            raise ValueError("confidences belong to a table of answers: acceptance rates have none")
         same_length("acceptance", self.acceptance, stages - 1, "pair of neighbours")
         for a in self.acceptance:
             probability(a, "an acceptance rate")
@@ -290,6 +307,8 @@ def simulate(
     setting.stages = built
     if answers.table is not None:
         setting.set_table(np.ascontiguousarray(answers.table).tobytes())
+        if answers.confidence is not None:
+            setting.set_confidence(np.ascontiguousarray(answers.confidence).tobytes())
     else:
         setting.set_acceptance([float(a) for a in answers.acceptance])
     setting.tokens, setting.rows, setting.width, setting.seed = tokens, rows, policy.width, seed
@@ -297,6 +316,7 @@ def simulate(
     setting.patience, setting.decode_meanwhile = policy.patience, policy.decode_meanwhile
     setting.wake_s = non_negative(policy.wake_s, "wake_s")
     setting.late_s = setting.wake_s if policy.late_s is None else non_negative(policy.late_s, "late_s")
+    setting.confidence = policy.confidence
     setting.preempt, setting.handshake_s = preempt, non_negative(handshake_s, "handshake_s")
     setting.lookahead = lookahead
     result: dict[str, Any] = getattr(_native, functions[schedule])(setting)

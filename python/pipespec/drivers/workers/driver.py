@@ -70,6 +70,7 @@ class _Worker:
         trace: Memory of the trace, if the calls are traced.
         native: Whether the draft may run in the native form.
         upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
+        confidence: Whether the draft uses the confidence of its tokens.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class _Worker:
         trace: TraceMemory | None,
         native: bool,
         upstream: NgramDraft | Translation | None,
+        confidence: bool,
     ) -> None:
         self.index, self.name, self._upstream = index, name, upstream
         ours, theirs = socket.socketpair()
@@ -112,7 +114,7 @@ class _Worker:
         with suppressed(OSError):  # the worker is dead: await_ready() raises
             entries = trace.entries if trace is not None else 0
             counts = [len(fds) for fds in lent]
-            self.conn.send(Setup(index, weights, threads, counts, entries, native, upstream is not None))
+            self.conn.send(Setup(index, weights, threads, counts, entries, native, upstream is not None, confidence))
 
     def await_ready(self, deadline: float) -> bool:
         """Wait until the worker has built its model. Return False if it has not until ``deadline``.
@@ -280,6 +282,7 @@ class WorkersDriver(Driver):
                     trace=self._trace_memory,
                     native=self.config.native,
                     upstream=upstream,
+                    confidence=self.config.confidence,
                 )
         except BaseException:
             self.close()

@@ -50,6 +50,7 @@ class Setup:
         native: Whether the model may run in the native form.
         has_upstream: Whether the draft upstream is an n-gram index, which runs in this process, or the draft has another tokenizer than the target.
             The index or the tokenizers are sent once the worker is ready.
+        confidence: As in :class:`pipespec.engine.stage.Stage`.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Setup:
     trace: int = 0
     native: bool = True
     has_upstream: bool = False
+    confidence: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,9 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
             else:
                 ngram = None
                 if upstream is not None:
-                    ngram = NgramStage(upstream, block, None if traces is None else traces.buffer(0))
-                stage = Stage(*at, native=setup.native, ngram=ngram)
+                    buffer = None if traces is None else traces.buffer(0)
+                    ngram = NgramStage(upstream, block, buffer, confidence=setup.confidence)
+                stage = Stage(*at, native=setup.native, ngram=ngram, confidence=setup.confidence)
         stage.block.refresh()
         _take_part(stage, call, conn, parent)
         if isinstance(stage, TranslatedStage):
