@@ -47,7 +47,7 @@ void* take(const Columns& columns, std::int64_t (&strides)[3]) {
 std::int64_t verify_attention(int dtype, const std::array<std::int64_t, 6>& sizes,
                               const Columns& queries, const Columns& keys, const Columns& values,
                               const Columns& out, std::int64_t window, const Numbers& lengths,
-                              const Numbers& counts, float scale, int threads) {
+                              const Numbers& counts, float scale, float softcap, int threads) {
   cpu::Attention attention{};
   attention.dtype = cpu::DType(dtype);
   std::tie(attention.rows, attention.heads, attention.kv_heads, attention.columns,
@@ -58,6 +58,7 @@ std::int64_t verify_attention(int dtype, const std::array<std::int64_t, 6>& size
   attention.out = take(out, attention.out_strides);
   attention.window = window;
   attention.scale = scale;
+  attention.softcap = softcap;
   return cpu::attend(attention, integers(lengths), integers(counts), threads);
 }
 

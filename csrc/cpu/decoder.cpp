@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kPanel = kPanelOutputs;
 // Panels of one unit of work at most: what they compute for a tile stays in the second-level cache.
-constexpr int64_t kMaxUnitPanels = 16;
+constexpr int64_t kMaxUnitPanels = 8;
 // Columns of one unit of attention at most.
 constexpr int64_t kAttendColumns = 16;
 // Most rows of a narrow forward. It spends most of its time reading the weights, so the cost of a
@@ -384,6 +384,7 @@ struct Decoder::Job {
     task.group = group();
     task.head_dim = shape.head_dim;
     task.scale = shape.scale;
+    task.softcap = 0.0f;
     task.out = attended + (row * kept.columns + begin) * width + head * group() * shape.head_dim;
     task.out_stride = width;
     task.scratch =

@@ -298,6 +298,44 @@ inline typename V::F times_sigmoid(typename V::F x, typename V::F z) {
   return V::divide(x, V::add(V::broadcast(1.0f), e));
 }
 
+// The activation of kLanes gates, silu or gelu_tanh. The exponential is of a negative number, whose
+// range is the wider one.
+template <class V>
+inline typename V::F activated(Activation kind, typename V::F g) {
+  using F = typename V::F;
+  const F zero = V::broadcast(0.0f), one = V::broadcast(1.0f);
+  F z = g;
+  if (kind == Activation::kGeluTanh) {
+    // (1 + tanh(z)) / 2 = 1 / (1 + e^(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3)
+    const F cube = V::multiply(V::multiply(g, g), g);
+    z = V::multiply(V::multiply_add(cube, V::broadcast(0.044715f), g), V::broadcast(1.59576912f));
+  }
+  const F e = exponential<V>(V::subtract(zero, V::max(z, V::subtract(zero, z))));
+  return V::divide(V::multiply(g, V::where_less(z, zero, e, one)), V::add(one, e));
+}
+
+template <class V, class Items, class Format>
+void gate_row(Activation kind, const GateRow& row) {
+  using Item = typename Items::Item;
+  constexpr int64_t kAtOnce = 64;
+  const Item* const gate = static_cast<const Item*>(row.gate);
+  const Item* const up = static_cast<const Item*>(row.up);
+  Item* const out = static_cast<Item*>(row.out);
+  const auto bytes = [](const Item* p) { return reinterpret_cast<const unsigned char*>(p); };
+  for (int64_t begin = 0; begin < row.n; begin += kAtOnce) {
+    const int64_t count = row.n - begin < kAtOnce ? row.n - begin : kAtOnce;
+    float y[kAtOnce];
+    for (int64_t i = 0; i < count; i += V::kLanes) {
+      const int64_t rest = count - i;
+      const auto* const p = bytes(gate + begin + i);
+      V::store(y + i, activated<V>(kind, rest < V::kLanes ? load_part<V, Format>(p, rest)
+                                                          : Format::load(p)));
+    }
+    for (int64_t i = 0; i < count; ++i)
+      out[begin + i] = Items::store(rounded<Items>(y[i]) * Items::load(up[begin + i]));
+  }
+}
+
 template <class V>
 void activate(Activation kind, const float* products, int64_t panel_pairs, float* out) {
   using F = typename V::F;
@@ -365,6 +403,17 @@ inline void weigh(const float* weights, int64_t n, const unsigned char* values, 
   for (int i = 0; i < kCount; ++i) V::store(out + i * V::kLanes, sums[i]);
 }
 
+// limit * tanh(x / limit), with tanh(u) = sign(u) (1 - e^(-2 |u|)) / (1 + e^(-2 |u|))
+template <class V>
+inline typename V::F capped(typename V::F x, float limit) {
+  using F = typename V::F;
+  const F zero = V::broadcast(0.0f), one = V::broadcast(1.0f), most = V::broadcast(limit);
+  const F size = V::max(x, V::subtract(zero, x));
+  const F e = exponential<V>(V::multiply(size, V::broadcast(-2.0f / limit)));
+  const F sign = V::where_less(x, zero, V::subtract(zero, most), most);
+  return V::multiply(sign, V::divide(V::subtract(one, e), V::add(one, e)));
+}
+
 // The scores of positions begin .. end - 1 and beyond up to whole vectors; `begin` is a multiple of
 // kLanes.
 template <class V, class Format>
@@ -379,7 +428,9 @@ void score_span(const AttendTask& task, const float* query, int64_t begin, int64
 #pragma GCC unroll 16
     for (int64_t i = 0; i < V::kLanes; ++i)
       of_lane[i] = keys + (t + i < end ? t + i : end - 1) * key_bytes;
-    V::store(scores + t, V::multiply(score<V, Format>(query, of_lane, task.head_dim), scale));
+    typename V::F found = V::multiply(score<V, Format>(query, of_lane, task.head_dim), scale);
+    if (task.softcap > 0) found = capped<V>(found, task.softcap);
+    V::store(scores + t, found);
   }
 }
 
@@ -495,6 +546,8 @@ constexpr DecoderKernels decoder_table() {
           norm_row<V, FloatItems>,
           norm_row<V, BFloat16Items>,
           activate<V>,
+          gate_row<V, FloatItems, Float32>,
+          gate_row<V, BFloat16Items, BFloat16>,
           attend<V, Float32>,
           attend<V, BFloat16>};
 }

@@ -35,7 +35,8 @@ struct AttendTask {
   int64_t window;     // of these, the last ones that a column sees; 0: all
   int64_t columns, group, head_dim;
   float scale;
-  float* out;  // like queries
+  float softcap;  // scores are softcap * tanh(scaled score / softcap); 0: not capped
+  float* out;     // like queries
   int64_t out_stride;
   float* scratch;  // kAttendQueries * (positions + columns + kMaxLanes) floats
 };
@@ -54,6 +55,14 @@ struct NormRow {
   bool one_plus_weight;
 };
 
+// One row of gated_activation (activation.hpp); all numbers are float32 or all bfloat16.
+struct GateRow {
+  const void* gate;
+  const void* up;
+  void* out;
+  int64_t n;
+};
+
 // A product over whole groups of panels of some format of weights.
 using Product = void (*)(const unsigned char* groups, int64_t inputs, int64_t panel_count,
                          const float* x, int64_t x_stride, int64_t rows, float* out,
@@ -69,6 +78,9 @@ struct DecoderKernels {
   void (*norm_row16)(const NormRow& row);
   // out[i] = activation(gate i) * up i, where `products` alternate between 16 gates and 16 ups.
   void (*activate)(Activation kind, const float* products, int64_t panel_pairs, float* out);
+  // out[i] = activation(gate[i]) * up[i], both rounded to the dtype of the row.
+  void (*gate_row32)(Activation kind, const GateRow& row);
+  void (*gate_row16)(Activation kind, const GateRow& row);
   // Attention over float32 and bfloat16 keys and values, computed in float32.
   void (*attend32)(const AttendTask& task);
   void (*attend16)(const AttendTask& task);

@@ -1,6 +1,8 @@
 // The decoder's forward on the host: products against sums in double, and forwards of one model in
 // different shapes and with different threads, which must give the same bits. All arrays have
 // exactly their size, so that AddressSanitizer sees a read behind them.
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -213,6 +215,33 @@ TEST(refuses_tokens_before_it_writes) {
     }
     CHECK(thrown);
     CHECK_EQ(hidden[0], -7.0f);
+  }
+}
+
+// Units that wait for each other need two threads. A helper that has waited for long between two
+// rounds comes back for the next one.
+TEST(a_helper_works_in_each_round_of_a_job) {
+  struct Meeting {
+    std::atomic<int> arrived{0};
+    std::atomic<bool> missed{false};
+  } meeting;
+  Team team(
+      1,
+      [](void* context, int64_t) {
+        Meeting& of = *static_cast<Meeting*>(context);
+        of.arrived.fetch_add(1);
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+        while (of.arrived.load() < 2) {
+          if (std::chrono::steady_clock::now() > end) of.missed = true;
+          if (of.missed) return;
+          std::this_thread::yield();
+        }
+      },
+      &meeting);
+  for (int round = 0; round < 4 && CHECK(!meeting.missed); ++round) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(round * 10));
+    meeting.arrived = 0;
+    team.run(2);
   }
 }
 
