@@ -204,7 +204,7 @@ def _plain_norm(
     if residual is None and residual_out is not None:
         return None
     hidden = shape[-1]
-    vectors_fit = weight.shape == (hidden,) and (bias is None or bias.shape == (hidden,))
+    vectors_fit = weight is not None and weight.shape == (hidden,) and (bias is None or bias.shape == (hidden,))
     if not vectors_fit or any(t is not None and t.shape != shape for t in (residual, out, residual_out)):
         return None
     normed, total, before = torch.empty_like(x) if out is None else out, x, 0

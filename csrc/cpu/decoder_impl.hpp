@@ -33,7 +33,8 @@ constexpr int panels_at_once(int rows) {
 // The rows of a block at most: with more, a block would work on less than V::kLeastPanels at once.
 template <class V>
 constexpr int max_rows() {
-  return V::kAccumulators / (V::kLeastPanels * kVectors<V>);
+  const int rows = V::kAccumulators / (V::kLeastPanels * kVectors<V>);
+  return rows < 8 ? rows : 8;
 }
 
 // Weights that several blocks read one after the other: they stay in the first-level cache.
