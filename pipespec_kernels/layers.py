@@ -4,8 +4,8 @@ The numbers are rounded where HuggingFace's modules round them, so a layer made 
 of sums and, on a GPU, from the last bit of an exponential. Arithmetic is float32 (float64 for float64). A row's result depends only on the row, and
 not on the batch or on other columns (on a GPU also on whether the tensors are aligned to 16 bytes).
 
-Tensors on a GPU go to the Triton kernels. On the CPU :func:`add_rms_norm` and :func:`silu_mul` (not with ``"gelu"``) of float32 and bfloat16 go to
-the native code, whose last bits depend on the instructions in use. The rest goes to torch: other operations and dtypes on the CPU, float64, and
+Tensors on a GPU go to the Triton kernels. On the CPU float32 and bfloat16 go to the native code, except :func:`silu_mul` with ``"gelu"`` and
+:func:`rope_append` with norms; the last bits of norms and activations depend on the instructions in use. The rest goes to torch: other operations and dtypes on the CPU, float64, and
 heads of more than 256 dimensions in :func:`rope_append`. (Torch's sum of a row of 32768 elements or more may depend on the batch and the threads.) ``PIPESPEC_OPS`` works as
 for :mod:`pipespec_kernels.ops`, which exports these functions, too. None has a backward pass.
 """
@@ -31,6 +31,7 @@ from pipespec_kernels.kv import (
     _fits,
     _kernels,
     _native,
+    _numbers,
     _refuse_gradients,
     is_plain,
 )
@@ -519,7 +520,12 @@ def _rope_append(
     _check_rope(*given, positions, q_norm, k_norm, eps)
     if out is not None:
         _check_out(out, q)
-    kernels = _kernels(k_cache)
+    kernels, native = _kernels(k_cache), _native(k_cache)
+    if kernels is None and native is not None and q.dtype in NATIVE_DTYPES and q_norm is None:
+        if out is None:
+            out = _empty_queries(q)
+        if _rope_by_native(native, *given, positions, out):
+            return out
     if check_counts or kernels is None:
         _fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
         _in_tables(lengths, n_new, positions, keys.shape[2], cos.shape[0])
@@ -536,6 +542,37 @@ def _rope_append(
         return out.copy_(reference.rope_append(*given, **options))
     kernels.rope_append(*given, **options, out=out)
     return out
+
+
+def _rope_by_native(
+    native: Any,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_new: Tensor | None,
+    positions: Tensor | None,
+    out: Tensor,
+) -> bool:
+    """Compute checked arguments without norms; False, and nothing written, where a row's numbers do not fit."""
+    batch, heads, width, dim = q.shape
+    row = native.rope_append(
+        getattr(native, NATIVE_DTYPES[q.dtype]),
+        getattr(native, NATIVE_DTYPES[cos.dtype]),
+        (batch, heads, keys.shape[1], width, dim, cos.shape[1], k_cache.shape[2], cos.shape[0]),
+        [(t.data_ptr(), *t.stride()[:3]) for t in (q, keys, values, k_cache, v_cache, out)],
+        (cos.data_ptr(), cos.stride(0)),
+        (sin.data_ptr(), sin.stride(0)),
+        _numbers(lengths),
+        _numbers(n_new),
+        _numbers(positions),
+        *((0, 0) if positions is None else positions.stride()),
+    )
+    return bool(row < 0)
 
 
 def _in_tables(lengths: Tensor, n_new: Tensor | None, positions: Tensor | None, width: int, size: int) -> None:

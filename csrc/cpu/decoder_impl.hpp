@@ -323,8 +323,7 @@ void gate_row(Activation kind, const GateRow& row) {
   const Item* const up = static_cast<const Item*>(row.up);
   Item* const out = static_cast<Item*>(row.out);
   const auto bytes = [](const Item* p) { return reinterpret_cast<const unsigned char*>(p); };
-  for (int64_t begin = 0; begin < row.n; begin += kAtOnce) {
-    const int64_t count = row.n - begin < kAtOnce ? row.n - begin : kAtOnce;
+  const auto some = [&](int64_t begin, const int64_t count) {
     float y[kAtOnce];
     for (int64_t i = 0; i < count; i += V::kLanes) {
       const int64_t rest = count - i;
@@ -334,7 +333,10 @@ void gate_row(Activation kind, const GateRow& row) {
     }
     for (int64_t i = 0; i < count; ++i)
       out[begin + i] = Items::store(rounded<Items>(y[i]) * Items::load(up[begin + i]));
-  }
+  };
+  int64_t begin = 0;
+  for (; begin + kAtOnce <= row.n; begin += kAtOnce) some(begin, kAtOnce);
+  if (begin < row.n) some(begin, row.n - begin);
 }
 
 template <class V>
