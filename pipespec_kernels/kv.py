@@ -126,7 +126,7 @@ def _plain_append(
 
     The checks that name what is wrong take longer than the copy of a step. They follow where this returns False.
     """
-    if not is_plain(k_cache, k_cache, v_cache, keys, values, dense=False) or (native := _native(k_cache)) is None:
+    if not is_plain(k_cache, v_cache, keys, values, dense=False) or (native := _native(k_cache)) is None:
         return False
     shape, new = k_cache.shape, keys.shape
     if len(shape) != 4 or len(new) != 4 or v_cache.shape != shape or values.shape != new:
@@ -152,17 +152,18 @@ def _plain_append(
     return bool(native.kv_append(*places[:2], (rows, heads, capacity, dim * size), *places[2:], width, *numbers) < 0)
 
 
-def is_plain(like: Tensor, *tensors: Tensor | None, dense: bool = True) -> bool:
-    """Whether all of these are ordinary tensors on the CPU in the dtype of ``like``, if ``dense`` contiguous ones. None does not count."""
-    if type(like) is not Tensor or (dtype := like.dtype) not in _FLOATS:
+def is_plain(*tensors: Any, optional: tuple[Any, ...] = (), dense: bool = True) -> bool:
+    """Whether all of these are ordinary tensors on the CPU in the dtype of the first, contiguous ones if ``dense``. Optional ones may be None."""
+    dtype = getattr(tensors[0], "dtype", None)
+    if dtype not in _FLOATS:
         return False
     return all(
-        x is None or (type(x) is Tensor and x.dtype is dtype and x.is_cpu and (not dense or x.is_contiguous()))
-        for x in tensors
+        type(x) is Tensor and x.dtype is dtype and x.is_cpu and (not dense or x.is_contiguous())
+        for x in (*tensors, *(x for x in optional if x is not None))
     )
 
 
-def _plain_rows(tensor: Tensor, count: int) -> bool:
+def _plain_rows(tensor: Any, count: int) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.dtype in _INTEGERS

@@ -197,7 +197,7 @@ def _plain_norm(
 
     The checks that name what is wrong take longer than the arithmetic of a step.
     """
-    if not is_plain(x, x, residual, weight, bias, out, residual_out) or (native := _native(x)) is None:
+    if not is_plain(x, weight, optional=(residual, bias, out, residual_out)) or (native := _native(x)) is None:
         return None
     shape, code = x.shape, NATIVE_DTYPES.get(x.dtype)
     if code is None or not shape or not x.numel() or not 0 <= eps < math.inf:
@@ -205,7 +205,7 @@ def _plain_norm(
     if residual is None and residual_out is not None:
         return None
     hidden = shape[-1]
-    vectors_fit = weight is not None and weight.shape == (hidden,) and (bias is None or bias.shape == (hidden,))
+    vectors_fit = weight.shape == (hidden,) and (bias is None or bias.shape == (hidden,))
     if not vectors_fit or any(t is not None and t.shape != shape for t in (residual, out, residual_out)):
         return None
     normed, total, before = torch.empty_like(x) if out is None else out, x, 0
@@ -337,7 +337,7 @@ def _silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = No
 
 def _plain_silu_mul(gate_up: Tensor, activation: str, out: Tensor | None) -> Tensor | None:
     """As :func:`_plain_norm`."""
-    if not is_plain(gate_up, gate_up, out) or (native := _native(gate_up)) is None:
+    if not is_plain(gate_up, optional=(out,)) or (native := _native(gate_up)) is None:
         return None
     shape, code = gate_up.shape, NATIVE_DTYPES.get(gate_up.dtype)
     number = _NATIVE_ACTIVATIONS.get(activation)
