@@ -189,6 +189,22 @@ def test_the_native_activation_with_all_instructions(variant: str, monkeypatch: 
         assert torch.equal(got[expected.isinf()], expected[expected.isinf()])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tables"), [(DTYPES[0], None), (DTYPES[1], None), (DTYPES[1], torch.float32)], ids=str
+)
+def test_the_native_rotation_has_the_bits_of_the_oracle(dtype, tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "forced", "")
+    for seed, rotary, positions in itertools.product(range(4), (2, 12, 32), (False, True)):
+        case = rope_case(seed, 3, (4, 2), 5, 9, 32, rotary, dtype, tables=tables, positions=positions)
+        other = case | {name: case[name].clone() for name in ("k_cache", "v_cache")}
+        expected = reference.rope_append(**other)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "rope_append", lambda *_, **__: pytest.fail("this is torch"))
+            assert torch.equal(ops.rope_append(**case), expected)
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(case[name], other[name])
+
+
 def test_without_the_native_code_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual = exact_rows(0, 3, 32, torch.float32)
     weight, out = normal(1, 32), [torch.empty(3, 32) for _ in range(2)]
