@@ -8,7 +8,7 @@ One layer with the heads of Llama-3-8B (8 of keys, 128 dimensions), storage of `
 
 The indices for torch are made beforehand. Storage is small where its size has no effect: untouched storage must not push the rest out of the caches.
 
-On a GPU in bfloat16; on the CPU in float32 with small shapes, where ours is plain torch, row by row. Bytes: what is moved,
+On a GPU in bfloat16; on the CPU in float32 with small shapes. Bytes: what is moved,
 read once and written once.
 """
 

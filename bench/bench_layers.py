@@ -6,9 +6,7 @@ One layer of Llama-3-8B, ``Q`` columns for each of ``B`` rows:
 * ``silu_mul``: gate and up as one tensor, ``I`` numbers of each per column;
 * ``rope_append``: 32 heads of queries and 8 of keys and values from one tensor, rotated and written into storage of ``S`` tokens per row.
 
-The rival is the code of transformers' modules, in torch. On a GPU in bfloat16; on the CPU in float32 with small shapes, where ours is also plain
-torch, except ``add_rms_norm``.
-Bytes: each input read once and each result written once, without weights and tables.
+The rival is the code of transformers' modules, in torch. On a GPU in bfloat16; on the CPU in float32 with small shapes. Bytes: each input read once and each result written once, without weights and tables.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and positions behind them are never
 read. Tensors on a GPU go to the Triton kernels. These calls do not wait for the device and can be captured in a CUDA graph; a
 replay uses the lengths and counts of its own time. Tensors on other devices, float64 and heads of more than 256 dimensions go to torch; on the CPU
-the native code moves keys and values of any dtype and computes attention in float32 and bfloat16 (without a cap of the scores).
+the native code moves keys and values of any dtype and computes attention in float32 and bfloat16.
 ``PIPESPEC_OPS`` works as for :mod:`pipespec_kernels.ops`, which exports these functions, too.
 
 Lengths and counts are on the device. The host reads them only with ``check_counts=True``. Kernels skip a row whose lengths or counts lie outside the
@@ -105,6 +105,8 @@ def _kv_append(
     n_new: Tensor | None = None,
     check_counts: bool = False,
 ) -> None:
+    if _plain_append(keys, values, k_cache, v_cache, lengths, n_new):
+        return
     _check_append(keys, values, k_cache, v_cache, lengths, n_new)
     kernels, width = _kernels(k_cache), keys.shape[2]
     if kernels is None and (native := _native(k_cache)) is not None:
@@ -115,6 +117,60 @@ def _kv_append(
     if check_counts or kernels is None:
         _fits(lengths, n_new, width, k_cache.shape[2], "n_new")
     (kernels or reference).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
+
+
+def _plain_append(
+    keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, n_new: Tensor | None
+) -> bool:
+    """Append by the native code, if a short look shows that all arguments are right; returns whether it did.
+
+    The checks that name what is wrong take longer than the copy of a step. They follow where this returns False.
+    """
+    if not is_plain(k_cache, v_cache, keys, values, dense=False) or (native := _native(k_cache)) is None:
+        return False
+    shape, new = k_cache.shape, keys.shape
+    if len(shape) != 4 or len(new) != 4 or v_cache.shape != shape or values.shape != new:
+        return False
+    (rows, heads, capacity, dim), width, size = shape, new[2], k_cache.element_size()
+    if (
+        (new[0], new[1], new[3]) != (rows, heads, dim)
+        or dim == 0
+        or capacity >= 2**31
+        or not _plain_rows(lengths, rows)
+    ):
+        return False
+    if n_new is not None and not _plain_rows(n_new, rows):
+        return False
+    places = []
+    for tensor in (k_cache, v_cache, keys, values):
+        row, head, position, last = tensor.stride()
+        # Strides of 0 are for the checks: they are wrong in storage only.
+        if last != 1 or not (row and head and position):
+            return False
+        places.append((tensor.data_ptr(), row * size, head * size, position * size))
+    numbers = _numbers(lengths), _numbers(n_new)
+    return bool(native.kv_append(*places[:2], (rows, heads, capacity, dim * size), *places[2:], width, *numbers) < 0)
+
+
+def is_plain(*tensors: Any, optional: tuple[Any, ...] = (), dense: bool = True) -> bool:
+    """Whether all of these are ordinary tensors on the CPU in the dtype of the first, contiguous ones if ``dense``. Optional ones may be None."""
+    dtype = getattr(tensors[0], "dtype", None)
+    if dtype not in _FLOATS:
+        return False
+    return all(
+        type(x) is Tensor and x.dtype is dtype and x.is_cpu and (not dense or x.is_contiguous())
+        for x in (*tensors, *(x for x in optional if x is not None))
+    )
+
+
+def _plain_rows(tensor: Any, count: int) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype in _INTEGERS
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and tensor.shape == (count,)
+    )
 
 
 def kv_truncate(lengths: Tensor, to: Tensor) -> None:
@@ -306,7 +362,7 @@ def verify_attention(
         scale: of the scores; default ``D ** -0.5``.
         invariant: add in an order that depends only on the number of keys of a column. The result is then equal to the
             last bit for every ``Q`` and ``B``, so a verification equals decoding token by token. It is slower, but on the CPU in
-            float32 and bfloat16 without ``softcap``, where the native code always adds so.
+            float32 and bfloat16, where the native code always adds so.
         out: ``[B, Hq, Q, D]`` to write to, strides as for ``q``; must overlap no other argument.
         check_counts: check the values of lengths and counts first, which waits for the device. On the CPU always done.
         workspace: contiguous int32 ``[N]`` of zeros on the device of ``q``, ``N >= 2 * B * Hkv``; zero again after the call. Saves a GPU the second
@@ -389,7 +445,7 @@ def _verify_attention(
     kernels = _kernels(q)
     native = None
     # Under autocast torch chooses the dtype of the arithmetic.
-    if kernels is None and softcap is None and q.dtype in NATIVE_DTYPES and not torch.is_autocast_enabled("cpu"):
+    if kernels is None and q.dtype in NATIVE_DTYPES and not torch.is_autocast_enabled("cpu"):
         native = _native(q)
     if check_counts or (kernels is None and native is None):
         _fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
@@ -409,6 +465,7 @@ def _verify_attention(
             _numbers(lengths),
             _numbers(query_lens),
             dim**-0.5 if scale is None else scale,
+            softcap or 0.0,
             torch.get_num_threads(),
         )
         if bad >= 0:

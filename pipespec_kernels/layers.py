@@ -4,9 +4,9 @@ The numbers are rounded where HuggingFace's modules round them, so a layer made 
 of sums and, on a GPU, from the last bit of an exponential. Arithmetic is float32 (float64 for float64). A row's result depends only on the row, and
 not on the batch or on other columns (on a GPU also on whether the tensors are aligned to 16 bytes).
 
-Tensors on a GPU go to the Triton kernels. On the CPU :func:`add_rms_norm` of float32 and bfloat16 goes to the native code, whose order of sums
-depends on the instructions in use. The rest goes to torch: other operations and dtypes on the CPU, float64, and heads of more than 256
-dimensions in :func:`rope_append`. (Torch's sum of a row of 32768 elements or more may depend on the batch and the threads.) ``PIPESPEC_OPS`` works as
+Tensors on a GPU go to the Triton kernels. On the CPU float32 and bfloat16 go to the native code, except :func:`silu_mul` with ``"gelu"`` and
+:func:`rope_append` with norms; the last bits of norms and activations depend on the instructions in use. The rest goes to torch: other operations and dtypes on the CPU, float64, and
+heads of more than 256 dimensions in :func:`rope_append`. (Torch's sum of a row of 32768 elements or more may depend on the batch and the threads.) ``PIPESPEC_OPS`` works as
 for :mod:`pipespec_kernels.ops`, which exports these functions, too. None has a backward pass.
 """
 
@@ -31,11 +31,15 @@ from pipespec_kernels.kv import (
     _fits,
     _kernels,
     _native,
+    _numbers,
     _refuse_gradients,
+    is_plain,
 )
 from pipespec_kernels.library import register, traced
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+# Those of the native code, with its numbers. Torch's error function uses vectors, which the C library's does not.
+_NATIVE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 # --- add_rms_norm ----------------------------------------------------------------------------------------------------
 
@@ -142,6 +146,9 @@ def _run_add_rms_norm(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    found = _plain_norm(x, residual, weight, eps, one_plus_weight, bias, out, residual_out)
+    if found is not None:
+        return found
     _check_norm(x, residual, weight, eps, one_plus_weight, bias)
     _check_outs(x, residual, out, residual_out)
     kernels = dispatch.kernels(x)
@@ -172,6 +179,57 @@ def _run_add_rms_norm(
         one_plus_weight,
         *places[2],
         *places[3],
+    )
+    return normed, total
+
+
+def _plain_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    one_plus_weight: bool,
+    bias: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """The result by the native code, if a short look shows that all arguments are right and contiguous; else None.
+
+    The checks that name what is wrong take longer than the arithmetic of a step.
+    """
+    if not is_plain(x, weight, optional=(residual, bias, out, residual_out)) or (native := _native(x)) is None:
+        return None
+    shape, code = x.shape, NATIVE_DTYPES.get(x.dtype)
+    if code is None or not shape or not x.numel() or not 0 <= eps < math.inf:
+        return None
+    if residual is None and residual_out is not None:
+        return None
+    hidden = shape[-1]
+    vectors_fit = weight.shape == (hidden,) and (bias is None or bias.shape == (hidden,))
+    if not vectors_fit or any(t is not None and t.shape != shape for t in (residual, out, residual_out)):
+        return None
+    normed, total, before = torch.empty_like(x) if out is None else out, x, 0
+    if residual is not None:
+        total, before = torch.empty_like(x) if residual_out is None else residual_out, residual.data_ptr()
+    if residual is not None and total is normed:
+        return None
+    rows = x.numel() // hidden
+    native.add_rms_norm(
+        getattr(native, code),
+        rows,
+        hidden,
+        x.data_ptr(),
+        hidden,
+        before,
+        hidden,
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        eps,
+        one_plus_weight,
+        normed.data_ptr(),
+        hidden,
+        total.data_ptr(),
+        hidden,
     )
     return normed, total
 
@@ -247,16 +305,51 @@ def _fake_silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 @register('(Tensor gate_up, str activation="silu") -> Tensor', _fake_silu_mul)
 def _silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+    found = _plain_silu_mul(gate_up, activation, out)
+    if found is not None:
+        return found
     _check_gate_up(gate_up, activation)
     if out is not None:
         _check_out_half(out, gate_up)
     kernels = dispatch.kernels(gate_up)
+    native, code = _native(gate_up), NATIVE_DTYPES.get(gate_up.dtype)
+    if kernels is None and native is not None and code is not None and activation in _NATIVE_ACTIVATIONS:
+        result = gate_up.new_empty(_half_shape(gate_up)) if out is None else out
+        from_rows, to_rows = _as_rows(gate_up), _as_rows(result)
+        native.silu_mul(
+            getattr(native, code),
+            _NATIVE_ACTIVATIONS[activation],
+            *to_rows.shape,
+            from_rows.data_ptr(),
+            from_rows.stride(0),
+            to_rows.data_ptr(),
+            to_rows.stride(0),
+        )
+        return result
     if kernels is None:
         result = reference.silu_mul(gate_up, activation)
         return result if out is None else out.copy_(result)
     if out is None:
         out = gate_up.new_empty(_half_shape(gate_up))
     kernels.silu_mul(_as_rows(gate_up), activation, _as_rows(out))
+    return out
+
+
+def _plain_silu_mul(gate_up: Tensor, activation: str, out: Tensor | None) -> Tensor | None:
+    """As :func:`_plain_norm`."""
+    if not is_plain(gate_up, optional=(out,)) or (native := _native(gate_up)) is None:
+        return None
+    shape, code = gate_up.shape, NATIVE_DTYPES.get(gate_up.dtype)
+    number = _NATIVE_ACTIVATIONS.get(activation)
+    if code is None or number is None or not shape or shape[-1] % 2 or not (count := gate_up.numel()):
+        return None
+    size = shape[-1] // 2
+    if out is None:
+        out = gate_up.new_empty((*shape[:-1], size))
+    elif out.shape != (*shape[:-1], size):
+        return None
+    rows = count // shape[-1]
+    native.silu_mul(getattr(native, code), number, rows, size, gate_up.data_ptr(), shape[-1], out.data_ptr(), size)
     return out
 
 
@@ -427,7 +520,12 @@ def _rope_append(
     _check_rope(*given, positions, q_norm, k_norm, eps)
     if out is not None:
         _check_out(out, q)
-    kernels = _kernels(k_cache)
+    kernels, native = _kernels(k_cache), _native(k_cache)
+    if kernels is None and native is not None and q.dtype in NATIVE_DTYPES and q_norm is None:
+        if out is None:
+            out = _empty_queries(q)
+        if _rope_by_native(native, *given, positions, out):
+            return out
     if check_counts or kernels is None:
         _fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
         _in_tables(lengths, n_new, positions, keys.shape[2], cos.shape[0])
@@ -444,6 +542,37 @@ def _rope_append(
         return out.copy_(reference.rope_append(*given, **options))
     kernels.rope_append(*given, **options, out=out)
     return out
+
+
+def _rope_by_native(
+    native: Any,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_new: Tensor | None,
+    positions: Tensor | None,
+    out: Tensor,
+) -> bool:
+    """Compute checked arguments without norms; False, and nothing written, where a row's numbers do not fit."""
+    batch, heads, width, dim = q.shape
+    row = native.rope_append(
+        getattr(native, NATIVE_DTYPES[q.dtype]),
+        getattr(native, NATIVE_DTYPES[cos.dtype]),
+        (batch, heads, keys.shape[1], width, dim, cos.shape[1], k_cache.shape[2], cos.shape[0]),
+        [(t.data_ptr(), *t.stride()[:3]) for t in (q, keys, values, k_cache, v_cache, out)],
+        (cos.data_ptr(), cos.stride(0)),
+        (sin.data_ptr(), sin.stride(0)),
+        _numbers(lengths),
+        _numbers(n_new),
+        _numbers(positions),
+        *((0, 0) if positions is None else positions.stride()),
+    )
+    return bool(row < 0)
 
 
 def _in_tables(lengths: Tensor, n_new: Tensor | None, positions: Tensor | None, width: int, size: int) -> None:

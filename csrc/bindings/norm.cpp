@@ -1,7 +1,8 @@
-// Binding of the residual add and RMS norm: addresses and numbers in, nothing out; the caller has
-// allocated the results and checked everything.
+// Bindings of the residual add and RMS norm and of the gated activation: addresses and numbers in,
+// nothing out; the caller has allocated the results and checked everything.
 #include "../cpu/norm.hpp"
 
+#include "../cpu/activation.hpp"
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -21,10 +22,18 @@ void add_rms_norm(int dtype, std::int64_t rows, std::int64_t hidden, Address x,
                      out_stride, at(total), total_stride});
 }
 
+void silu_mul(int dtype, int activation, std::int64_t rows, std::int64_t size, Address gate_up,
+              std::int64_t stride, Address out, std::int64_t out_stride) {
+  cpu::gated_activation({cpu::DType(dtype), cpu::Activation(activation), rows, size,
+                         reinterpret_cast<const void*>(gate_up), stride,
+                         reinterpret_cast<void*>(out), out_stride});
+}
+
 }  // namespace
 
 void bind_norm(py::module_& m) {
   m.def("add_rms_norm", &add_rms_norm, py::call_guard<py::gil_scoped_release>());
+  m.def("silu_mul", &silu_mul, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace pipespec

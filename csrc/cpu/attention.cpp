@@ -73,7 +73,7 @@ struct Job {
       (is_wide() ? kernels.attend32 : kernels.attend16)(
           {queries, width, at(all.keys, all.key_strides), at(all.values, all.value_strides),
            all.key_strides[2], all.value_strides[2], positions, all.window, fed, group, dim,
-           all.scale, out, width, out + (end - begin) * width});
+           all.scale, all.softcap, out, width, out + (end - begin) * width});
     }
     for (int64_t j = 0; j < end - begin; ++j) {
       for (int64_t g = 0; g < group; ++g) {

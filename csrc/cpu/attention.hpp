@@ -26,6 +26,7 @@ struct Attention {
   int64_t out_strides[3];
   int64_t window;  // the last positions that a column sees, its own included; 0: all
   float scale;
+  float softcap;  // scores are softcap * tanh(scaled score / softcap); 0: not capped
 };
 
 // `lengths` before the new columns, of which row r has `counts[r]` (all, if counts.data is null).

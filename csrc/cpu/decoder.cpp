@@ -19,18 +19,15 @@ namespace {
 
 constexpr int64_t kPanel = kPanelOutputs;
 // Panels of one unit of work at most: what they compute for a tile stays in the second-level cache.
-constexpr int64_t kMaxUnitPanels = 16;
+constexpr int64_t kMaxUnitPanels = 8;
 // Columns of one unit of attention at most.
 constexpr int64_t kAttendColumns = 16;
 // Most rows of a narrow forward. It spends most of its time reading the weights, so the cost of a
 // round shows.
 constexpr int64_t kNarrow = 16;
-// Inputs of a tile of rows: they are read once per panel, from the second-level cache.
+// Inputs of a tile of rows: they are read once per group, from the second-level cache.
 constexpr int64_t kTileBytes = 192 << 10;
-constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows, of 6 or 8
-// Weights of more bytes are prefetched. Measured on one core: prefetching reads 20 MB a fifth
-// faster, and 4 MB a fifth slower.
-constexpr int64_t kCachedBytes = 8 << 20;
+constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows
 constexpr int64_t kUnitsPerThread = 4;
 
 int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }
@@ -242,8 +239,8 @@ struct Decoder::Job {
     tile_rows = std::min(fitting, part.count());
     const int64_t tiles = whole(part.count(), tile_rows);
     const int64_t wanted = threads == 1 ? 1 : kUnitsPerThread * threads;
-    // Whole groups of the panels that a block of one row works on at once.
-    chunk_panels = std::min(rounded(whole(matrix.panels() * tiles, wanted), 4), kMaxUnitPanels);
+    chunk_panels =
+        std::min(rounded(whole(matrix.panels() * tiles, wanted), kGroupPanels), kMaxUnitPanels);
     chunks = whole(matrix.panels(), chunk_panels);
     run(next, tiles * chunks);
   }
@@ -297,7 +294,7 @@ struct Decoder::Job {
                              : packed.weight_bits == 16 ? kernels.product16
                                                         : kernels.product32;
     multiply(m.data + panel * kPanel * m.inputs * (packed.weight_bits / 8), m.inputs, panels, x,
-             x_stride, rows, to, stride, packed.bytes > kCachedBytes);
+             x_stride, rows, to, stride);
     if (!m.scale.empty()) {
       const float* const scale = m.scale.data() + panel * kPanel;
       for (int64_t r = 0; r < rows; ++r)
@@ -387,6 +384,7 @@ struct Decoder::Job {
     task.group = group();
     task.head_dim = shape.head_dim;
     task.scale = shape.scale;
+    task.softcap = 0.0f;
     task.out = attended + (row * kept.columns + begin) * width + head * group() * shape.head_dim;
     task.out_stride = width;
     task.scratch =
@@ -451,7 +449,8 @@ struct Decoder::Job {
 
   void attention() {
     const int64_t heads = all.rows * shape.kv_heads;
-    if (all.count() <= kNarrow && shape.kv_heads % threads == 0)
+    const bool heads_are_groups = layer->qkv.group_panels() % kGroupPanels == 0;
+    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups)
       return run(Phase::kHead, shape.kv_heads);
     run(Phase::kProject, all, layer->qkv);
     if (all.count() <= kNarrow) return run(Phase::kFinishAttend, heads);

@@ -12,6 +12,7 @@ namespace {
 
 struct DecoderAvx2 : Avx2 {
   static constexpr int kAccumulators = 12;
+  static constexpr int kLeastPanels = 1;
 
   // Keeps a sum in its register: left alone, the compiler moves some of them to the stack and back.
   static void pin(F& x) { asm("" : "+x"(x)); }

@@ -11,7 +11,8 @@ namespace pipespec::cpu {
 namespace {
 
 struct DecoderAvx512 : Avx512 {
-  static constexpr int kAccumulators = 16;
+  static constexpr int kAccumulators = 24;
+  static constexpr int kLeastPanels = 4;
 
   static void pin(F&) {}
   static F divide(F a, F b) { return _mm512_div_ps(a, b); }

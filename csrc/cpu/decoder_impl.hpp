@@ -3,7 +3,8 @@
 //
 // A product keeps one accumulator per output and row, so that the sum over the inputs has one
 // order. The latency of the additions is hidden by working on several panels for one row, and on
-// several rows for one panel. Weights are expanded once for all rows of a block.
+// several rows for one panel. Weights are expanded once for all rows of a block. Blocks that share
+// weights take turns on so few inputs that the weights come from memory once.
 #pragma once
 
 #include <stdint.h>
@@ -13,70 +14,74 @@
 namespace pipespec::cpu {
 namespace {
 
+inline const unsigned char* bytes_of(const float* p) {
+  return reinterpret_cast<const unsigned char*>(p);
+}
+
 template <class V>
 inline constexpr int kVectors = int(kPanelOutputs) / V::kLanes;  // per panel
 
-// The panels that a block of `rows` works on at once: a power of two.
+// The panels that a block of `rows` works on at once: a power of two, at most two groups.
 template <class V>
 constexpr int panels_at_once(int rows) {
   int panels = 1;
-  while (panels < 8 && 2 * panels * rows * kVectors<V> <= V::kAccumulators) panels *= 2;
+  while (panels < 2 * kGroupPanels && 2 * panels * rows * kVectors<V> <= V::kAccumulators)
+    panels *= 2;
   return panels;
 }
 
+// The rows of a block at most: with more, a block would work on less than V::kLeastPanels at once.
 template <class V>
 constexpr int max_rows() {
-  const int rows = V::kAccumulators / kVectors<V>;
+  const int rows = V::kAccumulators / (V::kLeastPanels * kVectors<V>);
   return rows < 8 ? rows : 8;
 }
 
-template <class V, class Weights, int kRows, int kPanels>
-inline void accumulate(typename V::F (&sums)[kRows][kPanels][kVectors<V>], const unsigned char* w,
-                       int64_t panel_bytes, const float* x, int64_t x_stride) {
-#pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) {
-    typename V::F weights[kVectors<V>];
-    Weights::load(w + p * panel_bytes, weights);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const typename V::F xr = V::broadcast(x[r * x_stride]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors<V>; ++v) {
-        sums[r][p][v] = V::multiply_add(weights[v], xr, sums[r][p][v]);
-        V::pin(sums[r][p][v]);
-      }
-    }
-  }
-}
+// Weights that several blocks read one after the other: they stay in the first-level cache.
+inline constexpr int64_t kChunkBytes = 16 << 10;
+
+// Some inputs of some panels of a group, and perhaps of the same ones of the next group.
+struct Chunk {
+  const unsigned char* weights;
+  int64_t input_bytes, group_bytes;  // from one input to the next, and from one group to the next
+  int64_t inputs;
+  bool is_first;  // else the sums go on from those in `out`
+};
 
 template <class V, class Weights, int kRows, int kPanels>
-void block(const unsigned char* w, int64_t inputs, const float* x, int64_t x_stride, float* out,
-           int64_t out_stride, bool prefetch) {
-  constexpr int64_t kBytes = Weights::kBytes * kPanelOutputs;  // of a panel per input
-  constexpr int64_t kInputs = 64 / kBytes;                     // per cache line
-  const int64_t panel_bytes = inputs * kBytes;
+void block(const Chunk& chunk, const float* x, int64_t x_stride, float* out, int64_t out_stride) {
+  constexpr int64_t kPanelBytes = Weights::kBytes * kPanelOutputs;  // per input
+  const int64_t input_bytes = chunk.input_bytes, group_bytes = chunk.group_bytes;
+  const int64_t inputs = chunk.inputs;
+  const unsigned char* w = chunk.weights;
   typename V::F sums[kRows][kPanels][kVectors<V>];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors<V>; ++v) sums[r][p][v] = V::broadcast(0.0f);
-  int64_t k = 0;
-  for (; k + kInputs <= inputs; k += kInputs) {
-    // The panels that follow, into the second level: the hardware's prefetch ends at each panel.
-    if (prefetch) {
-#pragma GCC unroll 8
-      for (int p = 0; p < kPanels; ++p)
-        __builtin_prefetch(w + (kPanels + p) * panel_bytes + k * kBytes, 0, 2);
-    }
+      for (int v = 0; v < kVectors<V>; ++v)
+        sums[r][p][v] =
+            chunk.is_first
+                ? V::broadcast(0.0f)
+                : Float32::load(bytes_of(out + r * out_stride + p * kPanelOutputs + v * V::kLanes));
 #pragma GCC unroll 2
-    for (int64_t i = 0; i < kInputs; ++i)
-      accumulate<V, Weights, kRows, kPanels>(sums, w + (k + i) * kBytes, panel_bytes, x + k + i,
-                                             x_stride);
+  for (int64_t k = 0; k < inputs; ++k, w += input_bytes) {
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; ++p) {
+      typename V::F weights[kVectors<V>];
+      Weights::load(w + p / kGroupPanels * group_bytes + p % kGroupPanels * kPanelBytes, weights);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const typename V::F xr = V::broadcast(x[r * x_stride + k]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors<V>; ++v) {
+          sums[r][p][v] = V::multiply_add(weights[v], xr, sums[r][p][v]);
+          V::pin(sums[r][p][v]);
+        }
+      }
+    }
   }
-  for (; k < inputs; ++k)
-    accumulate<V, Weights, kRows, kPanels>(sums, w + k * kBytes, panel_bytes, x + k, x_stride);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -86,7 +91,7 @@ void block(const unsigned char* w, int64_t inputs, const float* x, int64_t x_str
         V::store(out + r * out_stride + p * kPanelOutputs + v * V::kLanes, sums[r][p][v]);
 }
 
-using Block = void (*)(const unsigned char*, int64_t, const float*, int64_t, float*, int64_t, bool);
+using Block = void (*)(const Chunk&, const float*, int64_t, float*, int64_t);
 
 // The block of at most kRows rows that has `rows` rows, for `panels` panels: a power of two.
 template <class V, class Weights, int kRows, int kPanels = panels_at_once<V>(kRows)>
@@ -100,23 +105,49 @@ Block find_block(int rows, int panels) {
   return block<V, Weights, kRows, kPanels>;
 }
 
+// One group, or two whole ones.
 template <class V, class Weights>
-void product(const unsigned char* panels, int64_t inputs, int64_t panel_count, const float* x,
-             int64_t x_stride, int64_t rows, float* out, int64_t out_stride, bool prefetch) {
+void groups_product(const unsigned char* groups, int64_t inputs, int panels, const float* x,
+                    int64_t x_stride, int64_t rows, float* out, int64_t out_stride) {
   constexpr int kRows = max_rows<V>();
-  const int64_t panel_bytes = inputs * Weights::kBytes * kPanelOutputs;
+  const int64_t group_panels = panels < kGroupPanels ? panels : kGroupPanels;
   const int64_t blocks = (rows + kRows - 1) / kRows;
-  int64_t at_once = panels_at_once<V>(int((rows + blocks - 1) / blocks));
-  for (int64_t p = 0; p < panel_count; p += at_once) {
-    while (at_once > panel_count - p) at_once /= 2;
+  const int most = panels_at_once<V>(int((rows + blocks - 1) / blocks));
+  const int64_t input_bytes = group_panels * kPanelOutputs * Weights::kBytes;
+  const int64_t at_a_time = blocks == 1 && panels <= most ? inputs : kChunkBytes / input_bytes;
+  for (int64_t k = 0; k < inputs; k += at_a_time) {
+    const int64_t count = inputs - k < at_a_time ? inputs - k : at_a_time;
     int64_t row = 0;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t end = rows * (b + 1) / blocks;
-      find_block<V, Weights, kRows>(int(end - row), int(at_once))(
-          panels + p * panel_bytes, inputs, x + row * x_stride, x_stride,
-          out + row * out_stride + p * kPanelOutputs, out_stride, prefetch && b == 0);
+      int at_once = most;
+      for (int p = 0; p < panels; p += at_once) {
+        while (at_once > panels - p) at_once /= 2;
+        const Chunk chunk{groups + k * input_bytes + p * kPanelOutputs * Weights::kBytes,
+                          input_bytes, inputs * input_bytes, count, k == 0};
+        find_block<V, Weights, kRows>(int(end - row), at_once)(
+            chunk, x + row * x_stride + k, x_stride, out + row * out_stride + p * kPanelOutputs,
+            out_stride);
+      }
       row = end;
     }
+  }
+}
+
+template <class V, class Weights>
+void product(const unsigned char* groups, int64_t inputs, int64_t panel_count, const float* x,
+             int64_t x_stride, int64_t rows, float* out, int64_t out_stride) {
+  constexpr int kRows = max_rows<V>();
+  // Two groups at once only where one block computes all of them.
+  const bool in_pairs = rows <= kRows && panels_at_once<V>(int(rows)) == 2 * int(kGroupPanels);
+  for (int64_t p = 0; p < panel_count;) {
+    const int64_t rest = panel_count - p;
+    const int64_t count = in_pairs && rest >= 2 * kGroupPanels ? 2 * kGroupPanels
+                          : rest < kGroupPanels                ? rest
+                                                               : kGroupPanels;
+    groups_product<V, Weights>(groups + p * inputs * Weights::kBytes * kPanelOutputs, inputs,
+                               int(count), x, x_stride, rows, out + p * kPanelOutputs, out_stride);
+    p += count;
   }
 }
 
@@ -141,10 +172,6 @@ inline typename V::F load_part(const unsigned char* p, int64_t n) {
   unsigned char buffer[V::kLanes * 4] = {};
   copy_bytes<Format>(buffer, p, n);
   return Format::load(buffer);
-}
-
-inline const unsigned char* bytes_of(const float* p) {
-  return reinterpret_cast<const unsigned char*>(p);
 }
 
 // 1 / sqrt(mean(x^2) + eps)
@@ -272,6 +299,46 @@ inline typename V::F times_sigmoid(typename V::F x, typename V::F z) {
   return V::divide(x, V::add(V::broadcast(1.0f), e));
 }
 
+// The activation of kLanes gates, silu or gelu_tanh. The exponential is of a negative number, whose
+// range is the wider one.
+template <class V>
+inline typename V::F activated(Activation kind, typename V::F g) {
+  using F = typename V::F;
+  const F zero = V::broadcast(0.0f), one = V::broadcast(1.0f);
+  F z = g;
+  if (kind == Activation::kGeluTanh) {
+    // (1 + tanh(z)) / 2 = 1 / (1 + e^(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3)
+    const F cube = V::multiply(V::multiply(g, g), g);
+    z = V::multiply(V::multiply_add(cube, V::broadcast(0.044715f), g), V::broadcast(1.59576912f));
+  }
+  const F e = exponential<V>(V::subtract(zero, V::max(z, V::subtract(zero, z))));
+  return V::divide(V::multiply(g, V::where_less(z, zero, e, one)), V::add(one, e));
+}
+
+template <class V, class Items, class Format>
+void gate_row(Activation kind, const GateRow& row) {
+  using Item = typename Items::Item;
+  constexpr int64_t kAtOnce = 64;
+  const Item* const gate = static_cast<const Item*>(row.gate);
+  const Item* const up = static_cast<const Item*>(row.up);
+  Item* const out = static_cast<Item*>(row.out);
+  const auto bytes = [](const Item* p) { return reinterpret_cast<const unsigned char*>(p); };
+  const auto some = [&](int64_t begin, const int64_t count) {
+    float y[kAtOnce];
+    for (int64_t i = 0; i < count; i += V::kLanes) {
+      const int64_t rest = count - i;
+      const auto* const p = bytes(gate + begin + i);
+      V::store(y + i, activated<V>(kind, rest < V::kLanes ? load_part<V, Format>(p, rest)
+                                                          : Format::load(p)));
+    }
+    for (int64_t i = 0; i < count; ++i)
+      out[begin + i] = Items::store(rounded<Items>(y[i]) * Items::load(up[begin + i]));
+  };
+  int64_t begin = 0;
+  for (; begin + kAtOnce <= row.n; begin += kAtOnce) some(begin, kAtOnce);
+  if (begin < row.n) some(begin, row.n - begin);
+}
+
 template <class V>
 void activate(Activation kind, const float* products, int64_t panel_pairs, float* out) {
   using F = typename V::F;
@@ -339,6 +406,17 @@ inline void weigh(const float* weights, int64_t n, const unsigned char* values, 
   for (int i = 0; i < kCount; ++i) V::store(out + i * V::kLanes, sums[i]);
 }
 
+// limit * tanh(x / limit), with tanh(u) = sign(u) (1 - e^(-2 |u|)) / (1 + e^(-2 |u|))
+template <class V>
+inline typename V::F capped(typename V::F x, float limit) {
+  using F = typename V::F;
+  const F zero = V::broadcast(0.0f), one = V::broadcast(1.0f), most = V::broadcast(limit);
+  const F size = V::max(x, V::subtract(zero, x));
+  const F e = exponential<V>(V::multiply(size, V::broadcast(-2.0f / limit)));
+  const F sign = V::where_less(x, zero, V::subtract(zero, most), most);
+  return V::multiply(sign, V::divide(V::subtract(one, e), V::add(one, e)));
+}
+
 // The scores of positions begin .. end - 1 and beyond up to whole vectors; `begin` is a multiple of
 // kLanes.
 template <class V, class Format>
@@ -353,7 +431,9 @@ void score_span(const AttendTask& task, const float* query, int64_t begin, int64
 #pragma GCC unroll 16
     for (int64_t i = 0; i < V::kLanes; ++i)
       of_lane[i] = keys + (t + i < end ? t + i : end - 1) * key_bytes;
-    V::store(scores + t, V::multiply(score<V, Format>(query, of_lane, task.head_dim), scale));
+    typename V::F found = V::multiply(score<V, Format>(query, of_lane, task.head_dim), scale);
+    if (task.softcap > 0) found = capped<V>(found, task.softcap);
+    V::store(scores + t, found);
   }
 }
 
@@ -469,6 +549,8 @@ constexpr DecoderKernels decoder_table() {
           norm_row<V, FloatItems>,
           norm_row<V, BFloat16Items>,
           activate<V>,
+          gate_row<V, FloatItems, Float32>,
+          gate_row<V, BFloat16Items, BFloat16>,
           attend<V, Float32>,
           attend<V, BFloat16>};
 }

@@ -10,10 +10,14 @@
 
 namespace pipespec::cpu {
 
-// Outputs per panel of packed weights. A panel holds for each input its 16 weights. 16-bit weights
-// are bfloat16, and outputs i and i + 8 share the 32-bit word i: a shift gives the former as
-// float32, a mask the latter. Weights of 8 and 32 bits lie in the order of the outputs.
+// Outputs per panel of packed weights, and panels per group; the last group of a matrix may have
+// fewer. A group holds for each input the 16 weights of each of its panels, so that a product reads
+// it front to back: hardware prefetches one stream of addresses as far ahead as memory is away.
+// 16-bit weights are bfloat16, and outputs i and i + 8 of a panel share the 32-bit word i: a shift
+// gives the former as float32, a mask the latter. Weights of 8 and 32 bits lie in the order of the
+// outputs.
 inline constexpr int64_t kPanelOutputs = 16;
+inline constexpr int64_t kGroupPanels = 4;
 
 enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
@@ -31,7 +35,8 @@ struct AttendTask {
   int64_t window;     // of these, the last ones that a column sees; 0: all
   int64_t columns, group, head_dim;
   float scale;
-  float* out;  // like queries
+  float softcap;  // scores are softcap * tanh(scaled score / softcap); 0: not capped
+  float* out;     // like queries
   int64_t out_stride;
   float* scratch;  // kAttendQueries * (positions + columns + kMaxLanes) floats
 };
@@ -50,14 +55,22 @@ struct NormRow {
   bool one_plus_weight;
 };
 
-// A product over panels of some format of weights.
-using Product = void (*)(const unsigned char* panels, int64_t inputs, int64_t panel_count,
+// One row of gated_activation (activation.hpp); all numbers are float32 or all bfloat16.
+struct GateRow {
+  const void* gate;
+  const void* up;
+  void* out;
+  int64_t n;
+};
+
+// A product over whole groups of panels of some format of weights.
+using Product = void (*)(const unsigned char* groups, int64_t inputs, int64_t panel_count,
                          const float* x, int64_t x_stride, int64_t rows, float* out,
-                         int64_t out_stride, bool prefetch);
+                         int64_t out_stride);
 
 struct DecoderKernels {
   // out[r, 16 p + i] = sum over k of x[r, k] * (weight k of output i in panel p), summed in the
-  // order of k from zero. `prefetch`: the panels come from memory, not from a cache.
+  // order of k from zero.
   Product product8, product16, product32;
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
@@ -65,6 +78,9 @@ struct DecoderKernels {
   void (*norm_row16)(const NormRow& row);
   // out[i] = activation(gate i) * up i, where `products` alternate between 16 gates and 16 ups.
   void (*activate)(Activation kind, const float* products, int64_t panel_pairs, float* out);
+  // out[i] = activation(gate[i]) * up[i], both rounded to the dtype of the row.
+  void (*gate_row32)(Activation kind, const GateRow& row);
+  void (*gate_row16)(Activation kind, const GateRow& row);
   // Attention over float32 and bfloat16 keys and values, computed in float32.
   void (*attend32)(const AttendTask& task);
   void (*attend16)(const AttendTask& task);

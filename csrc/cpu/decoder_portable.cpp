@@ -8,6 +8,7 @@ namespace {
 
 struct DecoderPortable : Portable {
   static constexpr int kAccumulators = 12;
+  static constexpr int kLeastPanels = 1;
 
   static void pin(F&) {}
   static F divide(F a, F b) { return a / b; }

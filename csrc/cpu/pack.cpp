@@ -64,15 +64,16 @@ void copy_row(const MatrixRow& row, int64_t inputs, int64_t begin, int64_t count
                                         : convert_row<uint16_t, To>)(row, inputs, begin, count, to);
 }
 
+// One of `group_panels` panels of a group, whose first weights lie at `out`.
 template <typename To>
-void pack_panel(const MatrixRow* rows, int64_t inputs, To* out) {
+void pack_panel(const MatrixRow* rows, int64_t inputs, int64_t group_panels, To* out) {
   alignas(64) To tile[kPanel][kTile] = {};
   for (int64_t begin = 0; begin < inputs; begin += kTile) {
     const int64_t count = std::min(kTile, inputs - begin);
     for (int64_t i = 0; i < kPanel; ++i) {
       if (rows[i].weights.data != nullptr) copy_row(rows[i], inputs, begin, count, tile[i]);
     }
-    for (int64_t k = 0; k < count; ++k, out += kPanel)
+    for (int64_t k = 0; k < count; ++k, out += group_panels * kPanel)
       for (int64_t i = 0; i < kPanel; ++i) out[place<To>(i)] = tile[i][k];
   }
 }
@@ -124,16 +125,19 @@ void pack(const std::vector<PanelMatrix>& matrices, int bits, int threads) {
   share(threads, units.total(), [&](int64_t unit) {
     const auto [i, number] = units.at(unit);
     const PanelMatrix& m = matrices[i];
-    const int64_t last = std::min(int64_t(m.rows.size()), (number + 1) * kUnitPanels * kPanel);
-    for (int64_t at = number * kUnitPanels * kPanel; at < last; at += kPanel) {
-      unsigned char* const to = m.to + at * m.inputs * (bits / 8);
-      const MatrixRow* const rows = m.rows.data() + at;
+    const int64_t panels = int64_t(m.rows.size()) / kPanel;
+    const int64_t last = std::min(panels, (number + 1) * kUnitPanels);
+    for (int64_t panel = number * kUnitPanels; panel < last; ++panel) {
+      const int64_t in_group = panel % kGroupPanels, group = panel - in_group;
+      const int64_t group_panels = std::min(kGroupPanels, panels - group);
+      const int64_t at = (group * m.inputs + in_group) * kPanel;
+      const MatrixRow* const rows = m.rows.data() + panel * kPanel;
       if (bits == 8) {
-        pack_panel(rows, m.inputs, reinterpret_cast<int8_t*>(to));
+        pack_panel(rows, m.inputs, group_panels, reinterpret_cast<int8_t*>(m.to) + at);
       } else if (bits == 16) {
-        pack_panel(rows, m.inputs, reinterpret_cast<uint16_t*>(to));
+        pack_panel(rows, m.inputs, group_panels, reinterpret_cast<uint16_t*>(m.to) + at);
       } else {
-        pack_panel(rows, m.inputs, reinterpret_cast<float*>(to));
+        pack_panel(rows, m.inputs, group_panels, reinterpret_cast<float*>(m.to) + at);
       }
     }
   });

@@ -15,8 +15,9 @@ namespace pipespec::cpu {
 namespace {
 
 constexpr int kMaxHelpers = 63;
-// Polls before a thread sleeps: a caller polls for units in progress, a helper for the next round.
-// They take some tens of microseconds, about as long as one unit or one futex wake-up.
+// Polls before a thread sleeps: a caller polls for units in progress, a helper for the next round,
+// which wakes it. They take some tens of microseconds, about as long as one unit or one futex
+// wake-up.
 constexpr int kLooks = 1000;
 
 inline void relax() {
@@ -63,17 +64,21 @@ class Pool {
   void release() {
     // Helpers that still poll leave at their next poll. The caller does not wait for them: they
     // touch nothing of this job.
-    ticket_.fetch_or(kLast, std::memory_order_relaxed);
+    ticket_.fetch_or(kLast, std::memory_order_seq_cst);
     {
       std::lock_guard lock(mutex_);
       open_ = false;
     }
+    wake_resting();
     busy_.unlock();
   }
 
   void run(int64_t units) {
     done_.store(0, std::memory_order_relaxed);
-    ticket_.store(ticket(++round_, uint64_t(units)), std::memory_order_release);
+    // Sequentially consistent, as are resting_ and the look at the ticket after it: a helper that
+    // goes to rest finds this round, or is found here.
+    ticket_.store(ticket(++round_, uint64_t(units)), std::memory_order_seq_cst);
+    if (units > 1) wake_resting();
     work_off();
     wait_for(uint64_t(units));
   }
@@ -90,6 +95,7 @@ class Pool {
       stop_ = true;
     }
     wake_.notify_all();
+    next_round_.notify_all();
     for (std::thread& t : threads_) t.join();
     std::lock_guard lock(mutex_);
     alive_ = 0;
@@ -123,14 +129,39 @@ class Pool {
       --wanted_;
       ++inside_;
       lock.unlock();
-      for (int looks = 0; looks < kLooks; ++looks) {
-        if (work_off()) looks = 0;
-        if (ticket_.load(std::memory_order_relaxed) & kLast) break;
-        relax();
-      }
+      while (help_with_job()) rest();
       lock.lock();
       --inside_;
     }
+  }
+
+  // Works on the rounds of a job; returns whether the job goes on after a long wait for a round.
+  bool help_with_job() {
+    for (int looks = 0; looks < kLooks; ++looks) {
+      if (work_off()) looks = 0;
+      if (ticket_.load(std::memory_order_relaxed) & kLast) return false;
+      relax();
+    }
+    return true;
+  }
+
+  // Sleeps until there are units again, or no more rounds.
+  void rest() {
+    std::unique_lock lock(mutex_);
+    resting_.fetch_add(1, std::memory_order_seq_cst);
+    next_round_.wait(lock, [this] {
+      const uint64_t t = ticket_.load(std::memory_order_seq_cst);
+      return stop_ || (t & kLast) || next_of(t) < units_of(t);
+    });
+    resting_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  void wake_resting() {
+    if (resting_.load(std::memory_order_seq_cst) == 0) return;
+    {
+      std::lock_guard lock(mutex_);
+    }  // a helper that rests waits by now
+    next_round_.notify_all();
   }
 
   // Claims units until the round has none left; returns whether there was any.
@@ -177,9 +208,10 @@ class Pool {
   alignas(64) std::atomic<uint64_t> ticket_{kLast};
   alignas(64) std::atomic<uint64_t> done_{0};
   std::atomic<bool> sleeping_{false};
+  std::atomic<int> resting_{0};  // helpers inside of a job that wait for its next round
 
   alignas(64) std::mutex mutex_;
-  std::condition_variable wake_, finished_;
+  std::condition_variable wake_, next_round_, finished_;
   // Guarded by mutex_.
   bool open_ = false, stop_ = false;
   int wanted_ = 0, inside_ = 0, alive_ = 0;

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,11 +165,53 @@ def test_the_native_norm_with_all_instructions(variant: str, monkeypatch: pytest
         close(normed, reference.add_rms_norm(x, None, weight, EPS)[0])
 
 
+@pytest.mark.parametrize("variant", simd_variants())
+def test_the_native_activation_with_all_instructions(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of odd lengths and far numbers, NaN and infinity included. Views of rows give the bits of contiguous ones."""
+    monkeypatch.setattr(dispatch, "forced", "")
+    monkeypatch.setattr(reference, "silu_mul", lambda *_: pytest.fail("this is torch"))
+    far = torch.tensor([-math.inf, -200.0, -80.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 80.0, 200.0, math.inf, math.nan])
+    for dtype, size, (name, theirs) in itertools.product(
+        DTYPES[:2], (1, 15, 64, 100), (("silu", F.silu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")))
+    ):
+        wide = normal(size, 3, 2 * size + 5, dtype=dtype) * 4
+        gate_up = wide[:, 2 : 2 + 2 * size]
+        gate_up[1, :size] = far[torch.arange(size) % len(far)].to(dtype)
+        gate, up = gate_up.chunk(2, -1)
+        expected = theirs(gate) * up
+        lowest = gate == -math.inf  # the limit is 0; torch gives NaN for silu
+        with simd(variant):
+            got = ops.silu_mul(gate_up, activation=name)
+            assert torch.equal(ops.silu_mul(gate_up.contiguous(), activation=name).nan_to_num(), got.nan_to_num())
+        assert torch.equal(got.isnan() & ~lowest, expected.isnan() & ~lowest)
+        finite = expected.isfinite() & ~lowest
+        close(got[finite], expected[finite], 1e-6)
+        assert torch.equal(got[expected.isinf()], expected[expected.isinf()])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tables"), [(DTYPES[0], None), (DTYPES[1], None), (DTYPES[1], torch.float32)], ids=str
+)
+def test_the_native_rotation_has_the_bits_of_the_oracle(dtype, tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "forced", "")
+    for seed, rotary, positions in itertools.product(range(4), (2, 12, 32), (False, True)):
+        case = rope_case(seed, 3, (4, 2), 5, 9, 32, rotary, dtype, tables=tables, positions=positions)
+        other = case | {name: case[name].clone() for name in ("k_cache", "v_cache")}
+        expected = reference.rope_append(**other)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "rope_append", lambda *_, **__: pytest.fail("this is torch"))
+            assert torch.equal(ops.rope_append(**case), expected)
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(case[name], other[name])
+
+
 def test_without_the_native_code_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual = exact_rows(0, 3, 32, torch.float32)
     weight, out = normal(1, 32), [torch.empty(3, 32) for _ in range(2)]
     expected = ops.add_rms_norm(x, residual, weight, EPS)
+    product = ops.silu_mul(x)
     monkeypatch.setattr(arguments, "native", None)
+    close(ops.silu_mul(x), product, 1e-6)
     got = ops.add_rms_norm(x, residual, weight, EPS, out=out[0], residual_out=out[1])
     for mine, theirs, place in zip(got, expected, out, strict=True):
         assert mine is place

@@ -63,6 +63,7 @@ struct Case {
   std::mt19937 random;
   bool halves;
   int64_t rows, kv_heads, group, columns, dim, capacity, window;
+  float softcap;
   Block queries, keys, values, out;
   std::vector<int32_t> lengths;
   std::vector<int64_t> counts;
@@ -77,6 +78,7 @@ struct Case {
         dim(1 + draw(40)),
         capacity(columns + draw(90)),
         window(draw(2) == 0 ? 0 : 1 + draw(60)),
+        softcap(draw(2) == 0 ? 0.0f : 1.5f),
         queries(rows, kv_heads * group, columns, dim, draw(2) == 0, halves, kNaN),
         keys(rows, kv_heads, capacity, dim, draw(2) == 0, halves, kNaN),
         values(rows, kv_heads, capacity, dim, draw(2) == 0, halves, kNaN),
@@ -112,7 +114,7 @@ struct Case {
     a.out = out.data();
     queries.strides(a.query_strides), keys.strides(a.key_strides);
     values.strides(a.value_strides), out.strides(a.out_strides);
-    a.window = window, a.scale = 0.4f;
+    a.window = window, a.scale = 0.4f, a.softcap = softcap;
     return attend(a, {lengths.data(), false}, {counts.data(), true}, threads);
   }
   double expected(int64_t row, int64_t head, int64_t column, int64_t d) const {
@@ -123,7 +125,8 @@ struct Case {
       double score = 0;
       for (int64_t i = 0; i < dim; ++i)
         score += double(queries.get(row, head, column, i)) * double(keys.get(row, kv, t, i));
-      scores.push_back(score * double(0.4f));
+      score *= double(0.4f);
+      scores.push_back(softcap > 0 ? softcap * std::tanh(score / softcap) : score);
       most = std::max(most, scores.back());
     }
     for (double& score : scores) sum += score = std::exp(score - most);

@@ -1,6 +1,8 @@
 // The decoder's forward on the host: products against sums in double, and forwards of one model in
 // different shapes and with different threads, which must give the same bits. All arrays have
 // exactly their size, so that AddressSanitizer sees a read behind them.
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -105,8 +107,8 @@ TEST(products_are_sums) {
   std::normal_distribution<float> normal;
   for (const std::string& name : simd_variants()) {
     const std::string before = set_simd(name);
-    for (int64_t inputs : {1, 2, 7, 64}) {
-      for (int64_t panels : {1, 2, 3, 7}) {
+    for (int64_t inputs : {1, 2, 7, 64, 301}) {  // the last: more than blocks share at a time
+      for (int64_t panels : {1, 2, 3, 7, 12}) {
         for (int64_t rows : {1, 2, 3, 5, 6, 7, 13}) {
           const int64_t outputs = panels * kPanelOutputs;
           std::vector<float> weights(size_t(outputs * inputs)), x(size_t(rows * inputs));
@@ -114,30 +116,33 @@ TEST(products_are_sums) {
           for (float& value : x) value = normal(rng);
           // 64-byte alignment is what the packed weights have.
           std::vector<unsigned char> memory(weights.size() * 4 + 64);
-          unsigned char* panel = memory.data();
-          while (reinterpret_cast<uintptr_t>(panel) % 64 != 0) ++panel;
+          unsigned char* packed = memory.data();
+          while (reinterpret_cast<uintptr_t>(packed) % 64 != 0) ++packed;
           for (int bits : {8, 16, 32}) {
             for (int64_t o = 0; o < outputs; ++o) {
               for (int64_t k = 0; k < inputs; ++k) {
-                const int64_t first = (o / 16 * inputs + k) * 16, lane = o % 16;
+                const int64_t panel = o / 16, lane = o % 16;
+                const int64_t group = panel / kGroupPanels * kGroupPanels;
+                const int64_t group_panels = std::min(kGroupPanels, panels - group);
+                const int64_t first = (group * inputs + k * group_panels + panel - group) * 16;
                 const float w = weights[size_t(o * inputs + k)];
                 uint32_t word;
                 std::memcpy(&word, &w, 4);
                 const uint16_t high = uint16_t(word >> 16);
                 if (bits == 8)
-                  panel[first + lane] = static_cast<unsigned char>(int8_t(w));
+                  packed[first + lane] = static_cast<unsigned char>(int8_t(w));
                 else if (bits == 16)
-                  std::memcpy(panel + 2 * (first + lane % 8 * 2 + lane / 8), &high, 2);
+                  std::memcpy(packed + 2 * (first + lane % 8 * 2 + lane / 8), &high, 2);
                 else
-                  std::memcpy(panel + 4 * (first + lane), &w, 4);
+                  std::memcpy(packed + 4 * (first + lane), &w, 4);
               }
             }
             std::vector<float> out(size_t(rows * outputs));
             const DecoderKernels& kernels = decoder_kernels();
             (bits == 8    ? kernels.product8
              : bits == 16 ? kernels.product16
-                          : kernels.product32)(panel, inputs, panels, x.data(), inputs, rows,
-                                               out.data(), outputs, bits == 16);
+                          : kernels.product32)(packed, inputs, panels, x.data(), inputs, rows,
+                                               out.data(), outputs);
             bool right = true;
             for (int64_t r = 0; r < rows; ++r) {
               for (int64_t o = 0; o < outputs; ++o) {
@@ -210,6 +215,33 @@ TEST(refuses_tokens_before_it_writes) {
     }
     CHECK(thrown);
     CHECK_EQ(hidden[0], -7.0f);
+  }
+}
+
+// Units that wait for each other need two threads. A helper that has waited for long between two
+// rounds comes back for the next one.
+TEST(a_helper_works_in_each_round_of_a_job) {
+  struct Meeting {
+    std::atomic<int> arrived{0};
+    std::atomic<bool> missed{false};
+  } meeting;
+  Team team(
+      1,
+      [](void* context, int64_t) {
+        Meeting& of = *static_cast<Meeting*>(context);
+        of.arrived.fetch_add(1);
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+        while (of.arrived.load() < 2) {
+          if (std::chrono::steady_clock::now() > end) of.missed = true;
+          if (of.missed) return;
+          std::this_thread::yield();
+        }
+      },
+      &meeting);
+  for (int round = 0; round < 4 && CHECK(!meeting.missed); ++round) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(round * 10));
+    meeting.arrived = 0;
+    team.run(2);
   }
 }
 
