@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from pipespec.spd import link, ranks
+from pipespec.spd import lines, link, ranks
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
@@ -305,13 +305,13 @@ def lay_trap(phase: str, how: str) -> None:
         before(ranks, "load_stage", trap)
         before(ranks, "load_ends", trap)
     elif phase == "prefill":
-        before(ranks._Server, "handle", trap, lambda _, control, *rest: control.q > 1)
+        before(ranks._Server, "run", trap, lambda server, head, *rest: head.kind == ranks._CHUNK)
         before(ranks.RanksDriver, "_feed", trap)
     elif phase == "cycle":
-        before(ranks._Server, "handle", trap, lambda server, control, *rest: min(control.held) == 9)
+        before(ranks._Server, "run", trap, lambda server, head, positions, fed: positions == [9])
         before(ranks.RanksDriver, "_collect", trap, lambda driver, work: driver.rounds == 9)
     elif phase == "end":
-        before(ranks._Server, "handle", trap, lambda _, control, *rest: control.word == ranks._END)
+        before(lines.Sender, "send", trap, lambda line, words, *rest: words[0] == ranks._END)
         before(ranks.RanksDriver, "_end", trap)
     else:
         assert phase == "second"
@@ -371,7 +371,7 @@ def slow(folder: str) -> None:
             if pipe.is_controller:
                 ids = torch.tensor([list(range(2, 22))])
                 return pipe.generate(ids, max_new_tokens=4, do_sample=False, prefill_chunk_size=2)[0].tolist()
-            before(pipe._server, "handle", lambda: clock.advance(rank, 0.3), lambda control, *rest: control.q > 1)
+            before(pipe._server, "run", lambda: clock.advance(rank, 0.3), lambda head, *rest: head.kind == ranks._CHUNK)
             return pipe.serve()
 
     everywhere(work)
@@ -412,18 +412,18 @@ def interrupted(folder: str) -> None:
                 if count[0] == at[0]:
                     signal.raise_signal(signal.SIGINT)
 
-            real_send, real_receive = link.Link.send, link.Link.receive
+            real_send, real_finish = link.Link.post_send, link.Link.finish
 
             def send(*args, **kwargs):
-                real_send(*args, **kwargs)
+                work = real_send(*args, **kwargs)
+                here()
+                return work
+
+            def finish(*args, **kwargs):
+                real_finish(*args, **kwargs)
                 here()
 
-            def receive(*args, **kwargs):
-                message = real_receive(*args, **kwargs)
-                here()
-                return message
-
-            link.Link.send, link.Link.receive = send, receive
+            link.Link.post_send, link.Link.finish = send, finish
             wanted, calls, stopped = pipe.generate(ids, **options).tolist(), count[0], 0
             for at[0] in range(1, calls + 1):
                 count[0] = 0

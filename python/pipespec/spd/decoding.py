@@ -12,7 +12,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,6 +104,14 @@ Streams = dict[int, torch.Tensor]
 """Residual streams ``[B, q, H]`` that the drafter reads, by HF index."""
 
 
+class Fed(NamedTuple):
+    """Residual streams of a part of the prompts: of the first ``real[r]`` columns of each row r, from position ``begin[r]`` on."""
+
+    streams: Streams
+    begin: Sequence[int]
+    real: Sequence[int]
+
+
 class SpeculativeDriver(Decoder):
     """Runs a partitioned target with a drafter.
 
@@ -146,17 +154,21 @@ class SpeculativeDriver(Decoder):
         """Empty the caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``most`` positions."""
 
     @abstractmethod
-    def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
-        """Run columns of tokens through all stages. Cached positions from ``begin`` on are dropped first.
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
+        """Run columns of the prompts through all stages. Cached positions from ``begin`` on are dropped first.
 
         Args:
             columns: ``[B, q]`` token ids.
             begin: Position of each row's first column.
-            answer: Whether to return the hidden states.
+            real: Columns of each row that belong to its prompt.
 
         Returns:
-            The output of the last stage, ``[B, q, H]``, or None, and the residual streams that the drafter reads.
+            What has passed all stages by now, of this call and earlier ones.
         """
+
+    @abstractmethod
+    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
+        """Run the last column of the prompts, ``[B, 1]``. Return the output of the last stage, and all that no :meth:`_feed` has returned."""
 
     @abstractmethod
     def _launch(self, work: list[list[Entry]]) -> None:
@@ -226,30 +238,31 @@ class SpeculativeDriver(Decoder):
             real = [max(0, min(q, e - b)) for b, e in zip(begin, end, strict=True)]
             for row, (b, n) in enumerate(zip(begin, real, strict=True)):
                 columns[row, :n] = self._text[row, b : b + n]
-            self._show(self._feed(columns, begin, answer=False)[1], begin, real)
+            self._show(self._feed(columns, begin, real))
             # As long as all rows begin together, complete rows continue with padding columns, which needs no mask.
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
         ones = np.ones(len(prompts), dtype=np.int32)
-        hidden, streams = self._feed(np.array([[p[-1]] for p in prompts], dtype=np.int32), end, answer=True)
-        self._show(streams, end, ones.tolist())
-        assert hidden is not None
+        hidden, arrived = self._answer(np.array([[p[-1]] for p in prompts], dtype=np.int32), end)
+        self._show(arrived)
         at = np.array([len(p) for p in prompts], dtype=np.int64)
         return _choose(self._select, self.verifier.logits(hidden), ones, at, list(range(len(prompts))))
 
-    def _show(self, streams: Streams, begin: Sequence[int], real: Sequence[int]) -> None:
-        """Pass the first ``real[r]`` columns of each row r to the drafter, from position ``begin[r]`` on."""
-        rows = [row for row, n in enumerate(real) for _ in range(n)]
-        places = [i for n in real for i in range(n)]
-        positions = [begin[row] + i for row, i in zip(rows, places, strict=True)]
-        for index, values in streams.items():
-            self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
+    def _show(self, arrived: list[Fed]) -> None:
+        """Pass residual streams of the prompts to the drafter."""
+        for streams, begin, real in arrived:
+            rows = [row for row, n in enumerate(real) for _ in range(n)]
+            places = [i for n in real for i in range(n)]
+            positions = [begin[row] + i for row, i in zip(rows, places, strict=True)]
+            for index, values in streams.items():
+                self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
 
     def _cycle(self) -> bool:
         """Run one cycle of all rows. Return whether a token was verified."""
         machine, clock = self.machine, self.clock
         self.rounds += 1
         work = machine.entries()
-        self._launch(work)
+        with clock.phase("stages"):
+            self._launch(work)
         began = time.perf_counter()
         with clock.phase("draft"):
             drafts = self._draft(machine.requests())
@@ -410,7 +423,15 @@ class LocalDriver(SpeculativeDriver):
         if verifier.section.parts != self.verifier.section.parts:
             self.verifier = verifier
 
-    def _feed(self, columns: np.ndarray, begin: Sequence[int], answer: bool) -> tuple[torch.Tensor | None, Streams]:
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
+        return [Fed(self._run(columns, begin)[1], begin, real)]
+
+    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
+        hidden, streams = self._run(columns, begin)
+        return hidden, [Fed(streams, begin, [1] * len(columns))]
+
+    def _run(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, Streams]:
+        """Run columns through all stages, and return the output of the last one."""
         streams: Streams = {}
         hidden = torch.from_numpy(columns)
         for stage in self.stages:

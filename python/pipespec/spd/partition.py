@@ -318,26 +318,40 @@ class Verifier:
         return self.section.logits(hidden.to(next(self.head.parameters()).device))
 
 
-def layer_seconds(model: PreTrainedModel, repeats: int = 7, context: int = 64) -> list[float]:
-    """Measure the seconds of each layer for one new token of one row after ``context`` others, the median of ``repeats``."""
-    base = model.model
-    hidden = torch.randn(
-        (1, context, model.config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu"
-    ).to(model.device, model.dtype)
+def layer_seconds(model: PreTrainedModel, repeats: int = 7) -> list[float]:
+    """Measure the seconds of each layer of a model, see :func:`seconds_of`."""
+    return seconds_of(model.model.layers, 0, model.config, model.model.rotary_emb, repeats)
+
+
+def seconds_of(
+    layers: Iterable[nn.Module], first: int, config: Any, rotary: nn.Module, repeats: int = 7, context: int = 64
+) -> list[float]:
+    """Measure the seconds of each layer for one new token of one row after ``context`` others, the median of ``repeats``.
+
+    Args:
+        layers: Consecutive layers of a model.
+        first: Number of the first one.
+        config: Configuration of the model.
+        rotary: Rotary embedding of the model.
+        repeats: Measurements of a layer.
+        context: Tokens before the new one.
+    """
+    hidden = torch.randn((1, context, config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
     out = []
     with torch.inference_mode():
-        for number in range(model.config.num_hidden_layers):
+        for number, layer in enumerate(layers, first):
             # Without the embedding, the first layer takes hidden states like the others.
-            stage = LayerStage([base.layers[number]], number, model.config, base.rotary_emb, None)
+            stage = LayerStage([layer], number, config, rotary, None)
+            given = hidden.to(stage.device, stage.dtype)
             stage.open(1, context, context + 1)
             open_sections([stage.section])
-            stage.step(hidden, [0])
+            stage.step(given, [0])
             took = []
             for _ in range(repeats + 1):  # the first one warms up
-                _synchronise(model.device)
+                _synchronise(stage.device)
                 began = time.perf_counter()
-                stage.step(hidden[:, :1], [context])
-                _synchronise(model.device)
+                stage.step(given[:, :1], [context])
+                _synchronise(stage.device)
                 took.append(time.perf_counter() - began)
             out.append(median(took[1:]))
     return out
