@@ -380,7 +380,7 @@ def slow(folder: str) -> None:
 def twice(folder: str) -> None:
     def work(rank: int) -> object:
         out = []
-        for stages in (2, [2, 1]):
+        for stages in (2, [2, 1], "balanced:2"):
             with patient(folder, "ngram", stages=stages) as pipe:
                 if not pipe.is_controller:
                     pipe.serve()

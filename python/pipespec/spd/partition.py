@@ -6,8 +6,10 @@ stream has its HuggingFace index: 0 is the output of the embedding, k >= 1 the o
 
 from __future__ import annotations
 
+import copy
 import json
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,7 +246,8 @@ class LayerStage:
         """Stage ``stage`` of a loaded model."""
         base, span = model.model, partition.span(stage)
         layers = [base.layers[i] for i in span]
-        return cls(layers, span.start, model.config, base.rotary_emb, base.embed_tokens if span.start == 0 else None)
+        rotary = _rotary_on(base.rotary_emb, next(layers[0].parameters()).device)
+        return cls(layers, span.start, model.config, rotary, base.embed_tokens if span.start == 0 else None)
 
     @property
     def cache(self) -> RowCache:
@@ -302,6 +305,42 @@ class LayerStage:
         return hidden, {0: embedded} | streams if 0 in features else streams
 
 
+_rotaries: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, nn.Module]] = weakref.WeakKeyDictionary()
+"""Copies of rotary embeddings by device."""
+
+
+def _rotary_on(rotary: nn.Module, device: torch.device) -> nn.Module:
+    """A rotary embedding on ``device``: itself, or always the same copy."""
+    if all(buffer.device == device for buffer in rotary.buffers()):
+        return rotary
+    copies = _rotaries.setdefault(rotary, {})
+    if device not in copies:
+        copies[device] = copy.deepcopy(rotary).to(device)
+    return copies[device]
+
+
+def place(model: PreTrainedModel, partition: Partition, devices: Sequence[torch.device | str]) -> None:
+    """Move the layers of each stage to its device, the embedding to the first one, and norm and head to the last one.
+
+    A head that is the embedding, too, stays with it.
+
+    Raises:
+        ValueError: Not one device per stage.
+    """
+    if len(devices) != partition.stages:
+        raise ValueError(
+            f"{len(devices)} devices for {partition.stages} stages: name one per stage, such as devices=['cuda:0', 'cuda:1']"
+        )
+    base, head = model.model, model.get_output_embeddings()
+    for s, device in enumerate(devices):
+        for layer in partition.span(s):
+            base.layers[layer].to(device)
+    base.embed_tokens.to(devices[0])
+    ends = devices[0] if head.weight is base.embed_tokens.weight else devices[-1]
+    base.norm.to(ends)
+    head.to(ends)
+
+
 class Verifier:
     """Final norm and LM head: the output of the last stage to logits."""
 
@@ -348,16 +387,17 @@ def seconds_of(
             stage.step(given, [0])
             took = []
             for _ in range(repeats + 1):  # the first one warms up
-                _synchronise(stage.device)
+                synchronise(stage.device)
                 began = time.perf_counter()
                 stage.step(given[:, :1], [context])
-                _synchronise(stage.device)
+                synchronise(stage.device)
                 took.append(time.perf_counter() - began)
             out.append(median(took[1:]))
     return out
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -16,12 +16,11 @@ Usage: the same script on all ranks (``torchrun --nproc-per-node 3 script.py``):
         else:
             pipe.serve()
 
-or, as a program: ``torchrun --nproc-per-node 3 -m pipespec.spd.ranks --target PATH --stages 2 --prompt-ids 5,6,7``.
+or, as a program: ``torchrun --nproc-per-node 3 -m pipespec generate --system spd --target PATH --draft ngram --stages 2 --prompt TEXT``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -57,7 +56,7 @@ from pipespec.spd.partition import (
     load_stage,
     seconds_of,
 )
-from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
+from pipespec.spd.pipeline import check_draft_schedule, module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
 
 _CONTROL, _BULK, _STREAMS, _LINES = range(4)
@@ -526,6 +525,7 @@ class RanksPipeline(BasePipeline):
         native: As for ``SpeculativePipeline``, the same on all ranks. Each rank checks and packs its own stage.
         transport: ``"gloo"``: messages go through host memory. ``"nccl"``: in cycles, hidden states and residual streams go from GPU to GPU; each rank
             needs a GPU of its own. It has not been run yet.
+        draft_schedule: As for ``SpeculativePipeline``. The processes of ``"workers"`` run on the machine of rank 0.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: As ``SpeculativePipeline``, on all ranks and before any weight is read.
@@ -546,6 +546,7 @@ class RanksPipeline(BasePipeline):
         device: torch.device | str = "cpu",
         native: bool = True,
         transport: str = "gloo",
+        draft_schedule: str = "lockstep",
     ) -> None:
         rank, world = rank_and_world()
         if not isinstance(target, (str, Path)):
@@ -553,6 +554,7 @@ class RanksPipeline(BasePipeline):
         if transport not in TRANSPORTS:
             raise ValueError(f"transport={transport!r}: one of {', '.join(map(repr, TRANSPORTS))}")
         device = own_device(device, int(os.environ.get("LOCAL_RANK", rank)))
+        check_draft_schedule(drafter, draft_schedule)
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"transport='nccl' sends from GPU to GPU, and device={str(device)!r}: give device='cuda'")
         skeleton = load_skeleton(target).config
@@ -591,7 +593,7 @@ class RanksPipeline(BasePipeline):
             if self.is_controller:
                 ends = load_ends(target, dtype=dtype, device=device)
                 found, drafts = resolve_drafter(
-                    drafter, ends, target, self.partition, dtype=dtype or "auto", device=device
+                    drafter, ends, target, self.partition, draft_schedule, dtype=dtype or "auto", device=device
                 )
                 models = [*drafts, ends]
                 self._driver: RanksDriver = RanksDriver(
@@ -659,41 +661,6 @@ class RanksPipeline(BasePipeline):
             if self.is_controller and not self._link.broken:
                 for rank in range(1, self._link.world):
                     self._link.send(torch.tensor([_CLOSE, 0, 0, 0], dtype=torch.int64), rank, _CONTROL)
+            if self.is_controller:
+                self._driver.close()
             self._link.close()
-
-    def __enter__(self) -> RanksPipeline:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Generate one text. Rank 0 prints its token ids."""
-    parser = argparse.ArgumentParser(prog="torchrun ... -m pipespec.spd.ranks", description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True, help="folder of the model")
-    parser.add_argument("--drafter", default="ngram", help="ngram, or the folder of a draft module or model")
-    parser.add_argument("--stages", required=True, help="n, or layers per stage: 4,4,4")
-    parser.add_argument("--prompt-ids", required=True, help="token ids: 5,6,7")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, help="sample with this seed; without, greedy")
-    parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT_S, help="seconds that a rank may take for its part of a cycle"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu; cuda, a GPU per rank; or cuda:0, one for all")
-    args = parser.parse_args(arguments)
-    counts = [int(c) for c in args.stages.split(",")]
-    stages = counts if len(counts) > 1 else counts[0]
-    with RanksPipeline(args.target, args.drafter, stages=stages, timeout_s=args.timeout, device=args.device) as pipe:
-        if not pipe.is_controller:
-            pipe.serve()
-            return
-        ids = torch.tensor([[int(i) for i in args.prompt_ids.split(",")]])
-        sampling = {} if args.seed is None else {"do_sample": True, "seed": args.seed}
-        out = pipe.generate(ids, max_new_tokens=args.max_new_tokens, **{"do_sample": False, **sampling})
-        print(",".join(map(str, out[0, ids.shape[1] :].tolist())), flush=True)
-        print(pipe.report, flush=True)
-
-
-if __name__ == "__main__":
-    main()
