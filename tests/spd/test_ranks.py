@@ -137,7 +137,17 @@ def test_torchrun():
     ranks = trials(ci=2, nightly=3)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "pipespec", "generate", "--system", "spd", "--draft", "ngram", "--stages", "4,8"]
-    command += ["--prompt", "def mean(values):", "--max-new-tokens", "20", "--temperature", "0.7", "--seed", "3", "--report"]
+    command += [
+        "--prompt",
+        "def mean(values):",
+        "--max-new-tokens",
+        "20",
+        "--temperature",
+        "0.7",
+        "--seed",
+        "3",
+        "--report",
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     family = load_family()

@@ -50,6 +50,11 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         help="with --system spd: the number of stages, the layers of each (4,4,4), or balanced:N; default: the ranks', or the draft module's",
     )
     parser.add_argument(
+        "--transport",
+        choices=("gloo", "nccl"),
+        help="with --system spd under torchrun: gloo, through host memory (default), or nccl, from GPU to GPU",
+    )
+    parser.add_argument(
         "--schedule", choices=SCHEDULES, help="how the stages run; default: by devices and cores, see `pipespec doctor`"
     )
     parser.add_argument(
@@ -134,8 +139,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     if args.system == "spd":
         check_spd(args, trace)
         target, drafts, dtype = chosen_models(args, bundled_module)
-    elif args.stages is not None:
-        raise ValueError("--stages is an option of --system spd")
+    elif args.stages is not None or args.transport is not None:
+        raise ValueError("--stages and --transport are options of --system spd")
     else:
         target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule, args.acceptance))
     with working("importing torch and transformers"):

@@ -14,9 +14,9 @@ _OF_CHAINS = ("lookahead", "min_draft_tokens", "decode_meanwhile", "exact", "dra
 _SCHEDULES = (None, "lockstep", "workers")
 
 
-def world() -> int:
-    """The number of torchrun's ranks; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def _ranks() -> int:
+    """The number of torchrun's ranks; 0 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 0
 
 
 def check_spd(args: argparse.Namespace, trace: int) -> None:
@@ -33,9 +33,11 @@ def check_spd(args: argparse.Namespace, trace: int) -> None:
         )
     if trace:
         raise ValueError("--system spd keeps no trace of single steps: use pipespec generate --report")
-    if world() > 1 and args.device is not None and len(args.device) > 1:
+    if args.transport is not None and not _ranks():
+        raise ValueError("--transport is for ranks: start this with torchrun")
+    if _ranks() and args.device is not None and len(args.device) > 1:
         raise ValueError("--device: each rank has one device; give cpu, cuda (a GPU per rank) or cuda:0")
-    if world() > 1 and args.trust_remote_code:
+    if _ranks() and args.trust_remote_code:
         raise ValueError("--trust-remote-code: ranks load parts of known models only")
 
 
@@ -79,12 +81,13 @@ def spd_pipeline(args: argparse.Namespace, target: str | Path, drafts: list[str 
     elif trained is not None:
         stages = [end - begin for begin, end in trained.stages]
     else:
-        stages = max(2, world())
+        stages = _ranks() or 2
     options: dict[str, Any] = {"stages": stages, "draft_schedule": args.schedule or "lockstep"}
-    if world() > 1:
+    if _ranks():
         device = "cpu" if args.device is None else args.device[0]
         given = None if dtype == "auto" else getattr(torch, dtype)
-        return RanksPipeline(target, drafter, dtype=given, device=device, **options)
+        transport = args.transport or "gloo"
+        return RanksPipeline(target, drafter, dtype=given, device=device, transport=transport, **options)
     if args.device is not None and len(args.device) > 1:
         options["devices"] = args.device
     else:
