@@ -76,6 +76,7 @@ class SpeculativePipeline(BasePipeline):
         native: bool = True,
         draft_schedule: str = "lockstep",
     ) -> None:
+        check_draft_schedule(drafter, draft_schedule)
         if devices is not None and device is not None:
             raise ValueError("give either device=, for all stages, or devices=, one per stage")
         options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
