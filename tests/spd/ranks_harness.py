@@ -168,7 +168,14 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
             if not pipe.is_controller:
                 pipe.serve()
                 return
-            out = []
+            out, driver, most = [], pipe._driver, [0]
+            collect = driver._collect_chunks
+
+            def counted(left):
+                most[0] = max(most[0], len(driver._chunks))
+                return collect(left)
+
+            driver._collect_chunks = counted
             for number, (ids, options) in enumerate(calls()):
                 places = (1, 2, 6)
                 # The ranks are ready for the next call.
@@ -184,7 +191,9 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
                 report = pipe.report
                 sums = sorted(getattr(pipe._driver.drafter, "sums", {}).items())
                 form = report.stages[0].forward
-                out.append([text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form])
+                out.append(
+                    [text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form, most[0]]
+                )
             print(json.dumps(out), flush=True)
 
     with tempfile.TemporaryDirectory() as logs:
