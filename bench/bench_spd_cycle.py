@@ -78,6 +78,12 @@ def wait_in_stages(seconds: float) -> None:
     LayerStage.step = waiting  # type: ignore[method-assign]
 
 
+def prefer() -> None:
+    """Give all threads of this process real-time priority. Raises ``PermissionError`` without the right to do so."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
+
+
 def rank(job: Path) -> None:
     """Main function of a rank."""
     torch.set_num_threads(1)
@@ -87,6 +93,8 @@ def rank(job: Path) -> None:
     drafter = Known(work["text"])
     options = {"stages": work["stages"], "timeout_s": _TIMEOUT_S, "dtype": torch.float32}
     with quiet_transformers(), RanksPipeline(work["target"], drafter, **options) as pipe:
+        if work["realtime"]:
+            prefer()
         if not pipe.is_controller:
             pipe.serve()
             return
@@ -181,6 +189,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         "prompt": prompt[0].tolist(),
         "text": text[0].tolist(),
         "repeats": args.repeats,
+        "realtime": args.realtime,
     }
     rows = []
     for world in args.ranks:
@@ -192,6 +201,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         "machine": provenance(1),
         "new_tokens": args.new_tokens,
         "repeats": args.repeats,
+        "realtime": args.realtime,
         "rows": rows,
     }
 
@@ -204,6 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stage-ms", type=float, default=5.0, metavar="S", help="shortest time of a stage (5)")
     parser.add_argument("--new-tokens", type=int, default=96, metavar="T", help="per call (96)")
     parser.add_argument("--repeats", type=int, default=5, metavar="R", help="medians are taken over these (5)")
+    realtime = "real-time priority for the ranks once they have loaded, on a machine with other work; needs root"
+    parser.add_argument("--realtime", action="store_true", help=realtime)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurement there")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="rewrite the table between its two comments there")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -213,9 +225,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     found = record(args)
     m = found["machine"]
+    priority = ", at real-time priority beside other work" if found["realtime"] else ""
     text = (
         f"{markdown_table(HEADER, map(cells, found['rows']))}\n\nMedians over the cycles of {found['repeats']} calls of {found['new_tokens']} tokens, fp32, one thread "
-        f"per rank. {m['cpu']}, {m['cores']} cores, shared. torch {m['torch']}. Load average {m['load_average'][0]}. Measured {m['date'][:10]}."
+        f"per rank{priority}. {m['cpu']}, {m['cores']} cores, shared. torch {m['torch']}. Load average {m['load_average'][0]}. Measured {m['date'][:10]}."
     )
     print(text)
     if args.docs:
