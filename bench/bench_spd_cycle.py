@@ -28,7 +28,7 @@ from bench.harness import markdown_table, replace_table, save
 from pipespec.bench.machine import provenance
 from pipespec.demo import family_path, load_family, prompts
 from pipespec.process.progress import quiet_transformers, say
-from pipespec.spd import Drafter, RanksPipeline
+from pipespec.spd import Drafter, DraftRequest, RanksPipeline
 from pipespec.spd.partition import LayerStage
 
 _TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ class Known(Drafter):
     def __init__(self, text: list[int]) -> None:
         self.text = text
 
-    def draft(self, requests):
+    def draft(self, requests: list[DraftRequest]) -> list[int]:
         return [self.text[min(len(request.tokens), len(self.text) - 1)] for request in requests]
 
 
@@ -51,10 +51,10 @@ class Clock:
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def put(self, value):
+    def put(self, value: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
 
-    def end(self):
+    def end(self) -> None:
         pass
 
     def cycles_ms(self, stages: int) -> list[float]:
@@ -67,7 +67,7 @@ def wait_in_stages(seconds: float) -> None:
     """Let each step of a stage in this process take ``seconds``, without using a core for the rest of it."""
     step = LayerStage.step
 
-    def waiting(self, *arguments, **options):
+    def waiting(self: LayerStage, *arguments: Any, **options: Any) -> Any:
         began = time.perf_counter()
         out = step(self, *arguments, **options)
         left = seconds - (time.perf_counter() - began)
