@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,9 +57,12 @@ class Clock:
         pass
 
     def cycles_ms(self, stages: int) -> list[float]:
-        """Milliseconds of each cycle, without those in which the pipeline fills."""
+        """Milliseconds per cycle in each round of ``stages`` cycles, without those in which the pipeline fills.
+
+        Tokens of one round may come together, with a pause behind them, so that single cycles differ.
+        """
         full = self.times[1 + stages :]
-        return [1e3 * (b - a) for a, b in pairwise(full)]
+        return [1e3 * (b - a) / stages for a, b in zip(full, full[stages:], strict=False)]
 
 
 def wait_in_stages(seconds: float) -> None:
@@ -227,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     m = found["machine"]
     priority = ", at real-time priority beside other work" if found["realtime"] else ""
     text = (
-        f"{markdown_table(HEADER, map(cells, found['rows']))}\n\nMedians over the cycles of {found['repeats']} calls of {found['new_tokens']} tokens, fp32, one thread "
+        f"{markdown_table(HEADER, map(cells, found['rows']))}\n\nMedians over rounds of cycles in {found['repeats']} calls of {found['new_tokens']} tokens, fp32, one thread "
         f"per rank{priority}. {m['cpu']}, {m['cores']} cores, shared. torch {m['torch']}. Load average {m['load_average'][0]}. Measured {m['date'][:10]}."
     )
     print(text)
