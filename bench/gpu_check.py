@@ -99,7 +99,7 @@ def _sizes(tokens: int, repeats: int) -> tuple[str, ...]:
     return tuple(word for name, number in numbers.items() for word in (f"--{name}", str(number)))
 
 
-GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/planning")
+GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/planning", "tests/spd")
 """Folders with tests that need a GPU."""
 
 KERNELS = ("verify greedy", "verify coupled", "attention", "argmax", "kv_append")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
@@ -117,6 +117,24 @@ class BasePipeline:
     def target(self) -> PreTrainedModel:
         """The model whose text is generated."""
         return self.models[-1]
+
+    def close(self) -> None:
+        """End worker processes, drop graphs, and restore the models' attention. A later call starts again what it needs.
+
+        This also happens at the end of a ``with`` block, at exit, and when the pipeline is collected as garbage. Calls of other threads that
+        began earlier are completed first.
+
+        Raises:
+            RuntimeError: From inside of a call: from a streamer or a processor.
+        """
+        with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
+            self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         """The models with caches in this process."""
@@ -748,24 +766,6 @@ class Pipeline(BasePipeline):
                 "hardly any draft token was accepted, and no tokenizer.json tells whether the models have one tokenizer: if they have not, pass "
                 "tokenizer= and draft_tokenizers=",
             )
-
-    def close(self) -> None:
-        """End worker processes, drop graphs, and restore the models' attention. A later call starts again what it needs.
-
-        This also happens at the end of a ``with`` block, at exit, and when the pipeline is collected as garbage. Calls of other threads that
-        began earlier are completed first.
-
-        Raises:
-            RuntimeError: From inside of a call: from a streamer or a processor.
-        """
-        with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
-            self._driver.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def load_chain(

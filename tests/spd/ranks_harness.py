@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from pipespec.spd import link, ranks
+from pipespec.spd import lines, link, ranks
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
@@ -168,7 +168,14 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
             if not pipe.is_controller:
                 pipe.serve()
                 return
-            out = []
+            out, driver, most = [], pipe._driver, [0]
+            collect = driver._collect_chunks
+
+            def counted(left):
+                most[0] = max(most[0], len(driver._chunks))
+                return collect(left)
+
+            driver._collect_chunks = counted
             for number, (ids, options) in enumerate(calls()):
                 places = (1, 2, 6)
                 # The ranks are ready for the next call.
@@ -184,7 +191,9 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
                 report = pipe.report
                 sums = sorted(getattr(pipe._driver.drafter, "sums", {}).items())
                 form = report.stages[0].forward
-                out.append([text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form])
+                out.append(
+                    [text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form, most[0]]
+                )
             print(json.dumps(out), flush=True)
 
     with tempfile.TemporaryDirectory() as logs:
@@ -305,13 +314,13 @@ def lay_trap(phase: str, how: str) -> None:
         before(ranks, "load_stage", trap)
         before(ranks, "load_ends", trap)
     elif phase == "prefill":
-        before(ranks._Server, "handle", trap, lambda _, control, *rest: control.q > 1)
+        before(ranks._Server, "run", trap, lambda server, head, *rest: head.kind == ranks._CHUNK)
         before(ranks.RanksDriver, "_feed", trap)
     elif phase == "cycle":
-        before(ranks._Server, "handle", trap, lambda server, control, *rest: min(control.held) == 9)
+        before(ranks._Server, "run", trap, lambda server, head, positions, fed: positions == [9])
         before(ranks.RanksDriver, "_collect", trap, lambda driver, work: driver.rounds == 9)
     elif phase == "end":
-        before(ranks._Server, "handle", trap, lambda _, control, *rest: control.word == ranks._END)
+        before(lines.Sender, "send", trap, lambda line, words, *rest: words[0] == ranks._END)
         before(ranks.RanksDriver, "_end", trap)
     else:
         assert phase == "second"
@@ -371,7 +380,7 @@ def slow(folder: str) -> None:
             if pipe.is_controller:
                 ids = torch.tensor([list(range(2, 22))])
                 return pipe.generate(ids, max_new_tokens=4, do_sample=False, prefill_chunk_size=2)[0].tolist()
-            before(pipe._server, "handle", lambda: clock.advance(rank, 0.3), lambda control, *rest: control.q > 1)
+            before(pipe._server, "run", lambda: clock.advance(rank, 0.3), lambda head, *rest: head.kind == ranks._CHUNK)
             return pipe.serve()
 
     everywhere(work)
@@ -380,7 +389,7 @@ def slow(folder: str) -> None:
 def twice(folder: str) -> None:
     def work(rank: int) -> object:
         out = []
-        for stages in (2, [2, 1]):
+        for stages in (2, [2, 1], "balanced:2"):
             with patient(folder, "ngram", stages=stages) as pipe:
                 if not pipe.is_controller:
                     pipe.serve()
@@ -412,18 +421,18 @@ def interrupted(folder: str) -> None:
                 if count[0] == at[0]:
                     signal.raise_signal(signal.SIGINT)
 
-            real_send, real_receive = link.Link.send, link.Link.receive
+            real_send, real_finish = link.Link.post_send, link.Link.finish
 
             def send(*args, **kwargs):
-                real_send(*args, **kwargs)
+                work = real_send(*args, **kwargs)
+                here()
+                return work
+
+            def finish(*args, **kwargs):
+                real_finish(*args, **kwargs)
                 here()
 
-            def receive(*args, **kwargs):
-                message = real_receive(*args, **kwargs)
-                here()
-                return message
-
-            link.Link.send, link.Link.receive = send, receive
+            link.Link.post_send, link.Link.finish = send, finish
             wanted, calls, stopped = pipe.generate(ids, **options).tolist(), count[0], 0
             for at[0] in range(1, calls + 1):
                 count[0] = 0

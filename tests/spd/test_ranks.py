@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+from pipespec.demo import load_family
 from pipespec.process.ranks import own_device
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd import ranks as module
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.ranks import RanksPipeline, ranks_of
-from tests.conftest import noisy, random_llama
+from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
 from tests.trials import trials
@@ -112,7 +113,9 @@ def test_the_text_of_one_process(folder, cases, found):
     for case, texts in zip(cases, found["texts"], strict=True):
         _, stages, kind, dtype = case.split(":")
         pipeline = SpeculativePipeline(folder, made(kind), stages=int(stages), dtype=dtype)
-        for (ids, options), (text, cycles, accepted, sums, busy, form) in zip(calls(), texts, strict=True):
+        for (ids, options), (text, cycles, accepted, sums, busy, form, chunks) in zip(  # noqa: B007
+            calls(), texts, strict=True
+        ):
             wanted = pipeline.generate(ids, **options)
             assert text == (wanted if isinstance(wanted, torch.Tensor) else wanted.sequences).tolist(), case
             assert (cycles, accepted) == (pipeline.report.cycles, pipeline.report.accepted)
@@ -127,24 +130,37 @@ def test_the_text_of_one_process(folder, cases, found):
             if os.sep in kind:
                 assert pipeline.report.drafter == "ModuleDrafter"
                 assert pipeline.report.checked > 0 or cycles == 0
+        # The two chunks of the third call's prompts were under way together, whatever the drafter reads.
+        assert chunks == (2 if int(stages) > 1 else 0), case
         if kind == "model":
             assert accepted > 0 or cycles == 0
 
 
-def test_torchrun(folder, tmp_path):
-    """Two ranks, because the imports of each take seconds; at night three."""
+def test_torchrun():
+    """The command line under torchrun: rank 0 prints the text that one process prints. Two ranks, because the imports of each take seconds; at night three."""
     ranks = trials(ci=2, nightly=3)
-    noisy(random_llama(3, layers=LAYERS), 0.02).save_pretrained(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "pipespec.spd.ranks", "--target", str(folder), "--drafter", str(tmp_path), "--stages", "1,2"]
-    command += ["--prompt-ids", "5,6,7", "--max-new-tokens", "20"]
+    command += ["-m", "pipespec", "generate", "--system", "spd", "--draft", "ngram", "--stages", "4,8"]
+    command += [
+        "--prompt",
+        "def mean(values):",
+        "--max-new-tokens",
+        "20",
+        "--temperature",
+        "0.7",
+        "--seed",
+        "3",
+        "--report",
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    text, *report = done.stdout.splitlines()
-    pipeline = SpeculativePipeline(folder, str(tmp_path), stages=[1, 2])
-    wanted = pipeline.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False)
-    assert [int(token) for token in text.split(",")] == wanted[0, 3:].tolist()
-    assert f"{pipeline.report.accepted} of {pipeline.report.checked} drafts accepted" in "\n".join(report)
+    family = load_family()
+    pipeline = SpeculativePipeline(family.target, "ngram", stages=[4, 8], dtype=torch.float32)
+    ids = family.encode("def mean(values):")
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
+    wanted = pipeline.generate(ids, max_new_tokens=20, **options)
+    assert done.stdout.rstrip("\n") == family.tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+    assert f"{pipeline.report.accepted} of {pipeline.report.checked} drafts accepted" in done.stderr
 
 
 def test_a_rank_that_is_lost(found):
@@ -201,10 +217,11 @@ def test_a_long_prompt_on_slow_stages(folder, found):
 
 
 def test_one_pipeline_after_another(folder, found):
-    """In the same processes, the second pipeline does not use keys or addresses of the first one. Rank 0 has no layers to compute features with."""
+    """In the same processes, a later pipeline does not use keys or addresses of an earlier one. The last one measures its cut. Rank 0 has no layers to
+    compute features with."""
     wanted = SpeculativePipeline(folder, stages=2).generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)
     refusal = "generate(): output_hidden_states is not supported with a target whose layers are in other processes"
-    assert found["twice"] == [[[0, [wanted[0].tolist(), refusal] * 2], [0, []], [0, []]]]
+    assert found["twice"] == [[[0, [wanted[0].tolist(), refusal] * 3], [0, []], [0, []]]]
 
 
 def test_ranks_that_were_started_differently(found):
@@ -269,7 +286,9 @@ class TooDeep(Blind):
         (2, {"stages": 3}, ValueError, "3 stages need 4 ranks, .* there are 2"),
         (5, {"stages": 4}, ValueError, "3 layers can be cut into 1 to 3 stages, not 4"),
         (3, {"stages": [1, 1]}, ValueError, "2 layers together, the model has 3"),
-        (3, {"stages": "balanced:2"}, ValueError, "no rank has all layers to measure"),
+        (3, {"stages": "balanced:4"}, ValueError, "3 layers can be cut into 1 to 3 stages, not 4"),
+        (3, {"stages": 2, "transport": "smoke"}, ValueError, "transport='smoke': one of 'gloo', 'nccl'"),
+        (3, {"stages": 2, "transport": "nccl"}, ValueError, "sends from GPU to GPU, and device='cpu'"),
         (3, {"stages": 2, "drafter": TooDeep(320)}, ValueError, "no residual stream 4"),
         (3, {"stages": 2, "device": "meta"}, ValueError, "ranks compute on 'cpu' or 'cuda'"),
     ],

@@ -332,8 +332,8 @@ def test_caches_go_on(model, drafter, begin):
     assert cache is None or one.past_key_values is cache
     ids = torch.cat([one.sequences, PROMPT], 1)
     fed = []
-    real = pipeline._driver._feed
-    pipeline._driver._feed = lambda columns, *rest, **kw: fed.append(columns.shape[1]) or real(columns, *rest, **kw)
+    real = pipeline._driver._run
+    pipeline._driver._run = lambda columns, *rest, **kw: fed.append(columns.shape[1]) or real(columns, *rest, **kw)
     two = greedy(pipeline, ids, return_dict_in_generate=True, past_key_values=one.past_key_values)
     assert torch.equal(two.sequences, greedy(model, ids))
     held = one.sequences.shape[1] - 1

@@ -18,6 +18,7 @@ from pipespec.cli.options import (
     read_text,
     require_text,
 )
+from pipespec.cli.staged import bundled_module, check_spd, spd_pipeline
 from pipespec.config import ACCEPTANCES, SCHEDULES
 from pipespec.process.progress import quiet_transformers, say, working
 
@@ -37,6 +38,22 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 def add_generation(parser: argparse.ArgumentParser) -> None:
     """Add the options of a generation: models, schedule, prompt, sampling, output."""
     add_models(parser)
+    parser.add_argument(
+        "--system",
+        choices=SYSTEMS,
+        default="pipespec",
+        help="spd: the target in stages, one token in flight in each; --draft may name a draft module's folder; under torchrun one stage per rank",
+    )
+    parser.add_argument(
+        "--stages",
+        metavar="N",
+        help="with --system spd: the number of stages, the layers of each (4,4,4), or balanced:N; default: the ranks', or the draft module's",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("gloo", "nccl"),
+        help="with --system spd under torchrun: gloo, through host memory (default), or nccl, from GPU to GPU",
+    )
     parser.add_argument(
         "--schedule", choices=SCHEDULES, help="how the stages run; default: by devices and cores, see `pipespec doctor`"
     )
@@ -91,6 +108,9 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
 
 
+SYSTEMS = ("pipespec", "spd")
+
+
 def run(args: argparse.Namespace) -> int:
     """Continue a prompt with the target's own text, token for token, with or without drafts. Greedy, or sampled with a seed."""
     report = generate(args)
@@ -100,55 +120,43 @@ def run(args: argparse.Namespace) -> int:
 
 
 def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
-    """Print the continuation on stdout. With ``--schedule ranks`` the ranks of drafts serve instead.
+    """Print the continuation on stdout. With ranks, all but rank 0 serve instead.
 
     Args:
         args: The options of :func:`add_generation`.
         trace: Steps per stage that the report's trace keeps.
 
     Returns:
-        The report of the call; None on the rank of a draft.
+        The report of the call; None on other ranks than 0.
 
     Raises:
         ValueError: Options that do not fit together, an empty prompt, or models that form no chain.
         OSError: A file or a model cannot be read.
     """
     prompt = ""
-    if args.schedule == "ranks" and int(os.environ.get("RANK", "0")):
+    if (args.schedule == "ranks" or args.system == "spd") and int(os.environ.get("RANK", "0")):
         pass  # rank 0 has the prompt
     elif args.prompt is None:
         prompt = read_text(args.prompt_file)
     else:
         prompt = require_text(args.prompt, "--prompt")
     at_least_one(args, "max_new_tokens")
-    target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule, args.acceptance))
+    if args.system == "spd":
+        check_spd(args, trace)
+        target, drafts, dtype = chosen_models(args, bundled_module)
+    elif args.stages is not None or args.transport is not None:
+        raise ValueError("--stages and --transport are options of --system spd")
+    else:
+        target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule, args.acceptance))
     with working("importing torch and transformers"):
         from transformers import AutoTokenizer
 
         from pipespec.observe.text import TextStream
-        from pipespec.pipeline import Pipeline
 
     with quiet_transformers():
         with working("loading the models"):
-            pipe = Pipeline(
-                target,
-                drafts,
-                schedule=args.schedule,
-                lookahead=one_or_all(args.lookahead),
-                min_draft_tokens=args.min_draft_tokens,
-                decode_meanwhile=args.decode_meanwhile,
-                confidence=args.confidence,
-                exact=args.exact,
-                acceptance=args.acceptance,
-                trace=trace,
-                dtype=dtype,
-                draft_dtype=args.draft_dtype,
-                draft_vocabulary=draft_vocabulary(args),
-                device=one_or_all(args.device),
-                trust_remote_code=args.trust_remote_code,
-            )
-        if pipe.config.translation is not None:
-            say("draft 0 has another tokenizer than the target: its draft tokens are translated")
+            make = spd_pipeline if args.system == "spd" else _chain
+            pipe = make(args, target, drafts, dtype, trace)
         with pipe:
             if not pipe.is_controller:
                 pipe.serve()
@@ -186,6 +194,32 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             print("".join(pieces), flush=True)
             assert pipe.report is not None
             return pipe.report
+
+
+def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path], dtype: str, trace: int) -> Any:
+    """The chain of models that the options describe."""
+    from pipespec.pipeline import Pipeline
+
+    pipe = Pipeline(
+        target,
+        drafts,
+        schedule=args.schedule,
+        lookahead=one_or_all(args.lookahead),
+        min_draft_tokens=args.min_draft_tokens,
+        decode_meanwhile=args.decode_meanwhile,
+        confidence=args.confidence,
+        exact=args.exact,
+        acceptance=args.acceptance,
+        trace=trace,
+        dtype=dtype,
+        draft_dtype=args.draft_dtype,
+        draft_vocabulary=draft_vocabulary(args),
+        device=one_or_all(args.device),
+        trust_remote_code=args.trust_remote_code,
+    )
+    if pipe.config.translation is not None:
+        say("draft 0 has another tokenizer than the target: its draft tokens are translated")
+    return pipe
 
 
 def _sampling_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.machine import DraftRequest, Entry, Machine
-from pipespec.spd.partition import LayerStage, Partition, Verifier
+from pipespec.spd.partition import LayerStage, Partition, Verifier, synchronise
 from pipespec.spd.report import PHASES
 
 
@@ -105,6 +106,14 @@ Streams = dict[int, torch.Tensor]
 """Residual streams ``[B, q, H]`` that the drafter reads, by HF index."""
 
 
+class Fed(NamedTuple):
+    """Residual streams of a part of the prompts: of the first ``real[r]`` columns of each row r, from position ``begin[r]`` on."""
+
+    streams: Streams
+    begin: Sequence[int]
+    real: Sequence[int]
+
+
 class SpeculativeDriver(Decoder):
     """Runs a partitioned target with a drafter.
 
@@ -148,20 +157,21 @@ class SpeculativeDriver(Decoder):
         """Empty the caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``most`` positions."""
 
     @abstractmethod
-    def _feed(
-        self, columns: np.ndarray, begin: Sequence[int], until: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, Streams]:
-        """Run columns of tokens through all stages. Cached positions from ``begin`` on are dropped first.
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
+        """Run columns of the prompts through all stages. Cached positions from ``begin`` on are dropped first.
 
         Args:
             columns: ``[B, q]`` token ids.
             begin: Position of each row's first column.
-            until: Position behind each row's last column that is no padding.
-            answer: Whether to return the hidden states.
+            real: Columns of each row that belong to its prompt.
 
         Returns:
-            The output of the last stage, ``[B, q, H]``, or None, and the residual streams that the drafter reads.
+            What has passed all stages by now, of this call and earlier ones.
         """
+
+    @abstractmethod
+    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
+        """Run the last column of the prompts, ``[B, 1]``. Return the output of the last stage, and all that no :meth:`_feed` has returned."""
 
     @abstractmethod
     def _launch(self, work: list[list[Entry]]) -> None:
@@ -215,6 +225,9 @@ class SpeculativeDriver(Decoder):
         """Release the caches in this process. Never runs during a call."""
         self.drafter.release()
 
+    def close(self) -> None:
+        self.drafter.close()
+
     def _begin(self, end: list[int]) -> list[int]:
         """For each row, the number of positions that need no prefill."""
         return [0] * len(end)
@@ -234,38 +247,46 @@ class SpeculativeDriver(Decoder):
             real = [max(0, min(q, e - b)) for b, e in zip(begin, end, strict=True)]
             for row, (b, n) in enumerate(zip(begin, real, strict=True)):
                 columns[row, :n] = self._text[row, b : b + n]
-            until = [b + n for b, n in zip(begin, real, strict=True)]
-            self._show(self._feed(columns, begin, until, answer=False)[1], begin, real)
+            self._show(self._feed(columns, begin, real))
             # As long as all rows begin together, complete rows continue with padding columns, which needs no mask.
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
         ones = np.ones(len(prompts), dtype=np.int32)
-        last = np.array([[p[-1]] for p in prompts], dtype=np.int32)
-        hidden, streams = self._feed(last, end, [e + 1 for e in end], answer=True)
-        self._show(streams, end, ones.tolist())
-        assert hidden is not None
+        hidden, arrived = self._answer(np.array([[p[-1]] for p in prompts], dtype=np.int32), end)
+        self._show(arrived)
         at = np.array([len(p) for p in prompts], dtype=np.int64)
         return _choose(self._select, self.verifier.logits(hidden), ones, at, list(range(len(prompts))))
 
-    def _show(self, streams: Streams, begin: Sequence[int], real: Sequence[int]) -> None:
-        """Pass the first ``real[r]`` columns of each row r to the drafter, from position ``begin[r]`` on."""
-        rows = [row for row, n in enumerate(real) for _ in range(n)]
-        places = [i for n in real for i in range(n)]
-        positions = [begin[row] + i for row, i in zip(rows, places, strict=True)]
-        for index, values in streams.items():
-            self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
+    def _show(self, arrived: list[Fed]) -> None:
+        """Pass residual streams of the prompts to the drafter."""
+        for streams, begin, real in arrived:
+            rows = [row for row, n in enumerate(real) for _ in range(n)]
+            places = [i for n in real for i in range(n)]
+            positions = [begin[row] + i for row, i in zip(rows, places, strict=True)]
+            for index, values in streams.items():
+                self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
 
     def _cycle(self) -> bool:
         """Run one cycle of all rows. Return whether a token was verified."""
         machine, clock = self.machine, self.clock
         self.rounds += 1
         work = machine.entries()
-        self._launch(work)
+        with clock.phase("stages"):
+            self._launch(work)
+        wanted = machine.requests()
+        drafts: dict[int, int] = {}
         began = time.perf_counter()
         with clock.phase("draft"):
-            drafts = self._draft(machine.requests())
+            self._guarded(self.drafter.begin_cycle, wanted)
+            if not self.drafter.late:
+                drafts = self._draft(wanted)
         drafted = time.perf_counter() - began
         with clock.phase("stages"):
             hidden, streams, took = self._collect(work)
+        if self.drafter.late:
+            began = time.perf_counter()
+            with clock.phase("draft"):
+                drafts = self._draft(wanted)
+            drafted += time.perf_counter() - began
         clock.cycle(drafted, took)
         with clock.phase("draft"):
             for index, values in streams.items():
@@ -301,17 +322,18 @@ class SpeculativeDriver(Decoder):
         # With one stage nothing is in flight behind the token that leaves, and a draft saves nothing.
         if not wanted or self.partition.stages == 1:
             return {}
-        tokens = self._guarded(self._checked, wanted)
-        return {} if tokens is None else dict(zip((w.row for w in wanted), tokens, strict=True))
+        drafts: dict[int, int] | None = self._guarded(self._checked, wanted)
+        return drafts or {}
 
-    def _checked(self, requests: list[DraftRequest]) -> list[int]:
-        tokens = [int(token) for token in self.drafter.draft(requests)]
+    def _checked(self, requests: list[DraftRequest]) -> dict[int, int]:
+        tokens = self.drafter.draft(requests)
         if len(tokens) != len(requests):
             raise ValueError(f"{len(tokens)} drafts for {len(requests)} requests")
-        outside = [token for token in tokens if not 0 <= token < self._vocabulary]
+        drafts = {r.row: int(token) for r, token in zip(requests, tokens, strict=True) if token is not None}
+        outside = [token for token in drafts.values() if not 0 <= token < self._vocabulary]
         if outside:
             raise ValueError(f"drafted token id {outside[0]}, outside the target's vocabulary of {self._vocabulary}")
-        return tokens
+        return drafts
 
     def _guarded(self, call: Callable[..., Any], *arguments: Any, always: bool = False) -> Any:
         """Call the drafter. Return None if it fails or has failed in this call."""
@@ -333,11 +355,29 @@ class SpeculativeDriver(Decoder):
 
 
 class LocalDriver(SpeculativeDriver):
-    """All stages run in this process, one after the other."""
+    """All stages run in this process.
 
-    def __init__(self, model: PreTrainedModel, partition: Partition, drafter: Drafter, native: bool = True) -> None:
+    Args:
+        model: The target.
+        partition: Layers of each stage.
+        drafter: The drafter.
+        native: As for :class:`SpeculativeDriver`.
+        at_once: Whether the stages of a cycle run at the same time, each in a thread of its own, while the drafter runs in the caller's. Otherwise they
+            run one after the other.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        partition: Partition,
+        drafter: Drafter,
+        native: bool = True,
+        at_once: bool = False,
+    ) -> None:
         super().__init__(partition, Verifier.of(model), drafter, native)
-        self.model = model
+        self.model, self._at_once = model, at_once
+        self._threads: ThreadPoolExecutor | None = None
+        self._steps: dict[int, Future[_Step]] = {}  # steps under way, by stage
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
         self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
         self._complete = False
@@ -348,7 +388,13 @@ class LocalDriver(SpeculativeDriver):
 
     def for_fork(self) -> Decoder:
         # A call of another thread may have been under way in the caches.
-        return LocalDriver(self.model, self.partition, self.drafter, self.native)
+        return LocalDriver(self.model, self.partition, self.drafter, self.native, self._at_once)
+
+    def close(self) -> None:
+        super().close()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
 
     def _generate(self, request: GenerationRequest) -> None:
         self._complete = False
@@ -369,6 +415,7 @@ class LocalDriver(SpeculativeDriver):
 
     def return_cache(self, lengths: Sequence[int]) -> RowCache:
         """Copy the stages' keys and values up to ``lengths`` into the adopted cache, or into a new one, and return it."""
+        self._await_steps()
         adopted, self._adopted = self._adopted, None
         if adopted is not None and not self._complete:
             given, text = adopted
@@ -408,6 +455,7 @@ class LocalDriver(SpeculativeDriver):
     # ---- the stages
 
     def _open(self, rows: int, longest: int, most: int) -> None:
+        self._await_steps()
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
         self._renew()
         for stage in self.stages:
@@ -427,9 +475,16 @@ class LocalDriver(SpeculativeDriver):
         if verifier.section.parts != self.verifier.section.parts:
             self.verifier = verifier
 
-    def _feed(
-        self, columns: np.ndarray, begin: Sequence[int], until: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, Streams]:
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
+        until = [b + n for b, n in zip(begin, real, strict=True)]
+        return [Fed(self._run(columns, begin, until)[1], begin, real)]
+
+    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
+        hidden, streams = self._run(columns, begin, [b + 1 for b in begin])
+        return hidden, [Fed(streams, begin, [1] * len(columns))]
+
+    def _run(self, columns: np.ndarray, begin: Sequence[int], until: Sequence[int]) -> tuple[torch.Tensor, Streams]:
+        """Run columns through all stages, and return the output of the last one."""
         streams: Streams = {}
         hidden = torch.from_numpy(columns)
         for stage in self.stages:
@@ -438,23 +493,55 @@ class LocalDriver(SpeculativeDriver):
         return hidden, streams
 
     def _launch(self, work: list[list[Entry]]) -> None:
-        """The stages run in ``_collect``."""
+        """Start the stages if they run at the same time. Otherwise they run in ``_collect``."""
+        if not self._at_once:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self.partition.stages, "pipespec-stage")
+        for s, entries in enumerate(work):
+            if entries:
+                self._steps[s] = self._threads.submit(self._step, s, entries, self.machine.held(s))
 
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         streams: Streams = {}
         outbox: list[torch.Tensor | None] = [None] * (self.partition.stages + 1)
         took = [0.0] * self.partition.stages
-        for s, (stage, entries) in enumerate(zip(self.stages, work, strict=True)):
+        if self._at_once:
+            self._await_steps(keep=True)
+        for s, entries in enumerate(work):
             if not entries:
                 continue
-            began = time.perf_counter()
-            arrived = column(entries, stage.cache.rows) if s == 0 else self._inbox[s]
-            assert arrived is not None, "an entry comes from the stage before"
-            outbox[s + 1], more = stage.step(arrived, self.machine.held(s), self.features)
+            step = self._steps.pop(s).result() if self._at_once else self._step(s, entries, self.machine.held(s))
+            outbox[s + 1], more, took[s] = step
             streams |= more
-            took[s] = time.perf_counter() - began
         self._inbox = outbox[:-1]
         return outbox[-1], streams, took
+
+    @torch.inference_mode()  # of the present thread
+    def _step(self, s: int, entries: list[Entry], held: Sequence[int]) -> _Step:
+        """Run stage ``s`` for its entries of a cycle. ``held``: positions of each row that stay in its cache."""
+        stage = self.stages[s]
+        began = time.perf_counter()
+        arrived = column(entries, stage.cache.rows) if s == 0 else self._inbox[s]
+        assert arrived is not None, "an entry comes from the stage before"
+        hidden, streams = stage.step(arrived, held, self.features)
+        if self._at_once:
+            synchronise(stage.device)
+        return _Step(hidden, streams, time.perf_counter() - began)
+
+    def _await_steps(self, keep: bool = False) -> None:
+        """Wait for the steps under way. Without ``keep``, drop them: a call was interrupted."""
+        wait(self._steps.values())
+        if not keep:
+            self._steps.clear()
+
+
+class _Step(NamedTuple):
+    """What a step of a stage gave, and its seconds."""
+
+    hidden: torch.Tensor
+    streams: Streams
+    seconds: float
 
 
 def column(entries: Sequence[Entry], rows: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,9 +21,11 @@ class Drafter(abc.ABC):
 
     Attributes:
         features: HF indices of the residual streams that the drafter reads, ascending.
+        late: Whether ``draft`` is called at the end of a cycle, for a drafter that works in another process meanwhile.
     """
 
     features: tuple[int, ...] = ()
+    late: bool = False
 
     def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
         """Begin a call.
@@ -44,9 +46,12 @@ class Drafter(abc.ABC):
             values: ``[len(rows), H]``.
         """
 
+    def begin_cycle(self, requests: list[DraftRequest]) -> None:
+        """Receive the requests of a cycle before its stages run. ``draft`` gets the same ones."""
+
     @abc.abstractmethod
-    def draft(self, requests: list[DraftRequest]) -> list[int]:
-        """Return one token id per request."""
+    def draft(self, requests: list[DraftRequest]) -> Sequence[int | None]:
+        """Return one token id per request, or None for a row that gets no draft in this cycle."""
 
     def truncate(self, row: int, length: int) -> None:
         """Roll the row back to ``length`` positions after a flush. ``observe`` gets the later positions again."""
@@ -56,3 +61,6 @@ class Drafter(abc.ABC):
 
     def release(self) -> None:
         """Release the caches that are kept between calls. Never runs during a call."""
+
+    def close(self) -> None:
+        """End the drafter's processes. A later call starts them again."""

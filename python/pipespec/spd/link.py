@@ -6,6 +6,7 @@ the message is overdue or a rank gives no sign of life.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -72,12 +73,13 @@ class Watchdog:
     @contextmanager
     def within(self, seconds: float | None, doing: str) -> Iterator[None]:
         """Set a deadline for the block, ``seconds`` from now; None: no deadline."""
+        before = self._deadline
         if seconds is not None:
             self._deadline = time.monotonic() + seconds, doing
         try:
             yield
         finally:
-            self._deadline = None
+            self._deadline = before
 
     def tell(self, what: str, ended: int | None = None) -> str | None:
         """Publish why this rank ends. Return the cause that another rank has published before, if any.
@@ -192,8 +194,8 @@ class Link:
         except dist.DistError as error:
             raise RankError(f"not all ranks have come within {start_s:g} s, or one has ended: {error}") from error
         self.timeout_s, self._start_s = timeout_s, start_s
-        self.patience = 1
-        """Parts of a cycle between one message and the next, a factor of the timeout."""
+        self.patience = self.world + 1
+        """Parts of other ranks that a wait for a message includes at most, a factor of the timeout."""
         self._store = store
         self.broken = False
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
@@ -232,14 +234,19 @@ class Link:
                 f"ended waiting until {until}: the ranks' store broke, rank 0, or torchrun, has ended"
             ) from error
 
-    def agree(self, error: BaseException | None) -> None:
-        """Wait until all ranks are here. Raises ``RankError`` with the first one's message if some have an ``error``."""
-        mine = "" if error is None else f"{type(error).__name__}: {error}"
-        words = self._meet("ready", mine, "all ranks have loaded their weights")
-        failed = [f"rank {r} failed: {what}" for r, what in enumerate(words) if what]
+    def agree(self, error: BaseException | None, sign: str = "ready", mine: str = "") -> list[str]:
+        """Wait until all ranks are here, and return the text of each. Raises ``RankError`` with the first one's message if some have an ``error``."""
+        said = f"{type(error).__name__}: {error}" if error is not None else ""
+        words = [json.loads(text) for text in self._meet(sign, json.dumps([said, mine]), f"all ranks are {sign}")]
+        failed = [f"rank {r} failed: {what}" for r, (what, _) in enumerate(words) if what]
         if failed:
             self._leave()
             raise RankError(failed[0]) from error
+        return [text for _, text in words]
+
+    def device_groups(self) -> tuple[Any, Any]:
+        """NCCL groups of all ranks for the two directions, away from rank 0 and back. Each keeps the order of its own calls."""
+        return (dist.new_group(backend="nccl"), dist.new_group(backend="nccl"))
 
     def _leave(self) -> None:
         """End on all ranks before the group exists."""
@@ -266,24 +273,39 @@ class Link:
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Send ``tensor`` without waiting. The caller must not change it afterwards."""
         raw = tensor.detach().cpu().contiguous().view(torch.uint8)
-        with self._errors(to, "sending to"):
-            self._sends.append((dist.isend(raw, to, tag=tag), raw))
-            while len(self._sends) > _OUTSTANDING:
-                work, _ = self._sends.popleft()
-                with self._watchdog.within(self._patient, f"sending to rank {to}"):
-                    work.wait()
+        self._sends.append((self.post_send(raw, to, tag), raw))
+        while len(self._sends) > _OUTSTANDING:
+            self.finish(self._sends.popleft()[0], to, "sending to")
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int, idle: bool = False
     ) -> torch.Tensor:
         """Receive the next message of a tag. ``idle``: without a deadline."""
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        with self._errors(source, "waiting for"):
-            work = dist.irecv(tensor.view(torch.uint8), source, tag=tag)
-            assert work is not None, "this rank belongs to the group"
-            with self._watchdog.within(None if idle else self._patient, f"waiting for rank {source}"):
-                work.wait()
+        self.finish(self.post_receive(tensor.view(torch.uint8), source, tag), source, "waiting for", idle)
         return tensor
+
+    def post_send(self, raw: torch.Tensor, to: int, tag: int) -> Any:
+        """Start to send the bytes of ``raw``, which must not change until :meth:`finish`."""
+        with self._errors(to, "sending to"):
+            return dist.isend(raw, to, tag=tag)
+
+    def post_receive(self, raw: torch.Tensor, source: int, tag: int) -> Any:
+        """Offer ``raw`` for the next message of a tag that has no buffer yet. The message may be shorter."""
+        with self._errors(source, "waiting for"):
+            return dist.irecv(raw, source, tag=tag)
+
+    def finish(self, work: Any, peer: int, doing: str, idle: bool = False) -> None:
+        """Wait for a send or a receive. ``idle``: without a deadline."""
+        with (
+            self._errors(peer, doing),
+            self._watchdog.within(None if idle else self._patient, f"{doing} rank {peer}"),
+        ):
+            work.wait()
+
+    def own_part(self) -> AbstractContextManager[None]:
+        """The block is this rank's part of a cycle: the process ends if it takes longer than the timeout."""
+        return self._watchdog.within(self.timeout_s, "its own part of a cycle")
 
     @contextmanager
     def _errors(self, peer: int, doing: str) -> Iterator[None]:

@@ -6,8 +6,10 @@ stream has its HuggingFace index: 0 is the output of the embedding, k >= 1 the o
 
 from __future__ import annotations
 
+import copy
 import json
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,8 +258,9 @@ class LayerStage:
         """Stage ``stage`` of a loaded model."""
         base, span = model.model, partition.span(stage)
         layers = [base.layers[i] for i in span]
+        rotary = _rotary_on(base.rotary_emb, next(layers[0].parameters()).device)
         embed = base.embed_tokens if span.start == 0 else None
-        return cls(layers, span.start, model.config, base.rotary_emb, embed, partition.stages)
+        return cls(layers, span.start, model.config, rotary, embed, partition.stages)
 
     @property
     def cache(self) -> RowCache:
@@ -323,6 +326,42 @@ class LayerStage:
         return hidden, {0: embedded} | streams if 0 in features else streams
 
 
+_rotaries: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, nn.Module]] = weakref.WeakKeyDictionary()
+"""Copies of rotary embeddings by device."""
+
+
+def _rotary_on(rotary: nn.Module, device: torch.device) -> nn.Module:
+    """A rotary embedding on ``device``: itself, or always the same copy."""
+    if all(buffer.device == device for buffer in rotary.buffers()):
+        return rotary
+    copies = _rotaries.setdefault(rotary, {})
+    if device not in copies:
+        copies[device] = copy.deepcopy(rotary).to(device)
+    return copies[device]
+
+
+def place(model: PreTrainedModel, partition: Partition, devices: Sequence[torch.device | str]) -> None:
+    """Move the layers of each stage to its device, the embedding to the first one, and norm and head to the last one.
+
+    A head that is the embedding, too, stays with it.
+
+    Raises:
+        ValueError: Not one device per stage.
+    """
+    if len(devices) != partition.stages:
+        raise ValueError(
+            f"{len(devices)} devices for {partition.stages} stages: name one per stage, such as devices=['cuda:0', 'cuda:1']"
+        )
+    base, head = model.model, model.get_output_embeddings()
+    for s, device in enumerate(devices):
+        for layer in partition.span(s):
+            base.layers[layer].to(device)
+    base.embed_tokens.to(devices[0])
+    ends = devices[0] if head.weight is base.embed_tokens.weight else devices[-1]
+    base.norm.to(ends)
+    head.to(ends)
+
+
 class Verifier:
     """Final norm and LM head: the output of the last stage to logits."""
 
@@ -339,32 +378,47 @@ class Verifier:
         return self.section.logits(hidden.to(next(self.head.parameters()).device))
 
 
-def layer_seconds(model: PreTrainedModel, repeats: int = 7, context: int = 64) -> list[float]:
-    """Measure the seconds of each layer for one new token of one row after ``context`` others, the median of ``repeats``."""
-    base = model.model
-    hidden = torch.randn(
-        (1, context, model.config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu"
-    ).to(model.device, model.dtype)
+def layer_seconds(model: PreTrainedModel, repeats: int = 7) -> list[float]:
+    """Measure the seconds of each layer of a model, see :func:`seconds_of`."""
+    return seconds_of(model.model.layers, 0, model.config, model.model.rotary_emb, repeats)
+
+
+def seconds_of(
+    layers: Iterable[nn.Module], first: int, config: Any, rotary: nn.Module, repeats: int = 7, context: int = 64
+) -> list[float]:
+    """Measure the seconds of each layer for one new token of one row after ``context`` others, the median of ``repeats``.
+
+    Args:
+        layers: Consecutive layers of a model.
+        first: Number of the first one.
+        config: Configuration of the model.
+        rotary: Rotary embedding of the model.
+        repeats: Measurements of a layer.
+        context: Tokens before the new one.
+    """
+    hidden = torch.randn((1, context, config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
     out = []
     with torch.inference_mode():
-        for number in range(model.config.num_hidden_layers):
+        for number, layer in enumerate(layers, first):
             # Without the embedding, the first layer takes hidden states like the others.
-            stage = LayerStage([base.layers[number]], number, model.config, base.rotary_emb, None)
+            stage = LayerStage([layer], number, config, rotary, None)
+            given = hidden.to(stage.device, stage.dtype)
             stage.open(1, context, context + 1)
             open_sections([stage.section])
-            stage.step(hidden, [0])
+            stage.step(given, [0])
             took = []
             for _ in range(repeats + 1):  # the first one warms up
-                _synchronise(model.device)
+                synchronise(stage.device)
                 began = time.perf_counter()
-                stage.step(hidden[:, :1], [context])
-                _synchronise(model.device)
+                stage.step(given[:, :1], [context])
+                synchronise(stage.device)
                 took.append(time.perf_counter() - began)
             out.append(median(took[1:]))
     return out
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

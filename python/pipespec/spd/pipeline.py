@@ -14,13 +14,16 @@ from pipespec.models.loading import load_model
 from pipespec.pipeline import BasePipeline
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.support import check_whole
-from pipespec.spd.chain import ChainDrafter
+from pipespec.spd.chain import AsynchronousChain, ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.ngram import NgramDrafter
-from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of
+from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place
 from pipespec.spd.report import SpeculativeReport
+
+DRAFT_SCHEDULES = ("lockstep", "workers")
+"""How the models of a drafter run, see :mod:`pipespec.spd.chain`."""
 
 _Model: TypeAlias = PreTrainedModel | str | Path
 
@@ -30,8 +33,8 @@ class SpeculativePipeline(BasePipeline):
 
     The text depends on target, prompt and seed only, and not on the partition, on the drafter or on its failure.
 
-    All stages run in this process, one after the other. The text, the acceptance and the times of the parts are those of stages on separate devices;
-    the wall-clock time is not. On one device SPD cannot beat plain decoding, since each cycle reads all weights.
+    All stages run in this process: one after the other, or with ``devices`` at the same time. On one device SPD cannot beat plain decoding, since each
+    cycle reads all weights.
 
     Args:
         target: A causal language model of the LLaMA family, or its path.
@@ -42,8 +45,13 @@ class SpeculativePipeline(BasePipeline):
             ``"balanced:n"``, by the measured time of each layer. With one stage the target decodes plainly, without the drafter.
         dtype: For models given as paths, as for :class:`pipespec.Pipeline`.
         device: As ``dtype``.
+        devices: One device per stage. The stages of a cycle then run at the same time, each in a thread of its own, while the drafter runs, and
+            hidden states are copied from device to device. The layers of a model that is given move there. ``["cpu"] * n`` runs n stages at the same
+            time on one CPU. None: all stages run one after the other where the model lies. Two GPUs have not been tried.
         trust_remote_code: As ``dtype``.
         native: As for :class:`pipespec.Pipeline`. ``report.stages[0].forward`` says how the target ran.
+        draft_schedule: How models draft. ``"lockstep"``: in this process, for each cycle. ``"workers"``: each in a process of its own, ahead of the
+            stages.
 
     Raises:
         ValueError: Target, drafter and stages do not fit together. Raised before any weight is loaded where possible.
@@ -52,6 +60,8 @@ class SpeculativePipeline(BasePipeline):
     """
 
     report: SpeculativeReport | None
+    is_controller = True
+    """As for :class:`RanksPipeline`, in whose place this class runs on one process."""
 
     def __init__(
         self,
@@ -61,9 +71,14 @@ class SpeculativePipeline(BasePipeline):
         stages: int | Sequence[int] | str | Partition,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
+        devices: Sequence[torch.device | str] | None = None,
         trust_remote_code: bool = False,
         native: bool = True,
+        draft_schedule: str = "lockstep",
     ) -> None:
+        check_draft_schedule(drafter, draft_schedule)
+        if devices is not None and device is not None:
+            raise ValueError("give either device=, for all stages, or devices=, one per stage")
         options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         if isinstance(target, (str, Path)):  # before any weight is loaded
             layers = load_skeleton(target).config.num_hidden_layers
@@ -74,9 +89,13 @@ class SpeculativePipeline(BasePipeline):
         model = load_model(target, **options)
         check_target(model)
         self.partition = partition_of(model, stages)
-        self.drafter, drafts = resolve_drafter(drafter, model, target, self.partition, **options)
+        self.drafter, drafts = resolve_drafter(drafter, model, target, self.partition, draft_schedule, **options)
+        if devices is not None:
+            place(model, self.partition, devices)
         super().__init__([*drafts, model])
-        self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, self.drafter, native)
+        self._driver: SpeculativeDriver = LocalDriver(
+            self.target, self.partition, self.drafter, native, at_once=devices is not None
+        )
 
     def _report(self, generation: Generation) -> SpeculativeReport:
         return speculative_report(generation, self._driver)
@@ -111,7 +130,12 @@ def module_config(drafter: Any) -> DraftModuleConfig | None:
 
 
 def resolve_drafter(
-    drafter: Any, target: PreTrainedModel, given_target: Any, partition: Partition, **options: Any
+    drafter: Any,
+    target: PreTrainedModel,
+    given_target: Any,
+    partition: Partition,
+    draft_schedule: str = "lockstep",
+    **options: Any,
 ) -> tuple[Drafter, list[PreTrainedModel]]:
     """Turn the argument ``drafter`` of :class:`SpeculativePipeline` into a drafter.
 
@@ -120,6 +144,7 @@ def resolve_drafter(
         target: The target.
         given_target: The target as the user gave it, a model or a path.
         partition: The stages.
+        draft_schedule: How models draft.
         options: Arguments of ``load_model`` for models given as paths.
 
     Returns:
@@ -128,6 +153,7 @@ def resolve_drafter(
     Raises:
         ValueError, TypeError, FileNotFoundError: As :class:`SpeculativePipeline`.
     """
+    check_draft_schedule(drafter, draft_schedule)
     if module_config(drafter) is not None:
         whole = given_target if isinstance(given_target, (str, Path)) else target
         module = DraftModule.load(
@@ -152,4 +178,20 @@ def resolve_drafter(
     check_whole([*models, target], "a SpeculativePipeline")
     if isinstance(drafter, Drafter):
         return drafter, []
-    return (ChainDrafter(models) if models else NgramDrafter()), models
+    if not models:
+        return NgramDrafter(), []
+    if draft_schedule == "workers":
+        return AsynchronousChain(models, partition.stages), models
+    return ChainDrafter(models), models
+
+
+def check_draft_schedule(drafter: Any, draft_schedule: str) -> None:
+    """Raise ``ValueError`` for a ``draft_schedule`` that does not exist, or that ``drafter`` does not have."""
+    if draft_schedule not in DRAFT_SCHEDULES:
+        raise ValueError(f"draft_schedule={draft_schedule!r}: one of {', '.join(map(repr, DRAFT_SCHEDULES))}")
+    if draft_schedule != "lockstep" and (
+        isinstance(drafter, Drafter) or drafter == "ngram" or module_config(drafter) is not None
+    ):
+        raise ValueError(
+            f"draft_schedule={draft_schedule!r} is for models that draft: an n-gram index, a draft module and a Drafter run in this process"
+        )

@@ -1,9 +1,12 @@
-"""SPD over processes: each stage on a rank of its own (torchrun, gloo), with the keys and values of its own layers only.
+"""SPD over processes: each stage on a rank of its own (torchrun), with the keys and values of its own layers only.
 
 Rank 0 holds embedding, final norm, LM head and drafter, and runs the decode machine. With n stages there are n + 1 ranks, or n with the
-first stage on rank 0, too. Sender and receiver compute the size of every message, and no cycle has a barrier. Rank 0 sends each stage its command
-with the token ids, and drafts while the stages run. Stage s sends its output to stage s + 1, which receives it with its next command. The
-last stage sends its output to rank 0. The prompt passes the stages in chunks, each stage one chunk behind the stage before it.
+first stage on rank 0, too. The ranks form a circle: rank 0 sends a token to the first stage, each stage its output to the next one, and the last stage
+to rank 0. The message has all that a stage needs to know: the position of the token in each row is also the number of positions that stay in the
+caches. So in a cycle each link carries one message, and nothing waits for a command. Stages send the residual streams that the drafter reads to rank 0.
+
+After a flush, the columns that are under way go round to the end, and rank 0 drops them. They do not delay the column behind them. The prompt passes the
+stages in chunks, each stage one chunk behind the stage before it.
 
 Usage: the same script on all ranks (``torchrun --nproc-per-node 3 script.py``)::
 
@@ -13,15 +16,16 @@ Usage: the same script on all ranks (``torchrun --nproc-per-node 3 script.py``):
         else:
             pipe.serve()
 
-or, as a program: ``torchrun --nproc-per-node 3 -m pipespec.spd.ranks --target PATH --stages 2 --prompt-ids 5,6,7``.
+or, as a program: ``torchrun --nproc-per-node 3 -m pipespec generate --system spd --target PATH --draft ngram --stages 2 --prompt TEXT``.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,145 +41,248 @@ from pipespec.engine.native import NATIVE
 from pipespec.generation import Generation
 from pipespec.pipeline import BasePipeline
 from pipespec.process.ranks import START_S, RankError, own_device, rank_and_world
-from pipespec.spd.decoding import SpeculativeDriver, Streams
+from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams, column
 from pipespec.spd.drafting import Drafter
+from pipespec.spd.lines import DeviceReceiver, DeviceSender, Receiver, Sender
 from pipespec.spd.link import TIMEOUT_S, Link, uninterrupted
 from pipespec.spd.machine import Entry
-from pipespec.spd.partition import LayerStage, Partition, Verifier, cut, load_ends, load_skeleton, load_stage
-from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
+from pipespec.spd.partition import (
+    LayerStage,
+    Partition,
+    Verifier,
+    cut,
+    load_ends,
+    load_skeleton,
+    load_stage,
+    seconds_of,
+)
+from pipespec.spd.pipeline import check_draft_schedule, module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
 
-_CONTROL, _TOKENS, _HIDDEN, _STREAMS, _BUSY, _DONE = range(6)
-"""Tags of messages."""
+_CONTROL, _BULK, _STREAMS, _LINES = range(4)
+"""Tags of messages. Those of the lines come last, one for each size of a line."""
 
-_CLOSE, _OPEN, _RUN, _END = range(4)
-"""First word of a control message."""
+TRANSPORTS = ("gloo", "nccl")
 
-_HEAD = 6
-"""Words of a control message before those of the rows."""
+_CLOSE, _OPEN = range(2)
+"""First word of a control message. With ``_OPEN`` follow the number of rows, the longest prompt and the most positions."""
+
+_RUN, _CHUNK, _END = range(3)
+"""Kinds of messages that go round. See :class:`Head`."""
+
+_CONTROL_WORDS = 4
 
 
-class Control(NamedTuple):
-    """Command to a stage, sent as int64 ``[_HEAD + 3 B]``. Between calls only the first ``_HEAD`` words are sent (``_OPEN``: B, longest, most).
+class Head(NamedTuple):
+    """First words of a message that goes from rank 0 through all stages and back. For each row follow the position of its first column (-1: the row has
+    none), and its token; of a chunk, how many of its columns belong to the row's prompt.
 
     Attributes:
-        word: ``_RUN`` or ``_END``.
-        q: Columns to run.
-        arrives: Columns of the message to receive first from the stage before, or 0.
-        runs: Whether there are columns to run.
-        passes: Whether the output goes to the next rank.
-        cycle: Whether the command belongs to a cycle. In the prefill, the last stage confirms each chunk (``_DONE``), which bounds the
-            number of chunks under way.
-        held: Positions of each row that stay in the cache, as for ``LayerStage.step``.
-        until: Those that stay after the command, likewise.
-        tokens: Token of each row. With q > 1, stage 0 receives its tokens ``[B, q]`` in a separate message.
+        kind: ``_RUN``: a column of tokens, and behind the first stage its hidden states. ``_CHUNK``: columns of the prompt; each stage sends them
+            separately behind this message, and the last one only confirms. ``_END``: the call ends; behind the head follow, for each stage, the
+            nanoseconds that it was busy and whether it is native.
+        number: Messages have ascending numbers.
+        columns: Columns to run.
+        counts: Whether the stages' time counts as that of a cycle.
     """
 
-    word: int
-    q: int
-    arrives: int
-    runs: bool
-    passes: bool
-    cycle: bool
-    held: Sequence[int]
-    until: Sequence[int]
-    tokens: Sequence[int]
+    kind: int
+    number: int
+    columns: int
+    counts: int
 
-    def encoded(self) -> torch.Tensor:
-        return torch.tensor([*self[:_HEAD], *self.held, *self.until, *self.tokens], dtype=torch.int64)
 
-    @classmethod
-    def decoded(cls, words: torch.Tensor) -> Control:
-        head, rows = words[:_HEAD].tolist(), words[_HEAD:].tolist()
-        n = len(rows) // 3
-        return cls._make([*head, rows[:n], rows[n : 2 * n], rows[2 * n :]])
+_HEAD = len(Head._fields)
+
+
+class _Circle:
+    """The lines of a rank. Each has the size of the largest batch so far, in powers of two.
+
+    Args:
+        link: This rank's end of the group.
+        rank_of: Rank of each stage.
+        features: Residual streams that each stage sends to rank 0.
+        hidden_size: H.
+        dtype: Of hidden states between stages.
+        groups: NCCL groups of the direction from rank 0 and back to it; None: all messages pass through host memory.
+        device: Of this rank.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        rank_of: Sequence[int],
+        features: Sequence[Sequence[int]],
+        hidden_size: int,
+        dtype: torch.dtype,
+        groups: tuple[Any, Any] | None,
+        device: torch.device,
+    ) -> None:
+        self._link, self._rank_of, self._features = link, rank_of, features
+        self._hidden_size, self._dtype, self._groups, self._device = hidden_size, dtype, groups, device
+        self._made: dict[tuple[bool, int, int], Sender | Receiver] = {}
+
+    def features_of(self, stage: int) -> Sequence[int]:
+        """The residual streams that a stage on another rank sends."""
+        return self._features[stage]
+
+    def open(self, rows: int) -> None:
+        """Lay out the lines for a call with ``rows`` rows."""
+        self._rows = rows
+        self._words = _HEAD + 2 * max(rows, len(self._rank_of))
+
+    def words(self, head: Head, behind: Sequence[int] = ()) -> list[int]:
+        """The words of a message."""
+        return [*head, *behind, *[0] * (self._words - _HEAD - len(behind))]
+
+    def _line(self, made: Any, peer: int, words: int, tensors: int, back: bool) -> Any:
+        kind = (self._rows - 1).bit_length()
+        key = made is Sender, peer, 2 * kind + back
+        size = 8 * (3 + _HEAD + 2 * max(1 << kind, len(self._rank_of)))
+        size += tensors * (1 << kind) * self._hidden_size * self._dtype.itemsize
+        at = (self._link, peer, _LINES + key[2], size, len(self._rank_of) + 2)
+        if key not in self._made:
+            if self._groups is None:
+                self._made[key] = made(*at)
+            elif made is Sender:
+                self._made[key] = DeviceSender(*at, self._groups[back])
+            else:
+                self._made[key] = DeviceReceiver(*at, self._groups[back], self._device)
+        line = self._made[key]
+        line.fit(words, (tensors, self._rows, 1, self._hidden_size), self._dtype)
+        return line
+
+    def _tensors_behind(self, stage: int) -> int:
+        """Tensors of a message behind ``stage``; -1: in front of the first one."""
+        if stage < 0:
+            return 0
+        return 1 + (len(self._features[stage]) if stage + 1 == len(self._rank_of) else 0)
+
+    def to_next(self, stage: int) -> Sender:
+        """From ``stage`` (-1: from rank 0) to the next stage, or from the last one to rank 0."""
+        last = stage + 1 == len(self._rank_of)
+        peer = 0 if last else self._rank_of[stage + 1]
+        found: Sender = self._line(Sender, peer, self._words, self._tensors_behind(stage), last)
+        return found
+
+    def from_before(self, stage: int) -> Receiver:
+        """What :meth:`to_next` of the stage before sends. ``stage`` may be the number of stages: what the last one sends to rank 0."""
+        last = stage == len(self._rank_of)
+        peer = 0 if stage == 0 else self._rank_of[stage - 1]
+        found: Receiver = self._line(Receiver, peer, self._words, self._tensors_behind(stage - 1), last)
+        return found
+
+    def streams(self, stage: int, made: type[Sender] | type[Receiver]) -> Any:
+        """The line of the residual streams of ``stage`` to rank 0; None where they go with the hidden states, or there are none."""
+        wanted = len(self._features[stage])
+        if not wanted or stage + 1 == len(self._rank_of):
+            return None
+        return self._line(made, 0 if made is Sender else self._rank_of[stage], 1, wanted, True)
 
 
 class _Server:
     """A stage on its rank."""
 
     def __init__(
-        self,
-        stage: LayerStage,
-        number: int,
-        rank_of: Sequence[int],
-        features: Sequence[int],
-        link: Link,
-        native: bool,
+        self, stage: LayerStage, number: int, rank_of: Sequence[int], circle: _Circle, link: Link, native: bool
     ) -> None:
         self.stage, self._number, self._rank_of, self._link, self._native = stage, number, rank_of, link, native
+        self._circle = circle
         # Packs the weights now, since the other ranks do not wait that long in a call.
         self.form = open_sections([stage.section], native=native)
-        first, last = stage.first, stage.first + len(stage.layers)
-        # Rank 0 computes stream 0 itself.
-        self.features = [k for k in features if first < k <= last]
         self._hidden_size: int = stage.config.hidden_size
         self.busy = 0.0
+
+    @property
+    def _is_last(self) -> bool:
+        return self._number + 1 == len(self._rank_of)
 
     def open(self, rows: int, longest: int, most: int) -> None:
         self.stage.open(rows, longest, most)
         self.form = open_sections([self.stage.section], native=self._native, beside=self.stage.cache.nbytes)
         self.busy = 0.0
-        self._arrived: torch.Tensor | None = None
+        self._held = [0] * rows
 
-    def handle(self, control: Control, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor | None, Streams]:
-        """Run a command, and send the output if it goes to another stage.
+    def run(
+        self, head: Head, positions: Sequence[int], fed: torch.Tensor, real: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, Streams]:
+        """Run columns.
 
         Args:
-            control: The command.
-            tokens: ``[B, q]`` token ids, for stage 0.
+            head: Of their message.
+            positions: Of each row's first column. Cached positions from there on are dropped first. -1: the row has no columns; what it is fed is dropped
+                in its next step.
+            fed: Tokens ``[B, q]`` for stage 0, else the output of the stage before.
+            real: Of a chunk of the prompt: columns of each row that belong to it. None: each column may be rolled back to.
 
         Returns:
-            The output of the stage, or None, and the residual streams that the drafter reads.
+            The output of the stage, and the residual streams that the drafter reads.
         """
-        rows = self.stage.cache.rows
-        # A chunk of the prompt passes all earlier stages first.
-        self._link.patience = 1 if control.cycle else len(self._rank_of)
-        if control.arrives:
-            shape = (rows, control.arrives, self._hidden_size)
-            self._arrived = self._link.receive(
-                shape, self.stage.section.stream_dtype, self._rank_of[self._number - 1], _HIDDEN
-            )
-        if not control.runs:
-            return None, {}
+        held = [known if at < 0 else at for at, known in zip(positions, self._held, strict=True)]
+        until = None if real is None else [at + n for at, n in zip(held, real, strict=True)]
         began = time.perf_counter()
-        fed = tokens if self._number == 0 else self._arrived
-        assert fed is not None
-        hidden, streams = self.stage.step(fed, control.held, self.features, control.until)
-        if control.cycle:
+        with self._link.own_part():
+            hidden, streams = self.stage.step(fed, held, self._circle.features_of(self._number), until)
+        if head.counts:
             self.busy += time.perf_counter() - began
-        if control.passes and self._number + 1 < len(self._rank_of):
-            self._link.send(hidden, self._rank_of[self._number + 1], _HIDDEN)
+        q = head.columns
+        self._held = [n if at < 0 else n + q for at, n in zip(positions, held, strict=True)]
         return hidden, streams
 
     @torch.inference_mode()
     def serve(self) -> None:
         """Run the commands of rank 0 until it closes. Raises ``RankError`` if another rank has ended."""
-        link, last = self._link, self._number + 1 == len(self._rank_of)
         while True:
-            head = link.receive((_HEAD,), torch.int64, 0, _CONTROL, idle=True).tolist()
-            if head[0] == _CLOSE:
+            control = self._link.receive((_CONTROL_WORDS,), torch.int64, 0, _CONTROL, idle=True).tolist()
+            if control[0] == _CLOSE:
                 return
-            _, rows, longest, most, *_ = head
+            _, rows, longest, most = control
+            self._circle.open(rows)
+            self._arriving = self._circle.from_before(self._number)
+            self._leaving = self._circle.to_next(self._number)
+            self._streams = self._circle.streams(self._number, Sender)
             self.open(rows, longest, most)
-            while True:
-                control = Control.decoded(link.receive((_HEAD + 3 * rows,), torch.int64, 0, _CONTROL))
-                tokens = None
-                if self._number == 0 and control.runs:
-                    tokens = torch.tensor(control.tokens)[:, None]
-                    if control.q > 1:
-                        tokens = link.receive((rows, control.q), torch.int64, 0, _TOKENS)
-                hidden, streams = self.handle(control, tokens)
-                if streams:
-                    link.send(torch.stack(list(streams.values())), 0, _STREAMS)
-                if hidden is not None and last and control.passes:
-                    link.send(hidden, 0, _HIDDEN)
-                elif hidden is not None and last:
-                    link.send(torch.zeros(1, dtype=torch.uint8), 0, _DONE)
-                if control.word == _END:
-                    ended = torch.tensor([self.busy, self.form == NATIVE], dtype=torch.float64)
-                    link.send(ended, 0, _BUSY)
-                    break
+            while self._handle():
+                pass
+
+    def _handle(self) -> bool:
+        """Run the next message. Return whether the call goes on."""
+        words, tensors = self._arriving.receive()
+        head, rows = Head._make(words[:_HEAD]), self.stage.cache.rows
+        if head.kind == _END:
+            at = _HEAD + 2 * self._number
+            words[at : at + 2] = int(1e9 * self.busy), int(self.form == NATIVE)
+            self._leaving.send(words)
+            return False
+        positions, tokens = words[_HEAD : _HEAD + rows], words[_HEAD + rows : _HEAD + 2 * rows]
+        if head.kind == _CHUNK:
+            fed = self._chunk(rows, head.columns)
+        elif self._number == 0:
+            fed = torch.tensor(tokens, device="cpu")[:, None]
+        else:
+            fed = tensors[0]
+        hidden, streams = self.run(head, positions, fed, tokens if head.kind == _CHUNK else None)
+        values = list(streams.values())
+        if head.kind == _CHUNK:
+            self._leaving.send(words)
+            if not self._is_last:
+                self._link.send(hidden, self._rank_of[self._number + 1], _BULK)
+            if values:
+                self._link.send(torch.stack(values), 0, _STREAMS)
+        elif self._is_last:
+            self._leaving.send(words, [hidden, *values])
+        else:
+            self._leaving.send(words, [hidden])
+            if self._streams is not None:
+                self._streams.send([head.number], values)
+        return True
+
+    def _chunk(self, rows: int, columns: int) -> torch.Tensor:
+        """Receive a chunk of the prompt: tokens, or the output of the stage before."""
+        if self._number == 0:
+            return self._link.receive((rows, columns), torch.int64, 0, _BULK)
+        shape = (rows, columns, self._hidden_size)
+        return self._link.receive(shape, self.stage.section.stream_dtype, self._rank_of[self._number - 1], _BULK)
 
 
 class _Remote:
@@ -190,8 +297,18 @@ class _Remote:
         return None
 
 
+class _Chunk(NamedTuple):
+    """A chunk of the prompt under way: its number, its place as for ``_show``, and the streams that are here."""
+
+    number: int
+    columns: int
+    begin: Sequence[int]
+    real: Sequence[int]
+    streams: Streams
+
+
 class RanksDriver(SpeculativeDriver):
-    """Rank 0: sends the commands. ``local`` is the first stage if it shares this rank, else None."""
+    """Rank 0: lets tokens enter, and takes what comes out. ``local`` is the first stage if it shares this rank, else None."""
 
     holds_target = False
 
@@ -201,19 +318,22 @@ class RanksDriver(SpeculativeDriver):
         partition: Partition,
         drafter: Drafter,
         link: Link,
+        circle: _Circle,
         local: _Server | None,
         native: bool,
     ) -> None:
         super().__init__(partition, Verifier.of(model), drafter, native)
         open_sections([self.verifier.section], native=native)
-        self._link, self._local = link, local
+        self._link, self._circle, self._local = link, circle, local
         self._embed = model.get_input_embeddings()
         self._dtype, self._hidden_size = stream_dtype(model.dtype, model.device), model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
-        self._due: list[tuple[int, int, tuple[int, ...]]] = []  # expected messages: source, tag, shape
+        self._number = 0  # of the last message
+        self._seen: dict[Receiver, int] = {}  # by line: number of the last message received
+        self._streams: dict[int, Receiver] = {}
         self._running = False
-        self._chunks = 0  # chunks of the prompt under way
-        self._own: torch.Tensor | None = None  # output of the local stage
+        self._remote = range(1 if local is not None else 0, partition.stages)
+        self._chunks: deque[_Chunk] = deque()
 
     ran_as = "ranks"
 
@@ -241,147 +361,147 @@ class RanksDriver(SpeculativeDriver):
     @uninterrupted()
     def _open(self, rows: int, longest: int, most: int) -> None:
         self._rows = rows
-        self._sent = [0] * self.partition.stages  # columns under way from stage s to the next one
-        self._due.clear()
-        self._chunks = 0
-        self._link.patience = self.partition.stages
+        # By stage: the number of the column that entered so many cycles ago; None: there was none.
+        self._entered: deque[int | None] = deque([None] * self.partition.stages, maxlen=self.partition.stages)
+        self._last_column = -1
+        self._chunks.clear()
         self._running = True
         self._form = open_sections([self.verifier.section], native=self.native)
-        for s, rank in enumerate(self._rank_of):
-            if s == 0 and self._local is not None:
-                self._local.open(rows, longest, most)
-                self._form = self._form if self._form != NATIVE else self._local.form
-            else:
-                head = torch.zeros(_HEAD, dtype=torch.int64)
-                head[:4] = torch.tensor([_OPEN, rows, longest, most])
-                self._link.send(head, rank, _CONTROL)
+        for s in self._remote:
+            control = torch.tensor([_OPEN, rows, longest, most], dtype=torch.int64)
+            self._link.send(control, self._rank_of[s], _CONTROL)
+        if self._remote:
+            self._circle.open(rows)
+            self._leaving = self._circle.to_next(self._remote.start - 1)
+            self._arriving = self._circle.from_before(self.partition.stages)
+            self._streams = {s: line for s in self._remote if (line := self._circle.streams(s, Receiver)) is not None}
+        if self._local is not None:
+            self._local.open(rows, longest, most)
+            self._form = self._form if self._form != NATIVE else self._local.form
 
     @uninterrupted()
     def _end(self) -> None:
         """Receive every message under way, so that the next call starts without any."""
         self._running = False
-        nothing = [0] * self._rows
-        for s, rank in enumerate(self._rank_of):
-            arrives = self._sent[s - 1] if s else 0
-            control = Control(_END, 0, arrives, False, False, False, nothing, nothing, nothing)
-            if s == 0 and self._local is not None:
-                self.clock.stage_seconds[0] = self._local.busy
-            else:
-                self._link.send(control.encoded(), rank, _CONTROL)
-        self._link.patience = self.partition.stages
-        self._await_chunks(0)
-        for source, tag, shape in self._due:
-            self._link.receive(shape, self._dtype, source, tag)
-        self._due.clear()
-        for s, rank in enumerate(self._rank_of):
-            if s or self._local is None:
-                busy, native = self._link.receive((2,), torch.float64, rank, _BUSY).tolist()
-                self.clock.stage_seconds[s] = busy
-                if self._form == NATIVE and not native:
-                    self._form = f"transformers: the stage of rank {rank} is not native"
+        if self._local is not None:
+            self.clock.stage_seconds[0] = self._local.busy
+        if not self._remote:
+            return
+        self._collect_chunks(0)
+        self._number += 1
+        self._leaving.send(self._circle.words(Head(_END, self._number, 0, 0)))
+        words, _ = self._await(self._arriving, self._number)
+        for line in self._streams.values():
+            if self._last_column > self._seen.get(line, -1):
+                self._await(line, self._last_column, at=0)
+        for s in self._remote:
+            busy, native = words[_HEAD + 2 * s : _HEAD + 2 * s + 2]
+            self.clock.stage_seconds[s] = busy / 1e9
+            if self._form == NATIVE and not native:
+                self._form = f"transformers: the stage of rank {self._rank_of[s]} is not native"
 
-    def _await_chunks(self, most: int) -> None:
-        """Wait until at most ``most`` chunks of the prompt are under way."""
-        while self._chunks > most:
-            self._link.receive((1,), torch.uint8, self._rank_of[-1], _DONE)
-            self._chunks -= 1
-
-    def _tell_stage(self, s: int, control: Control, tokens: torch.Tensor | None) -> Streams:
-        """Send a command to stage ``s``, or run it if the stage is local. Return the residual streams of a local stage."""
-        rank, last = self._rank_of[s], s + 1 == self.partition.stages
-        streams: Streams = {}
-        if s == 0 and self._local is not None:
-            hidden, streams = self._local.handle(control, tokens)
-            self._own = hidden
-        else:
-            self._link.send(control.encoded(), rank, _CONTROL)
-            if tokens is not None and control.q > 1:
-                self._link.send(tokens, rank, _TOKENS)
-            wanted = self._features_of(s)
-            if control.runs and wanted:
-                self._due.append((rank, _STREAMS, (len(wanted), self._rows, control.q, self._hidden_size)))
-            if control.passes and last:
-                self._due.append((rank, _HIDDEN, (self._rows, control.q, self._hidden_size)))
-        self._sent[s] = control.q if control.passes and not last else 0
-        return streams
-
-    def _features_of(self, s: int) -> list[int]:
-        return [k for k in self.features if k > 0 and self.partition.owner(k) == s]
-
-    def _gather(self) -> tuple[torch.Tensor | None, Streams]:
-        """Receive all messages to come. Return the output of the last stage, or None, and the residual streams."""
-        hidden: torch.Tensor | None = None
-        streams: Streams = {}
-        while self._due:
-            source, tag, shape = self._due[0]
-            message = self._link.receive(shape, self._dtype, source, tag)
-            self._due.pop(0)
-            if tag == _HIDDEN:
-                hidden = message
-            else:
-                indices = self._features_of(self._rank_of.index(source))
-                streams |= dict(zip(indices, message, strict=True))
-        return hidden, streams
+    def _await(self, line: Receiver, number: int, at: int = 1) -> tuple[list[int], torch.Tensor]:
+        """Receive message ``number`` of a line. Columns before it were flushed on their way. ``at``: the word with the number."""
+        while True:
+            words, tensors = line.receive()
+            self._seen[line] = words[at]
+            if words[at] == number:
+                return words, tensors
+            if words[at] > number:
+                raise self._link.failed(f"rank {line.peer} sent message {words[at]} in place of {number}")
 
     def _embedded(self, tokens: torch.Tensor) -> Streams:
         return {0: self._embed(tokens.to(self._embed.weight.device))} if 0 in self.features else {}
 
+    def _enter(
+        self, kind: int, positions: Sequence[int], tokens: torch.Tensor, counts: bool, real: Sequence[int] | None = None
+    ) -> Streams:
+        """Let columns ``tokens [B, q]`` enter, of a chunk with its ``real`` columns per row. Return the residual streams that are known now."""
+        head = Head(kind, self._number + 1, tokens.shape[1], int(counts))
+        behind = tokens[:, 0].tolist() if real is None else real
+        words = self._circle.words(head, [*positions, *behind]) if self._remote else []
+        streams, bulk = self._embedded(tokens), tokens
+        if self._local is None:
+            self._leaving.send(words)
+        else:
+            self._own, more = self._local.run(head, positions, tokens, real)
+            streams, bulk = streams | more, self._own
+            if self._remote:
+                self._leaving.send(words, [self._own] if kind == _RUN else [])
+        if self._remote and kind == _CHUNK:
+            self._link.send(bulk, self._rank_of[self._remote.start], _BULK)
+        self._number += 1
+        if kind == _RUN:
+            self._last_column = self._number
+        return streams
+
+    def _gather(self, numbers: Mapping[int, int]) -> tuple[torch.Tensor | None, Streams]:
+        """Receive columns, by stage: the residual streams, and from the last stage its output."""
+        hidden: torch.Tensor | None = None
+        streams: Streams = {}
+        for s, number in numbers.items():
+            if s in self._streams:
+                streams |= dict(
+                    zip(self._circle.features_of(s), self._await(self._streams[s], number, at=0)[1], strict=True)
+                )
+            elif s + 1 == self.partition.stages:
+                _, (hidden, *values) = self._await(self._arriving, number)
+                streams |= dict(zip(self._circle.features_of(s), values, strict=True))
+        return hidden, streams
+
     @uninterrupted()
-    def _feed(
-        self, columns: np.ndarray, begin: Sequence[int], until: Sequence[int], answer: bool
-    ) -> tuple[torch.Tensor | None, Streams]:
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
         tokens = torch.from_numpy(columns).long()
-        q, stages = columns.shape[1], self.partition.stages
-        streams = self._embedded(tokens)
-        self._link.patience = stages
-        self._await_chunks(0 if answer else stages - 1)
-        if not answer and (stages > 1 or self._local is None):
-            self._chunks += 1
-        for s in range(stages):
-            passes = answer or s + 1 < stages
-            control = Control(_RUN, q, q if s else 0, True, passes, False, begin, until, columns[:, 0].tolist())
-            streams |= self._tell_stage(s, control, tokens if s == 0 else None)
-            self._sent[s] = 0  # the next stage receives it with the same command
-        hidden, others = self._gather()
-        if stages == 1 and self._local is not None:
-            hidden = self._own
-        return hidden, streams | others
+        arrived = self._collect_chunks(self.partition.stages - 1)
+        streams = self._enter(_CHUNK, begin, tokens, counts=False, real=real)
+        if not self._remote:
+            return [*arrived, Fed(streams, begin, real)]
+        self._chunks.append(_Chunk(self._number, tokens.shape[1], begin, real, streams))
+        return arrived
+
+    def _collect_chunks(self, most: int) -> list[Fed]:
+        """Wait until at most ``most`` chunks of the prompt are under way. Return what came of the others."""
+        out = []
+        while len(self._chunks) > most:
+            chunk = self._chunks[0]
+            self._await(self._arriving, chunk.number)
+            streams = dict(chunk.streams)
+            for s in self._remote:
+                wanted = self._circle.features_of(s)
+                if wanted:
+                    shape = (len(wanted), self._rows, chunk.columns, self._hidden_size)
+                    values = self._link.receive(shape, self._dtype, self._rank_of[s], _STREAMS)
+                    streams |= dict(zip(wanted, values, strict=True))
+            self._chunks.popleft()
+            out.append(Fed(streams, chunk.begin, chunk.real))
+        return out
+
+    @uninterrupted()
+    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
+        arrived = self._collect_chunks(0)
+        streams = self._enter(_RUN, begin, torch.from_numpy(columns).long(), counts=False)
+        hidden, more = self._gather(dict.fromkeys(self._remote, self._number))
+        arrived.append(Fed(streams | more, begin, [1] * self._rows))
+        return self._own if hidden is None else hidden, arrived
 
     @uninterrupted()
     def _launch(self, work: list[list[Entry]]) -> None:
         self._now: Streams = {}
-        self._mine: tuple[Control, torch.Tensor] | None = None
-        self._link.patience = 1
-        sent = list(self._sent)
-        for s, entries in enumerate(work):
-            arrives = sent[s - 1] if s else 0
-            if not entries and not arrives:
-                self._sent[s] = 0
-                continue
-            tokens = torch.zeros(self._rows, dtype=torch.int64)
-            for entry in entries:
-                tokens[entry.row] = entry.token
-            runs = bool(entries)
-            held = self.machine.held(s)
-            until = [n + 1 for n in held]
-            control = Control(_RUN, 1, arrives, runs, runs, True, held, until, tokens.tolist())
-            if s == 0:
-                if entries:
-                    self._now |= self._embedded(tokens[:, None])
-                if self._local is not None:  # runs after the other commands are sent and after the draft
-                    self._mine, self._sent[0] = (control, tokens[:, None]), 0
-                    continue
-            self._tell_stage(s, control, None)
+        self._entered.appendleft(None)
+        if work[0]:
+            positions = [-1] * self._rows
+            for entry in work[0]:
+                positions[entry.row] = entry.position
+            self._now = self._enter(_RUN, positions, column(work[0], self._rows), counts=True)
+            self._entered[0] = self._number
 
     @uninterrupted()
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
-        streams = self._now
-        if self._mine is not None:
-            streams = streams | self._tell_stage(0, *self._mine)
-        hidden, others = self._gather()
-        if self.partition.stages == 1 and self._local is not None:
+        numbers = {s: number for s in self._remote if work[s] and (number := self._entered[s]) is not None}
+        hidden, streams = self._gather(numbers)
+        if not self._remote:
             hidden = self._own
-        return hidden, streams | others, [0.0] * self.partition.stages
+        return hidden, self._now | streams, [0.0] * self.partition.stages
 
 
 def ranks_of(stages: int, world: int) -> list[int]:
@@ -397,20 +517,22 @@ def ranks_of(stages: int, world: int) -> list[int]:
 class RanksPipeline(BasePipeline):
     """A partitioned target over the ranks that torchrun has started: ``generate()`` on rank 0, ``serve()`` on the others.
 
-    The text is that of :class:`pipespec.spd.SpeculativePipeline`. Ranks do not support ``past_key_values``, ``output_hidden_states``,
-    ``output_attentions`` and ``stages="balanced:n"``.
+    The text is that of :class:`pipespec.spd.SpeculativePipeline`. Ranks do not support ``past_key_values``, ``output_hidden_states`` and
+    ``output_attentions``.
 
     Args:
         target: Path of a LLaMA-family model. Each rank reads its own part of the safetensors.
         drafter: As for ``SpeculativePipeline``, the same on all ranks. Only rank 0 runs it; the others read its ``features``.
-        stages: As for ``SpeculativePipeline``, the same on all ranks.
+        stages: As for ``SpeculativePipeline``, the same on all ranks. For ``"balanced:n"`` each rank measures the layers that an even cut gives it.
         timeout_s: Longest time of a rank for its part of a cycle or of a chunk of the prompt, with rank 0's streamers and processors. If a
             rank takes longer, dies or stops, the call ends on all ranks with :class:`RankError`, or the process ends.
         start_s: Longest time until all ranks are there, and again until all have loaded their weights.
         dtype: Dtype of the weights. None keeps the model's.
-        device: Device of each rank: ``"cpu"``; ``"cuda"``, the GPU of number LOCAL_RANK; or one for all, such as ``"cuda:0"``. Messages go
-            through host memory (gloo).
+        device: Device of each rank: ``"cpu"``; ``"cuda"``, the GPU of number LOCAL_RANK; or one for all, such as ``"cuda:0"``.
         native: As for ``SpeculativePipeline``, the same on all ranks. Each rank checks and packs its own stage.
+        transport: ``"gloo"``: messages go through host memory. ``"nccl"``: in cycles, hidden states and residual streams go from GPU to GPU; each rank
+            needs a GPU of its own. It has not been run yet.
+        draft_schedule: As for ``SpeculativePipeline``. The processes of ``"workers"`` run on the machine of rank 0.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: As ``SpeculativePipeline``, on all ranks and before any weight is read.
@@ -430,41 +552,60 @@ class RanksPipeline(BasePipeline):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         native: bool = True,
+        transport: str = "gloo",
+        draft_schedule: str = "lockstep",
     ) -> None:
         rank, world = rank_and_world()
-        if isinstance(stages, str):
-            raise ValueError(
-                f"stages={stages!r}: no rank has all layers to measure; give a number, or layers per stage"
-            )
         if not isinstance(target, (str, Path)):
             raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport={transport!r}: one of {', '.join(map(repr, TRANSPORTS))}")
         device = own_device(device, int(os.environ.get("LOCAL_RANK", rank)))
-        self.partition = cut(load_skeleton(target).config.num_hidden_layers, stages, list)
+        check_draft_schedule(drafter, draft_schedule)
+        if transport == "nccl" and device.type != "cuda":
+            raise ValueError(f"transport='nccl' sends from GPU to GPU, and device={str(device)!r}: give device='cuda'")
+        skeleton = load_skeleton(target).config
+        layers = skeleton.num_hidden_layers
+        # An even cut stands for a balanced one until the layers are measured.
+        self.partition = cut(layers, stages, lambda: [1.0] * layers)
         rank_of = ranks_of(self.partition.stages, world)
         config = module_config(drafter)
-        if config is not None:
+        if config is not None and not isinstance(stages, str):
             config.require(target, self.partition.ranges)
         features = tuple(getattr(drafter, "features", ())) if config is None else config.anchors[1:]
         for index in features:
             self.partition.owner(index)
-        terms = f"{list(self.partition.counts)} layers per stage, features {list(features)}, dtype {dtype or 'of the model'}, native {native}"
+        given = stages if isinstance(stages, str) else f"{list(self.partition.counts)} layers per stage"
+        terms = f"{given}, features {list(features)}, dtype {dtype or 'of the model'}, native {native}, {transport}"
         self._link = Link(terms, timeout_s, start_s)
         self.is_controller = rank == 0
         self._server: _Server | None = None
+        number = rank_of.index(rank) if rank in rank_of else None
+        if isinstance(stages, str):
+            self.partition = self._balance(target, number, dtype, device)
         error = None
         models: list[PreTrainedModel] = []
         try:
-            if rank in rank_of:
-                number = rank_of.index(rank)
+            if config is not None and isinstance(stages, str):
+                config.require(target, self.partition.ranges)
+            owned = [
+                [k for k in features if k > 0 and self.partition.owner(k) == s] for s in range(self.partition.stages)
+            ]
+            between = stream_dtype(dtype or skeleton.dtype or torch.float32, device)
+            groups = self._link.device_groups() if transport == "nccl" else None
+            circle = _Circle(self._link, rank_of, owned, skeleton.hidden_size, between, groups, device)
+            if number is not None:
                 stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
-                self._server = _Server(stage, number, rank_of, features, self._link, native)
+                self._server = _Server(stage, number, rank_of, circle, self._link, native)
             if self.is_controller:
                 ends = load_ends(target, dtype=dtype, device=device)
                 found, drafts = resolve_drafter(
-                    drafter, ends, target, self.partition, dtype=dtype or "auto", device=device
+                    drafter, ends, target, self.partition, draft_schedule, dtype=dtype or "auto", device=device
                 )
                 models = [*drafts, ends]
-                self._driver: RanksDriver = RanksDriver(ends, self.partition, found, self._link, self._server, native)
+                self._driver: RanksDriver = RanksDriver(
+                    ends, self.partition, found, self._link, circle, self._server, native
+                )
         except Exception as failure:
             error = failure
         except BaseException as failure:
@@ -472,6 +613,22 @@ class RanksPipeline(BasePipeline):
             raise
         self._link.agree(error)
         super().__init__(models)
+
+    def _balance(
+        self, target: str | Path, number: int | None, dtype: torch.dtype | None, device: torch.device
+    ) -> Partition:
+        """The balanced cut. Each rank measures the layers that an even cut gives it."""
+        seconds: list[float] = []
+        error = None
+        try:
+            if number is not None:
+                stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
+                seconds = seconds_of(stage.layers, stage.first, stage.config, stage.section.parts.rotary)
+        except Exception as failure:
+            error = failure
+        found = self._link.agree(error, "measured", json.dumps(seconds))
+        costs = [second for theirs in found for second in json.loads(theirs)]
+        return Partition.balanced(costs, self.partition.stages)
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models[:-1]  # the target's caches are on other ranks
@@ -510,42 +667,7 @@ class RanksPipeline(BasePipeline):
                 return  # in a fork, the ranks are the parent's
             if self.is_controller and not self._link.broken:
                 for rank in range(1, self._link.world):
-                    self._link.send(torch.full((_HEAD,), _CLOSE, dtype=torch.int64), rank, _CONTROL)
+                    self._link.send(torch.tensor([_CLOSE, 0, 0, 0], dtype=torch.int64), rank, _CONTROL)
+            if self.is_controller:
+                self._driver.close()
             self._link.close()
-
-    def __enter__(self) -> RanksPipeline:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Generate one text. Rank 0 prints its token ids."""
-    parser = argparse.ArgumentParser(prog="torchrun ... -m pipespec.spd.ranks", description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True, help="folder of the model")
-    parser.add_argument("--drafter", default="ngram", help="ngram, or the folder of a draft module or model")
-    parser.add_argument("--stages", required=True, help="n, or layers per stage: 4,4,4")
-    parser.add_argument("--prompt-ids", required=True, help="token ids: 5,6,7")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, help="sample with this seed; without, greedy")
-    parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT_S, help="seconds that a rank may take for its part of a cycle"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu; cuda, a GPU per rank; or cuda:0, one for all")
-    args = parser.parse_args(arguments)
-    counts = [int(c) for c in args.stages.split(",")]
-    stages = counts if len(counts) > 1 else counts[0]
-    with RanksPipeline(args.target, args.drafter, stages=stages, timeout_s=args.timeout, device=args.device) as pipe:
-        if not pipe.is_controller:
-            pipe.serve()
-            return
-        ids = torch.tensor([[int(i) for i in args.prompt_ids.split(",")]])
-        sampling = {} if args.seed is None else {"do_sample": True, "seed": args.seed}
-        out = pipe.generate(ids, max_new_tokens=args.max_new_tokens, **{"do_sample": False, **sampling})
-        print(",".join(map(str, out[0, ids.shape[1] :].tolist())), flush=True)
-        print(pipe.report, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,136 @@
+"""Lines: messages of one kind from one rank to another, in buffers that are allocated once. A message is some words and some tensors.
+
+:class:`Sender` and :class:`Receiver` put the tensors behind the words, in one gloo message through host memory. :class:`DeviceSender` and
+:class:`DeviceReceiver` send the words with gloo, and the tensors from device to device with NCCL.
+
+Receives are posted ahead. Otherwise gloo asks the receiver for a buffer before it sends, which takes two more delays of the link.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipespec.spd.link import Link
+
+_WORD = 8
+"""Bytes of a word, an int64."""
+
+
+class _Line:
+    """Buffers of messages.
+
+    Args:
+        link: This rank's end of the group.
+        peer: The other rank.
+        tag: Of the messages. No two lines between the same ranks in the same direction have the same.
+        size: Bytes of a message at most.
+        depth: Number of messages that may be under way without a wait.
+    """
+
+    def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
+        self._link, self.peer, self._tag = link, peer, tag
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(depth)]
+
+    def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Lay out the messages of a call: ``words`` words, and up to ``shape[0]`` tensors of shape ``shape[1:]``."""
+        self._head = (1 + words) * _WORD  # the first one is the number of tensors
+        self._each = int(np.prod(shape[1:])) * dtype.itemsize
+        end = self._head + shape[0] * self._each
+        self._words = [b[: self._head].view(torch.int64).numpy() for b in self._buffers]
+        self._values = [b[self._head : end].view(dtype).view(*shape) for b in self._buffers]
+
+
+class Sender(_Line):
+    """The end of a line that sends."""
+
+    def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
+        super().__init__(link, peer, tag, size, depth)
+        self._works: list[Any] = [None] * depth
+        self._next = 0
+
+    def send(self, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message. It waits only while ``depth`` earlier ones are under way.
+
+        Args:
+            words: As many as the line was fit to.
+            tensors: The first ones of the message, copied now.
+        """
+        at, self._next = self._next, (self._next + 1) % len(self._buffers)
+        if self._works[at] is not None:
+            self._link.finish(self._works[at], self.peer, "sending to")
+        self._words[at][0] = len(tensors)
+        self._words[at][1:] = words
+        for place, tensor in zip(self._values[at], tensors, strict=False):
+            place.copy_(tensor)
+        message = self._buffers[at][: self._head + len(tensors) * self._each]
+        self._works[at] = self._link.post_send(message, self.peer, self._tag)
+
+
+class Receiver(_Line):
+    """The end of a line that receives."""
+
+    def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
+        super().__init__(link, peer, tag, size, depth + 1)
+        self._posted: deque[tuple[int, Any]] = deque()
+        for at in range(depth):
+            self._post(at)
+        self._free = depth
+
+    def _post(self, at: int) -> None:
+        self._posted.append((at, self._link.post_receive(self._buffers[at], self.peer, self._tag)))
+
+    def receive(self) -> tuple[list[int], torch.Tensor]:
+        """Wait for the next message.
+
+        Returns:
+            Its words, and its tensors ``[number, *shape]``. The tensors are valid until the next call.
+        """
+        self._post(self._free)
+        self._free, work = self._posted.popleft()
+        self._link.finish(work, self.peer, "waiting for")
+        count, *words = self._words[self._free].tolist()
+        return words, self._values[self._free][:count]
+
+
+class DeviceSender(Sender):
+    """Sends the tensors from the GPU that has them. ``group``: NCCL, of this direction only, since NCCL keeps the order of its calls."""
+
+    def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int, group: Any) -> None:
+        super().__init__(link, peer, tag, size, depth)
+        self._group = group
+        # NCCL reads the tensors later. So many messages behind, they have arrived.
+        self._sent: deque[list[torch.Tensor]] = deque(maxlen=2 * depth)
+
+    def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().fit(words + 1, shape, dtype)  # the last one is the number of tensors
+
+    def send(self, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()) -> None:
+        super().send([*words, len(tensors)])
+        self._sent.append([tensor.contiguous() for tensor in tensors])
+        for tensor in self._sent[-1]:
+            self._group.send([tensor], self.peer, 0)
+
+
+class DeviceReceiver(Receiver):
+    """Receives tensors on ``device``. ``group``: as for :class:`DeviceSender`."""
+
+    def __init__(
+        self, link: Link, peer: int, tag: int, size: int, depth: int, group: Any, device: torch.device
+    ) -> None:
+        super().__init__(link, peer, tag, size, depth)
+        self._group, self._device = group, device
+
+    def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().fit(words + 1, shape, dtype)
+        self._arrived = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def receive(self) -> tuple[list[int], torch.Tensor]:
+        words, _ = super().receive()
+        for place in self._arrived[: words[-1]]:
+            self._group.recv([place], self.peer, 0).wait()  # the stream waits, not this thread
+        return words, self._arrived[: words[-1]]

@@ -1,0 +1,126 @@
+"""Lines between ranks: messages in order, in buffers that are kept, with the tensors behind the words or in a second transport."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+
+from pipespec.spd.lines import DeviceReceiver, DeviceSender, Receiver, Sender
+
+DEPTH = 2
+SHAPE = (2, 3, 1, 4)
+
+
+class Work:
+    def __init__(self, wire: Wire, posted: torch.Tensor | None = None) -> None:
+        self.wire, self.posted, self.is_done = wire, posted, posted is None
+
+
+class Wire:
+    """A link in one process: what is sent arrives in the receive that was posted first. ``late``: sends that had to wait for a posted receive."""
+
+    def __init__(self) -> None:
+        self.posted: deque[Work] = deque()
+        self.sent: deque[torch.Tensor] = deque()
+        self.late, self.finished = 0, 0
+
+    def post_send(self, raw, to, tag):
+        assert (to, tag) == (1, 7)
+        self.late += not self.posted
+        self.sent.append(raw)
+        self._deliver()
+        return Work(self)
+
+    def post_receive(self, raw, source, tag):
+        assert (source, tag) == (0, 7)
+        self.posted.append(Work(self, raw))
+        self._deliver()
+        return self.posted[-1] if self.posted else Work(self)
+
+    def _deliver(self):
+        while self.posted and self.sent:
+            work, raw = self.posted.popleft(), self.sent.popleft()
+            work.posted[: len(raw)] = raw
+            work.is_done = True
+
+    def finish(self, work, peer, doing, idle=False):
+        assert work.is_done, "it would wait for ever"
+        self.finished += 1
+
+
+class Nccl:
+    """A process group whose sends arrive in the order of the receives."""
+
+    def __init__(self) -> None:
+        self.under_way: deque[torch.Tensor] = deque()
+
+    def send(self, tensors, to, tag):
+        self.under_way.append(tensors[0])
+
+    def recv(self, tensors, source, tag):
+        tensors[0].copy_(self.under_way.popleft())
+        return self
+
+    def wait(self):
+        pass
+
+
+def lines(kind: str):
+    wire, group = Wire(), Nccl()
+    size = 8 * 8 + 2 * 3 * 4 * 4
+    if kind == "host":
+        pair = Sender(wire, 1, 7, size, DEPTH), Receiver(wire, 0, 7, size, DEPTH)
+    else:
+        sender = DeviceSender(wire, 1, 7, size, DEPTH, group)
+        pair = sender, DeviceReceiver(wire, 0, 7, size, DEPTH, group, torch.device("cpu"))
+    for line in pair:
+        line.fit(3, SHAPE, torch.float32)
+    return wire, *pair
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_messages_arrive_in_order(kind):
+    """Words alone, with some tensors, with all of them; more messages than there are buffers."""
+    wire, sender, receiver = lines(kind)
+    tensors = [torch.randn(SHAPE[1:]) for _ in range(2)]
+    for number in range(7):
+        sent = tensors[: number % 3]
+        sender.send([number, -1, 2**40], sent)
+        words, values = receiver.receive()
+        assert words[:3] == [number, -1, 2**40]
+        assert len(values) == len(sent)
+        for one, other in zip(values, sent, strict=True):
+            assert torch.equal(one, other)
+    assert wire.late == 0  # a receive was always posted ahead
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_messages_that_wait(kind):
+    """As many as the depth are under way before the first is received. What the sender changes afterwards does not matter to the host's line."""
+    _, sender, receiver = lines(kind)
+    tensor = torch.ones(SHAPE[1:])
+    for number in range(DEPTH):
+        sender.send([number, 0, 0], [tensor * number])
+    for number in range(DEPTH):
+        words, values = receiver.receive()
+        assert words[0] == number
+        assert (values[0] == number).all()
+
+
+def test_a_smaller_batch_uses_the_same_buffers():
+    _, sender, receiver = lines("host")
+    for line in (sender, receiver):
+        line.fit(3, (2, 1, 1, 4), torch.float32)
+    sender.send([1, 2, 3], [torch.full((1, 1, 4), 5.0)])
+    words, values = receiver.receive()
+    assert words == [1, 2, 3]
+    assert values.shape == (1, 1, 1, 4)
+    assert (values == 5).all()
+
+
+def test_a_message_of_another_size_is_no_message():
+    _, sender, _ = lines("host")
+    with pytest.raises(ValueError, match="broadcast"):
+        sender.send([1, 2])

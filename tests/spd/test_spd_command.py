@@ -1,0 +1,82 @@
+"""``pipespec generate --system spd`` in one process. Under torchrun: ``test_ranks.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipespec.cli.main import main
+from pipespec.demo import draft_module_path, family_path, load_family
+from pipespec.spd import SpeculativePipeline
+
+PROMPT = "def mean(values):"
+
+
+def generate(*arguments: str) -> int:
+    return main(["generate", "--system", "spd", "--prompt", PROMPT, "--max-new-tokens", "16", *arguments])
+
+
+@pytest.fixture(scope="module")
+def family():
+    return load_family()
+
+
+def text_of(family, **options) -> str:
+    ids = family.encode(PROMPT)
+    pipe = SpeculativePipeline(family.target, stages=1)
+    out = pipe.generate(ids, max_new_tokens=16, **({"do_sample": False} | options))
+    return family.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_the_bundled_target_and_its_module(family, capsys):
+    assert generate("--report") == 0
+    captured = capsys.readouterr()
+    assert captured.out == text_of(family) + "\n"
+    assert "stages of 3, 3, 3, 3 layers, drafts by ModuleDrafter" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--draft", "ngram", "--stages", "3,9", "--device", "cpu", "cpu"), "stages of 3, 9 layers, drafts by NgramDrafter"),
+        (("--draft", "{medium}", "--stages", "2", "--no-stream"), "stages of 6, 6 layers, drafts by ChainDrafter"),
+        (("--draft", "{medium}", "--schedule", "workers"), "stages of 6, 6 layers, drafts by AsynchronousChain"),
+        (("--draft", "{module}",), "stages of 3, 3, 3, 3 layers, drafts by ModuleDrafter"),
+    ],
+)  # fmt: skip
+def test_drafts_and_stages_sampled(family, capsys, arguments, said):
+    """The text is the target's, sampled with a seed, whatever drafts."""
+    names = {"medium": family_path("medium"), "module": draft_module_path()}
+    given = ["--target", str(family_path("target")), "--dtype", "float32"]
+    given += ["--temperature", "0.8", "--top-p", "0.9", "--seed", "4", "--report"]
+    assert generate(*given, *(part.format(**names) for part in arguments)) == 0
+    captured = capsys.readouterr()
+    wanted = text_of(family, do_sample=True, temperature=0.8, top_p=0.9, top_k=0, seed=4)
+    assert captured.out == wanted + "\n"
+    assert said in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lookahead", "4", "--exact"), "--lookahead, --exact: not with --system spd"),
+        (("--acceptance", "rejection"), "--acceptance: not with --system spd"),
+        (("--schedule", "streams"), "--schedule streams: with --system spd it is how the drafts run"),
+        (("--stages", "four"), "stages='four': give a number, layers per stage, or 'balanced:n'"),
+        (("--stages", "13"), "a model of 12 layers can be cut into 1 to 12 stages, not 13"),
+        (("--transport", "nccl"), "--transport is for ranks: start this with torchrun"),
+        (("--draft", "ngram", "--schedule", "workers"), "draft_schedule='workers' is for models that draft"),
+        (("--draft", "ngram", "--stages", "2", "--device", "cpu", "cpu", "cpu"), "3 devices for 2 stages"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
+    assert generate(*arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_options_of_the_other_system(capsys, tmp_path):
+    assert main(["generate", "--prompt", PROMPT, "--stages", "2"]) == 2
+    assert "--stages and --transport are options of --system spd" in capsys.readouterr().err
+    assert main(["trace", "--system", "spd", "--prompt", PROMPT, "--out", str(tmp_path / "t.json")]) == 2
+    assert "--system spd keeps no trace" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""SPD on GPUs: stages at the same time on one or two of them, and ranks with NCCL."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pipespec.demo import load_family
+from pipespec.spd import SpeculativePipeline
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.spd.test_ranks import environment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], pytest.param(["cuda:0", "cuda:1"], marks=TWO)])
+def test_stages_on_gpus(devices):
+    model = random_llama(3, layers=4)
+    draft = noisy(model, 0.02).to("cuda:0")
+    ids, mask = (x.to("cuda:0") for x in left_pad(random_prompts(3, seed=4, longest=9)))
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+        wanted = SpeculativePipeline(model.to("cuda:0"), [draft], stages=2)
+        text = wanted.generate(ids, attention_mask=mask, max_new_tokens=16, **options)
+        pipe = SpeculativePipeline(model, [draft], stages=2, devices=devices)
+        assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=16, **options), text)
+        assert pipe.report.accepted == wanted.report.accepted
+        pipe.close()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO)])
+def test_ranks_with_nccl(ranks):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "pipespec", "generate", "--system", "spd", "--draft", "ngram", "--stages", str(ranks)]
+    command += ["--device", "cuda", "--transport", "nccl", "--prompt", "def mean(values):", "--max-new-tokens", "20"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    family = load_family()
+    ids = family.encode("def mean(values):").to("cuda:0")
+    wanted = SpeculativePipeline(family.target.to("cuda:0"), "ngram", stages=1).generate(
+        ids, max_new_tokens=20, do_sample=False
+    )
+    assert done.stdout.rstrip("\n") == family.tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
