@@ -16,9 +16,9 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -160,20 +160,18 @@ def small(config_class, **kwargs):
             "T5ForConditionalGeneration.*LLaMA-like",
         ),
         (
-            lambda: Qwen3NextForCausalLM(
+            lambda: Lfm2ForCausalLM(
                 small(
-                    Qwen3NextConfig,
+                    Lfm2Config,
                     hidden_size=32,
-                    num_hidden_layers=4,
+                    num_hidden_layers=2,
                     num_attention_heads=2,
                     num_key_value_heads=2,
                     intermediate_size=32,
-                    linear_num_key_heads=2,
-                    linear_num_value_heads=2,
-                    num_experts=2,
+                    layer_types=["conv", "full_attention"],
                 )
             ),
-            "Qwen3NextForCausalLM: some layers.*linear_attention needs a copy of the state",
+            "Lfm2ForCausalLM: some layers.*conv needs a copy of the state",
         ),
         (lambda: LlamaModel(random_llama(1).config), "LlamaModel.*(head|AutoModelForCausalLM)"),
     ],

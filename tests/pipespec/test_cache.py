@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3NextConfig
+from transformers import DynamicCache, Lfm2Config, LlamaConfig, LlamaForCausalLM
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
@@ -371,9 +371,15 @@ def test_sizes_are_checked(rows, capacity):
         RowCache(make_model().config, rows, capacity, dtype=torch.float32, device="cpu")
 
 
-def test_recurrent_layers_are_refused():
-    config = Qwen3NextConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(ValueError, match="linear_attention needs a copy of the state per draft token"):
+def test_other_recurrent_layers_are_refused():
+    config = Lfm2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    with pytest.raises(ValueError, match="conv needs a copy of the state per draft token"):
         RowCache(config, 1, 8, dtype=torch.float32, device="cpu")
 
 
