@@ -10,7 +10,15 @@ from typing import Any
 from pipespec.cli.options import one_or_all
 from pipespec.process.progress import say
 
-_OF_CHAINS = ("lookahead", "min_draft_tokens", "decode_meanwhile", "exact", "draft_dtype", "draft_vocabulary")
+_OF_CHAINS = (
+    "lookahead",
+    "min_draft_tokens",
+    "decode_meanwhile",
+    "confidence",
+    "exact",
+    "draft_dtype",
+    "draft_vocabulary",
+)
 _SCHEDULES = (None, "lockstep", "workers")
 
 
