@@ -115,6 +115,8 @@ def scenario(schedules: list[str]) -> dict[str, Any]:
     criteria = StoppingCriteriaList([StopAfter(12)])
     found["stopped"] = pipe.generate(ids, max_new_tokens=20, stopping_criteria=criteria, streamer=streamer).tolist()
     found["streamed"] = [streamer.got, streamer.ended]
+    scored = pipe.generate(ids, max_new_tokens=4, return_dict_in_generate=True, output_scores=True, logprobs=1)
+    found["scored"] = [part is not None and len(part) for part in (scored.scores, scored.logprobs)]
     found["failed"] = error_of(lambda: pipe.generate(ids, max_new_tokens=20, streamer=Streamer(fails=rank == 0)))
     found["differ"] = error_of(lambda: pipe.generate(ids + rank, max_new_tokens=4))
 

@@ -90,6 +90,12 @@ def test_rank_0_applies_the_criteria_and_the_others_stream_its_text(found):
             assert seen["streamed"] == [wanted[0], True]
 
 
+def test_rank_0_has_the_scores(found):
+    for ranks in found.values():
+        for rank, seen in enumerate(ranks):
+            assert seen["scored"] == ([False, False] if rank else [4, 3])
+
+
 def test_errors_reach_every_rank(found):
     """A failure in rank 0, in another rank, other inputs; the next call works."""
     for size, ranks in found.items():

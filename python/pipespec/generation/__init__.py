@@ -390,8 +390,8 @@ class Generation:
             self._stream.put_new(final=False)
 
     def follow(self) -> None:
-        """Take the text as the leader of a tensor-parallel group commits it: it has drawn the seeds and applied the criteria."""
-        self._criteria = self.seeds = None
+        """Take the text as the leader of a tensor-parallel group commits it: it has drawn the seeds, applied the criteria, and has the scores."""
+        self._criteria = self.seeds = self._record = None
 
     def generated(self) -> list[list[int]]:
         """Per row the generated ids."""
