@@ -295,8 +295,8 @@ def test_a_penalty_that_forgets_the_draft_tokens(monkeypatch):
     """Every column uses the prefix of the step's first column: right for one column, wrong for a block."""
     real = Sampler._penalised
 
-    def penalised(self, logits, query_lens, num_draft_tokens, positions):
-        out = real(self, logits, query_lens, num_draft_tokens, positions)
+    def penalised(self, logits, query_lens, num_draft_tokens, *rest):
+        out = real(self, logits, query_lens, num_draft_tokens, *rest)
         for row, (fed, draft_tokens) in enumerate(zip(query_lens, num_draft_tokens, strict=True)):
             first = int(fed) - 1 - int(draft_tokens)
             for column in range(first + 1, int(fed)):

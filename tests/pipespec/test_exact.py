@@ -17,7 +17,7 @@ from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import choose_fused, forward
 from pipespec_kernels import ops
-from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.conftest import ByPosition, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.test_native import MODELS, ids, make
 from tests.pipespec.test_streams import DEVICES
 from tests.trials import trials
@@ -165,7 +165,8 @@ def test_cached_text_and_calls_that_need_the_host_change_no_bit(placed):
     with captured(model, "lockstep", 1, 3, exact=True) as pipe:
         # The second call continues from keys and values of steps. In the first call above they come from steps of another width.
         text = pipe.generate(prompt, max_new_tokens=NEW // 2, **options)
-        rest = pipe.generate(text, max_new_tokens=NEW - NEW // 2, **options, **logits)
+        on_host = {"logits_processor": [ByPosition()]}
+        rest = pipe.generate(text, max_new_tokens=NEW - NEW // 2, **options, **logits, **on_host)
         assert "run in lockstep, step by step" in pipe.report.decisions[0]
         assert torch.equal(rest.sequences, whole.sequences)
         assert torch.equal(torch.stack(rest.logits), torch.stack(whole.logits[NEW // 2 :]))

@@ -317,7 +317,7 @@ def lay_trap(phase: str, how: str) -> None:
         before(ranks._Server, "run", trap, lambda server, head, *rest: head.kind == ranks._CHUNK)
         before(ranks.RanksDriver, "_feed", trap)
     elif phase == "cycle":
-        before(ranks._Server, "run", trap, lambda server, head, positions, fed: positions == [9])
+        before(ranks._Server, "run", trap, lambda server, head, positions, *rest: positions == [9])
         before(ranks.RanksDriver, "_collect", trap, lambda driver, work: driver.rounds == 9)
     elif phase == "end":
         before(lines.Sender, "send", trap, lambda line, words, *rest: words[0] == ranks._END)

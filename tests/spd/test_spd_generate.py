@@ -542,8 +542,8 @@ def stale_keys(pipeline) -> None:
     """A flush does not cut the first stage's keys and values, and the next token is appended to them."""
     stage = pipeline._driver.stages[0]
     real = stage.step
-    stage.step = lambda fed, held, features: real(
-        fed, [max(h, n) for h, n in zip(held, stage.cache.lengths, strict=True)], features
+    stage.step = lambda fed, held, *rest: real(
+        fed, [max(h, n) for h, n in zip(held, stage.cache.lengths, strict=True)], *rest
     )
 
 

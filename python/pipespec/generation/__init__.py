@@ -382,6 +382,10 @@ class Generation:
             self._first = time.perf_counter() - self._began
         self._text.source = source
         committed = [source.length(source.target, row) for row in range(len(self.prompts))]
+        if self._record is not None:
+            # Captured steps go on meanwhile: their tokens count as soon as the record has them, too.
+            recorded = zip(committed, self.prompts, self._record.counts, strict=True)
+            committed = [min(length, len(prompt) + count) for length, prompt, count in recorded]
         if self._criteria is not None:
             self._criteria.check(committed)
         else:
