@@ -69,6 +69,8 @@ def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int, int, t
     if not isinstance(logits, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
     shape = logits.shape
+    if logits.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one with layout {logits.layout}")
     if len(shape) != 3:
         raise ValueError(f"{name} must be [B, Q, V], got shape {tuple(shape)}")
     batch, width, vocab = shape
@@ -117,15 +119,25 @@ def per_row(name: str, values: Any, shape: tuple[int, ...], device: torch.device
     if not isinstance(values, Tensor):
         if not hasattr(values, "__array_interface__"):
             raise TypeError(f"{name} must be a tensor or numpy array of {_word(dtype)}, got {type(values).__name__}")
-        values = torch.from_numpy(values)
+        values = _from_numpy(name, values)
     if values.dtype is not dtype:
         raise TypeError(f"{name} must be {_word(dtype)}, got {values.dtype}")
+    if values.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one with layout {values.layout}")
     if not values.is_cpu and values.device != device:
         raise ValueError(_misplaced(name, values, device))
     if values.shape != shape:
         raise ValueError(f"{name} must be {list(shape)}, one {entry} per row, got shape {tuple(values.shape)}")
     checked: Tensor = values if values.is_contiguous() else values.contiguous()
     return checked
+
+
+def _from_numpy(name: str, values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError):
+        shown = f"a numpy array of {values.dtype} with strides {values.strides}"
+        raise TypeError(f"{name} must be numbers that torch can read in place, got {shown}") from None
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -149,11 +161,16 @@ def _filter(values: Any, batch: int, dtype: torch.dtype, name: str, device: torc
     if isinstance(values, (int, float)):
         if dtype is INT64 and not isinstance(values, int):
             raise TypeError(f"{name} must be an integer, got {values!r}")
+        check_number(name, values)
         return torch.full((batch,), values, dtype=dtype, device=CPU)
     if not isinstance(values, Tensor):
         if not hasattr(values, "__array_interface__"):
             raise TypeError(f"{name} must be a number, a tensor or a numpy array, got {type(values).__name__}")
-        values = torch.as_tensor(values)
+        values = _from_numpy(name, values)
+    if values.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one with layout {values.layout}")
+    if values.dtype.is_complex:
+        raise TypeError(f"{name} must be real numbers, got {values.dtype}")
     if dtype is INT64 and values.dtype not in (INT32, INT64):
         raise TypeError(f"{name} must be integers, got {values.dtype}")
     if not values.is_cpu and values.device != device:
@@ -171,6 +188,9 @@ def fields(noise: Noise) -> tuple[Any, Any, Any, Any, int]:
     if not isinstance(noise, Noise):
         raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
     positions = noise.positions
+    if not isinstance(noise.offset, (int, torch.SymInt)):
+        raise TypeError(f"noise.offset must be an integer, got {type(noise.offset).__name__}")
+    check_number("noise.offset", noise.offset)
     if isinstance(positions, Tensor) and positions.dtype is INT32:
         positions = positions.long()
     if noise.offset:
@@ -219,7 +239,21 @@ def moved(noise: FlatNoise, device: torch.device, offset: int = 0) -> Noise:
 
 def as_tensors(values: Iterable[Any]) -> list[Any]:
     """Numpy arrays as tensors, for a schema."""
-    return [torch.from_numpy(v) if hasattr(v, "__array_interface__") else v for v in values]
+    return [_from_numpy("an argument", v) if hasattr(v, "__array_interface__") else v for v in values]
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Check that a value is a bool."""
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Check that a value is a number that fits in 64 bits."""
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit in 64 bits, got {value}")
 
 
 def num_threads(threads: Any) -> int:
@@ -227,6 +261,8 @@ def num_threads(threads: Any) -> int:
         return torch.get_num_threads()
     if not isinstance(threads, int):
         raise TypeError(f"threads must be an integer, got {threads!r}")
+    if not -(2**31) <= threads < 2**31:
+        raise ValueError(f"threads must fit in 32 bits, got {threads}")
     return threads  # the native code checks the number of threads
 
 
@@ -274,7 +310,7 @@ def result(
     """``out``, after a check that it can take the result, or a new tensor."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    if not isinstance(out, Tensor) or out.dtype is not dtype:
+    if not isinstance(out, Tensor) or out.dtype is not dtype or out.layout is not torch.strided:
         raise TypeError(
             f"{name} must be {'an' if dtype is INT32 else 'a'} {_word(dtype)} tensor, got {getattr(out, 'dtype', type(out).__name__)}"
         )
@@ -288,11 +324,17 @@ def result(
 
 def results(out: tuple[Tensor, Tensor] | None, query_lens: Tensor, batch: int, width: int) -> tuple[Tensor, Tensor]:
     """Tensors for ``selected`` and ``accepted``, on the device of ``query_lens``."""
+    check_pair(out)
     if out is None:
         # new_empty() of an int32 tensor takes half the time of torch.empty() with dtype and device.
         return query_lens.new_empty((batch, width)), torch.empty_like(query_lens)
     device = query_lens.device
     return result(out[0], (batch, width), "out[0]", device), result(out[1], (batch,), "out[1]", device)
+
+
+def check_pair(out: Any) -> None:
+    if out is not None and not (isinstance(out, (tuple, list)) and len(out) == 2):
+        raise TypeError(f"out must be a pair of tensors, got {type(out).__name__}")
 
 
 def write_to(results: tuple[Tensor, Tensor], selected: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,5 +354,6 @@ def into(out: Tensor | None, value: Tensor) -> Tensor:
 
 def both_into(out: tuple[Tensor, Tensor] | None, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Copy a pair of results into ``out``, if that is given."""
+    check_pair(out)
     first, second = out or (None, None)
     return into(first, values[0]), into(second, values[1])

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
-from pipespec_kernels.library import register, traced
+from pipespec_kernels.library import call, register, traced
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -63,7 +63,7 @@ def kv_append(
     """
     _refuse_gradients("kv_append", keys, values, k_cache, v_cache)
     if traced(k_cache):
-        torch.ops.pipespec.kv_append(keys, values, k_cache, v_cache, lengths, n_new, check_counts)
+        call("kv_append", keys, values, k_cache, v_cache, lengths, n_new, check_counts)
     else:
         _kv_append(keys, values, k_cache, v_cache, lengths, n_new, check_counts)
 
@@ -184,7 +184,7 @@ def kv_truncate(lengths: Tensor, to: Tensor) -> None:
         TypeError, ValueError: as for :func:`kv_append`.
     """
     if traced(lengths):
-        torch.ops.pipespec.kv_truncate(lengths, to)
+        call("kv_truncate", lengths, to)
     else:
         _kv_truncate(lengths, to)
 
@@ -221,7 +221,7 @@ def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *
     """
     _refuse_gradients("kv_gather", k_cache, v_cache)
     if traced(k_cache):
-        torch.ops.pipespec.kv_gather(k_cache, v_cache, lengths, rows, check_counts)
+        call("kv_gather", k_cache, v_cache, lengths, rows, check_counts)
     else:
         _kv_gather(k_cache, v_cache, lengths, rows, check_counts)
 
@@ -281,7 +281,7 @@ def kv_compact(
     """
     _refuse_gradients("kv_compact", k_cache, v_cache)
     if traced(k_cache):
-        torch.ops.pipespec.kv_compact(k_cache, v_cache, positions, begin, n_keep, check_counts)
+        call("kv_compact", k_cache, v_cache, positions, begin, n_keep, check_counts)
     else:
         _kv_compact(k_cache, v_cache, positions, begin, n_keep, check_counts)
 
@@ -395,8 +395,8 @@ def verify_attention(
     if out is not None:
         _check_out(out, q)
     _check_workspace(workspace, q, k_cache)
-    result = torch.ops.pipespec.verify_attention(
-        q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, window, softcap
+    result = call(
+        "verify_attention", q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, window, softcap
     )
     return result if out is None else out.copy_(result)
 
@@ -506,8 +506,13 @@ def _check_attention(
     _rows(lengths, "lengths", batch, q.device)
     if query_lens is not None:
         _rows(query_lens, "query_lens", batch, q.device)
+    for name, value in (("scale", scale), ("window", window), ("softcap", softcap)):
+        if value is not None:
+            arguments.check_number(name, value)
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, is {scale}")
+    if isinstance(window, float):
+        raise TypeError(f"window must be an integer, got {window}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, is {window}")
     if softcap is not None and not 0 < softcap < math.inf:

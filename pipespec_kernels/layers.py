@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipespec_kernels import dispatch, reference
+from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.kv import (
     _FLOATS,
     _INTEGERS,
@@ -35,7 +35,7 @@ from pipespec_kernels.kv import (
     _refuse_gradients,
     is_plain,
 )
-from pipespec_kernels.library import register, traced
+from pipespec_kernels.library import call, register, traced
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 # Those of the native code, with its numbers. Torch's error function uses vectors, which the C library's does not.
@@ -90,7 +90,7 @@ def add_rms_norm(
     if not traced(x):
         return _run_add_rms_norm(x, residual, weight, eps, one_plus_weight, bias, out, residual_out)
     _check_outs(x, residual, out, residual_out)
-    normed, total = torch.ops.pipespec.add_rms_norm(x, residual, weight, eps, one_plus_weight, bias)
+    normed, total = call("add_rms_norm", x, residual, weight, eps, one_plus_weight, bias)
     normed = normed if out is None else out.copy_(normed)
     if residual is None:
         return normed, x
@@ -146,6 +146,7 @@ def _run_add_rms_norm(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    arguments.check_flag("one_plus_weight", one_plus_weight)
     found = _plain_norm(x, residual, weight, eps, one_plus_weight, bias, out, residual_out)
     if found is not None:
         return found
@@ -200,7 +201,7 @@ def _plain_norm(
     if not is_plain(x, weight, optional=(residual, bias, out, residual_out)) or (native := _native(x)) is None:
         return None
     shape, code = x.shape, NATIVE_DTYPES.get(x.dtype)
-    if code is None or not shape or not x.numel() or not 0 <= eps < math.inf:
+    if code is None or not shape or not x.numel() or not isinstance(eps, float) or not 0 <= eps < math.inf:
         return None
     if residual is None and residual_out is not None:
         return None
@@ -277,7 +278,7 @@ def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = 
         return _silu_mul(gate_up, activation, out)
     if out is not None:
         _check_out_half(out, gate_up)
-    result: Tensor = torch.ops.pipespec.silu_mul(gate_up, activation)
+    result: Tensor = call("silu_mul", gate_up, activation)
     return result if out is None else out.copy_(result)
 
 
@@ -289,7 +290,7 @@ def _check_gate_up(gate_up: Tensor, activation: str) -> None:
     _check_rows(gate_up, "gate_up")
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must have an even number of elements per row, got shape {tuple(gate_up.shape)}")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, is {activation!r}")
 
 
@@ -435,7 +436,7 @@ def rope_append(
         return _rope_append(*given, positions, *norms, check_counts, out)
     if out is not None:
         _check_out(out, q)
-    result: Tensor = torch.ops.pipespec.rope_append(*given, positions, *norms, check_counts)
+    result: Tensor = call("rope_append", *given, positions, *norms, check_counts)
     return result if out is None else out.copy_(result)
 
 
@@ -630,5 +631,6 @@ def _check_vector(tensor: Any, name: str, x: Tensor, size: int, like: str = "x")
 
 
 def _check_eps(eps: float) -> None:
+    arguments.check_number("eps", eps)
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, is {eps!r}")

@@ -13,10 +13,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["register", "traced"]
+__all__ = ["call", "register", "traced"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _modes = torch._C._len_torch_dispatch_stack
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "Tensor": ("a tensor", (Tensor,)),
+    "int": ("an integer", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("True or False", (bool,)),
+    "str": ("a string", (str,)),
+}
+"""By type of a schema, its name in errors and the Python types."""
 
 
 def register(schema: str, fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[[_Function], _Function]:
@@ -34,6 +42,24 @@ def register(schema: str, fake: Callable[..., Any], mutates: Iterable[str] = ())
         return function
 
     return decorate
+
+
+def call(name: str, *values: Any) -> Any:
+    """Call ``torch.ops.pipespec.<name>``.
+
+    Raises:
+        TypeError: A value is not of the schema's type. torch's own error would print the schema.
+    """
+    operation = getattr(torch.ops.pipespec, name)
+    if not torch.compiler.is_compiling():
+        for argument, value in zip(operation.default._schema.arguments, values, strict=False):
+            kind, types = _KINDS[str(argument.type).removeprefix("Optional[").removesuffix("]")]
+            if str(argument.type).startswith("Optional["):
+                kind, types = f"{kind} or None", (*types, type(None))
+            fits = isinstance(value, types) and (isinstance(value, bool) <= (bool in types))
+            if not fits or (isinstance(value, int) and not -(2**63) <= value < 2**63):
+                raise TypeError(f"{argument.name} must be {kind}, got {value if fits else type(value).__name__}")
+    return operation(*values)
 
 
 def traced(tensor: Any) -> bool:

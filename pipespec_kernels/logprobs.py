@@ -9,12 +9,11 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.arguments import CPU, FLOAT32, INT32
-from pipespec_kernels.library import register, traced
+from pipespec_kernels.library import call, register, traced
 
 __all__ = ["logprobs"]
 
@@ -63,7 +62,7 @@ def logprobs(
     """
     given = selected, query_lens, num_draft_tokens, inv_temperature, cutoff
     if traced(logits):
-        found = torch.ops.pipespec.logprobs(logits.detach(), *arguments.as_tensors(given), top_n)
+        found = call("logprobs", logits.detach(), *arguments.as_tensors(given), top_n)
         return found[0], found[1], found[2]
     return _logprobs(logits, *given, top_n)
 

@@ -68,7 +68,7 @@ INDEPENDENT = Streams()
 
 def check_stream(stream: Any) -> None:
     """Check ``Noise.stream``. Raises ``TypeError`` or ``ValueError``."""
-    if not isinstance(stream, int) and not hasattr(stream, "__index__"):
+    if not isinstance(stream, int) and (not hasattr(stream, "__index__") or getattr(stream, "ndim", 0) > 0):
         raise TypeError(f"noise.stream must be an integer, got {stream!r}")
     if not 0 <= stream < 2**32:
         raise ValueError(f"noise.stream must be a number of 32 bits, got {stream}")

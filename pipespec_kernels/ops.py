@@ -30,7 +30,7 @@ from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, INT32, FlatNoise
 from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
-from pipespec_kernels.library import register, traced
+from pipespec_kernels.library import call, register, traced
 from pipespec_kernels.logprobs import logprobs
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams, check_undrawn
 from pipespec_kernels.penalties import Penalties, penalize
@@ -82,7 +82,7 @@ def argmax(logits: Tensor, *, threads: int | None = None, out: Tensor | None = N
         tensor([[1, 1]], dtype=torch.int32)
     """
     if traced(logits):
-        return arguments.into(out, torch.ops.pipespec.argmax(logits.detach(), threads))
+        return arguments.into(out, call("argmax", logits.detach(), threads))
     return _argmax(logits, threads, out)
 
 
@@ -138,7 +138,7 @@ def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Ten
     """
     flat = arguments.fields(noise)
     if traced(logits):
-        return arguments.into(out, torch.ops.pipespec.sample(logits.detach(), *arguments.as_tensors(flat), threads))
+        return arguments.into(out, call("sample", logits.detach(), *arguments.as_tensors(flat), threads))
     return _sample(logits, *flat, threads, out)
 
 
@@ -244,7 +244,7 @@ def cutoff(
     if traced(logits):
         filters = arguments.filters((inv_temperature, top_k, top_p, min_p), logits.shape[0], logits.device)
         counts = arguments.as_tensors((query_lens, num_draft_tokens))
-        return arguments.into(out, torch.ops.pipespec.cutoff(logits.detach(), *filters, *counts, threads))
+        return arguments.into(out, call("cutoff", logits.detach(), *filters, *counts, threads))
     return _cutoff(logits, inv_temperature, top_k, top_p, min_p, query_lens, num_draft_tokens, threads, out)
 
 
@@ -374,7 +374,7 @@ def verify(
     if traced(logits):
         flat = _NO_NOISE if noise is None else arguments.fields(noise)
         given = arguments.as_tensors((tokens, query_lens, num_draft_tokens, *flat))
-        found = arguments.both_into(out, torch.ops.pipespec.verify(logits.detach(), *given, threads))
+        found = arguments.both_into(out, call("verify", logits.detach(), *given, threads))
         if undrawn is not None:
             check_undrawn(undrawn, logits, noise)
             _, query_lens, num_draft_tokens, _, positions, *_ = given
@@ -581,7 +581,7 @@ def rejection_sample(
     drafts = draft_logits, seeds, positions, scale, cutoff, draft_inv_temperature, draft_cutoff
     given = tokens, query_lens, num_draft_tokens, *drafts
     if traced(logits):
-        found = torch.ops.pipespec.rejection_sample(logits.detach(), *arguments.as_tensors(given), *streams, threads)
+        found = call("rejection_sample", logits.detach(), *arguments.as_tensors(given), *streams, threads)
         return arguments.both_into(out, found)
     return _rejection_sample(logits, *given, *streams, threads, out)
 
@@ -759,7 +759,7 @@ def block_sample(
     drafts = draft_logits, seeds, positions, scale, cutoff, draft_inv_temperature, draft_cutoff
     given = tokens, query_lens, num_draft_tokens, *drafts
     if traced(logits):
-        found = torch.ops.pipespec.block_sample(logits.detach(), *arguments.as_tensors(given), *streams)
+        found = call("block_sample", logits.detach(), *arguments.as_tensors(given), *streams)
         return arguments.both_into(out, found)
     return _block_sample(logits, *given, *streams, out)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.arguments import CPU, FLOAT32, INT32
-from pipespec_kernels.library import register, traced
+from pipespec_kernels.library import call, register, traced
 
 __all__ = ["Penalties", "penalize"]
 
@@ -102,7 +102,7 @@ def penalize(
     flat = _flat(penalties or Penalties(), logits)
     if traced(logits):
         counts = arguments.as_tensors((query_lens, num_draft_tokens))
-        torch.ops.pipespec.penalize(logits, tokens, history, lengths, *flat, *counts, bitmask)
+        call("penalize", logits, tokens, history, lengths, *flat, *counts, bitmask)
     else:
         _penalize(logits, tokens, history, lengths, *flat, query_lens, num_draft_tokens, bitmask, workspace)
 

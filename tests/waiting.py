@@ -97,7 +97,11 @@ def drafts_keep_up(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = (
             "the drafts have filled their lookahead",
         )
 
-    hook = pipe.target.register_forward_pre_hook(wait)
+    from pipespec.models.layout import CacheLayout
+
+    # The layers of a model with recurrent ones are called one by one.
+    hooked = pipe.target if CacheLayout.of(pipe.target.config).states is None else pipe.target.get_input_embeddings()
+    hook = hooked.register_forward_pre_hook(wait)
     try:
         yield
     finally:

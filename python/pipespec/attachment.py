@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
-from pipespec.generation.arguments import OWN
+from pipespec.generation.arguments import OWN, plain_number
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.derived import SelfDraft
 from pipespec.observe.text import notify_reader_of_failure
@@ -37,7 +37,9 @@ class _Generate:
             del kwargs["custom_generate"]
         if kwargs.get("custom_generate") is not None:  # another decoding loop
             return GenerationMixin.generate(self.pipeline.target, *args, **kwargs)
-        if self.is_strict or any(kwargs.get(name) is not None for name in OWN):  # transformers has no such arguments
+        if self.is_strict or any(
+            _has_effect(name, kwargs.get(name)) for name in OWN
+        ):  # transformers has no such arguments
             return self.pipeline.generate(*args, **kwargs)
         with notify_reader_of_failure(kwargs.get("streamer")):
             try:
@@ -65,6 +67,13 @@ class _Generate:
 
     def __reduce__(self) -> Any:
         return _Plain, (self.pipeline.target,)
+
+
+def _has_effect(name: str, value: Any) -> bool:
+    """Whether an argument of pipespec's own changes the text."""
+    value = plain_number(value)
+    is_empty = isinstance(value, (int, float, Mapping)) and not value
+    return value is not None and (name == "seed" or not is_empty)
 
 
 class _Plain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.optests.generate_tests import OpCheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipespec_kernels import ops, reference
@@ -207,8 +209,45 @@ def test_opcheck_would_fail() -> None:
         torch.library.register_fake("pipespec_test::wrong_fake", lambda x: x.new_zeros(4), lib=library)
         torch.library.register_fake("pipespec_test::writes", lambda x: torch.empty_like(x), lib=library)
         for operation in (torch.ops.pipespec_test.wrong_fake, torch.ops.pipespec_test.writes):
-            with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError):
+            with pytest.raises(OpCheckError):
                 torch.library.opcheck(operation.default, (torch.zeros(2),))
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def _noise(**changes: Any) -> Noise:
+    row = torch.zeros(1, dtype=torch.int64)
+    return dataclasses.replace(Noise(row, row, torch.ones(1)), **changes)
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "sparse": (lambda x, n: ops.argmax(x.to_sparse()), TypeError, "logits must be a dense tensor"),
+    "threads": (lambda x, n: ops.argmax(x, threads=2**40), ValueError, "threads must fit in 32 bits"),
+    "offset": (lambda x, n: ops.sample(x, _noise(offset=1.5)), TypeError, "noise.offset must be an integer"),
+    "no pair": (lambda x, n: ops.verify(x, n[:, None], n, n * 0, out=x), TypeError, "out must be a pair of tensors"),
+    "complex": (lambda x, n: ops.cutoff(x, top_p=torch.ones(1) * 1j), TypeError, "top_p must be real numbers"),
+    "long": (lambda x, n: ops.cutoff(x, top_k=2**70), ValueError, "top_k must fit in 64 bits"),
+    "eps": (lambda x, n: ops.add_rms_norm(x, None, x[0, 0], "1"), TypeError, "eps must be a number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name: str) -> None:
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call(torch.zeros(1, 1, 8), torch.ones(1, dtype=torch.int32))
+
+
+def test_wrong_arguments_are_named_under_a_tracer() -> None:
+    """torch itself would answer with the operation's schema."""
+    with FakeTensorMode():
+        logits = torch.zeros(1, 1, 8)
+        for threads in ("two", True, 2**70):
+            with pytest.raises(TypeError, match=r"^threads must be an integer or None, got"):
+                ops.argmax(logits, threads=threads)
+        with pytest.raises(TypeError, match=r"^activation must be a string, got int"):
+            ops.silu_mul(logits, activation=3)
 
 
 # --- the public functions under a tracer -----------------------------------------------------------------------------

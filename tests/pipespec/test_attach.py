@@ -179,6 +179,18 @@ def test_unsupported_calls_are_decoded_by_transformers(model, name):
     pipespec.detach(model)
 
 
+@pytest.mark.parametrize(
+    "own", [{"presence_penalty": 0.0}, {"frequency_penalty": 0}, {"logit_bias": {}}, {"seed": None}], ids=str
+)
+def test_own_arguments_without_effect_are_left_out(model, own):
+    prompt = torch.tensor([[5, 6, 7]])
+    wanted = model.generate(prompt, max_new_tokens=6, num_beams=2)
+    pipespec.attach(model, noisy(model, 0.1), schedule="lockstep")
+    with pytest.warns(SpeedWarning, match="num_beams"):
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, num_beams=2, **own), wanted)
+    pipespec.detach(model)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_unsupported_calls_are_refused_on_request(model, name):
     pipespec.attach(model, noisy(model, 0.1), schedule="lockstep", unsupported="raise")

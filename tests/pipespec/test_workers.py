@@ -162,6 +162,8 @@ def patience(monkeypatch):
     """Long time limits, so that a worker on a slow machine does not count as hung."""
     monkeypatch.setattr(workers, "_FINISH_TIMEOUT_S", SECONDS)
     monkeypatch.setattr(workers, "_RESTART_TIMEOUT_S", SECONDS)
+    monkeypatch.setattr(workers, "_TEMPLATE_TIMEOUT_S", SECONDS)
+    monkeypatch.setattr(template, "_ANSWER_TIMEOUT_S", SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -766,6 +768,55 @@ def test_a_killed_template_is_started_again(rig):
     assert all("its process ended together with the template" in message for message in messages)
     assert template_pid() != before
     rig.check_recovered()
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["with its workers", "idle"])
+def test_a_stopped_template_is_given_up(rig, monkeypatch, killed):
+    """It neither reports the end of a worker nor starts one. The call has its workers from elsewhere, and the next one a new template."""
+    monkeypatch.setattr(template, "_ANSWER_TIMEOUT_S", 0.5)
+    before = template_pid()
+    os.kill(before, signal.SIGSTOP)
+    try:
+        rig.kill(1)
+        messages = rig.generate()
+        assert len(messages) == 1
+        assert "its process ended together with the template" in messages[0]
+        rig.check_recovered()
+        assert template_pid() != before
+    finally:
+        os.kill(before, signal.SIGKILL if killed else signal.SIGCONT)
+    if killed:
+        await_end_of([rig.pids[0]])
+    else:
+        rig.kill(0)
+    rig.generate()
+    rig.check_recovered()
+
+
+def test_a_template_that_never_answers_delays_no_call(rig, monkeypatch):
+    """A new one that is still importing, as on a busy machine."""
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "_TEMPLATE_TIMEOUT_S", 0.2)
+        for known in template._templates:
+            patch.setattr(known, "origin", None)  # fits no caller
+        patch.setattr(template, "_Template", Silent)
+        rig.kill(1)
+        assert len(rig.generate()) == 1
+        assert isinstance(rig.pipeline._driver._workers[1].process, subprocess.Popen)
+    rig.check_recovered()
+
+
+class Silent(template._Template):
+    """Reads its requests and answers none."""
+
+    def __init__(self, origin) -> None:
+        super().__init__(origin)
+        self._socket.close()
+        self._socket, self.theirs = socket.socketpair()
+
+    def close(self) -> None:
+        super().close()
+        self.theirs.close()
 
 
 @pytest.mark.parametrize("lacking", ["pidfd", "template"])

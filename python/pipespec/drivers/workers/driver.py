@@ -48,6 +48,9 @@ One that is started again counts as hung after this time."""
 _RESTART_TIMEOUT_S = 10.0
 """A call waits at most this long for workers that are started again. It takes in the others when they are ready."""
 
+_TEMPLATE_TIMEOUT_S = 2.0
+"""A call waits at most this long for a template that is started again. Its workers import by themselves then, while the call goes on."""
+
 _ENDLESS = 2**20
 """A lookahead that is larger than any text."""
 
@@ -71,6 +74,7 @@ class _Worker:
         native: Whether the draft may run in the native form.
         upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
         confidence: Whether the draft uses the confidence of its tokens.
+        timeout_s: Longest wait for the template, see :func:`pipespec.drivers.workers.template.start`.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class _Worker:
         native: bool,
         upstream: NgramDraft | Translation | None,
         confidence: bool,
+        timeout_s: float,
     ) -> None:
         self.index, self.name, self._upstream = index, name, upstream
         ours, theirs = socket.socketpair()
@@ -102,7 +107,8 @@ class _Worker:
         with theirs, ExitStack() as stack:
             lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
             # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
-            self.process = template.start([theirs.fileno(), *chain(*lent)], fork=weights.device.type == "cpu")
+            ends = [theirs.fileno(), *chain(*lent)]
+            self.process = template.start(ends, fork=weights.device.type == "cpu", timeout_s=timeout_s)
         self.cache = (0, 0)  # rows, and a lower bound of the positions
         self.is_ready = False  # has built its model
         self.is_late = False  # a call has waited for it in vain
@@ -248,7 +254,7 @@ class WorkersDriver(Driver):
         self._workers: dict[int, _Worker] = {}
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _shut_down, self._workers)
-        self._start_missing()
+        self._start_missing(_READY_TIMEOUT_S)
         for failure in self._await_ready(time.monotonic() + _READY_TIMEOUT_S).values():
             self.close()
             raise failure
@@ -264,8 +270,8 @@ class WorkersDriver(Driver):
     def target(self) -> Stage:
         return self._target
 
-    def _start_missing(self) -> None:
-        """Start the missing workers together."""
+    def _start_missing(self, timeout_s: float) -> None:
+        """Start the missing workers together. ``timeout_s``: for the template."""
         try:
             for i, (weights, memory) in self._weights.items():
                 if i in self._workers:
@@ -283,6 +289,7 @@ class WorkersDriver(Driver):
                     native=self.config.native,
                     upstream=upstream,
                     confidence=self.config.confidence,
+                    timeout_s=timeout_s,
                 )
         except BaseException:
             self.close()
@@ -330,7 +337,7 @@ class WorkersDriver(Driver):
                 del self._workers[i]
                 if self.block.is_alive(i):  # otherwise the user has been warned
                     self._lost(i, f"has ended since the last call ({cause}); it is started again")
-        self._start_missing()
+        self._start_missing(_TEMPLATE_TIMEOUT_S)
         self._warn_missing(self._await_ready(time.monotonic() + _RESTART_TIMEOUT_S))
         for i, worker in self._workers.items():
             if not worker.is_ready and not worker.is_late:

@@ -28,8 +28,8 @@ from typing import Any, TypeAlias
 from pipespec.process.forks import Lock
 from pipespec.process.signals import suppressed
 
-_START_TIMEOUT_S = 120
-"""The template needs seconds to import torch and transformers, and many seconds on a busy machine."""
+_ANSWER_TIMEOUT_S = 5.0
+"""A template that has done its imports answers in milliseconds. One that takes longer than this is stopped or hangs, and is given up."""
 
 _CHECK_S = 0.5
 _IDLE_S = 300.0
@@ -48,7 +48,7 @@ _READ_AT_IMPORT = (
 """Prefixes of the environment variables that libraries read when they are loaded: a fork cannot change them any more."""
 
 
-def start(fds: Sequence[int], *, fork: bool) -> Process:
+def start(fds: Sequence[int], *, fork: bool, timeout_s: float) -> Process:
     """Start a worker process that runs :func:`pipespec.drivers.workers.process.main`.
 
     The worker has the caller's present environment, ``sys.path``, directory, output, priority and processor affinity. It has a process
@@ -57,10 +57,11 @@ def start(fds: Sequence[int], *, fork: bool) -> Process:
     Args:
         fds: File descriptors. The worker receives copies of them as its arguments, in this order.
         fork: Fork the template where possible, else always run a command.
+        timeout_s: Longest wait for a template that is still importing. After that the worker is a command, too.
     """
     if fork and _has_pidfd():
         with _lock, suppressed(OSError, EOFError):
-            return _current_template().fork(fds)
+            return _current_template().fork(fds, timeout_s)
     return _command("pipespec.drivers.workers.process", fds, _environment())
 
 
@@ -100,17 +101,20 @@ class _Template:
     def __init__(self, origin: _Origin) -> None:
         self.origin = origin
         self._socket, theirs = socket.socketpair()
-        timeout = struct.pack("ll", _START_TIMEOUT_S, 0)
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, timeout)
+        self._has_answered = False
         # numpy's OpenBLAS would start threads.
         environment = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             # Not in the caller's directory, which may have been deleted: transformers cannot be imported there.
             self.process = _command("pipespec.drivers.workers.template", [theirs.fileno()], environment, directory="/")
 
-    def fork(self, fds: Sequence[int]) -> ForkedProcess:
+    def fork(self, fds: Sequence[int], timeout_s: float) -> ForkedProcess:
         """Fork a worker. Raises ``OSError`` or ``EOFError`` if the template does not answer; it is closed then."""
+        seconds = _ANSWER_TIMEOUT_S if self._has_answered else timeout_s
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(
+                socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(1e6 * (seconds % 1)))
+            )
         with ExitStack() as lent, ExitStack() as failed:
             status, theirs = os.pipe()
             failed.callback(os.close, status)
@@ -127,10 +131,16 @@ class _Template:
             if not pidfds:  # the kernel drops what this process has no descriptor for
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             failed.pop_all()
-        return ForkedProcess(pid, pidfds[0], status)
+        self._has_answered = True
+        return ForkedProcess(pid, pidfds[0], status, self)
 
     def is_usable(self) -> bool:
         return self._socket.fileno() >= 0 and self.process.poll() is None
+
+    @property
+    def answer_timeout_s(self) -> float:
+        """Longest wait for a report. One that was given up has none, unless it reports at once."""
+        return _ANSWER_TIMEOUT_S if self._socket.fileno() >= 0 else _CHECK_S
 
     def close(self) -> None:
         """Accept no further requests. The process ends with its last worker."""
@@ -140,8 +150,9 @@ class _Template:
 class ForkedProcess:
     """A worker that the template forked. The template is its parent and reports its exit status."""
 
-    def __init__(self, pid: int, pidfd: int, status: int) -> None:
+    def __init__(self, pid: int, pidfd: int, status: int, template: _Template) -> None:
         self.pid = pid
+        self._template = template
         self.returncode: int | None = None
         self._pidfd, self._status, self._caller = pidfd, status, os.getpid()
 
@@ -158,7 +169,9 @@ class ForkedProcess:
             if not _readable([self._pidfd], timeout):
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0)
             # The template reports at once, unless something stopped or killed it.
-            report = os.read(self._status, 4) if _readable([self._status], _START_TIMEOUT_S) else b""
+            report = os.read(self._status, 4) if _readable([self._status], self._template.answer_timeout_s) else b""
+            if not report:
+                self._template.close()
             self.returncode = struct.unpack("i", report)[0] if report else LOST
             self._close()
         return self.returncode
