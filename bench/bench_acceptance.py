@@ -1,8 +1,8 @@
 """What each rule of acceptance accepts: ``python -m bench.bench_acceptance [--quick] [--json FILE] [--docs FILE]``
 
 The bundled family on held-out function heads, one at a time, one draft in lockstep: coupled sampling, rejection sampling and block verification at
-three temperatures. Rules take turns prompt by prompt, so that other load on the machine affects them alike. Acceptance is a count, for these seeds
-exact; tokens/s are those of the machine as it was.
+three temperatures. Rules take turns prompt by prompt, so that other load on the machine affects them alike. Acceptance is a count and
+exact for these seeds; tokens/s depends on the load of the machine during the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What do drafts cost and agree that are made out of a model? ``python -m bench.bench_drafts [--quick] [--json FILE]``
+"""What does a draft made out of a model cost, and how often does it agree? ``python -m bench.bench_drafts [--quick] [--json FILE]``
 
 The bundled family on held-out function heads, greedy. Each draft is taken as it is, with a trimmed head, in int8, and both; beside them stand drafts out of
 the target's own layers. Reported per draft: the share of the target's tokens that it chooses, teacher-forced; the shortest time of a step of one column on one

@@ -7,8 +7,8 @@ On a CPU with the bundled family, or on a GPU with models of LLaMA's sizes and p
 
 All rows generate the same prompts, one at a time, and take turns prompt by prompt (``python/pipespec/bench/comparison.py``). transformers' rows are tuned
 first, on prompts that are not measured; the published schedules (``python/pipespec/bench/published.py``) are tuned, too; ours run with their defaults. Every
-row in one process also tries one and two CPU threads. A row that fails is listed with the reason. With ``--json`` a picture is written beside the file (``.svg``). Exit status 0,
-also where ours are slower; 1: a float32 text differs that must not (another product's texts may).
+row in one process also tries one and two CPU threads. A row that fails is listed with the reason. With ``--json`` a picture is written beside the file (``.svg``). Exit status 1
+if a float32 text of pipespec or transformers differs from the reference, otherwise 0; slower rows and other products' texts do not change it.
 
 Columns: *tokens/s*, the median of the repeats; the ratios to transformers' plain ``generate()`` and to its fastest row; *same text*, texts equal to
 the reference (``generate()``'s; sampled: our plain decoding's with the same seed) and the median position of the first difference; *accepted

@@ -1,7 +1,7 @@
 """A chain of drafts in front of a target in stages: ahead in processes of its own against lockstep. ``python -m bench.bench_spd_union [--docs FILE]``
 
 The bundled target in stages in one process, one thread; the chain in lockstep with it (``draft_schedule="lockstep"``), and in processes that run ahead
-(``"workers"``). Calls with the same prompt alternate, and the ratio is the median over such pairs, so that other work on the machine meets both.
+(``"workers"``). Calls with the same prompt alternate, and the ratio is the median over such pairs, so that other work on the machine affects both.
 """
 
 from __future__ import annotations

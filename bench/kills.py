@@ -40,7 +40,7 @@ _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGRTMIN + 5)
 """SIGSTOP is rarer: the next call waits seconds for the stopped worker before it gives it up."""
 
 _TEMPLATE = 0.02
-"""Share of the strikes that hit the template. It is never stopped, only ended: a start waits minutes for a stopped one."""
+"""Share of the strikes that hit the template that starts workers."""
 
 
 class Strikes(threading.Thread):
@@ -73,7 +73,7 @@ class Strikes(threading.Thread):
         if not workers:
             return
         number = self._random.choice(_SIGNALS)
-        if templates and number != signal.SIGSTOP and self._random.random() < _TEMPLATE:
+        if templates and self._random.random() < _TEMPLATE:
             self._signal("template", self._random.choice(templates), number)
         else:
             for pid in workers if self._random.random() < 0.3 else [self._random.choice(workers)]:

@@ -51,7 +51,7 @@ class SpeculationConfig:
         decode_meanwhile: During that wait, the target decodes one token at a time.
         graphs: Captured steps in ``"plain"`` and ``"lockstep"``; ``"streams"`` always captures.
         trace: Steps per stage that the trace of a call keeps. 0: no trace.
-        threads: CPU threads of the target beside worker processes. None: those that the workers leave, or all while the drafts rest.
+        threads: CPU threads of the target while worker processes run. None: the cores that the workers leave free, or all cores while the drafts rest.
         native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`; captured steps in the fused
             form, see :mod:`pipespec.engine.fused`.
         exact: The target runs in a form whose bits depend on neither batch nor width (on the CPU the native one, in captured steps the exact

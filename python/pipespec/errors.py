@@ -25,7 +25,7 @@ class Unsupported(NotImplementedError):
 
 
 class UnsupportedInput(Unsupported, ValueError):
-    """A call with inputs in a form that pipelines do not take. Another form of the same would do."""
+    """A call whose inputs have a form that pipelines do not accept. The same inputs in another form work."""
 
 
 class NotCapturable(RuntimeError):

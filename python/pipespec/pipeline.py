@@ -495,7 +495,8 @@ class Pipeline(BasePipeline):
     The text depends on the target, the prompt and the seed. It depends neither on the drafts nor on the schedule, the timing or the failure of a draft.
 
     Args:
-        target: A LLaMA-family causal language model, or its path: a folder with ``config.json`` and safetensors.
+        target: A LLaMA-family causal language model, its path (a folder with ``config.json`` and safetensors), or its name
+            on the Hugging Face Hub.
         drafts: Models or paths, smallest first, with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
             ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. ``"self"`` is a draft out of the target's own layers,
@@ -518,8 +519,9 @@ class Pipeline(BasePipeline):
         graphs: Run ``"plain"`` and ``"lockstep"`` as captured CUDA graphs, one per round; on a CPU, the same steps uncaptured. Default:
             only where the default rule chooses it. An open pipeline with graphs sets ``attn_implementation="pipespec"`` in its models;
             :meth:`close` restores theirs. A model that cannot be captured runs without graphs, and a :class:`pipespec.SpeedWarning` names it.
-        trace: Steps per stage that ``report.save_trace()`` has of a call; 72 bytes each. 0: no trace.
-        dtype: For models given as paths. float32 gives exactly the text of ``generate()``; in 16 bits it may differ at near-ties.
+        trace: Steps per stage that the trace of a call keeps (``report.save_trace()``; 72 bytes each). 0: no trace.
+        dtype: For models given as paths. Default: the one in which they are stored. In float32 the text differs from that of ``generate()`` only at rare
+            near-ties, in 16 bits more often.
         draft_dtype: Of the drafts. A dtype is for those given as paths. ``"int8"``: the matrices of all drafts in 8 bits, with a scale per row. A
             draft given as an object stays as it is, and the pipeline has a copy that shares the rest.
         draft_vocabulary: Tokens that drafts may propose, so that their heads take less time: a number N (the N lowest ids), a text (its tokens),
@@ -533,13 +535,13 @@ class Pipeline(BasePipeline):
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
             Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
         tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one beside its weights.
-        draft_tokenizers: One per draft model, or the only one's. Default, also for single drafts (None): the one beside the weights. A model without
-            one has the target's.
+        draft_tokenizers: The drafts' tokenizers: a list with one entry per draft model, or one tokenizer for a single draft. None, as the argument or as
+            an entry: the tokenizer beside the draft's weights, or the target's if there is none.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.
         acceptance: How the target accepts draft tokens in sampled calls. ``"coupled"``: both draw with the same noise, and one seed gives one
-            text. ``"rejection"`` and ``"block"`` accept more draft tokens: rejection sampling (Leviathan et al. 2023) and block verification (Sun
+            text. ``"rejection"`` and ``"block"`` accept, in expectation, at least as many draft tokens: rejection sampling (Leviathan et al. 2023) and block verification (Sun
             et al. 2024). The text has the target's distribution, too, but depends on the draft and on ``lookahead``. They are for one draft model
             in ``schedule="lockstep"``, which they choose by default.
         confidence: Drafts publish how sure they are of each token. How often tokens of such a confidence are kept is learned while texts are generated.
@@ -714,7 +716,7 @@ class Pipeline(BasePipeline):
 
     @property
     def plan(self) -> Plan | None:
-        """With ``schedule="auto"``, the plan of the last call, or before the first call its plan; otherwise None."""
+        """With ``schedule="auto"``: the plan of the last call, or before any call the plan for the first one. None under other schedules."""
         return getattr(self._driver, "plan", None)
 
     def _caching(self) -> Sequence[PreTrainedModel]:

@@ -423,7 +423,7 @@ def test_all_contenders() -> None:
     for chain in ("1B", "3B", "1B+3B"):
         for kind in (
             "reference-asynchronous",
-            "reference-lock-step",
+            "reference-lockstep",
             "lockstep",
             "lockstep-graphs",
             "workers",
@@ -575,7 +575,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
         "plain",
         "assisted-tiny-small",
         "lookup",
-        "reference-lock-step-tiny-small",
+        "reference-lockstep-tiny-small",
         "ours-plain",
         "lockstep-ngram",
         "lockstep-tiny-small",
@@ -584,7 +584,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
         assert row.reason is None, row.reason
         assert row.identical == row.runs == 1, key
     assert rows["plain"].accepted_length == {"target": 1.0}
-    for key in ("assisted-tiny-small", "reference-lock-step-tiny-small", "lockstep-tiny-small"):
+    for key in ("assisted-tiny-small", "reference-lockstep-tiny-small", "lockstep-tiny-small"):
         assert 1 < rows[key].accepted_length["target"] <= 12
     assert {"commit", "date", "cpu", "cores", "threads", "torch", "transformers"} <= set(record["machine"])
     assert record["tuning"]["lookup"][0]["setting"] == "3 draft tokens, 1 thread"
@@ -635,4 +635,4 @@ def test_a_sampled_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert rows["lockstep-tiny-small"].identical == rows["ours-plain"].identical == 1
     assert rows["plain"].identical is None  # other random numbers
     assert rows["plain"].tokens_per_second
-    assert rows["reference-lock-step-tiny-small"].reason == "ValueError: the published system is greedy only"
+    assert rows["reference-lockstep-tiny-small"].reason == "ValueError: the published system is greedy only"

@@ -23,7 +23,7 @@ SAMPLES, TOKENS = 6, 200
 def lockstep_log(
     bits: np.ndarray, lookahead: int = LOOKAHEAD, one: float = ONE, wide: float = WIDE
 ) -> tuple[list[int], list[float], int]:
-    """The published lock step of two models: tokens and seconds of each step of the target, number of the draft's steps."""
+    """The published lockstep of two models: tokens and seconds of each step of the target, number of the draft's steps."""
     appended, seconds, position, bonus_open, drafted = [], [], 1, True, 0
     while position < len(bits):
         # After a full lookahead the draft also makes the bonus token.
@@ -77,7 +77,7 @@ def truth() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, truth) -> Path:
-    """Plain runs, lock steps and pipelines of 1B, 8B and 70B. The pipelines ran with a lookahead that they do not record."""
+    """Plain and lockstep runs, and pipelines of 1B, 8B and 70B. The pipelines ran with a lookahead that they do not record."""
     out = tmp_path_factory.mktemp("runs")
     plain = [{"total_time_s": START + ONE * TOKENS, "tokens": TOKENS, "token_times_ms": [1e3 * ONE] * TOKENS}] * 3
     save(out, "greedy_70B", "greedy", ["70B"], plain)

@@ -50,7 +50,7 @@ def test_the_generalised_form_contains_the_published_one(a, c):
 
 
 def test_values_worked_out_elsewhere():
-    """a = .8, c = 20: without a wait, with the best one, and the best lock step."""
+    """a = .8, c = 20: without a wait, with the best one, and the best lockstep."""
     assert cf.two_stage(0.8, 1, 20, 20).rate * 20 == pytest.approx(2.76, abs=0.005)
     min_draft_tokens, rate = bounds.best_min_draft_tokens(0.8, 1, 20, 20)
     assert (min_draft_tokens, rate * 20) == (6, pytest.approx(3.31, abs=0.005))

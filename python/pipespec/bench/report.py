@@ -291,7 +291,7 @@ def sweep(run: Run) -> Section:
     ]
     return Section(
         "sweep",
-        "Look-ahead and other settings",
+        "Lookahead and other settings",
         "Dots with a line: measured speed-ups, medians over the samples. Dashed: the simulator over the run's own step times and acceptance. "
         "Dotted: the closed form over the same.",
         figures,

@@ -29,7 +29,7 @@ from pipespec.bench.published import Asynchronous, Lockstep
 from pipespec.bench.results import StepCounts
 from pipespec.models.derived import with_layers
 
-LOOKAHEADS = {"asynchronous": (3, 0, 5), "lock-step": (5, 3, 8, 12)}
+LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
 
 
@@ -165,7 +165,7 @@ class PublishedContender(Contender):
         super().__init__(key, f"published, {schedule}, {' + '.join(drafts)}", "reference", drafts)
         self.schedule = schedule
         self.settings = LOOKAHEADS[schedule] if lookahead is None else (lookahead,)
-        self.visible = schedule == "lock-step"
+        self.visible = schedule == "lockstep"
         self.chain: Asynchronous | Lockstep | None = None
 
     @property

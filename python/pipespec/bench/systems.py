@@ -30,7 +30,7 @@ KINDS = {
     "workers": "pipespec, a process per draft",
     "streams": "pipespec, a CUDA stream per stage",
     "spd": "pipespec, the target in stages with one token in each",
-    "published-lockstep": "the lock-step baseline as published with PipeSpec",
+    "published-lockstep": "the lockstep baseline as published with PipeSpec",
     "published-asynchronous": "PipeSpec as published",
     "ppsd": "PPSD's schedule: the target in stages, and what the first one has read drafts",
     "eagle3": "not measured",
@@ -50,7 +50,7 @@ STAGED = ("spd", "ppsd")
 EARLY_EXIT = "exit"
 """The drafter of PPSD."""
 
-_PUBLISHED = {"published-lockstep": "lock-step", "published-asynchronous": "asynchronous"}
+_PUBLISHED = {"published-lockstep": "lockstep", "published-asynchronous": "asynchronous"}
 
 
 def draft_names(paths: Sequence[str]) -> list[str]:

@@ -85,7 +85,10 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="default: standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="final line breaks are dropped")
     parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
-    sample = parser.add_argument_group("sampling", "any of the first five samples; otherwise decoding is greedy")
+    sample = parser.add_argument_group(
+        "sampling",
+        "--temperature, --top-k, --top-p, --min-p or --seed turns sampling on; without them decoding is greedy",
+    )
     sample.add_argument("--temperature", metavar="T", type=float, help="divides the logits; 0: greedy")
     sample.add_argument("--top-k", metavar="K", type=int, help="keep the K most likely tokens")
     sample.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens with total probability P")
@@ -101,7 +104,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         choices=ACCEPTANCES,
         default="coupled",
-        help="how the target accepts draft tokens; rejection and block: more of them, in lockstep with one draft, and the text depends on the draft, too",
+        help="how the target accepts draft tokens; rejection and block: at least as many in expectation, in lockstep with one draft, and the text depends on the draft, too",
     )
     parser.add_argument("--stop", metavar="TEXT", action="append", help="stop after this text; may be repeated")
     parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the prompt")

@@ -1,4 +1,4 @@
-"""The command line: ``pipespec generate``, ``trace``, ``demo``, ``plan``, ``recommend``, ``bench``, ``spd train`` and ``doctor``.
+"""The command line: ``pipespec generate``, ``trace``, ``demo``, ``plan``, ``recommend``, ``bench``, ``spd`` and ``doctor``.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0 for success; 1 if the answer is "no" (texts differ, the installation cannot work); 2 for
 an error; 130 after Ctrl-C; 141 if the reader of stdout has closed it. Only commands that need torch import it.

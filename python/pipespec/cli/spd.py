@@ -109,7 +109,7 @@ def _add_options(train: argparse.ArgumentParser) -> None:
     flag(options, "amp", "bf16 matrix products; weights and optimizer state stay float32")
     option(options, "validate-every", "N", int, "in steps")
     option(options, "save-every", "N", int, "write a checkpoint after so many steps")
-    option(options, "save-minutes", "M", float, "write one after so many minutes in any case")
+    option(options, "save-minutes", "M", float, "longest time between two checkpoints, in minutes")
     option(options, "seed", "N", int, "seed of all draws")
     flag(options, "resume", "continue from the last checkpoint in --out")
     option(train, "dtype", None, str, "dtype of the target", choices=DTYPES)

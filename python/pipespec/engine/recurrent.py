@@ -233,7 +233,9 @@ def why_not_recurrent(model: PreTrainedModel) -> str | None:
             f"it has recurrent layers, whose states are kept on one device, by this process, and {why}; load it whole"
         )
     if any(has_own_forward(module) or has_hooks(module) for module in (model, model.base_model)):
-        return "it has recurrent layers, so its layers are called one by one, and its own hooks or forward would not run"
+        return (
+            "it has recurrent layers, so its layers are called one by one, and its own hooks or forward would not run"
+        )
     for i, layer in enumerate(ModelParts.of(model).layers):
         own = layer._modules.get(_MODULE)
         if own is None:

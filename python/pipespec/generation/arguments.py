@@ -68,7 +68,7 @@ ARGUMENTS: dict[str, Argument] = {
     "custom_generate": Argument(How.REFUSED, "a pipeline is one itself: `model.generate(..., custom_generate=pipe)`"),
     "synced_gpus": Argument(How.REFUSED, "one process decides about the end; give each rank its own pipeline"),
     "assistant_model": Argument(How.REFUSED, "pass it to Pipeline(target, drafts=[...])"),
-    "assistant_tokenizer": Argument(How.REFUSED, "drafts must share the target's tokenizer"),
+    "assistant_tokenizer": Argument(How.REFUSED, "pass draft_tokenizers=... to Pipeline"),
     "negative_prompt_ids": Argument(How.REFUSED, "classifier-free guidance needs a second forward per token"),
     "negative_prompt_attention_mask": Argument(How.REFUSED, "classifier-free guidance needs a second forward per token"),
     "inputs_embeds": Argument(How.REFUSED, "drafts cannot read the target's embeddings; pass input_ids"),
