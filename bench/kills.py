@@ -34,6 +34,8 @@ from pipespec.drivers.base import SpeedWarning
 LIMIT_S = 300
 NEW_TOKENS = 32
 PROMPTS = 6
+CALLS = 20
+"""Of a pipeline, before the next one is made."""
 SCHEDULES = ("workers", "auto")
 
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGRTMIN + 5) * 3 + (signal.SIGSTOP,)
@@ -102,36 +104,38 @@ class Gaps:
 def measure(
     figures: Figures, schedule: str, models: list[PreTrainedModel], texts: list, seconds: float, seed: int
 ) -> None:
-    numbers, calls, wrong, warned = random.Random(seed), 0, 0, 0
+    numbers, pipelines, calls, wrong, warned = random.Random(seed), 0, 0, 0, 0
     errors: Counter[str] = Counter()
     longest_call = longest_gap = 0.0
     *drafts, target = models
-    with Pipeline(target, drafts, schedule=schedule) as pipe, warnings.catch_warnings(record=True) as caught:
+    strikes = Strikes(numbers, gap=0.2)
+    end = time.monotonic() + seconds
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SpeedWarning)
-        began = time.monotonic()
-        for ids, _ in texts[:2]:
-            pipe.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-        strikes = Strikes(numbers, gap=(time.monotonic() - began) / 2)
         strikes.start()
-        end = time.monotonic() + seconds
+        # A draft that ended is started again after a pause that grows, so a new pipeline has more processes to strike.
         while time.monotonic() < end:
-            ids, text = texts[calls % len(texts)]
-            gaps, began = Gaps(), time.monotonic()
-            faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-            try:
-                wrong += not torch.equal(
-                    pipe.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=gaps), text
-                )
-            except Exception as error:
-                errors[f"{type(error).__name__}: {error}"[:200]] += 1
-            faulthandler.cancel_dump_traceback_later()
-            calls += 1
-            longest_call = max(longest_call, time.monotonic() - began)
-            longest_gap = max(longest_gap, gaps.longest)
+            with Pipeline(target, drafts, schedule=schedule) as pipe:
+                for _ in range(CALLS):
+                    ids, text = texts[calls % len(texts)]
+                    gaps, began = Gaps(), time.monotonic()
+                    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+                    try:
+                        wrong += not torch.equal(
+                            pipe.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=gaps), text
+                        )
+                    except Exception as error:
+                        errors[f"{type(error).__name__}: {error}"[:200]] += 1
+                    faulthandler.cancel_dump_traceback_later()
+                    calls += 1
+                    longest_call = max(longest_call, time.monotonic() - began)
+                    longest_gap = max(longest_gap, gaps.longest)
+            pipelines += 1
             warned += len(caught)
             caught.clear()
         strikes.stop()
     figures.add(f"kills.{schedule}.strikes", strikes.counts.total())
+    figures.add(f"kills.{schedule}.pipelines", pipelines)
     figures.add(f"kills.{schedule}.calls", calls)
     figures.add(f"kills.{schedule}.wrong", wrong)
     figures.add(f"kills.{schedule}.errors", errors.total())

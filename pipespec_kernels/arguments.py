@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ _PER_ROW = {
     "noise.positions on a GPU": (INT32, "value"),
     "noise.inv_temperature": (FLOAT32, "value"),
     "noise.cutoff": (FLOAT32, "value"),
+    "inv_temperature": (FLOAT32, "value"),
+    "cutoff": (FLOAT32, "value"),
     "draft_inv_temperature": (FLOAT32, "value"),
     "draft_cutoff": (FLOAT32, "value"),
 }
@@ -82,7 +85,7 @@ def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int, int, t
     code = _CODES.get(logits.dtype, -1)
     if code == -1:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {logits.dtype}")
-    if code is None or type(logits) is not Tensor or not logits.is_cpu:
+    if code is None or type(logits) is not Tensor or not logits.is_cpu or logits.is_neg():
         return batch, width, vocab, None
     return batch, width, vocab, (logits.data_ptr(), code, batch, width, vocab, stride[0], stride[1])
 
@@ -250,9 +253,9 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_number(name: str, value: Any) -> None:
     """Check that a value is a number that fits in 64 bits."""
-    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+    if isinstance(value, Integral) and not -(2**63) <= int(value) < 2**63:
         raise ValueError(f"{name} must fit in 64 bits, got {value}")
 
 
@@ -270,16 +273,20 @@ def num_threads(threads: Any) -> int:
 
 
 def check_noise_values(noise: FlatNoise, rows: Iterable[int], width: int, name: str = "inv_temperature") -> None:
-    if noise[2].is_cpu:
-        scales = noise[2].tolist()
-        for row in rows:
-            if not 0 < scales[row] < math.inf:
-                raise ValueError(f"row {row}: {name} must be finite and positive, is {scales[row]}")
+    check_inv_temperature(noise[2], rows, name)
     if noise[1].is_cpu:
         positions = noise[1].tolist()
         for row in rows:
             if not 0 <= positions[row] <= 2**63 - 1 - width:
                 raise ValueError(f"row {row}: positions must not be negative, is {positions[row]}")
+
+
+def check_inv_temperature(values: Tensor, rows: Iterable[int], name: str = "inv_temperature") -> None:
+    if values.is_cpu:
+        scales = values.tolist()
+        for row in rows:
+            if not 0 < scales[row] < math.inf:
+                raise ValueError(f"row {row}: {name} must be finite and positive, is {scales[row]}")
 
 
 def check_count_values(query_lens: Tensor, num_draft_tokens: Tensor, width: int) -> None:

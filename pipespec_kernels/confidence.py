@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native
+from pipespec_kernels.arguments import check_logits, per_row
 
 PER_LOGIT: float = _native.CONFIDENCE_PER_LOGIT
 CENTRE: float = _native.CONFIDENCE_CENTRE
@@ -51,9 +52,22 @@ def confidence(
         uint8 ``[B, Q]`` on the CPU: entry ``[r, j]`` is that of ``selected[r, j]``; 0 where nothing is selected, and where the logits are no distribution.
 
     Raises:
-        ValueError: counts or ids are out of range.
+        TypeError: a dtype that is not supported.
+        ValueError: shapes, devices, counts or ids that do not fit.
     """
-    rows, width, vocabulary = logits.shape
+    rows, width, vocabulary, _ = check_logits(logits)
+    if (
+        selected.dtype is not torch.int32
+        or selected.shape != (rows, width)
+        or not (selected.is_cpu and selected.is_contiguous())
+    ):
+        shown = f"{selected.dtype} {tuple(selected.shape)} on {selected.device}"
+        raise ValueError(f"selected must be contiguous int32 {(rows, width)} on the CPU, got {shown}")
+    for name, values in (("query_lens", query_lens), ("num_draft_tokens", num_draft_tokens)):
+        if np.shape(values) != (rows,):
+            raise ValueError(f"{name} must be [{rows}], one count per row, got shape {np.shape(values)}")
+    if inv_temperature is not None:
+        inv_temperature = per_row("inv_temperature", inv_temperature, (rows,), torch.device("cpu"))
     lens = np.ascontiguousarray(query_lens, dtype=np.int32)
     drafts = np.ascontiguousarray(num_draft_tokens, dtype=np.int32)
     out = torch.zeros((rows, width), dtype=torch.uint8, device="cpu")

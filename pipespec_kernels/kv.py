@@ -27,6 +27,7 @@ _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Dtypes that the native code computes with, with its names.
 NATIVE_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
+_PLAIN = (Tensor, torch.nn.Parameter)
 MOST_DIM = 256  # of the kernels
 MOST_GATHERED = 1024
 
@@ -158,7 +159,7 @@ def is_plain(*tensors: Any, optional: tuple[Any, ...] = (), dense: bool = True) 
     if dtype not in _FLOATS:
         return False
     return all(
-        type(x) is Tensor and x.dtype is dtype and x.is_cpu and (not dense or x.is_contiguous())
+        type(x) in _PLAIN and x.dtype is dtype and x.is_cpu and not x.is_neg() and (not dense or x.is_contiguous())
         for x in (*tensors, *(x for x in optional if x is not None))
     )
 
@@ -370,7 +371,7 @@ def verify_attention(
             need different ones. Not used in a traced call and where torch computes.
         window: the number of last keys that a column sees, its own included; at least 1. Keys before the window of every column are not read.
             None: all.
-        softcap: a positive number ``c``: the score ``s`` becomes ``c * tanh(s / c)``. None: it stays.
+        softcap: a number ``c``, 1e-30 .. 1e30: the score ``s`` becomes ``c * tanh(s / c)``. None: it stays.
 
     Returns:
         ``[B, Hq, Q, D]`` in the dtype of ``q``; without ``out`` a view of ``[B, Q, Hq, D]``, which is contiguous.
@@ -515,8 +516,8 @@ def _check_attention(
         raise TypeError(f"window must be an integer, got {window}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, is {window}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, is {softcap}")
+    if softcap is not None and not 1e-30 <= softcap <= 1e30:
+        raise ValueError(f"softcap must be 1e-30 .. 1e30, is {softcap}; leave it out for scores without a cap")
 
 
 def _check_out(out: Any, q: Tensor) -> None:
@@ -645,6 +646,8 @@ def _check(
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like {like}, is on {tensor.device}")
+    if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
+        raise ValueError(f"{name} must have its values in memory, and is a negated view: pass {name}.resolve_neg()")
 
 
 def _dense(tensor: Tensor, name: str) -> None:

@@ -86,7 +86,7 @@ def add_rms_norm(
         >>> add_rms_norm(torch.tensor([[1.0, 5.0]]), torch.tensor([[2.0, -1.0]]), torch.tensor([1.0, 10.0]), 0.0)
         (tensor([[ 0.8485, 11.3137]]), tensor([[3., 4.]]))
     """
-    _refuse_gradients("add_rms_norm", x, residual, weight, bias)
+    _refuse_gradients("add_rms_norm", x, residual, weight, bias, out, residual_out)
     if not traced(x):
         return _run_add_rms_norm(x, residual, weight, eps, one_plus_weight, bias, out, residual_out)
     _check_outs(x, residual, out, residual_out)
@@ -273,7 +273,7 @@ def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = 
         >>> silu_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
         tensor([[0.0000, 1.4621]])
     """
-    _refuse_gradients("silu_mul", gate_up)
+    _refuse_gradients("silu_mul", gate_up, out)
     if not traced(gate_up):
         return _silu_mul(gate_up, activation, out)
     if out is not None:
@@ -341,7 +341,7 @@ def _plain_silu_mul(gate_up: Tensor, activation: str, out: Tensor | None) -> Ten
     if not is_plain(gate_up, optional=(out,)) or (native := _native(gate_up)) is None:
         return None
     shape, code = gate_up.shape, NATIVE_DTYPES.get(gate_up.dtype)
-    number = _NATIVE_ACTIVATIONS.get(activation)
+    number = _NATIVE_ACTIVATIONS.get(activation) if isinstance(activation, str) else None
     if code is None or number is None or not shape or shape[-1] % 2 or not (count := gate_up.numel()):
         return None
     size = shape[-1] // 2
@@ -429,7 +429,7 @@ def rope_append(
         >>> k_cache[0, 0].tolist(), v_cache[0, 0].tolist()
         ([[0.0, 0.0], [-2.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
     """
-    _refuse_gradients("rope_append", q, keys, values, cos, sin, k_cache, v_cache, q_norm, k_norm)
+    _refuse_gradients("rope_append", q, keys, values, cos, sin, k_cache, v_cache, q_norm, k_norm, out)
     given = q, keys, values, cos, sin, k_cache, v_cache, lengths, n_new
     norms = q_norm, k_norm, eps, one_plus_weight
     if not traced(k_cache):

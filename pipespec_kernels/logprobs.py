@@ -36,7 +36,7 @@ def logprobs(
 
     Args:
         logits: ``[B, Q, V]``, as for :func:`pipespec_kernels.ops.verify`.
-        selected: int32 ``[B, Q]``, as verification returns it: -1 where nothing is selected; on the CPU or on the device of ``logits``.
+        selected: int32 ``[B, Q]``, as verification returns it: -1 where nothing is selected (what is no id of the vocabulary counts as -1); on the CPU or on the device of ``logits``.
         query_lens: as for :func:`pipespec_kernels.ops.verify`.
         num_draft_tokens: likewise.
         inv_temperature: float32 ``[B]``, 1 / temperature; None: 1.
@@ -64,7 +64,7 @@ def logprobs(
     if traced(logits):
         found = call("logprobs", logits.detach(), *arguments.as_tensors(given), top_n)
         return found[0], found[1], found[2]
-    return _logprobs(logits, *given, top_n)
+    return _logprobs(logits.detach() if isinstance(logits, Tensor) else logits, *given, top_n)
 
 
 def _checked(
@@ -92,8 +92,8 @@ def _checked(
     return (
         arguments.per_row("query_lens", query_lens, (batch,), device),
         arguments.per_row("num_draft_tokens", num_draft_tokens, (batch,), device),
-        None if scale is None else arguments.per_row("noise.inv_temperature", scale, (batch,), device),
-        None if bars is None else arguments.per_row("noise.cutoff", bars, (batch, width), device),
+        None if scale is None else arguments.per_row("inv_temperature", scale, (batch,), device),
+        None if bars is None else arguments.per_row("cutoff", bars, (batch, width), device),
     )
 
 
@@ -133,6 +133,8 @@ def _logprobs(
         logits, selected, query_lens, num_draft_tokens, inv_temperature, cutoff, top_n
     )
     arguments.check_count_values(query_lens, num_draft_tokens, logits.shape[1])
+    if scale is not None:
+        arguments.check_inv_temperature(scale, arguments.busy_rows(query_lens))
     device, kernels = logits.device, dispatch.kernels(logits)
     if kernels is None:
         # On a CPU torch is vectorised, and no second form is needed.

@@ -137,7 +137,7 @@ def logprobs(
     chosen = torch.full((batch, width), -torch.inf, dtype=torch.float32, device=device)
     top_ids = torch.full((batch, width, top_n), -1, dtype=torch.int32, device=device)
     top = torch.full((batch, width, top_n), -torch.inf, dtype=torch.float32, device=device)
-    steps = torch.arange(width)
+    steps = torch.arange(width, device=num_draft_tokens.device)
     reads = (steps <= num_draft_tokens[:, None]) & (query_lens > 0)[:, None]
     rows, at = (reads & (selected.cpu() >= 0) & (selected.cpu() < vocab)).nonzero(as_tuple=True)
     columns = (query_lens - 1 - num_draft_tokens)[rows] + at
@@ -166,7 +166,7 @@ def logprobs(
             key = (order << 32) | (0x7FFFFFFF - torch.arange(vocab, device=device))
             ids = key.topk(top_n, -1).indices
         found = every.gather(1, ids)
-        kept = found > -torch.inf  # false for a NaN, too
+        kept = ~dropped.gather(1, ids) & normalizer.isfinite()
         top[rows, at] = found
         top_ids[rows, at] = torch.where(kept, ids, -1).int()
     return chosen, top_ids, top

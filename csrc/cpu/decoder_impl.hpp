@@ -406,7 +406,8 @@ inline void weigh(const float* weights, int64_t n, const unsigned char* values, 
   for (int i = 0; i < kCount; ++i) V::store(out + i * V::kLanes, sums[i]);
 }
 
-// limit * tanh(x / limit), with tanh(u) = sign(u) (1 - e^(-2 |u|)) / (1 + e^(-2 |u|))
+// limit * tanh(x / limit), with tanh(u) = sign(u) (1 - e^(-2 |u|)) / (1 + e^(-2 |u|)). That form
+// cancels where u is small; there it is x (1 + u^2 P(u^2)), with the polynomial of Cephes' tanhf.
 template <class V>
 inline typename V::F capped(typename V::F x, float limit) {
   using F = typename V::F;
@@ -414,7 +415,15 @@ inline typename V::F capped(typename V::F x, float limit) {
   const F size = V::max(x, V::subtract(zero, x));
   const F e = exponential<V>(V::multiply(size, V::broadcast(-2.0f / limit)));
   const F sign = V::where_less(x, zero, V::subtract(zero, most), most);
-  return V::multiply(sign, V::divide(V::subtract(one, e), V::add(one, e)));
+  const F large = V::multiply(sign, V::divide(V::subtract(one, e), V::add(one, e)));
+  const F u = V::multiply(size, V::broadcast(1.0f / limit)), square = V::multiply(u, u);
+  F p = V::broadcast(-5.70498872745e-3f);
+  p = V::multiply_add(p, square, V::broadcast(2.06390887954e-2f));
+  p = V::multiply_add(p, square, V::broadcast(-5.37397155531e-2f));
+  p = V::multiply_add(p, square, V::broadcast(1.33314422036e-1f));
+  p = V::multiply_add(p, square, V::broadcast(-3.33332819422e-1f));
+  const F small = V::multiply_add(V::multiply(p, square), x, x);
+  return V::where_less(u, V::broadcast(0.625f), small, large);
 }
 
 // The scores of positions begin .. end - 1 and beyond up to whole vectors; `begin` is a multiple of

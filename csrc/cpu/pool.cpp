@@ -15,9 +15,9 @@ namespace pipespec::cpu {
 namespace {
 
 constexpr int kMaxHelpers = 63;
-// Polls before a thread sleeps: a caller polls for units in progress, a helper for the next round,
-// which wakes it. They take some tens of microseconds, about as long as one unit or one futex
-// wake-up.
+// Polls before a thread sleeps: a caller polls for units in progress, a helper for the next round;
+// one of several units wakes it. They take some tens of microseconds, about as long as one unit or
+// one futex wake-up.
 constexpr int kLooks = 1000;
 
 inline void relax() {
@@ -145,7 +145,8 @@ class Pool {
     return true;
   }
 
-  // Sleeps until there are units again, or no more rounds.
+  // Sleeps until a round of several units wakes it, or until no round follows. A round of one unit
+  // is done by the caller, sooner than a helper wakes.
   void rest() {
     std::unique_lock lock(mutex_);
     resting_.fetch_add(1, std::memory_order_seq_cst);

@@ -110,7 +110,8 @@ struct Counters {
   std::uint64_t histogram[kHistogram];
 };
 
-// Writer: the stage. No other stage reads these; the caller reads the counters for its report.
+// Writer: the stage. Of these, others read the counters only: the caller for its report, the target
+// for its rate.
 struct alignas(kLine) Private {
   // Tokens whose keys and values exist.
   std::uint32_t kv;

@@ -54,8 +54,8 @@ class NgramStage {
   void trace(TraceBuffer* buffer) { port_.trace(buffer); }
   void use_confidence(bool uses) { port_.use_confidence(uses); }
 
-  // The longer the match, the surer: one bin of the calibration per length, the shortest in that of
-  // even odds.
+  // The longer the match, the surer: one bin of the calibration per length above that of even odds;
+  // the longest matches share the last bin.
   static std::uint8_t confidence_of_match(std::uint32_t length) {
     constexpr std::uint32_t kBin = (kMostConfidence + 1) / kConfidenceBins;
     return static_cast<std::uint8_t>(

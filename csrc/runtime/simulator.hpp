@@ -16,7 +16,10 @@
 
 namespace pipespec::sim {
 
-// The token that each stage chooses. Exactly one of the two is set.
+// The choice of an n-gram index that has no match: it drafts nothing there.
+inline constexpr std::uint8_t kNothing = 255;
+
+// The token that each stage chooses. Exactly one of `acceptance` and `table` is set.
 //
 // `acceptance[s]`: probability that stages s and s+1 choose the same token after the same text,
 // independent between positions, contexts and pairs. Two texts that have parted never become equal
@@ -26,10 +29,8 @@ namespace pipespec::sim {
 // draft chooses the target's token; equal numbers are equal tokens. The table replays a text, with
 // its correlations between stages and along the text. After a text that is not the target's, the
 // row of a pseudo-random position applies. Positions past the end begin again; row r of a batch
-// begins at r * tokens. kNothing, of an n-gram index: it drafts
-// nothing there. After a text that is not the target's it drafts wrong tokens: a match goes on.
-inline constexpr std::uint8_t kNothing = 255;
-
+// begins at r * tokens. After a text that is not the target's an n-gram index drafts wrong tokens,
+// since a match goes on.
 //
 // `confidence`: in the shape of `table`, what the drafts publish with these tokens
 // (protocol/confidence.hpp). Empty: not known.

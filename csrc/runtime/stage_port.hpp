@@ -181,8 +181,9 @@ class StagePort {
   std::vector<std::int32_t>& n_select() { return n_select_; }
 
  private:
-  // The lookahead that ends behind the first token of the drafts whose chance to be kept by all
-  // stages downstream is below the stage's least chance. At least 1.
+  // The lookahead that ends behind the first token of the drafts whose chance is below the stage's
+  // least chance: the product, over this token and those before it, of the chance that the next
+  // stage keeps the token. At least 1.
   std::uint32_t hopeful_lookahead(std::uint32_t row, std::uint32_t lookahead) const {
     const std::uint32_t target = block_.target();
     if (stage_ == target || lookahead <= 1) return lookahead;

@@ -98,10 +98,16 @@ def take_block(
         k = k.to(tl.float32)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAPPED:
-        # cap * tanh(x), where the score is 2 x in units of log 2: tanh(x) = (1 - e^(-2 x)) / (1 + e^(-2 x)) for x >= 0
+        # cap * tanh(x), where the score is 2 x in units of log 2: tanh(x) = (1 - e^(-2 x)) / (1 + e^(-2 x)) for x >= 0. That form cancels
+        # where x is small; there it is x + x^3 P(x^2), with the polynomial of Cephes' tanhf.
         falls = tl.exp2(-tl.abs(score))
-        capped = (1.0 - falls) / (1.0 + falls) * cap_log2
-        score = tl.where(score < 0, -capped, capped)
+        large = (1.0 - falls) / (1.0 + falls)
+        x = score * 0.34657359  # log(2) / 2
+        square = x * x
+        p = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
+        p = (p * square + 1.33314422036e-1) * square - 3.33332819422e-1
+        small = x + x * square * p
+        score = tl.where(square < 0.390625, small, tl.where(score < 0, -large, large)) * cap_log2
     visible = at[None, :] <= sees[:, None]
     if WINDOWED:
         visible &= at[None, :] > sees[:, None] - window

@@ -117,6 +117,25 @@ def test_float32_and_bfloat16_are_native(monkeypatch) -> None:
     assert calls == [torch.float16] * 2 + [torch.float64] * 2
 
 
+@pytest.mark.parametrize("softcap", [1e-30, 1e-3, 0.5, 30.0, 1e4, 1e6, 1e8, 1e30])
+def test_caps_of_any_size(softcap: float) -> None:
+    """A large cap changes nothing, a small one makes all scores equal; 1 - e^(-2 x) cancels where x is small."""
+    torch.manual_seed(1)
+    q, caches = torch.randn(1, 2, 3, 64) * 3, [torch.randn(1, 2, 40, 64) for _ in range(2)]
+    got = ops.verify_attention(q, *caches, on_device([30], CPU), softcap=softcap)
+    q64, k64, v64 = q.double(), *(c.double() for c in caches)
+    wanted = reference.verify_attention(q64, k64, v64, on_device([30], CPU), softcap=softcap).float()
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, 1e-50, 1e39, float("inf"), float("nan")])
+def test_caps_that_float32_cannot_hold(softcap: float) -> None:
+    with pytest.raises(ValueError, match=r"softcap must be 1e-30 \.\. 1e30"):
+        ops.verify_attention(
+            torch.ones(1, 1, 1, 8), *[torch.ones(1, 1, 4, 8)] * 2, on_device([2], CPU), softcap=softcap
+        )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("lengths", "fed", "message"),

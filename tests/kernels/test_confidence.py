@@ -206,3 +206,16 @@ def test_what_a_verification_costs_is_measured_again() -> None:
     draft(small, 4, 200)
     assert max(target.choose(policy, 16, 0.0, False)[0] for _ in range(31)) == 0
     assert target.choose(policy, 16, 0.0, False)[0] == 16
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    """Their addresses go to the native code."""
+    logits, one = torch.zeros(2, 1, 8), np.ones(2, dtype=np.int32)
+    selected = torch.zeros(2, 1, dtype=torch.int32)
+    for bad in (selected.long(), selected[:1], torch.zeros(2, 2, dtype=torch.int32)[:, :1]):
+        with pytest.raises(ValueError, match="selected must be contiguous int32"):
+            confidence(logits, bad, one, one * 0)
+    with pytest.raises(ValueError, match="query_lens must be"):
+        confidence(logits, selected, one[:1], one * 0)
+    with pytest.raises(TypeError, match="inv_temperature must be float32"):
+        confidence(logits, selected, one, one * 0, torch.ones(2).double())

@@ -210,7 +210,7 @@ BAD = {
         (ValueError, "3 query heads cannot share 2", {"q": torch.ones(2, 3, 4, 16)}),
         (ValueError, "scale must be finite", {"scale": math.nan}),
         (ValueError, "window must be at least 1, is 0", {"window": 0}),
-        (ValueError, "softcap must be positive and finite, is 0.0", {"softcap": 0.0}),
+        (ValueError, "softcap must be 1e-30 .. 1e30, is 0.0", {"softcap": 0.0}),
         (ValueError, "out must have shape", {"out": NEW[:1]}),
         (ValueError, "out is written to", {"out": torch.zeros(1, 2, 4, 16).expand(2, 2, 4, 16)}),
         (TypeError, "workspace must be a tensor", {"workspace": 8}),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -228,6 +229,13 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no pair": (lambda x, n: ops.verify(x, n[:, None], n, n * 0, out=x), TypeError, "out must be a pair of tensors"),
     "complex": (lambda x, n: ops.cutoff(x, top_p=torch.ones(1) * 1j), TypeError, "top_p must be real numbers"),
     "long": (lambda x, n: ops.cutoff(x, top_k=2**70), ValueError, "top_k must fit in 64 bits"),
+    "name": (lambda x, n: ops.silu_mul(x, activation=[1]), ValueError, "activation must be one of silu"),
+    "negated": (lambda x, n: ops.silu_mul(torch._neg_view(x)), ValueError, r"gate_up .* pass gate_up.resolve_neg\(\)"),
+    "temperature": (
+        lambda x, n: ops.logprobs(x, n[:, None], n, n * 0, inv_temperature=-torch.ones(1)),
+        ValueError,
+        "row 0: inv_temperature must be finite and positive",
+    ),
     "eps": (lambda x, n: ops.add_rms_norm(x, None, x[0, 0], "1"), TypeError, "eps must be a number"),
 }
 
@@ -243,11 +251,42 @@ def test_wrong_arguments_are_named_under_a_tracer() -> None:
     """torch itself would answer with the operation's schema."""
     with FakeTensorMode():
         logits = torch.zeros(1, 1, 8)
-        for threads in ("two", True, 2**70):
+        for threads in ("two", True):
             with pytest.raises(TypeError, match=r"^threads must be an integer or None, got"):
                 ops.argmax(logits, threads=threads)
+        with pytest.raises(ValueError, match=r"^threads must fit in 64 bits"):
+            ops.argmax(logits, threads=2**70)
         with pytest.raises(TypeError, match=r"^activation must be a string, got int"):
             ops.silu_mul(logits, activation=3)
+
+
+def test_scalars_of_numpy_are_numbers() -> None:
+    x = torch.randn(1, 1, 8)
+    assert torch.equal(
+        ops.add_rms_norm(x, None, x[0, 0], np.float32(1e-6))[0], ops.add_rms_norm(x, None, x[0, 0], 1e-6)[0]
+    )
+    with FakeTensorMode():
+        ops.logprobs(
+            torch.zeros(1, 1, 8),
+            torch.ones(1, 1, dtype=torch.int32),
+            torch.ones(1, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+            top_n=np.int64(1),
+        )
+
+
+def test_gradients_are_neither_recorded_nor_passed_by() -> None:
+    x = torch.zeros(1, 1, 8, requires_grad=True)
+    n = torch.ones(1, dtype=torch.int32)
+    assert not any(found.requires_grad for found in ops.logprobs(x, n[:, None], n, n * 0, top_n=1))
+    with pytest.raises(RuntimeError, match="silu_mul has no backward pass"):
+        ops.silu_mul(torch.ones(1, 1, 16), out=x)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.trace.*deprecated")
+def test_a_trace_of_jit_records_the_operation() -> None:
+    traced = torch.jit.trace(lambda x: ops.silu_mul(x), (torch.ones(1, 8),), check_trace=False)
+    torch.testing.assert_close(traced(torch.full((1, 8), 2.0)), ops.silu_mul(torch.full((1, 8), 2.0)))
 
 
 # --- the public functions under a tracer -----------------------------------------------------------------------------

@@ -79,3 +79,20 @@ def test_probabilities_of_draws() -> None:
 def test_arguments_are_checked(change, error, message) -> None:
     with pytest.raises(error, match=message):
         ops.logprobs(**case(7) | change)
+
+
+def test_a_score_that_overflows_keeps_its_id() -> None:
+    """It reaches the cutoff: its log-probability is -inf, and its id is not -1."""
+    logits = torch.full((1, 1, 3), torch.finfo(torch.float32).min)
+    logits[0, 0, 2] = 0.0
+    one = torch.ones(1, dtype=torch.int32)
+    _, ids, top = ops.logprobs(logits, one[None], one, one * 0, inv_temperature=torch.tensor([2.0]), top_n=3)
+    assert ids.tolist() == [[[2, 0, 1]]]
+    assert top.tolist() == [[[0.0, -torch.inf, -torch.inf]]]
+
+
+def test_another_default_device() -> None:
+    given = case(1)
+    with torch.device("meta"):
+        found = ops.logprobs(**given)
+    check_close(found, oracle(given))
