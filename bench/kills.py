@@ -104,7 +104,8 @@ class Gaps:
 def measure(
     figures: Figures, schedule: str, models: list[PreTrainedModel], texts: list, seconds: float, seed: int
 ) -> None:
-    numbers, pipelines, calls, wrong, warned = random.Random(seed), 0, 0, 0, 0
+    numbers = random.Random(seed)
+    pipelines = unstarted = calls = wrong = warned = 0
     errors: Counter[str] = Counter()
     longest_call = longest_gap = 0.0
     *drafts, target = models
@@ -115,7 +116,14 @@ def measure(
         strikes.start()
         # A draft that ended is started again after a pause that grows, so a new pipeline has more processes to strike.
         while time.monotonic() < end:
-            with Pipeline(target, drafts, schedule=schedule) as pipe:
+            try:
+                started = Pipeline(target, drafts, schedule=schedule)
+            except RuntimeError as error:  # a worker was struck before it was ready
+                if "could not start" not in str(error):
+                    raise
+                unstarted += 1
+                continue
+            with started as pipe:
                 for _ in range(CALLS):
                     ids, text = texts[calls % len(texts)]
                     gaps, began = Gaps(), time.monotonic()
@@ -136,6 +144,7 @@ def measure(
         strikes.stop()
     figures.add(f"kills.{schedule}.strikes", strikes.counts.total())
     figures.add(f"kills.{schedule}.pipelines", pipelines)
+    figures.add(f"kills.{schedule}.unstarted", unstarted)
     figures.add(f"kills.{schedule}.calls", calls)
     figures.add(f"kills.{schedule}.wrong", wrong)
     figures.add(f"kills.{schedule}.errors", errors.total())
