@@ -56,6 +56,8 @@ class Strikes(threading.Thread):
     def __init__(self, random_numbers: random.Random, gap: float) -> None:
         super().__init__(name="strikes", daemon=True)
         self.counts: Counter[str] = Counter()
+        self.stops = False
+        """Whether SIGSTOP is sent, too: a start waits minutes for a worker that stops before it is ready."""
         self._random, self._gap, self._over = random_numbers, gap, threading.Event()
 
     def run(self) -> None:
@@ -75,6 +77,8 @@ class Strikes(threading.Thread):
         if not workers:
             return
         number = self._random.choice(_SIGNALS)
+        if number == signal.SIGSTOP and not self.stops:
+            return
         if templates and self._random.random() < _TEMPLATE:
             self._signal("template", self._random.choice(templates), number)
         else:
@@ -123,6 +127,7 @@ def measure(
                     raise
                 unstarted += 1
                 continue
+            strikes.stops = True
             with started as pipe:
                 for _ in range(CALLS):
                     ids, text = texts[calls % len(texts)]
@@ -138,6 +143,7 @@ def measure(
                     calls += 1
                     longest_call = max(longest_call, time.monotonic() - began)
                     longest_gap = max(longest_gap, gaps.longest)
+                strikes.stops = False
             pipelines += 1
             warned += len(caught)
             caught.clear()
