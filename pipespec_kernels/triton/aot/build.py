@@ -111,7 +111,7 @@ def build(models: Sequence[Model], dtype: torch.dtype, archs: Sequence[int], out
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         cache, ready = Path(temporary, "cache"), Path(temporary, "ready")
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, spawn, _start, (str(cache), _libcuda(Path(temporary)))) as pool:
+        with ProcessPoolExecutor(processes, spawn, _start, (str(cache), libcuda(Path(temporary)))) as pool:
             jobs = {pool.submit(_compile, *v, arch): v for arch, of_arch in wanted.items() for v in of_arch}
             try:
                 for done in as_completed(jobs):
@@ -157,7 +157,7 @@ def _compile(module: str, name: str, specialization: str, arch: int) -> None:
         CudaLauncher(kernel.src, kernel.metadata)
 
 
-def _libcuda(folder: Path) -> str | None:
+def libcuda(folder: Path) -> str | None:
     """A folder with a library to link launchers with, where there is no driver; None where there is one.
 
     Launchers name the library, ``libcuda.so.1``, and not where it was. A device's own is loaded in its place.
