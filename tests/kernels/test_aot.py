@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -36,8 +35,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the two kernels of :mod:`.first_call`."""
     folder = tmp_path_factory.mktemp("aot") / "built"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "serve", lambda models, dtype: first_call.calls("meta"))
-        build.build((), torch.bfloat16, [first_call.ARCH], folder, 1)
+        patch.setattr(calls, "serve", lambda workload: first_call.calls("meta"))
+        build.build(calls.Workload(()), [first_call.ARCH], folder, 1)
     return folder
 
 

@@ -39,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FILE",
         help="config.json of each model of the chain, or its folder; default: Llama 3's 1B and 8B",
     )
-    building.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the models")
+    building.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the models"
+    )
     building.add_argument("--out", type=Path, default=aot.folder(), help="default: %(default)s")
     building.add_argument("--processes", type=int, default=build.usable_cores(), help="default: %(default)s")
     commands.add_parser("state", help="what there is, and whether it fits")
@@ -55,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
     try:
         models = tuple(map(calls.read_config, options.config)) if options.config else calls.DEFAULT
-        build.build(models, getattr(torch, options.dtype), sorted(set(archs)), options.out, options.processes)
+        workload = calls.Workload(models, getattr(torch, options.dtype))
+        build.build(workload, sorted(set(archs)), options.out, options.processes)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

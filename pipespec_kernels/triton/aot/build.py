@@ -24,14 +24,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from pipespec_kernels.triton import aot, launch
 from pipespec_kernels.triton.aot import calls
-from pipespec_kernels.triton.aot.calls import Model
+from pipespec_kernels.triton.aot.calls import Workload
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 188}
 """Of the largest device of each architecture. They decide over the division of rows, and so over a few variants only."""
@@ -75,8 +74,8 @@ def pretended(arch: int) -> Any:
         driver._active = None  # reset_active() fails where there is no GPU
 
 
-def variants(models: Sequence[Model], dtype: torch.dtype, arch: int) -> list[Variant]:
-    """What the calls of these models compile for an architecture. Compiles nothing."""
+def variants(workload: Workload, arch: int) -> list[Variant]:
+    """What the calls of a workload compile for an architecture. Compiles nothing."""
     found: dict[Variant, None] = {}
 
     def stop(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -87,13 +86,13 @@ def variants(models: Sequence[Model], dtype: torch.dtype, arch: int) -> list[Var
     before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, stop
     try:
         with pretended(arch):
-            calls.serve(tuple(models), dtype)
+            calls.serve(workload)
     finally:
         triton.knobs.runtime.jit_cache_hook = before
     return list(found)
 
 
-def build(models: Sequence[Model], dtype: torch.dtype, archs: Sequence[int], out: Path, processes: int) -> None:
+def build(workload: Workload, archs: Sequence[int], out: Path, processes: int) -> None:
     """Compile everything for all ``archs`` and replace the folder ``out``.
 
     Raises:
@@ -106,7 +105,7 @@ def build(models: Sequence[Model], dtype: torch.dtype, archs: Sequence[int], out
     if out.exists() and any(out.iterdir()) and not (out / aot.MANIFEST).is_file():
         raise ValueError(f"{out} is not empty and has no {aot.MANIFEST}: give a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = {arch: variants(models, dtype, arch) for arch in archs}
+    wanted = {arch: variants(workload, arch) for arch in archs}
     # On the same disk, so that the folder appears at once.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         cache, ready = Path(temporary, "cache"), Path(temporary, "ready")
@@ -122,8 +121,8 @@ def build(models: Sequence[Model], dtype: torch.dtype, archs: Sequence[int], out
         _keep(cache, ready)
         manifest = aot.versions() | {
             "kernels": {f"sm_{arch}": len(of_arch) for arch, of_arch in wanted.items()},
-            "dtype": str(dtype).removeprefix("torch."),
-            "models": [asdict(model) for model in models],
+            "dtype": str(workload.dtype).removeprefix("torch."),
+            "models": [asdict(model) for model in workload.models],
         }
         (ready / aot.MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         if out.exists():

@@ -6,6 +6,7 @@ which variants there are.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from pipespec_kernels.triton import Workspace
 
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 WIDTHS = tuple(range(1, 18))
+PREFILLS = (32, 64, 128)
+"""Columns in which a prompt is fed. More need no other kernel: a tile has no more than 128 pairs of a column and a head."""
 CAPACITIES = (16, 4096)
 """Positions of the storage: short ones are read by one block of threads, whose kernel is another."""
 FILTERS = (("top_k",), ("top_p",), ("top_k", "top_p"), ("min_p",))
@@ -85,25 +88,43 @@ def read_config(path: Path) -> Model:
         raise ValueError(f"{path} is not the config.json of a model: {type(error).__name__}: {error}") from error
 
 
-def serve(models: tuple[Model, ...], dtype: torch.dtype) -> None:
-    """Make all calls of these models once. A chain that penalises has float32 logits, so they are among the calls."""
+@dataclass(frozen=True)
+class Workload:
+    """What a process serves.
+
+    Attributes:
+        models: of the chain, drafts and target.
+        dtype: of their weights and logits.
+        batches, widths: rows, and columns of a step.
+    """
+
+    models: tuple[Model, ...] = DEFAULT
+    dtype: torch.dtype = torch.bfloat16
+    batches: tuple[int, ...] = BATCHES
+    widths: tuple[int, ...] = WIDTHS
+
+
+def serve(workload: Workload) -> None:
+    """Make all calls of a workload once. A chain that penalises has float32 logits, so they are among the calls."""
+    dtype = workload.dtype
     with torch.device("meta"), torch.no_grad():
-        for batch in BATCHES:
-            for width in WIDTHS:
-                for vocab in sorted({model.vocab for model in models}):
-                    for dtype_of_logits in {dtype, torch.float32}:
-                        _select(batch, width, vocab, dtype_of_logits)
-                    _penalize(batch, width, vocab)
-                for model in models:
-                    for capacity in CAPACITIES:
-                        if capacity >= width:
-                            _attend(model, batch, width, capacity, dtype)
-                    _mix(model, batch * width, dtype)
+        for batch, width in itertools.product(workload.batches, workload.widths):
+            for vocab in sorted({model.vocab for model in workload.models}):
+                for dtype_of_logits in {dtype, torch.float32}:
+                    _select(batch, width, vocab, dtype_of_logits)
+                _penalize(batch, width, vocab)
+            for model in workload.models:
+                _mix(model, batch * width, dtype)
+        for batch, width in itertools.product(workload.batches, (*workload.widths, *PREFILLS)):
+            for model, capacity in itertools.product(workload.models, CAPACITIES):
+                if capacity >= width:
+                    _attend(model, batch, width, capacity, dtype)
 
 
-def _rows(batch: int) -> tuple[Tensor, ...]:
+def _rows(batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """Lengths, ``query_lens`` and ``num_draft_tokens``: rows of one buffer, so that they are not aligned."""
-    return torch.empty((4, batch), dtype=torch.int32).unbind()[1:]
+    _, lengths, query_lens, num_draft_tokens = torch.empty((4, batch), dtype=torch.int32).unbind()
+    return lengths, query_lens, num_draft_tokens
 
 
 def _filters(batch: int) -> Iterator[dict[str, Any]]:
@@ -114,8 +135,8 @@ def _filters(batch: int) -> Iterator[dict[str, Any]]:
 def _select(batch: int, width: int, vocab: int, dtype: torch.dtype) -> None:
     logits = torch.empty((batch, width, vocab), dtype=dtype)
     tokens = torch.empty((batch, width), dtype=torch.int32)
-    lengths, *counts = _rows(batch)
-    query_lens, num_draft_tokens = counts
+    lengths, query_lens, num_draft_tokens = _rows(batch)
+    counts = query_lens, num_draft_tokens
     scale, bars = torch.empty(batch), torch.empty((batch, width))
     seeds, undrawn = torch.empty((2, batch), dtype=torch.int64).unbind()
     out = torch.empty((batch, width), dtype=torch.int32), torch.empty(batch, dtype=torch.int32)
@@ -127,15 +148,17 @@ def _select(batch: int, width: int, vocab: int, dtype: torch.dtype) -> None:
             logits, inv_temperature=scale, query_lens=query_lens, num_draft_tokens=num_draft_tokens, out=bars, **filters
         )
     for cutoff in (None, bars):
-        noise = Noise(seeds, lengths, scale, cutoff, offset=1)
-        for noted in (None, undrawn):  # of a draft, of the target
-            kernels.verify(logits, tokens, *counts, noise=noise, undrawn=noted, out=out, **options)
+        # A captured step adds nothing to its int32 lengths. Otherwise positions come from the host.
+        for positions, offset in ((lengths, 1), (lengths.long(), 0)):
+            noise = Noise(seeds, positions, scale, cutoff, offset=offset)
+            for noted in (None, undrawn):  # of a draft, of the target
+                kernels.verify(logits, tokens, *counts, noise=noise, undrawn=noted, out=out, **options)
         kernels.logprobs(logits, out[0], *counts, scale, cutoff, 1)
     kernels.logprobs(logits, out[0], *counts, None, None, 1)
 
 
 def _penalize(batch: int, width: int, vocab: int) -> None:
-    lengths, *counts = _rows(batch)
+    _, query_lens, num_draft_tokens = _rows(batch)
     numbers = torch.empty((3, batch)).unbind()
     history = torch.empty((batch, 4096), dtype=torch.int32)
     workspace = torch.empty(batch * width * vocab, dtype=torch.int32)
@@ -146,7 +169,8 @@ def _penalize(batch: int, width: int, vocab: int) -> None:
         history,
         torch.empty(batch, dtype=torch.int32),
         (*numbers, prompts, None, None),
-        *counts,
+        query_lens,
+        num_draft_tokens,
         None,
         workspace,
     )
@@ -156,18 +180,18 @@ def _attend(model: Model, batch: int, width: int, capacity: int, dtype: torch.dt
     heads, kv, dim = model.heads, model.kv_heads, model.dim
     packed = torch.empty((batch, width, heads + 2 * kv, dim), dtype=dtype).transpose(1, 2)
     queries, keys, values = packed.split((heads, kv, kv), 1)
-    storage = torch.empty((2, batch, kv, capacity, dim), dtype=dtype).unbind()
-    tables = torch.empty((2, capacity, dim), dtype=dtype).unbind()
+    k_cache, v_cache = torch.empty((2, batch, kv, capacity, dim), dtype=dtype).unbind()
+    cos, sin = torch.empty((2, capacity, dim), dtype=dtype).unbind()
     lengths = torch.empty(batch, dtype=torch.int32)
     norm = torch.empty(dim, dtype=dtype) if model.norms else None
-    turned = kernels.rope_append(queries, keys, values, *tables, *storage, lengths, q_norm=norm, k_norm=norm)
-    kernels.kv_append(keys, values, *storage, lengths)
+    turned = kernels.rope_append(queries, keys, values, cos, sin, k_cache, v_cache, lengths, q_norm=norm, k_norm=norm)
+    kernels.kv_append(keys, values, k_cache, v_cache, lengths)
     out = torch.empty((batch, width, heads, dim), dtype=dtype).transpose(1, 2)
     workspace = torch.empty(2 * batch * kv, dtype=torch.int32)
     for window in (None, 16) if model.windowed else (None,):
         for invariant in (False, True):
-            options: dict[str, Any] = {"invariant": invariant, "window": window}
-            kernels.verify_attention(turned, *storage, lengths, out=out, workspace=workspace, **options)
+            options: dict[str, Any] = {"invariant": invariant, "window": window, "out": out, "workspace": workspace}
+            kernels.verify_attention(turned, k_cache, v_cache, lengths, **options)
 
 
 def _mix(model: Model, rows: int, dtype: torch.dtype) -> None:
