@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from pipespec_kernels import collect_env
 from pipespec_kernels.triton import aot
 from pipespec_kernels.triton.aot import build, calls
 from pipespec_kernels.triton.aot.__main__ import main
@@ -88,6 +89,13 @@ def test_states(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for text in ("no JSON", "[]", "{}"):
         (tmp_path / aot.MANIFEST).write_text(text)
         assert str(aot.state(tmp_path)).startswith("unreadable (")
+
+
+def test_doctor_has_the_state(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(aot.VARIABLE, str(built))
+    assert collect_env()["ahead_of_time"] == "2 for sm_90"
+    monkeypatch.setitem(sys.modules, "pipespec_kernels.triton.aot", None)
+    assert collect_env()["ahead_of_time"].startswith("none, Triton does not import: ")
 
 
 def test_refusals(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

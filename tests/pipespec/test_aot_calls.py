@@ -36,6 +36,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"do_sample": True, "top_k": 20, "top_p": 0.9},
     {"do_sample": True, "top_k": 0, "min_p": 0.1},
     {"do_sample": False, "repetition_penalty": 1.2},
+    {"do_sample": False, "logit_bias": {5: 1.0}},
     {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2},
 )
 
