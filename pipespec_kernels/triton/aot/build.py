@@ -179,6 +179,7 @@ def libcuda(folder: Path) -> str | None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-500:]}")
+    (folder / "libcuda.so").symlink_to(library.name)  # what Triton 3.5 links with
     return str(folder)
 
 
