@@ -125,7 +125,7 @@ PARTS = (
         "kernel",
         required=False,
     ),
-    _figures("variants", "variants", 40, 30, required=False),
+    _figures("variants", "variants", 75, 30, required=False),
     _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 1, 200, 120, 45, required=False),
 )
 

@@ -502,7 +502,7 @@ def verify_attention(
     if cut.span:
         splits = triton.cdiv(capacity, cut.span)
     elif splits is None:
-        wanted = 2 * launch.multiprocessors(q.device) if q.is_cuda else 1
+        wanted = 1 if q.is_cpu else 2 * launch.multiprocessors(q.device)
         splits = max(1, wanted // (batch * heads * tiles))
     splits = max(1, min(splits, triton.cdiv(capacity, cut.block_n)))
     block_d = max(16, triton.next_power_of_2(dim))

@@ -56,8 +56,16 @@ def cut(config: Config, vocab: int) -> Cut:
     return Cut(-(-tiles // per_split), per_split * block)
 
 
-@functools.cache
+compiled_for: int | None = None
+"""While kernels are compiled ahead of time: multiprocessors of the device to come. Tensors are on the meta device then. None: kernels run."""
+
+
 def multiprocessors(device: torch.device) -> int:
+    return _multiprocessors(device) if compiled_for is None else compiled_for
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -75,7 +83,7 @@ def choose_config(rows: int, vocab: int, multiprocessors: int, busy: bool) -> Co
 
 
 def default_config(rows: int, vocab: int, device: torch.device, busy: bool) -> Config:
-    if device.type != "cuda":
+    if device.type == "cpu":
         # In the interpreter an operation has the same cost at every width.
         return Config(min(1 << 15, max(16, 1 << (vocab - 1).bit_length())), 1, 1)
     return choose_config(rows, vocab, multiprocessors(device), busy)
@@ -127,7 +135,7 @@ def check_device(device: torch.device, what: str) -> None:
     if INTERPRETED:
         if device.type != "cpu":
             raise ValueError(f"TRITON_INTERPRET is set: {what} must be on the CPU, is on {device}")
-    elif device.type != "cuda":
+    elif device.type != ("cuda" if compiled_for is None else "meta"):
         raise ValueError(f"{what} must be on a GPU, is on {device} (on the CPU use pipespec_kernels.ops)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 from collections import defaultdict
@@ -16,8 +15,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from pipespec_kernels.noise import Noise
-from pipespec_kernels.triton import Workspace, cutoff, rejection_sample, verify
-from pipespec_kernels.triton.launch import choose_config
+from pipespec_kernels.triton import Workspace, cutoff, launch, rejection_sample, verify
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"), reason="the interpreter compiles nothing"
@@ -48,13 +46,8 @@ def test_batches_and_widths_share_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         seen[kernel.__name__].add(variant(kernel, args, options))
 
-    def config(rows: int, vocab: int, device: torch.device, busy: bool) -> Any:
-        return choose_config(rows, vocab, MULTIPROCESSORS, busy)
-
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr("pipespec_kernels.triton.launch.check_device", lambda device, what: None)
-    for name in ("verify", "rejection_sample"):
-        monkeypatch.setattr(importlib.import_module(f"pipespec_kernels.triton.{name}"), "default_config", config)
+    monkeypatch.setattr(launch, "compiled_for", MULTIPROCESSORS)
     with torch.device("meta"):
         for batch, width in itertools.product(range(1, 65), range(1, 18)):
             logits = torch.empty(batch, width, VOCABULARY, dtype=torch.bfloat16)

@@ -106,7 +106,14 @@ def test_an_unknown_command_is_a_usage_error(capsys):
 def test_doctor_says_that_all_works(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for expected in ("native module", "schedule workers", "default schedule", "bundled family", "torch"):
+    for expected in (
+        "native module",
+        "schedule workers",
+        "default schedule",
+        "bundled family",
+        "torch",
+        "ahead-of-time kernels",
+    ):
         assert expected in out
 
 
