@@ -103,6 +103,8 @@ class BasePipeline:
 
     _driver: Decoder
     _group: ForwardGroup | None = None
+    _is_placed = False
+    """Whether the driver moves the target's hidden states between the devices of its parts."""
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
         self.models = list(models)
@@ -326,7 +328,7 @@ class BasePipeline:
         with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()
-            check_runnable(self.models)  # they may have been moved or cast since
+            check_runnable(self.models, target_is_placed=self._is_placed)  # they may have been moved or cast since
             generation = Generation(
                 self.target,
                 input_ids,
