@@ -55,7 +55,7 @@ from pipespec.observe.text import notify_reader_of_failure
 from pipespec.planning.auto import AutoDriver, check_measurable
 from pipespec.planning.drafts import make_drafts
 from pipespec.planning.planner import Plan
-from pipespec.preflight.checks import check_chain, check_exact, check_rope
+from pipespec.preflight.checks import check_chain, check_exact, check_recurrent, check_rope
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.memory import check_memory
 from pipespec.preflight.placement import arrange
@@ -328,7 +328,9 @@ class BasePipeline:
         with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()
-            check_runnable(self.models, target_is_placed=self._is_placed)  # they may have been moved or cast since
+            # They may have been moved, cast or hooked since.
+            check_runnable(self.models, target_is_placed=self._is_placed)
+            check_recurrent(self.models, target_is_placed=self._is_placed)
             generation = Generation(
                 self.target,
                 input_ids,
