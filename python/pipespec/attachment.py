@@ -70,10 +70,10 @@ class _Generate:
 
 
 def _has_effect(name: str, value: Any) -> bool:
-    """Whether an argument of pipespec's own changes the text."""
+    """Whether an argument of pipespec's own changes the text or the result: ``logprobs=0`` asks for those of the generated tokens."""
     value = plain_number(value)
     is_empty = isinstance(value, (int, float, Mapping)) and not value
-    return value is not None and (name == "seed" or not is_empty)
+    return value is not None and (name in ("seed", "logprobs") or not is_empty)
 
 
 class _Plain:

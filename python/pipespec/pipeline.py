@@ -55,7 +55,7 @@ from pipespec.observe.text import notify_reader_of_failure
 from pipespec.planning.auto import AutoDriver, check_measurable
 from pipespec.planning.drafts import make_drafts
 from pipespec.planning.planner import Plan
-from pipespec.preflight.checks import check_chain, check_exact, check_rope
+from pipespec.preflight.checks import check_chain, check_exact, check_recurrent, check_rope
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.memory import check_memory
 from pipespec.preflight.placement import arrange
@@ -103,6 +103,8 @@ class BasePipeline:
 
     _driver: Decoder
     _group: ForwardGroup | None = None
+    _is_placed = False
+    """Whether the driver moves the target's hidden states between the devices of its parts."""
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
         self.models = list(models)
@@ -326,7 +328,9 @@ class BasePipeline:
         with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()
-            check_runnable(self.models)  # they may have been moved or cast since
+            # They may have been moved, cast or hooked since.
+            check_runnable(self.models, target_is_placed=self._is_placed)
+            check_recurrent(self.models, target_is_placed=self._is_placed)
             generation = Generation(
                 self.target,
                 input_ids,

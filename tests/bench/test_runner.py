@@ -372,6 +372,10 @@ def test_several_modules_are_rows_that_name_their_anchors(tmp_path: Path) -> Non
     assert [s.key for s in found[1:]] == ["spd-all-n4", "spd-ends-n4", "spd-ngram-n2", "spd-ngram-n3"]
     assert [s.axes["anchors"] for s in found[1:3]] == [[0, 3, 6, 9, 11], [0, 11]]
     assert all(s.not_measured is None for s in found)
+    twin = tmp_path / "other" / "all"
+    shutil.copytree(folders[0], twin)
+    found = systems_of(BenchConfig(systems=("spd",), module=(*folders, str(twin)), drafters=("module",)), [])
+    assert [s.key for s in found[1:]] == ["spd-all-0-n4", "spd-ends-n4", "spd-all-2-n4"]
     with pytest.raises(FileNotFoundError, match="holds no draft module"):
         systems_of(BenchConfig(systems=("spd",), module=(str(tmp_path / "none"),)), [])
 

@@ -191,6 +191,15 @@ def test_own_arguments_without_effect_are_left_out(model, own):
     pipespec.detach(model)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_log_probabilities_of_beams_are_refused(model, count):
+    pipespec.attach(model, noisy(model, 0.1), schedule="lockstep")
+    options = {"max_new_tokens": 6, "num_beams": 2, "return_dict_in_generate": True, "logprobs": count}
+    with pytest.raises(NotImplementedError, match="num_beams"):
+        model.generate(torch.tensor([[5, 6, 7]]), **options)
+    pipespec.detach(model)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_unsupported_calls_are_refused_on_request(model, name):
     pipespec.attach(model, noisy(model, 0.1), schedule="lockstep", unsupported="raise")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 import pipespec
 from pipespec import Pipeline, SpeedWarning, TokenMatcher
 from pipespec.demo import family_path
+from pipespec.drivers.base import StageFailure
 from pipespec.engine.grammar import Grammar
 from pipespec.engine.sampling import Sampler, SamplingParams
 from pipespec.spd import SpeculativePipeline
@@ -316,6 +317,38 @@ def test_a_grammar_for_another_vocabulary(target) -> None:
         ValueError, match=r"for the target's 40 tokens \(should be \(batch_size, 9\)\): make it for as many"
     ):
         Pipeline(target).generate(torch.tensor([[5, 6]]), max_new_tokens=2, grammar=Narrow(3))
+
+
+class Forgetful(Classes):
+    """Does not roll back."""
+
+    def rollback(self, num_tokens: int = 1) -> None:
+        raise RuntimeError("at most 0 tokens")
+
+
+class Strict(Classes):
+    def accept_token(self, token_id: int) -> bool:
+        raise KeyError(token_id)
+
+
+@pytest.mark.parametrize(
+    ("matcher", "message"),
+    [
+        (
+            Forgetful,
+            r"row 1 does not take back its last tokens, \d of them \(at most 0 tokens\): .* a larger rollback limit",
+        ),
+        (Strict, r"row 1 fails at token \d+ \(\d+\): accept_token\(\) returns False"),
+    ],
+)
+def test_a_matcher_that_raises(target, matcher, message) -> None:
+    """The call is refused by name, also if the draft's step is the first to fail."""
+    options = {"max_new_tokens": 9, "eos_token_id": END, "do_sample": False, "grammar": [None, matcher(9)]}
+    with Pipeline(target, [noisy(target, 0.3)], schedule="lockstep") as pipe:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StageFailure)
+            with pytest.raises(ValueError, match=message):
+                pipe.generate(torch.tensor([[5, 6], [7, 8]]), **options)
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,22 @@ def test_with_stopping_criteria(target, call, how) -> None:
     check_logprobs(target, ids, out, options["eos_token_id"])
 
 
-def test_no_room_at_fixed_addresses(target, call, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+    ],
+    ids=["GPU", "CPU"],
+)
+def test_no_room_at_fixed_addresses(target, call, monkeypatch, error) -> None:
     """Then the call runs step by step, where the room grows with the text."""
     ids, options = call
 
     def full(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(buffers.StaticRecord, "__init__", full)
     with Pipeline(target, [noisy(target, 0.02)], schedule="lockstep", graphs=True) as pipe:

@@ -319,5 +319,27 @@ def test_modules_that_compute_something_else(monkeypatch):
         Pipeline(target, schedule="plain").generate(text(1, 4), max_new_tokens=2)
 
 
+@pytest.mark.parametrize("where", ["the model", "the base", "a layer", "the module"])
+def test_hooks_that_come_later(where):
+    """What the model does since the pipeline was made, and no call of its layers would do, is refused by name."""
+    target = make(ONE, seed=3)
+    layer = target.model.layers[0]
+    module = {"the model": target, "the base": target.model, "a layer": layer, "the module": layer.linear_attn}[where]
+    pipes = [Pipeline(target, schedule="plain"), SpeculativePipeline(target, stages=2)]
+    wanted = [pipe.generate(text(1, 4), max_new_tokens=3, do_sample=False) for pipe in pipes]
+    handle = module.register_forward_hook(lambda module, args, output: None)
+    for pipe in pipes:
+        with pytest.raises(TypeError, match=r"target is a Qwen3NextForCausalLM: .* hooks or .* remove them"):
+            pipe.generate(text(1, 4), max_new_tokens=3)
+    handle.remove()
+    own = module.forward
+    module.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    with pytest.raises(TypeError, match=r"hooks or .* remove them"):
+        pipes[0].generate(text(1, 4), max_new_tokens=3)
+    del module.forward
+    for pipe, before in zip(pipes, wanted, strict=True):
+        assert torch.equal(pipe.generate(text(1, 4), max_new_tokens=3, do_sample=False), before)
+
+
 def test_names_are_those_of_the_families():
     assert all(name in FAMILIES or name in LACKING for name in (ONE, "qwen3_5, recurrent", "qwen3_5_moe, recurrent"))

@@ -6,15 +6,22 @@ import copy
 import os
 import signal
 import threading
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pipespec.drivers.base import StageFailure
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.chain import AsynchronousChain
+from pipespec.models import devices
+from pipespec.spd import SpeculativePipeline, pipeline
+from pipespec.spd.chain import AsynchronousChain, ChainDrafter
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.test_forks import Child
+from tests.pipespec.tiny_models import model_of
 from tests.spd.drafters import Blind, Failing
+from tests.trials import PROFILE
 
 LAYERS = 4
 NEW = 16
@@ -94,6 +101,40 @@ def test_only_models_run_ahead(model, drafter):
         SpeculativePipeline(model, drafter, stages=2, draft_schedule="streams")
 
 
+def test_a_fork_has_a_chain_of_its_own(chained):
+    parents = chained.drafter
+    child = chained._driver.for_fork().drafter
+    assert type(child) is AsynchronousChain
+    assert child._driver.block is not parents._driver.block
+    assert child._most == parents._most
+    child.close()
+    for other in (ChainDrafter(parents.models), Blind(320)):
+        assert type(other.for_fork()) is type(other)
+        assert (other.for_fork() is other) == isinstance(other, Blind)
+    if PROFILE == "nightly":  # the processes of a child take seconds to start
+        drafts_in_a_fork(chained)
+        assert chained.drafter is parents
+
+
+def drafts_in_a_fork(chained):
+    """A child's processes draft as the parent's do."""
+    ids = torch.tensor([[5, 6, 7]])
+    wanted = chained.generate(ids, max_new_tokens=200, do_sample=False)
+
+    def body():
+        for _ in range(20):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", StageFailure)
+                assert torch.equal(chained.generate(ids, max_new_tokens=200, do_sample=False), wanted)
+            if chained.report.accepted:
+                break
+        assert chained.report.accepted
+        chained.close()
+
+    Child(body).check()
+    assert torch.equal(chained.generate(ids, max_new_tokens=200, do_sample=False), wanted)
+
+
 # ---- stages on devices of their own
 
 
@@ -169,6 +210,128 @@ def test_a_stage_that_fails_and_an_interrupted_call(model, spread):
     finally:
         spread._driver.drafter = drafter
     assert torch.equal(spread.generate(ids, max_new_tokens=NEW, do_sample=False), wanted)
+
+
+def test_stages_at_once_under_autocast(model):
+    """Autocast is a setting of the caller's thread, and holds in the stages' threads, too."""
+    draft, seen = noisy(model, 0.02), set()
+    turn = SpeculativePipeline(model, [draft], stages=2)
+    once = SpeculativePipeline(model, [draft], stages=2, devices=["cpu", "cpu"])
+    for stage in once._driver.stages:
+        stage.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    for ids, options in calls():
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = [
+                pipe.generate(
+                    ids,
+                    max_new_tokens=NEW,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                    use_cache=False,
+                    **options,
+                )
+                for pipe in (turn, once)
+            ]
+        assert torch.equal(outs[0].sequences, outs[1].sequences)
+        for one, other in zip(outs[0].logits, outs[1].logits, strict=True):
+            assert torch.equal(one, other)
+    assert seen == {torch.bfloat16}
+
+
+def looks_split(monkeypatch, model, layer: int) -> None:
+    """The layers of a model from ``layer`` on are on another device, as far as it is asked. Their weights stay."""
+    real = devices.LayerDevices.of
+
+    def of(asked):
+        found = real(asked)
+        if asked is not model:
+            return found
+        other = torch.device("cpu", 0)
+        return replace(found, layers=(*found.layers[:layer], *[other] * (len(found.layers) - layer)))
+
+    monkeypatch.setattr(devices.LayerDevices, "of", of)
+    assert devices.LayerDevices.of(model).is_split
+
+
+def test_stages_on_several_devices(monkeypatch):
+    """What only a split of its own could make of the model, a pipeline that places the stages does itself; or it refuses by name."""
+    model = random_llama(3, layers=LAYERS)
+    pipe = SpeculativePipeline(model, stages=2, devices=["cpu", "cpu"])
+    turn = SpeculativePipeline(model, stages=2)
+    ids = torch.tensor([[5, 6, 7]])
+    wanted = turn.generate(ids, max_new_tokens=NEW, do_sample=False)
+    features = {"return_dict_in_generate": True, "output_hidden_states": True}
+    assert pipe.generate(ids, max_new_tokens=NEW, do_sample=False, **features).hidden_states
+    looks_split(monkeypatch, model, 2)
+    assert torch.equal(pipe.generate(ids, max_new_tokens=NEW, do_sample=False), wanted)
+    out = pipe.generate(ids, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+    assert out.past_key_values.get_seq_length() == wanted.shape[1] - 1
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported with stages on several devices"):
+            pipe.generate(ids, max_new_tokens=NEW, **{"return_dict_in_generate": True, name: True})
+    with pytest.raises(ValueError, match="spread over cpu, cpu:0, and no hook"):
+        turn.generate(ids, max_new_tokens=NEW, do_sample=False)
+
+
+def test_recurrent_stages_on_several_devices_return_no_cache(monkeypatch):
+    model = model_of("qwen3_next, recurrent")
+    pipe = SpeculativePipeline(model, stages=2, devices=["cpu", "cpu"])
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    wanted = pipe.generate(ids, **options).sequences
+    looks_split(monkeypatch, model, 2)
+    with pytest.raises(ValueError, match=r"recurrent layers.*devices=.*use_cache=False"):
+        pipe.generate(ids, **options)
+    assert torch.equal(pipe.generate(ids, use_cache=False, **options).sequences, wanted)
+
+
+def test_drafts_are_loaded_where_tokens_enter(model, tmp_path, monkeypatch):
+    """Draft models and modules given as paths, on the device of the first stage."""
+    other = torch.device("cpu", 0)
+    monkeypatch.setattr(pipeline, "stage_devices", lambda devices, partition: [other] * partition.stages)
+    config = DraftModuleConfig.for_target(model, ((0, 2), (2, 4)))
+    DraftModule.of_target(model, config).save(tmp_path / "module")
+    noisy(model, 0.02).save_pretrained(tmp_path / "draft")
+    loaded = []
+    for owner, name in ((pipeline, "load_model"), (DraftModule, "load")):
+        real = getattr(owner, name)
+
+        def watched(*args, real=real, **options):
+            loaded.append(options.get("device"))
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+    for drafter in ("module", "draft"):
+        loaded.clear()
+        pipe = SpeculativePipeline(model, tmp_path / drafter, stages=2, devices=["cpu", "cpu"])
+        assert loaded == [None, other]
+        pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=NEW, do_sample=False)
+        assert pipe.report.checked > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        (["cpu"], ValueError, "1 devices for 2 stages"),
+        ("cpu", TypeError, r"devices must be a list .* not 'cpu'; device= is one for all"),
+        (torch.device("cpu"), TypeError, "devices must be a list"),
+        (["cpu", 1], TypeError, "device must be 'cpu', 'cuda:0' or the like, not 1"),
+        (["cpu", "cuda:99"], ValueError, "device='cuda:99': torch sees"),
+        (["cpu", "meta"], ValueError, "not on meta"),
+    ],
+)
+def test_devices_that_cannot_be(model, tmp_path, monkeypatch, given, error, match):
+    """Refused before any weight is loaded."""
+    model.save_pretrained(tmp_path)
+
+    def loaded(*args, **kwargs):
+        raise AssertionError("weights were loaded")
+
+    with pytest.raises(error, match=match):
+        SpeculativePipeline(model, tmp_path, stages=2, devices=given)
+    monkeypatch.setattr(pipeline, "load_model", loaded)
+    with pytest.raises(error, match=match):
+        SpeculativePipeline(tmp_path, stages=2, devices=given)
 
 
 def test_devices_that_do_not_fit(model):

@@ -89,11 +89,24 @@ def test_messages_arrive_in_order(kind):
         sent = tensors[: number % 3]
         sender.send([number, -1, 2**40], sent)
         words, values = receiver.receive()
-        assert words[:3] == [number, -1, 2**40]
+        assert words == [number, -1, 2**40]
         assert len(values) == len(sent)
         for one, other in zip(values, sent, strict=True):
             assert torch.equal(one, other)
     assert wire.late == 0  # a receive was always posted ahead
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_a_stage_passes_on_the_words_that_it_received(kind):
+    (_, first, between), (_, onward, last) = lines(kind), lines(kind)
+    for number in range(3):
+        first.send([number, -1, 5], [torch.ones(SHAPE[1:])] * number)
+        words, tensors = between.receive()
+        onward.send(words, [tensor + 1 for tensor in tensors])
+        words, tensors = last.receive()
+        assert words == [number, -1, 5]
+        assert len(tensors) == number
+        assert (tensors == 2).all()
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])

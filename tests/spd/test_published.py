@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, rotate_half
 
+from pipespec import spd
 from pipespec.cli.main import main
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig, target_digest
@@ -125,14 +127,20 @@ def test_the_converted_module_computes_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", TARGETS[1:])
-def test_command_and_pipeline(name, tmp_path, capsys):
+def test_command_and_pipeline(name, tmp_path, capsys, monkeypatch):
     """Converted by the command, checked against the target in a folder, and run: the text is the target's."""
     target, folder, out = model_of(name), tmp_path / "target", tmp_path / "module"
     target.save_pretrained(folder)
     assert target_digest(folder) == target_digest(target)
     file = written(tmp_path, contents(name))
     assert main(["spd", "import", str(file), "--target", str(folder), "--out", str(out), "--dtype", "auto"]) == 0
-    assert f"{len(IDS)} draft tokens; use it with --stages 1 1 1 1" in capsys.readouterr().err
+    said, _, use = capsys.readouterr().err.strip().rpartition("; use it with: pipespec ")
+    assert said.endswith(f"{len(IDS)} draft tokens")
+    made = []
+    with monkeypatch.context() as patch:
+        patch.setattr(spd, "SpeculativePipeline", lambda *models, stages, **_: made.append((*models, stages)) or 1 / 0)
+        assert main([*shlex.split(use), "--prompt", "x"]) == 2
+    assert made == [(str(folder), str(out), [1, 1, 1, 1])]
     config = DraftModuleConfig.load(out)
     assert config == DraftModuleConfig.from_json(config.to_json())
     assert config.blocks is not None

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from pipespec.demo import load_family
-from pipespec.process.ranks import own_device
+from pipespec.pipeline import BasePipeline
+from pipespec.process.ranks import RankError, own_device
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd import ranks as module
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
@@ -186,7 +188,8 @@ def test_a_rank_that_hangs(found):
     """Its process sends heartbeats and no messages: all three ranks end, that one included."""
     (ranks,) = found["late"]
     assert [status for status, _ in ranks] == [1, 1, 1]
-    assert any("rank 2" in words and "took too long" in words for _, words in ranks)
+    assert any("rank 2" in words and "took too long, more than " in words for _, words in ranks)
+    assert any("raise timeout_s, on the command line --timeout" in words for _, words in ranks)
     assert all(words for _, words in ranks)
 
 
@@ -255,6 +258,43 @@ def test_interrupted_at_every_message(folder, found):
     assert (status, text) == (0, wanted[0].tolist())
     assert stopped == messages > 20
     assert others == [[0, None], [0, None]]
+
+
+class Broken:
+    """A link whose connections have broken."""
+
+    broken, world = False, 3
+
+    def __init__(self):
+        self.sent, self.closed = [], 0
+
+    def send(self, tensor, to, tag):
+        self.sent.append(to)
+        raise RankError("rank 1: sending to rank 1: the connection broke, it has ended")
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_lost_rank_leaves_open(fails):
+    """Drafter and group are closed, although no rank can be told."""
+
+    class Driver:
+        closed = 0
+
+        def close(self):
+            self.closed += 1
+            if fails:
+                raise ArithmeticError("made to fail")
+
+    pipe = object.__new__(RanksPipeline)
+    BasePipeline.__init__(pipe, [])
+    pipe._link, pipe._driver, pipe.is_controller = Broken(), Driver(), True
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        pipe.close()
+    assert pipe._link.sent == [1, 2]
+    assert (pipe._driver.closed, pipe._link.closed) == (1, 1)
 
 
 # ---- refused before anything is loaded or connected

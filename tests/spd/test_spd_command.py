@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pipespec import spd
 from pipespec.cli.main import main
 from pipespec.demo import draft_module_path, family_path, load_family
 from pipespec.spd import SpeculativePipeline
+from pipespec.spd.link import TIMEOUT_S
 
 PROMPT = "def mean(values):"
 
@@ -64,6 +66,7 @@ def test_drafts_and_stages_sampled(family, capsys, arguments, said):
         (("--stages", "four"), "stages='four': give a number, layers per stage, or 'balanced:n'"),
         (("--stages", "13"), "a model of 12 layers can be cut into 1 to 12 stages, not 13"),
         (("--transport", "nccl"), "--transport is for ranks: start this with torchrun"),
+        (("--timeout", "60"), "--timeout is for ranks: start this with torchrun"),
         (("--draft", "ngram", "--schedule", "workers"), "draft_schedule='workers' is for models that draft"),
         (("--draft", "ngram", "--stages", "2", "--device", "cpu", "cpu", "cpu"), "3 devices for 2 stages"),
     ],
@@ -75,8 +78,35 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ((), {"transport": "gloo"}),
+        (("--timeout", "60", "--transport", "nccl"), {"transport": "nccl", "timeout_s": 60.0}),
+    ],
+)
+def test_options_of_ranks(capsys, monkeypatch, arguments, given):
+    def made(target, drafter, *, transport, **options):
+        assert {"transport": transport} | {k: v for k, v in options.items() if k == "timeout_s"} == given
+        raise ValueError("made")
+
+    monkeypatch.setattr(spd, "RanksPipeline", made)
+    monkeypatch.setenv("RANK", "0")
+    assert generate("--draft", "ngram", *arguments) == 2
+    assert "error: made" in capsys.readouterr().err
+    assert generate("--draft", "ngram", "--timeout", "0") == 2
+    assert "--timeout must be a number of seconds above 0, not 0" in capsys.readouterr().err
+
+
+def test_the_help_names_the_default_of_the_timeout(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    said = " ".join(capsys.readouterr().out.split()).rpartition("--timeout SECONDS")[2]
+    assert f"chunk of the prompt (default: {TIMEOUT_S:g})" in said
+
+
 def test_options_of_the_other_system(capsys, tmp_path):
     assert main(["generate", "--prompt", PROMPT, "--stages", "2"]) == 2
-    assert "--stages and --transport are options of --system spd" in capsys.readouterr().err
+    assert "--stages, --transport and --timeout are options of --system spd" in capsys.readouterr().err
     assert main(["trace", "--system", "spd", "--prompt", PROMPT, "--out", str(tmp_path / "t.json")]) == 2
     assert "--system spd keeps no trace" in capsys.readouterr().err

@@ -183,7 +183,7 @@ def _staged(config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettin
     if unknown := [name for name in wanted if name not in possible]:
         raise ValueError(f"no drafter {', '.join(map(repr, unknown))} for spd: there are {', '.join(possible)}")
     if "module" in wanted:
-        yield from (_with_module(folder, len(config.module) > 1) for folder in config.module)
+        yield from map(_with_module, config.module, _module_names(config.module))
     for stages, drafter in itertools.product(config.stages, wanted):
         if drafter == "module" and config.module:
             continue
@@ -200,14 +200,19 @@ def _staged(config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettin
         )
 
 
-def _with_module(folder: str, is_one_of_several: bool) -> SystemSettings:
+def _module_names(folders: Sequence[str]) -> list[str]:
+    """Names of draft modules: those of their folders, numbered where these are equal."""
+    names = [Path(folder).name for folder in folders] if len(folders) > 1 else ["module"]
+    return [name if names.count(name) == 1 else f"{name}-{i}" for i, name in enumerate(names)]
+
+
+def _with_module(folder: str, name: str) -> SystemSettings:
     """SPD with a draft module, in the stages that it was trained for. Its anchors are an axis: which stages feed the module."""
     trained = DraftModuleConfig.load(folder)
-    name = Path(folder).name if is_one_of_several else "module"
     return SystemSettings(
         key=f"spd-{name}-n{trained.n}",
         kind="spd",
-        label=f"spd, {trained.n} stages, {'module ' if is_one_of_several else ''}{name}",
+        label=f"spd, {trained.n} stages, {'' if name == 'module' else 'module '}{name}",
         options={"stages": [end - begin for begin, end in trained.stages], "drafter": folder},
         axes={"stages": trained.n, "drafter": name, "anchors": list(trained.anchors)},
     )

@@ -47,12 +47,18 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages",
         metavar="N",
-        help="with --system spd: the number of stages, the layers of each (4,4,4), or balanced:N; default: the ranks', or the draft module's",
+        help="with --system spd: the number of stages, the layers of each (4,4,4), or balanced:N; default: the draft module's, without one the number of ranks, without ranks 2",
     )
     parser.add_argument(
         "--transport",
         choices=("gloo", "nccl"),
         help="with --system spd under torchrun: gloo, through host memory (default), or nccl, from GPU to GPU",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        help="with --system spd under torchrun: longest time of a rank for its part of a cycle, or of a chunk of the prompt (default: 6)",
     )
     parser.add_argument(
         "--schedule", choices=SCHEDULES, help="how the stages run; default: by devices and cores, see `pipespec doctor`"
@@ -147,8 +153,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     if args.system == "spd":
         check_spd(args, trace)
         target, drafts, dtype = chosen_models(args, bundled_module)
-    elif args.stages is not None or args.transport is not None:
-        raise ValueError("--stages and --transport are options of --system spd")
+    elif any(value is not None for value in (args.stages, args.transport, args.timeout)):
+        raise ValueError("--stages, --transport and --timeout are options of --system spd")
     else:
         target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule, args.acceptance))
     with working("importing torch and transformers"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -165,9 +166,9 @@ def run_import(args: argparse.Namespace) -> int:
         module = import_module(args.file, load_model(args.target, dtype="auto"), vocabulary=args.vocabulary)
     module.save(args.out, None if args.dtype == "auto" else getattr(torch, args.dtype))
     config = module.config
-    stages = " ".join(str(end - begin) for begin, end in config.stages)
+    use = ["pipespec", "generate", "--system", "spd", "--target", args.target, "--draft", str(args.out)]
     say(
-        f"{args.out}: {config.layers} blocks, anchors {list(config.anchors)}, {config.logits} draft tokens; use it with --stages {stages}"
+        f"{args.out}: {config.n} stages, {config.layers} blocks, anchors {list(config.anchors)}, {config.logits} draft tokens; use it with: {shlex.join(use)}"
     )
     return 0
 

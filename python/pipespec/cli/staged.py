@@ -41,8 +41,11 @@ def check_spd(args: argparse.Namespace, trace: int) -> None:
         )
     if trace:
         raise ValueError("--system spd keeps no trace of single steps: use pipespec generate --report")
-    if args.transport is not None and not _ranks():
-        raise ValueError("--transport is for ranks: start this with torchrun")
+    for name in ("transport", "timeout"):
+        if getattr(args, name) is not None and not _ranks():
+            raise ValueError(f"--{name} is for ranks: start this with torchrun")
+    if args.timeout is not None and not 0 < args.timeout < float("inf"):
+        raise ValueError(f"--timeout must be a number of seconds above 0, not {args.timeout:g}")
     if _ranks() and args.device is not None and len(args.device) > 1:
         raise ValueError("--device: each rank has one device; give cpu, cuda (a GPU per rank) or cuda:0")
     if _ranks() and args.trust_remote_code:
@@ -94,8 +97,10 @@ def spd_pipeline(args: argparse.Namespace, target: str | Path, drafts: list[str 
     if _ranks():
         device = "cpu" if args.device is None else args.device[0]
         given = None if dtype == "auto" else getattr(torch, dtype)
-        transport = args.transport or "gloo"
-        return RanksPipeline(target, drafter, dtype=given, device=device, transport=transport, **options)
+        options["transport"] = args.transport or "gloo"
+        if args.timeout is not None:
+            options["timeout_s"] = args.timeout
+        return RanksPipeline(target, drafter, dtype=given, device=device, **options)
     if args.device is not None and len(args.device) > 1:
         options["devices"] = args.device
     else:

@@ -98,7 +98,7 @@ class Grammar:
             int32 ``[B, Q, ceil(vocabulary / 32)]`` on the CPU.
 
         Raises:
-            ValueError: the grammar does not accept the text, or is for another vocabulary.
+            ValueError: the grammar does not accept the text, or is for another vocabulary; or its matcher fails.
         """
         batch, width = fed.shape
         words = -(-vocabulary // 32)
@@ -142,7 +142,15 @@ class Grammar:
                 break
             common += 1
         if common < len(accepted):
-            matcher.rollback(len(accepted) - common)
+            behind = len(accepted) - common
+            try:
+                matcher.rollback(behind)
+            except Exception as error:
+                pass_on(error)
+                raise ValueError(
+                    f"the grammar of row {row} does not take back its last tokens, {behind} of them ({error}): draft tokens that the target "
+                    "rejects are taken back, so make the matcher with a larger rollback limit"
+                ) from error
             del accepted[common:]
         for place, token in enumerate(text[common:], common):
             if matcher.is_terminated():
@@ -157,7 +165,13 @@ class Grammar:
         return True
 
     def _accept(self, row: int, matcher: TokenMatcher, token: int) -> bool:
-        accepted = matcher.accept_token(token)
+        try:
+            accepted = matcher.accept_token(token)
+        except Exception as error:
+            pass_on(error)
+            raise ValueError(
+                f"the grammar of row {row} fails at token {token} ({error}): accept_token() returns False for a token that may not follow"
+            ) from error
         if accepted:
             self._accepted[row].append(token)
         return accepted

@@ -218,24 +218,23 @@ def recurrent_signature(parts: ModelParts) -> tuple[Any, ...] | None:
     return (*map(id, (parts.embed, parts.norm, parts.head)), *map(id, modules))
 
 
-def why_not_recurrent(model: PreTrainedModel) -> str | None:
+def why_not_recurrent(model: PreTrainedModel, *, is_placed: bool = False) -> str | None:
     """Why the recurrent layers of a model cannot keep a state per column; None if they can.
 
     Args:
         model: one whose layout has states.
+        is_placed: whether its driver keeps the states of each part on the device of that part.
 
     Returns:
         A sentence without an end.
     """
-    why = why_not_whole(model)
+    why = None if is_placed else why_not_whole(model)
     if why is not None:
         return (
             f"it has recurrent layers, whose states are kept on one device, by this process, and {why}; load it whole"
         )
     if any(has_own_forward(module) or has_hooks(module) for module in (model, model.base_model)):
-        return (
-            "it has recurrent layers, so its layers are called one by one, and its own hooks or forward would not run"
-        )
+        return "it has recurrent layers, so its layers are called one by one, and its own hooks or forward would not run; remove them"
     for i, layer in enumerate(ModelParts.of(model).layers):
         own = layer._modules.get(_MODULE)
         if own is None:
@@ -244,5 +243,5 @@ def why_not_recurrent(model: PreTrainedModel) -> str | None:
             return f"model.layers.{i}.{_MODULE} is a {type(own).__name__}, and not a gated delta net of transformers"
         for module in (layer, own):
             if has_own_forward(module) or has_hooks(module):
-                return f"a recurrent layer (model.layers.{i}) has hooks or a forward of its own, which a state per column would pass by"
+                return f"a recurrent layer (model.layers.{i}) has hooks or a forward of its own, which a state per column would pass by; remove them"
     return None

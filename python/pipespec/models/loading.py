@@ -116,7 +116,7 @@ def load_model(
         raise _no_model(model, error) from error
     except (MemoryError, *DAMAGE) as error:
         pass_on(error)
-        if isinstance(error, MemoryError) or _is_out_of_memory(str(error), *logged):
+        if is_out_of_memory(error, *logged):
             where = ", ".join(dict.fromkeys(device.values())) if isinstance(device, dict) else device
             raise _too_large(model, where if in_place else None, error) from error
         raise damaged(model, error) from error
@@ -148,11 +148,11 @@ def _logged() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def _is_out_of_memory(*messages: str) -> bool:
-    """Whether a message comes from an allocator. Only torch's for GPUs raises a class of its own."""
-    return any(
+def is_out_of_memory(error: BaseException, *messages: str) -> bool:
+    """Whether an error, or a message, comes from an allocator. Of torch's allocators only that for GPUs raises a class of its own."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
         words in text
-        for text in messages
+        for text in (str(error), *messages)
         for words in (
             "out of memory",
             "MemoryError",

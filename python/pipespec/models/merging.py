@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipespec.models.families import NotReadable
+from pipespec.models.loading import is_out_of_memory
 
 
 def merged(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -45,7 +46,9 @@ def merge(groups: Iterable[Sequence[nn.Parameter]]) -> None:
                 whole = torch.cat([parameter.detach() for parameter in group])
                 for parameter, part in zip(group, whole.split([len(parameter) for parameter in group]), strict=True):
                     parameter.data = part
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise NotReadable("there is no memory to merge its matrices") from error
 
 

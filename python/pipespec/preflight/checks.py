@@ -186,11 +186,30 @@ def _check_layers(name: str, model: PreTrainedModel, decoder: Any) -> None:
             f"{name} is a {kind} with windows in some of its layers, and its forward() takes one mask for all of them"
         )
     if layout.states is not None:
-        why = why_not_recurrent(model)
-        if why is not None:
-            raise TypeError(f"{name} is a {kind}: {why}")
+        _check_recurrent(name, model)
     elif kind not in FAMILIES:
         _check_kept(name, model, layout)
+
+
+def check_recurrent(models: Sequence[PreTrainedModel], *, target_is_placed: bool = False) -> None:
+    """Check again, before a call, that the recurrent layers of models keep a state per column: they may have got hooks since.
+
+    Args:
+        models: drafts first, target last.
+        target_is_placed: as for :func:`pipespec.preflight.support.check_runnable`.
+
+    Raises:
+        TypeError: the recurrent layers of one do not.
+    """
+    for name, model in zip(stage_names(len(models)), models, strict=True):
+        if CacheLayout.of(model.config).states is not None:
+            _check_recurrent(name, model, is_placed=target_is_placed and model is models[-1])
+
+
+def _check_recurrent(name: str, model: PreTrainedModel, *, is_placed: bool = False) -> None:
+    why = why_not_recurrent(model, is_placed=is_placed)
+    if why is not None:
+        raise TypeError(f"{name} is a {type(model).__name__}: {why}")
 
 
 class _Kept(DynamicCache):

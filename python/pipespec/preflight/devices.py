@@ -97,8 +97,8 @@ def _place(place: Place) -> str | tuple[str, ...] | None:
     if isinstance(place, str) and "+" in place:
         place = place.split("+")  # as the command line names them
     if place is None or isinstance(place, (str, torch.device)) or not isinstance(place, Sequence):
-        return None if place is None else _device_name(place)
-    several = tuple(_device_name(device) for device in place)
+        return None if place is None else device_name(place)
+    several = tuple(device_name(device) for device in place)
     if len(several) < 2 or len(set(several)) < len(several) or "cpu" in several:
         raise ValueError(
             f"device={list(place)!r} for one stage: name two or more different GPUs to split it over (device_map= of transformers offloads to "
@@ -107,7 +107,13 @@ def _place(place: Place) -> str | tuple[str, ...] | None:
     return several
 
 
-def _device_name(device: Device) -> str:
+def device_name(device: Device) -> str:
+    """The name of one device: ``"cpu"``, or ``"cuda:0"`` and so on.
+
+    Raises:
+        ValueError: it does not exist, or no stage can run on it.
+        TypeError: not a device.
+    """
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"device must be 'cpu', 'cuda:0' or the like, not {device!r}")
     if device == AUTO:

@@ -30,11 +30,12 @@ from pipespec.models.rope import is_dynamic
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def check_runnable(models: Sequence[PreTrainedModel]) -> None:
+def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool = False) -> None:
     """Check that each model has its weights, and computes on devices and in a dtype that stages run in. Quantised models do.
 
     Args:
         models: drafts first, target last.
+        target_is_placed: whether the driver itself moves the target's hidden states between devices.
 
     Raises:
         ValueError: for a model that is not loaded, sharded in a way that stages do not run, spread over devices without hooks, on another kind of
@@ -49,7 +50,8 @@ def check_runnable(models: Sequence[PreTrainedModel]) -> None:
         for device in at.devices:
             if device.type not in ("cpu", "cuda"):
                 raise ValueError(f"{name} is on {device}; stages run on cpu or cuda")
-        if at.is_split and not is_dispatched(model):
+        is_placed = target_is_placed and model is models[-1]
+        if at.is_split and not is_placed and not is_dispatched(model):
             places = ", ".join(map(str, at.devices))
             raise ValueError(
                 f"{name} is spread over {places}, and no hook moves hidden states between them: load it with device_map= (package "

@@ -101,6 +101,9 @@ class ChainDrafter(Drafter):
     def release(self) -> None:
         self._driver.release()
 
+    def for_fork(self) -> ChainDrafter:
+        return ChainDrafter(self.models)  # a call of another thread may have been under way in the caches
+
 
 def _request(texts: list[list[int]], capacity: int, select: SampleTokens) -> GenerationRequest:
     """The request to continue ``texts``, one per row. The chain continues past end tokens that the target may still reject."""
@@ -189,7 +192,7 @@ class AsynchronousChain(Drafter):
     def __init__(self, models: Sequence[PreTrainedModel], stages: int) -> None:
         if not models:
             raise ValueError("a chain needs at least one model")
-        self.models = list(models)
+        self.models, self._stages = list(models), stages
         # The tokens in flight, the next one, and some that are ready when a cycle is shorter than a step of the chain.
         self._most = min(stages + _LOOKAHEAD, WIDTH // 2)
         lookahead = (*[_LOOKAHEAD] * (len(self.models) - 1), self._most)
@@ -240,3 +243,6 @@ class AsynchronousChain(Drafter):
 
     def close(self) -> None:
         self._driver.close()
+
+    def for_fork(self) -> AsynchronousChain:
+        return AsynchronousChain(self.models, self._stages)  # the processes and their block are the parent's

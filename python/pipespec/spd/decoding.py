@@ -12,7 +12,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -354,6 +354,16 @@ class SpeculativeDriver(Decoder):
             return None
 
 
+_NO_AUTOCAST = nullcontext()
+
+
+def _autocast_of_this_thread(kind: str) -> AbstractContextManager[Any]:
+    """The autocast of this thread for devices of a kind, as a context for another thread: it is a setting of the thread."""
+    if not torch.is_autocast_enabled(kind):
+        return _NO_AUTOCAST
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
+
+
 class LocalDriver(SpeculativeDriver):
     """All stages run in this process.
 
@@ -388,7 +398,7 @@ class LocalDriver(SpeculativeDriver):
 
     def for_fork(self) -> Decoder:
         # A call of another thread may have been under way in the caches.
-        return LocalDriver(self.model, self.partition, self.drafter, self.native, self._at_once)
+        return LocalDriver(self.model, self.partition, self.drafter.for_fork(), self.native, self._at_once)
 
     def close(self) -> None:
         super().close()
@@ -500,7 +510,8 @@ class LocalDriver(SpeculativeDriver):
             self._threads = ThreadPoolExecutor(self.partition.stages, "pipespec-stage")
         for s, entries in enumerate(work):
             if entries:
-                self._steps[s] = self._threads.submit(self._step, s, entries, self.machine.held(s))
+                autocast = _autocast_of_this_thread(self.stages[s].device.type)
+                self._steps[s] = self._threads.submit(self._step, s, entries, self.machine.held(s), autocast)
 
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         streams: Streams = {}
@@ -518,13 +529,20 @@ class LocalDriver(SpeculativeDriver):
         return outbox[-1], streams, took
 
     @torch.inference_mode()  # of the present thread
-    def _step(self, s: int, entries: list[Entry], held: Sequence[int]) -> _Step:
-        """Run stage ``s`` for its entries of a cycle. ``held``: positions of each row that stay in its cache."""
+    def _step(
+        self,
+        s: int,
+        entries: list[Entry],
+        held: Sequence[int],
+        autocast: AbstractContextManager[Any] = _NO_AUTOCAST,
+    ) -> _Step:
+        """Run stage ``s`` for its entries of a cycle, in another thread under ``autocast``. ``held``: positions of each row that stay in its cache."""
         stage = self.stages[s]
         began = time.perf_counter()
         arrived = column(entries, stage.cache.rows) if s == 0 else self._inbox[s]
         assert arrived is not None, "an entry comes from the stage before"
-        hidden, streams = stage.step(arrived, held, self.features)
+        with autocast:
+            hidden, streams = stage.step(arrived, held, self.features)
         if self._at_once:
             synchronise(stage.device)
         return _Step(hidden, streams, time.perf_counter() - began)

@@ -64,3 +64,7 @@ class Drafter(abc.ABC):
 
     def close(self) -> None:
         """End the drafter's processes. A later call starts them again."""
+
+    def for_fork(self) -> Drafter:
+        """Return the drafter that serves a child of a fork. The present one stays the parent's, which may be inside of a call."""
+        return self

@@ -130,7 +130,7 @@ class DeviceReceiver(Receiver):
         self._arrived = torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def receive(self) -> tuple[list[int], torch.Tensor]:
-        words, _ = super().receive()
-        for place in self._arrived[: words[-1]]:
+        (*words, count), _ = super().receive()
+        for place in self._arrived[:count]:
             self._group.recv([place], self.peer, 0).wait()  # the stream waits, not this thread
-        return words, self._arrived[: words[-1]]
+        return words, self._arrived[:count]

@@ -26,6 +26,9 @@ from pipespec.process.ranks import START_S, RankError, join_store
 TIMEOUT_S = 6.0
 """Longest time of a rank for its part of a cycle or of a chunk of the prefill."""
 
+_TIMEOUT = "timeout_s, on the command line --timeout"
+"""How a user sets that time."""
+
 _SILENCE_S = 6.0
 """A rank without a sign of life for this time counts as lost. A thread of it gives one every ``_BEAT_S``."""
 
@@ -57,7 +60,7 @@ class Watchdog:
         self._store, self._rank, self._end, self._start_s = store, rank, end, start_s
         self._others = [r for r in range(world) if r != rank]
         self._stopped = threading.Event()
-        self._deadline: tuple[float, str] | None = None
+        self._deadline: tuple[float, str] | None = None  # and what to say behind it
         now = time.monotonic()
         self._seen: dict[int, tuple[bytes | None, float]] = dict.fromkeys(self._others, (None, now))
         self._round = now  # when the store last answered
@@ -71,11 +74,12 @@ class Watchdog:
             thread.start()
 
     @contextmanager
-    def within(self, seconds: float | None, doing: str) -> Iterator[None]:
-        """Set a deadline for the block, ``seconds`` from now; None: no deadline."""
+    def within(self, seconds: float | None, doing: str, limit: str) -> Iterator[None]:
+        """Set a deadline for the block, ``seconds`` from now; None: no deadline. ``limit``: the argument that it follows from."""
         before = self._deadline
         if seconds is not None:
-            self._deadline = time.monotonic() + seconds, doing
+            too_long = f"{doing} took too long, more than {seconds:g} s (if the machine is only slow, raise {limit})"
+            self._deadline = time.monotonic() + seconds, too_long
         try:
             yield
         finally:
@@ -139,7 +143,7 @@ class Watchdog:
     def _late(self, now: float) -> str | None:
         deadline = self._deadline
         if deadline is not None and now > deadline[0]:
-            return f"{deadline[1]} took too long"
+            return deadline[1]
         if now - self._round > _SILENCE_S:
             return "the ranks' store does not answer any more: the process that holds it (rank 0, or torchrun) hangs"
         for r, (value, since) in self._seen.items():
@@ -206,7 +210,7 @@ class Link:
             raise RankError(
                 f"all ranks need the same arguments: rank 0 has {everyone[0]}, rank {different} has {everyone[different]}"
             )
-        with self._watchdog.within(start_s, "connecting with all ranks"):
+        with self._watchdog.within(start_s, "connecting with all ranks", "start_s"):
             try:
                 dist.init_process_group(
                     "gloo",
@@ -223,7 +227,7 @@ class Link:
         names = [f"{sign}/{r}" for r in range(self.world)]
         try:
             self._store.set(names[self.rank], f"+{mine}")  # the store has no empty values
-            with self._watchdog.within(self._start_s, f"waiting until {until}"):
+            with self._watchdog.within(self._start_s, f"waiting until {until}", "start_s"):
                 while not self._store.check(names):
                     if self._watchdog.cause is not None:
                         raise self.failed(f"ended waiting until {until}")
@@ -299,13 +303,13 @@ class Link:
         """Wait for a send or a receive. ``idle``: without a deadline."""
         with (
             self._errors(peer, doing),
-            self._watchdog.within(None if idle else self._patient, f"{doing} rank {peer}"),
+            self._watchdog.within(None if idle else self._patient, f"{doing} rank {peer}", _TIMEOUT),
         ):
             work.wait()
 
     def own_part(self) -> AbstractContextManager[None]:
         """The block is this rank's part of a cycle: the process ends if it takes longer than the timeout."""
-        return self._watchdog.within(self.timeout_s, "its own part of a cycle")
+        return self._watchdog.within(self.timeout_s, "its own part of a cycle", _TIMEOUT)
 
     @contextmanager
     def _errors(self, peer: int, doing: str) -> Iterator[None]:

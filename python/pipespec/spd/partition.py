@@ -27,6 +27,7 @@ from pipespec.engine.forward import ModelSection, open_sections
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_architecture
+from pipespec.preflight.devices import device_name
 
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
@@ -340,18 +341,29 @@ def _rotary_on(rotary: nn.Module, device: torch.device) -> nn.Module:
     return copies[device]
 
 
-def place(model: PreTrainedModel, partition: Partition, devices: Sequence[torch.device | str]) -> None:
-    """Move the layers of each stage to its device, the embedding to the first one, and norm and head to the last one.
-
-    A head that is the embedding, too, stays with it.
+def stage_devices(devices: Sequence[torch.device | str], partition: Partition) -> list[torch.device]:
+    """Check a user's argument ``devices``, and return the device of each stage.
 
     Raises:
-        ValueError: Not one device per stage.
+        TypeError: No list of devices.
+        ValueError: Not one device per stage, or one that does not exist.
     """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise TypeError(
+            f"devices must be a list with one device per stage, such as ['cuda:0', 'cuda:1'], not {devices!r}; device= is one for all stages"
+        )
     if len(devices) != partition.stages:
         raise ValueError(
             f"{len(devices)} devices for {partition.stages} stages: name one per stage, such as devices=['cuda:0', 'cuda:1']"
         )
+    return [torch.device(device_name(device)) for device in devices]
+
+
+def place(model: PreTrainedModel, partition: Partition, devices: Sequence[torch.device]) -> None:
+    """Move the layers of each stage to its device, the embedding to the first one, and norm and head to the last one.
+
+    A head that is the embedding, too, stays with it.
+    """
     base, head = model.model, model.get_output_embeddings()
     for s, device in enumerate(devices):
         for layer in partition.span(s):

@@ -9,7 +9,11 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.generation import Generation
+from pipespec.drivers import GenerationRequest
+from pipespec.errors import UnsupportedInput
+from pipespec.generation import Generation, without_features
+from pipespec.models.devices import LayerDevices
+from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import load_model
 from pipespec.pipeline import BasePipeline
 from pipespec.preflight.checks import check_chain
@@ -19,7 +23,7 @@ from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.ngram import NgramDrafter
-from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place
+from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place, stage_devices
 from pipespec.spd.report import SpeculativeReport
 
 DRAFT_SCHEDULES = ("lockstep", "workers")
@@ -46,8 +50,9 @@ class SpeculativePipeline(BasePipeline):
         dtype: For models given as paths, as for :class:`pipespec.Pipeline`.
         device: As ``dtype``.
         devices: One device per stage. The stages of a cycle then run at the same time, each in a thread of its own, while the drafter runs, and
-            hidden states are copied from device to device. The layers of a model that is given move there. ``["cpu"] * n`` runs n stages at the same
-            time on one CPU. None: all stages run one after the other where the model lies. Two GPUs have not been tried.
+            hidden states are copied from device to device. The layers of a model that is given move there, and drafts that are given as paths are
+            loaded on the first device. ``["cpu"] * n`` runs n stages at the same time on one CPU. None: all stages run one after the other where the
+            model lies. Two GPUs have not been tried.
         trust_remote_code: As ``dtype``.
         native: As for :class:`pipespec.Pipeline`. ``report.stages[0].forward`` says how the target ran.
         draft_schedule: How models draft. ``"lockstep"``: in this process, for each cycle. ``"workers"``: each in a process of its own, ahead of the
@@ -86,16 +91,53 @@ class SpeculativePipeline(BasePipeline):
             config = module_config(drafter)
             if config is not None and not isinstance(stages, str):
                 config.require(target, found.ranges)
+            if devices is not None:
+                stage_devices(devices, found)
         model = load_model(target, **options)
         check_target(model)
         self.partition = partition_of(model, stages)
-        self.drafter, drafts = resolve_drafter(drafter, model, target, self.partition, draft_schedule, **options)
-        if devices is not None:
-            place(model, self.partition, devices)
+        places = None if devices is None else stage_devices(devices, self.partition)
+        if places is not None:
+            options["device"] = places[0]
+        found_drafter, drafts = resolve_drafter(
+            drafter,
+            model,
+            target,
+            self.partition,
+            draft_schedule,
+            inputs=None if places is None else places[0],
+            **options,
+        )
+        if places is not None:  # after all checks of the whole target
+            place(model, self.partition, places)
+            self._is_placed = True
         super().__init__([*drafts, model])
         self._driver: SpeculativeDriver = LocalDriver(
-            self.target, self.partition, self.drafter, native, at_once=devices is not None
+            self.target, self.partition, found_drafter, native, at_once=devices is not None
         )
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter of this process."""
+        return self._driver.drafter
+
+    def _check_features(self, features: Sequence[str], request: GenerationRequest) -> None:
+        if features and self._is_spread:
+            raise without_features(features[0], "stages on several devices (devices=), over which no one forward goes")
+        super()._check_features(features, request)
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        if request.returns_cache and self._is_spread and CacheLayout.of(self.target.config).states is not None:
+            raise UnsupportedInput(
+                "return_dict_in_generate",
+                "generate(): the target has recurrent layers, whose states no cache holds for stages on several devices (devices=), so the cache "
+                "cannot be returned: set use_cache=False",
+            )
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether the stages are on several devices."""
+        return self._is_placed and LayerDevices.of(self.target).is_split
 
     def _report(self, generation: Generation) -> SpeculativeReport:
         return speculative_report(generation, self._driver)
@@ -135,6 +177,7 @@ def resolve_drafter(
     given_target: Any,
     partition: Partition,
     draft_schedule: str = "lockstep",
+    inputs: torch.device | None = None,
     **options: Any,
 ) -> tuple[Drafter, list[PreTrainedModel]]:
     """Turn the argument ``drafter`` of :class:`SpeculativePipeline` into a drafter.
@@ -145,6 +188,7 @@ def resolve_drafter(
         given_target: The target as the user gave it, a model or a path.
         partition: The stages.
         draft_schedule: How models draft.
+        inputs: Where the target's embedding will be; None: where it is. A draft module is loaded there.
         options: Arguments of ``load_model`` for models given as paths.
 
     Returns:
@@ -157,7 +201,7 @@ def resolve_drafter(
     if module_config(drafter) is not None:
         whole = given_target if isinstance(given_target, (str, Path)) else target
         module = DraftModule.load(
-            drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=target.device
+            drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=inputs or target.device
         )
         check_chain([target], [given_target])
         check_whole([target], "a SpeculativePipeline")

@@ -26,6 +26,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -665,9 +666,12 @@ class RanksPipeline(BasePipeline):
         with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
             if self._is_forked:
                 return  # in a fork, the ranks are the parent's
-            if self.is_controller and not self._link.broken:
-                for rank in range(1, self._link.world):
-                    self._link.send(torch.tensor([_CLOSE, 0, 0, 0], dtype=torch.int64), rank, _CONTROL)
-            if self.is_controller:
-                self._driver.close()
-            self._link.close()
+            try:
+                if self.is_controller and not self._link.broken:
+                    for rank in range(1, self._link.world):
+                        with suppress(RankError):  # it has ended already
+                            self._link.send(torch.tensor([_CLOSE, 0, 0, 0], dtype=torch.int64), rank, _CONTROL)
+                if self.is_controller:
+                    self._driver.close()
+            finally:
+                self._link.close()

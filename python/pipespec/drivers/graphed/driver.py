@@ -24,6 +24,7 @@ from pipespec.drivers.lockstep import LockstepDriver, prefill, run_in_turn
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs
 from pipespec.errors import NotCapturable
+from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.support import check_streams
@@ -212,7 +213,9 @@ class GraphedDriver(Driver):
             if reason is None and request.record is not None:
                 try:
                     self.target.keep(request.record, request.inputs)
-                except torch.OutOfMemoryError as error:
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
                     reason = (
                         f"no room to record the logits of all tokens at fixed addresses ({error}); lower max_new_tokens"
                     )

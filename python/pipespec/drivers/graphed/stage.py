@@ -124,7 +124,7 @@ class GraphedStage(Stage):
         return found
 
     def keep(self, record: ScoreRecord, inputs: StageInputs) -> None:
-        """Let the captured steps of the present call fill ``record``, after :meth:`prepare`. ``torch.OutOfMemoryError`` if there is no room."""
+        """Let the captured steps of the present call fill ``record``, after :meth:`prepare`. The allocator's error if there is no room."""
         starts = [len(prompt) for prompt in inputs.prompts]
         tokens = max(limit - start for limit, start in zip(inputs.limits, starts, strict=True))
         self.buffers.sampler.keep(record, starts, tokens, self._scored)
