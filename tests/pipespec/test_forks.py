@@ -342,9 +342,9 @@ def test_a_fork_while_a_worker_starts(models, monkeypatch):
         (worker,) = set(open_workers) - before
         assert worker.conn.closed
 
-    def forks(fds, *, fork):
+    def forks(fds, *, fork, timeout_s):
         Child(look).check()
-        return start(fds, fork=fork)
+        return start(fds, fork=fork, timeout_s=timeout_s)
 
     monkeypatch.setattr(template, "start", forks)
     with Pipeline(target, draft, schedule="workers"):
