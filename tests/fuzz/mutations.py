@@ -8,6 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
@@ -31,13 +32,33 @@ ODD_NUMBERS = st.sampled_from(
      1e-320, 1e300, -1e300, float("inf"), -float("inf"), float("nan")]
 )  # fmt: skip
 ODD_TEXTS = st.sampled_from(
-    ["", " ", "0", "1", "-1", "nan", "x", "\0", "é\u2028", "\ud800", "../x", "/", "a" * 300, "None", "[]", "%s", "{0}", "\n"]
+    [
+        "",
+        " ",
+        "0",
+        "1",
+        "-1",
+        "nan",
+        "x",
+        "\0",
+        "é\u2028",
+        "\ud800",
+        "../x",
+        "/",
+        "a" * 300,
+        "None",
+        "[]",
+        "%s",
+        "{0}",
+        "\n",
+    ]
 )
 SCALARS = st.one_of(st.none(), st.booleans(), ODD_NUMBERS, st.integers(-5, 400), ODD_TEXTS)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["", "a", "name", "data", "row"]), inner, max_size=3)
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["", "a", "name", "data", "row"]), inner, max_size=3),
     ),
     max_leaves=5,
 )
@@ -66,7 +87,9 @@ def mutated_bytes(draw: st.DrawFn, data: bytes) -> bytes:
             case "drop":
                 del found[at : at + draw(st.integers(1, 16))]
             case "insert":
-                found[at:at] = draw(st.one_of(st.binary(max_size=8), st.sampled_from([b"[" * 100_000, b"9" * 5000, b"\0" * 64])))
+                found[at:at] = draw(
+                    st.one_of(st.binary(max_size=8), st.sampled_from([b"[" * 100_000, b"9" * 5000, b"\0" * 64]))
+                )
             case "repeat":
                 found[at:at] = found[at : at + draw(st.integers(1, 32))]
     return bytes(found)
@@ -102,7 +125,14 @@ def mutated(draw: st.DrawFn, record: Any) -> Any:
 def mutated_json(record: Any) -> st.SearchStrategy[bytes]:
     """The file of a JSON value, with damage to the value or to the bytes."""
     text = json.dumps(record, indent=1).encode()
-    return st.one_of(mutated(record).map(lambda value: json.dumps(value).encode("utf-8", "surrogatepass")), mutated_bytes(text))
+    return st.one_of(
+        mutated(record).map(lambda value: json.dumps(value).encode("utf-8", "surrogatepass")), mutated_bytes(text)
+    )
+
+
+def check_names(error: Exception, file: Path) -> None:
+    """Check that the message of a refusal names the file."""
+    assert str(file) in str(error), str(error)
 
 
 # ---- processes

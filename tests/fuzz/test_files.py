@@ -21,7 +21,7 @@ from pipespec.planning import profile_store
 from pipespec.planning.profile import Profile, StageProfile, StepTimes
 from pipespec.planning.profile_store import ProfileWarning, StoredProfile
 from pipespec.spd.training import recipe
-from tests.fuzz.mutations import examples, mutated_bytes, mutated_json
+from tests.fuzz.mutations import check_names, examples, mutated_bytes, mutated_json
 
 DEEP = b"[" * 100_000
 DIGITS = b"[" + b"9" * 5000 + b"]"
@@ -46,7 +46,7 @@ def read_prompts(file: Path) -> None:
     try:
         form, found = datasets.read(file)
     except ValueError as error:
-        assert str(file) in str(error)
+        check_names(error, file)
         return
     assert form in datasets.FORMATS
     assert len({c.name for c in found}) == len(found) > 0
@@ -65,7 +65,9 @@ def test_prompts(tmp_path: Path, data, name, packed) -> None:
     if name.endswith(".json"):
         content = data.draw(mutated_json(json.loads(content)))
     elif name.endswith(".jsonl") and data.draw(st.booleans()):
-        content = b"\n".join(data.draw(mutated_json(json.loads(line))).replace(b"\n", b" ") for line in content.splitlines())
+        content = b"\n".join(
+            data.draw(mutated_json(json.loads(line))).replace(b"\n", b" ") for line in content.splitlines()
+        )
     else:
         content = data.draw(mutated_bytes(content))
     if packed:
@@ -134,7 +136,24 @@ examples = 10
 mean_tokens = 12.5
 """
 _TOML_VALUES = st.sampled_from(
-    [b"0", b"-1", b"1.5", b"nan", b"inf", b"true", b'""', b'"x"', b"[]", b"[[]]", b"[1, 'a']", b"{}", b"{a = 1}", b"1979-05-27", b"9" * 5000, b"[" * 5000]
+    [
+        b"0",
+        b"-1",
+        b"1.5",
+        b"nan",
+        b"inf",
+        b"true",
+        b'""',
+        b'"x"',
+        b"[]",
+        b"[[]]",
+        b"[1, 'a']",
+        b"{}",
+        b"{a = 1}",
+        b"1979-05-27",
+        b"9" * 5000,
+        b"[" * 5000,
+    ]
 )
 
 
@@ -168,10 +187,13 @@ def test_configurations(tmp_path: Path, content) -> None:
     try:
         config = load_config(file)
     except ValueError as error:
-        assert str(file) in str(error)
+        check_names(error, file)
         return
     assert isinstance(config, BenchConfig)
-    assert all(isinstance(name, str) for name in (*config.drafts, *config.systems, *config.device, *config.planted, *config.module))
+    assert all(
+        isinstance(name, str)
+        for name in (*config.drafts, *config.systems, *config.device, *config.planted, *config.module)
+    )
     assert all(isinstance(n, int) for n in (*config.lookahead, *config.min_draft_tokens, *config.stages))
     assert all(0 <= a <= 1 for a in config.agreement)
     assert config.sampling
@@ -191,7 +213,7 @@ def test_recipes(tmp_path: Path, content) -> None:
     try:
         found = recipe.load(file)
     except ValueError as error:
-        assert str(file) in str(error)
+        check_names(error, file)
         return
     assert all(n is None or (n > 0) for n in (found.examples, found.mean_tokens))
 
@@ -203,7 +225,9 @@ def a_run(folder: Path) -> ResultsFolder:
     run = ResultsFolder(folder)
     systems = [SystemSettings(key=key, kind=key, label=key) for key in ("hf", "plain")]
     data = DatasetSettings(name="d", format="jsonl", samples=["0", "1"], new_tokens=4)
-    settings = Settings(target="T", systems=systems, datasets=[data], machine={"cpu": "c"}, drafts={"a": "A"}, parameters={"target": 5})
+    settings = Settings(
+        target="T", systems=systems, datasets=[data], machine={"cpu": "c"}, drafts={"a": "A"}, parameters={"target": 5}
+    )
     run.write_settings(settings)
     for system in systems:
         for name in data.samples:
@@ -229,8 +253,8 @@ def run_files(tmp_path_factory) -> tuple[ResultsFolder, dict[str, bytes]]:
     return run, files
 
 
-def reads(run: ResultsFolder, name: str, content: bytes) -> None:
-    """What `pipespec bench` and its report do with a folder, one of whose files has another content."""
+def refuses(run: ResultsFolder, name: str, content: bytes) -> bool:
+    """Do what `pipespec bench` and its report do with a folder, one of whose files has another content. Whether it is refused."""
     file = run.path / name
     before = file.read_bytes()
     try:
@@ -241,9 +265,11 @@ def reads(run: ResultsFolder, name: str, content: bytes) -> None:
         profile = run.profile()
         assert profile is None or Profile.from_json(profile).target.seconds(2, threads=1) > 0
     except ValueError as error:
-        assert str(file) in str(error)
+        check_names(error, file)
+        return True
     finally:
         file.write_bytes(before)
+    return False
 
 
 @examples(60, 20_000)
@@ -251,7 +277,7 @@ def reads(run: ResultsFolder, name: str, content: bytes) -> None:
 def test_folders_of_results(run_files, data) -> None:
     run, files = run_files
     name = data.draw(st.sampled_from(sorted(files)))
-    reads(run, name, data.draw(mutated_json(json.loads(files[name]))))
+    refuses(run, name, data.draw(mutated_json(json.loads(files[name]))))
 
 
 @pytest.mark.parametrize(
@@ -277,29 +303,14 @@ def test_folders_of_results(run_files, data) -> None:
 )
 def test_results_of_other_types_are_refused(run_files, name, change) -> None:
     run, files = run_files
-    file = run.path / name
-    with pytest.raises(ValueError, match=f"{file}.*"):
-        try:
-            file.write_text(json.dumps(json.loads(files[name]) | change))
-            summarise(run, run.settings())
-            run.summary()
-            run.profile()
-        finally:
-            file.write_bytes(files[name])
+    assert refuses(run, name, json.dumps(json.loads(files[name]) | change).encode())
 
 
 @pytest.mark.parametrize("name", ["settings.json", "samples/d/hf/0.json", "summary.json", "profile.json"])
-@pytest.mark.parametrize("content", [DEEP, DIGITS, b"", b"\xff", b"[]", b"null", b'{"version": 1}'], ids=range(7))
+@pytest.mark.parametrize("content", [DEEP, DIGITS, b"", b"\xff", b"[]", b"null", b'{"version": 2}'], ids=range(7))
 def test_results_that_are_something_else_are_refused(run_files, name, content) -> None:
-    run, files = run_files
-    with pytest.raises(ValueError, match=str(run.path / name)):
-        try:
-            (run.path / name).write_bytes(content)
-            summarise(run, run.settings())
-            run.summary()
-            run.profile()
-        finally:
-            (run.path / name).write_bytes(files[name])
+    run, _ = run_files
+    assert refuses(run, name, content)
 
 
 # ---- profiles

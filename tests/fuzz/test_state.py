@@ -15,9 +15,20 @@ from tests.fuzz.mutations import examples, in_child
 
 STAGES, ROWS, CAPACITY = 3, 2, 64
 HEADER = np.dtype(
-    [("magic", "<u8"), ("bytes", "<u8"), ("stages", "<u4"), ("rows", "<u4"), ("active_rows", "<u4"), ("capacity", "<u4"), ("alignment", "<u4")]
+    [
+        ("magic", "<u8"),
+        ("bytes", "<u8"),
+        ("stages", "<u4"),
+        ("rows", "<u4"),
+        ("active_rows", "<u4"),
+        ("capacity", "<u4"),
+        ("alignment", "<u4"),
+    ]
 )
-WORDS = st.one_of(st.sampled_from([0, 1, 2, 3, 63, 64, 65, 2**16, 2**30, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]), st.integers(0, 2**32 - 1))
+WORDS = st.one_of(
+    st.sampled_from([0, 1, 2, 3, 63, 64, 65, 2**16, 2**30, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]),
+    st.integers(0, 2**32 - 1),
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -64,9 +75,9 @@ def test_the_words_of_the_target_are_where_they_are_bound_here() -> None:
 
 
 @pytest.mark.parametrize("kind", [PrivateMemory, lambda: SharedMemory.create([1])], ids=["private", "shared"])
-@examples(25, 4000)
+@examples(25, 2000)
 @given(
-    header=st.fixed_dictionaries({}, optional={name: WORDS for name in HEADER.names}),
+    header=st.fixed_dictionaries({}, optional=dict.fromkeys(HEADER.names, WORDS)),
     consistent=st.booleans(),
 )
 # 2^30 rows of 2^31 tokens: the size in bytes passes 2^64 and comes out small.
@@ -131,7 +142,7 @@ def use(memory, width: int) -> None:
         assert block.length(STAGES - 1, 0) == 0
 
 
-@examples(40, 20_000)
+@examples(40, 6000)
 @given(
     changes=st.lists(st.tuples(st.integers(0, SIZE // 4 - 1), WORDS), min_size=1, max_size=12),
     width=st.sampled_from([1, 2, 8]),
@@ -150,7 +161,7 @@ def test_used_with_any_words(changes, width) -> None:
     in_child(run)
 
 
-@examples(10, 4000)
+@examples(10, 2000)
 @given(seed=st.integers(0, 2**32 - 1), begin=st.sampled_from([0, HEADER.itemsize, SPANS]))
 def test_used_with_noise_everywhere(seed, begin) -> None:
     def run() -> None:
@@ -165,5 +176,8 @@ def test_used_with_noise_everywhere(seed, begin) -> None:
 def test_a_block_of_another_version_is_refused() -> None:
     memory = a_block(PrivateMemory()).memory
     memory.array[0] ^= 1
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="no pipespec state block, or one of another version"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ValueError, match="no pipespec state block, or one of another version"),
+    ):
         StateBlock(memory)
