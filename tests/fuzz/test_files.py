@@ -58,7 +58,7 @@ def read_prompts(file: Path) -> None:
         assert datasets.messages(conversation, 0, ())
 
 
-@examples(60, 20_000)
+@examples(60, 4000)
 @given(data=st.data(), name=st.sampled_from(sorted(PROMPTS)), packed=st.booleans())
 def test_prompts(tmp_path: Path, data, name, packed) -> None:
     content = PROMPTS[name]
@@ -169,7 +169,7 @@ def mutated_toml(draw: st.DrawFn, text: bytes) -> bytes:
     return b"\n".join(lines)
 
 
-@examples(60, 20_000)
+@examples(60, 4000)
 @given(content=mutated_toml(TOML))
 @example(content=b"pipeline = 5")
 @example(content=b"dataset = [5]")
@@ -200,7 +200,7 @@ def test_configurations(tmp_path: Path, content) -> None:
     assert all(isinstance(d.name, str) and d.typical_tokens >= 1 for d in config.dataset)
 
 
-@examples(30, 10_000)
+@examples(30, 4000)
 @given(content=mutated_toml(RECIPE))
 @example(content=b"options = 5")
 @example(content=b"data = 5")
@@ -272,7 +272,7 @@ def refuses(run: ResultsFolder, name: str, content: bytes) -> bool:
     return False
 
 
-@examples(60, 20_000)
+@examples(60, 4000)
 @given(data=st.data())
 def test_folders_of_results(run_files, data) -> None:
     run, files = run_files
@@ -323,7 +323,7 @@ def profile_file(tmp_path_factory) -> Path:
     return folder / "some.json"
 
 
-@examples(60, 20_000)
+@examples(60, 4000)
 @given(data=st.data())
 def test_profiles(profile_file: Path, data) -> None:
     """None and a warning, or a profile that answers."""
