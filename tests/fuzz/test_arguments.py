@@ -1,0 +1,216 @@
+"""Arguments of `Pipeline`, `SpeculationConfig` and `generate()`: each is refused by its name before any work, or the text is the target's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from pipespec import Pipeline
+from pipespec.config import SpeculationConfig
+from pipespec.generation.arguments import ARGUMENTS, OWN
+from tests.conftest import noisy, random_llama
+from tests.fuzz.mutations import ODD_NUMBERS, ODD_TEXTS, VALUES, examples
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+REFUSALS = (ValueError, TypeError, NotImplementedError)
+
+ODD = st.one_of(
+    VALUES,
+    ODD_NUMBERS.map(np.float64),
+    st.integers(-3, 9).map(np.int32),
+    st.integers(-3, 9).map(torch.tensor),
+    st.sampled_from([torch.zeros(0), torch.ones((2, 2)), torch.tensor([[1, 2]]), torch.tensor(float("nan")), b"x", object(), len, {1}, range(3), (1, 2), 1j]),
+    st.lists(st.integers(-2, 330), max_size=4),
+    st.lists(st.lists(st.integers(-2, 330), max_size=3), max_size=3),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(3, hidden=16)
+
+
+@pytest.fixture(scope="module")
+def pipeline(target):
+    return Pipeline(target, noisy(target, 0.02), schedule="lockstep")
+
+
+# ---- generate()
+
+NAMES = sorted(set(ARGUMENTS) - {"custom_generate", "trust_remote_code", "max_time"})
+"""`max_time` depends on the clock, and `custom_generate` calls what it is given."""
+
+
+def same(a: Any, b: Any) -> bool:
+    a, b = (out if isinstance(out, torch.Tensor) else out.sequences for out in (a, b))
+    return torch.equal(a, b)
+
+
+def call(pipeline: Pipeline, given_: dict[str, Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pipeline.generate(PROMPT, **{"max_new_tokens": 4} | given_)
+
+
+@examples(80, 8000)
+@given(name=st.sampled_from(NAMES), value=ODD, sampled=st.booleans())
+@example(name="repetition_penalty", value="x", sampled=False)
+@example(name="top_k", value="x", sampled=True)
+@example(name="temperature", value="x", sampled=True)
+@example(name="suppress_tokens", value=[10**30], sampled=False)
+@example(name="attention_mask", value=torch.zeros(0), sampled=False)
+@example(name="stopping_criteria", value=[5], sampled=False)
+@example(name="logits_processor", value=[5], sampled=False)
+@example(name="prefix_allowed_tokens_fn", value=5, sampled=False)
+@example(name="streamer", value=5, sampled=False)
+@example(name="seed", value=10**30, sampled=True)
+@example(name="past_key_values", value=5, sampled=False)
+@example(name="generation_config", value=5, sampled=False)
+@example(name="prefill_chunk_size", value="x", sampled=False)
+@example(name="prefill_chunk_size", value=0, sampled=False)
+@example(name="watermarking_config", value={"a": 1}, sampled=False)
+@example(name="bad_words_ids", value=[[10**30]], sampled=False)
+@example(name="position_ids", value="x", sampled=False)
+@example(name="eos_token_id", value=2**31, sampled=False)
+@example(name="pad_token_id", value=[1, 2], sampled=False)
+def test_one_argument_of_generate(pipeline, target, name, value, sampled) -> None:
+    given_ = {name: value} | ({"do_sample": True, "seed": 7} if sampled and name not in ("do_sample", "seed") else {})
+    try:
+        call(pipeline, given_)
+    except REFUSALS as error:
+        check_refusal(error, name, given_, target)
+    # Whatever it was, the next call is fine.
+    assert same(call(pipeline, {}), target.generate(PROMPT, max_new_tokens=4, do_sample=False))
+
+
+def check_refusal(error: Exception, name: str, given_: dict[str, Any], target: Any) -> None:
+    """The message has the argument's name, or it is that of transformers' `generate()` for the same call."""
+    words = {name, name.replace("_", " ")}
+    if name in ("inputs", "input_ids"):
+        words |= {"prompt", "input_ids"}
+    if any(word.lower() in str(error).lower() for word in words):
+        return
+    theirs = {k: v for k, v in given_.items() if k not in OWN}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception) as caught:  # noqa: PT011  whatever transformers raises
+            target.generate(PROMPT, **{"max_new_tokens": 4} | theirs)
+    assert str(caught.value) == str(error), f"{type(error).__name__}: {error}"
+
+
+@examples(20, 3000)
+@given(data=st.data())
+def test_greedy_texts_are_the_targets(pipeline, target, data) -> None:
+    """Plausible values of several arguments: the same text as transformers', or a refusal of both or of ours."""
+    numbers = st.one_of(st.floats(0.1, 3), st.integers(1, 5))
+    tokens = st.lists(st.integers(0, 319), min_size=1, max_size=3)
+    given_ = data.draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "repetition_penalty": numbers, "no_repeat_ngram_size": st.integers(0, 3), "min_new_tokens": st.integers(0, 5),
+                "bad_words_ids": st.lists(tokens, min_size=1, max_size=2), "suppress_tokens": tokens, "begin_suppress_tokens": tokens,
+                "eos_token_id": st.one_of(st.integers(0, 319), tokens), "forced_eos_token_id": st.integers(0, 319),
+                "max_new_tokens": st.integers(1, 8), "temperature": numbers, "renormalize_logits": st.booleans(),
+                "remove_invalid_values": st.booleans(), "encoder_repetition_penalty": numbers, "pad_token_id": st.integers(0, 319),
+                "exponential_decay_length_penalty": st.tuples(st.integers(1, 4), st.floats(1, 2)),
+            },
+        )
+    )  # fmt: skip
+    given_ = {"do_sample": False, "pad_token_id": 0} | given_
+    assert same(call(pipeline, given_), target.generate(PROMPT, **{"max_new_tokens": 4} | given_))
+
+
+@examples(20, 3000)
+@given(name=st.sampled_from(sorted(GenerationConfig().__dict__)), value=ODD)
+def test_one_field_of_a_configuration(pipeline, target, name, value) -> None:
+    if name.startswith("_") or name in ("max_time", "transformers_version"):
+        return
+    config = GenerationConfig(max_new_tokens=4)
+    setattr(config, name, value)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pipeline.generate(PROMPT, config, **({} if name == "max_new_tokens" else {"max_new_tokens": 4}))
+    except REFUSALS as error:
+        assert str(error)
+
+
+# ---- SpeculationConfig and Pipeline
+
+OPTIONS = [
+    "schedule",
+    "lookahead",
+    "min_draft_tokens",
+    "decode_meanwhile",
+    "graphs",
+    "trace",
+    "native",
+    "exact",
+    "acceptance",
+    "confidence",
+]
+_LIKELY = {
+    "schedule": st.sampled_from(["plain", "lockstep", "workers", "streams", "ranks", "auto"]),
+    "lookahead": st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3)),
+    "min_draft_tokens": st.integers(-1, 9),
+    "trace": st.integers(-1, 9),
+    "acceptance": st.sampled_from(["coupled", "rejection", "block"]),
+}
+
+
+@examples(150, 20_000)
+@given(data=st.data(), drafts=st.integers(0, 3))
+@example(data=None, drafts=1)
+def test_speculation_configs(data, drafts) -> None:
+    if data is None:
+        for name in ("decode_meanwhile", "graphs", "native", "exact", "confidence"):
+            with pytest.raises(TypeError, match=name):
+                SpeculationConfig.of(1, **{name: "no"})
+        return
+    names = data.draw(st.lists(st.sampled_from(OPTIONS), max_size=4, unique=True))
+    given_ = {name: data.draw(st.one_of(_LIKELY.get(name, st.booleans()), ODD)) for name in names}
+    try:
+        config = SpeculationConfig.of(drafts, **given_)
+    except (ValueError, TypeError) as error:
+        assert any(name in str(error) for name in (*names, "lookahead", "schedule")), f"{type(error).__name__}: {error}"
+        return
+    assert len(config.lookahead) in (0, drafts)
+    assert all(type(n) is int and n >= 1 for n in config.lookahead)
+    assert all(
+        type(getattr(config, name)) is bool for name in ("decode_meanwhile", "graphs", "native", "exact", "confidence")
+    )
+    assert type(config.min_draft_tokens) is int
+    assert type(config.trace) is int
+    assert config.max_draft_tokens(drafts) >= 0
+
+
+@examples(25, 3000)
+@given(
+    name=st.sampled_from([*OPTIONS[1:], "drafts", "draft_dtype", "draft_vocabulary", "device"]),
+    value=st.one_of(ODD, ODD_TEXTS),
+)
+@example(name="draft_vocabulary", value=0)
+@example(name="draft_vocabulary", value=[10**30])
+@example(name="device", value=5)
+@example(name="draft_dtype", value=5)
+def test_one_argument_of_a_pipeline(target, name, value) -> None:
+    given_: dict[str, Any] = {"drafts": noisy(target, 0.02), "schedule": "lockstep"} | {name: value}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pipe = Pipeline(target, **given_)
+    except (*REFUSALS, OSError) as error:
+        assert name.split("_")[-1].rstrip("s") in str(error) or "graphs" in str(error), (
+            f"{type(error).__name__}: {error}"
+        )
+        return
+    got = pipe.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    assert torch.equal(got, target.generate(PROMPT, max_new_tokens=4, do_sample=False))
