@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import GenerationConfig
 
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
@@ -44,8 +44,15 @@ def pipeline(target):
 
 # ---- generate()
 
-NAMES = sorted(set(ARGUMENTS) - {"custom_generate", "trust_remote_code", "max_time"})
-"""`max_time` depends on the clock, and `custom_generate` calls what it is given."""
+_LARGE = {
+    "max_new_tokens",
+    "max_length",
+    "num_return_sequences",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+}
+NAMES = sorted(set(ARGUMENTS) - {"custom_generate", "trust_remote_code", "max_time"} - _LARGE)
+"""`max_time` depends on the clock, `custom_generate` calls what it is given, and large values of some others are long work in transformers, too."""
 
 
 def same(a: Any, b: Any) -> bool:
@@ -59,7 +66,7 @@ def call(pipeline: Pipeline, given_: dict[str, Any]) -> Any:
         return pipeline.generate(PROMPT, **{"max_new_tokens": 4} | given_)
 
 
-@examples(80, 8000)
+@examples(15, 3000)
 @given(name=st.sampled_from(NAMES), value=ODD, sampled=st.booleans())
 @example(name="repetition_penalty", value="x", sampled=False)
 @example(name="top_k", value="x", sampled=True)
@@ -84,7 +91,7 @@ def test_one_argument_of_generate(pipeline, target, name, value, sampled) -> Non
     given_ = {name: value} | ({"do_sample": True, "seed": 7} if sampled and name not in ("do_sample", "seed") else {})
     try:
         call(pipeline, given_)
-    except REFUSALS as error:
+    except Exception as error:
         check_refusal(error, name, given_, target)
     # Whatever it was, the next call is fine.
     assert same(call(pipeline, {}), target.generate(PROMPT, max_new_tokens=4, do_sample=False))
@@ -105,7 +112,7 @@ def check_refusal(error: Exception, name: str, given_: dict[str, Any], target: A
     assert str(caught.value) == str(error), f"{type(error).__name__}: {error}"
 
 
-@examples(20, 3000)
+@examples(6, 1500)
 @given(data=st.data())
 def test_greedy_texts_are_the_targets(pipeline, target, data) -> None:
     """Plausible values of several arguments: the same text as transformers', or a refusal of both or of ours."""
@@ -125,22 +132,31 @@ def test_greedy_texts_are_the_targets(pipeline, target, data) -> None:
         )
     )  # fmt: skip
     given_ = {"do_sample": False, "pad_token_id": 0} | given_
-    assert same(call(pipeline, given_), target.generate(PROMPT, **{"max_new_tokens": 4} | given_))
-
-
-@examples(20, 3000)
-@given(name=st.sampled_from(sorted(GenerationConfig().__dict__)), value=ODD)
-def test_one_field_of_a_configuration(pipeline, target, name, value) -> None:
-    if name.startswith("_") or name in ("max_time", "transformers_version"):
-        return
-    config = GenerationConfig(max_new_tokens=4)
-    setattr(config, name, value)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pipeline.generate(PROMPT, config, **({} if name == "max_new_tokens" else {"max_new_tokens": 4}))
-    except REFUSALS as error:
-        assert str(error)
+        wanted = target.generate(PROMPT, **{"max_new_tokens": 4} | given_)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            call(pipeline, given_)
+        return
+    assert same(call(pipeline, given_), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("streamer", 5), ("streamer", "x"), ("logits_processor", [5]), ("logits_processor", "x"), ("stopping_criteria", 5), ("stopping_criteria", [5]),
+        ("prefill_chunk_size", "x"), ("prefill_chunk_size", -1), ("prefill_chunk_size", 0.5), ("position_ids", "x"), ("position_ids", object()),
+        ("watermarking_config", 5), ("watermarking_config", []), ("exponential_decay_length_penalty", []), ("exponential_decay_length_penalty", "x"),
+        ("suppress_tokens", [None]), ("forced_eos_token_id", {"a": 1}), ("forced_eos_token_id", True),
+        ("num_beams", torch.ones((2, 2))), ("do_sample", torch.zeros(0)), ("top_k", torch.ones((2, 2))),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_values_that_are_refused_by_name(pipeline, monkeypatch, name, value) -> None:
+    """Before any work."""
+    monkeypatch.setattr(pipeline, "_decode", lambda *args, **kwargs: pytest.fail("the work has begun"))
+    with pytest.raises((ValueError, TypeError), match=name):
+        call(pipeline, {name: value})
 
 
 # ---- SpeculationConfig and Pipeline
@@ -166,7 +182,7 @@ _LIKELY = {
 }
 
 
-@examples(150, 20_000)
+@examples(100, 10_000)
 @given(data=st.data(), drafts=st.integers(0, 3))
 @example(data=None, drafts=1)
 def test_speculation_configs(data, drafts) -> None:
@@ -192,7 +208,7 @@ def test_speculation_configs(data, drafts) -> None:
     assert config.max_draft_tokens(drafts) >= 0
 
 
-@examples(25, 3000)
+@examples(10, 1000)
 @given(
     name=st.sampled_from([*OPTIONS[1:], "drafts", "draft_dtype", "draft_vocabulary", "device"]),
     value=st.one_of(ODD, ODD_TEXTS),
