@@ -322,6 +322,8 @@ def _check_kind(name: str, value: Any) -> None:
         raise TypeError(f"{name} must not be a tensor of shape {list(value.shape)}")
     if value is None or name not in ARGUMENTS:
         return
+    if name == "prefill_chunk_size" and isinstance(value, bool):
+        raise TypeError(f"prefill_chunk_size must be an integer, not {value}")
     if name == "prefill_chunk_size" and _as_int(name, value) < 1:
         raise ValueError(f"prefill_chunk_size must be at least 1, not {value}")
     if name == "watermarking_config" and not isinstance(value, dict) and not hasattr(value, "validate"):
