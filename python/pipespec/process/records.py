@@ -42,7 +42,7 @@ def build(kind: Any, data: Any, where: str = "it") -> Any:
         return build(inner, data, where)
     if kind is Any:
         return data
-    wanted = (
+    wanted: Any = (
         (list, tuple) if origin in (list, tuple) else dict if origin is dict or dataclasses.is_dataclass(kind) else kind
     )
     wanted = (int, float) if kind is float else wanted

@@ -86,7 +86,7 @@ def _read(file: Path) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
     if not isinstance(stored, dict) or not {"config", "state_dict"} <= set(stored):
         raise ValueError(f"{file} is no published draft module: it has no config and state_dict")
     config, state = stored["config"], stored["state_dict"]
-    if not isinstance(config, Mapping) or not isinstance(state, Mapping):
+    if not isinstance(config, dict) or not isinstance(state, dict):
         raise ValueError(f"{file} is no published draft module: its config or its state_dict is no dictionary")
     version = config.get("version")
     if version != FORMAT:
