@@ -52,7 +52,7 @@ def target(tmp_path_factory) -> Path:
     return folder
 
 
-@examples(40, 4000)
+@examples(40, 1500)
 @given(data=st.data(), path=st.sampled_from(sorted(OPTIONS)))
 def test_options_with_odd_values(target: Path, tmp_path: Path, monkeypatch, data, path) -> None:
     arguments = path.split()
