@@ -135,8 +135,8 @@ def test_greedy_texts_are_the_targets(pipeline, target, data) -> None:
     given_ = {"do_sample": False, "pad_token_id": 0} | given_
     try:
         wanted = target.generate(PROMPT, **{"max_new_tokens": 4} | given_)
-    except ValueError as error:
-        with pytest.raises(ValueError, match=re.escape(str(error))):
+    except (ValueError, RuntimeError) as error:
+        with pytest.raises(type(error), match=re.escape(str(error))):
             call(pipeline, given_)
         return
     assert same(call(pipeline, given_), wanted)
@@ -216,7 +216,7 @@ def test_speculation_configs(data, drafts) -> None:
 
 @examples(10, 1000)
 @given(
-    name=st.sampled_from([*OPTIONS[1:], "drafts", "draft_dtype", "draft_vocabulary", "device"]),
+    name=st.sampled_from([*OPTIONS[1:], "draft_dtype", "draft_vocabulary", "device"]),
     value=st.one_of(ODD, ODD_TEXTS),
 )
 @example(name="draft_vocabulary", value=0)

@@ -116,7 +116,6 @@ BUGS = (
         "generate --prompt x --temperature nan",
         "bench --dry-run --agreement nan",
         "bench --dry-run --threads 0",
-        "bench --dry-run --stages 0",
         "plan --draft-vocabulary ²",
     ],
 )
