@@ -148,7 +148,7 @@ def test_greedy_texts_are_the_targets(pipeline, target, data) -> None:
         ("streamer", 5), ("streamer", "x"), ("logits_processor", [5]), ("logits_processor", "x"), ("stopping_criteria", 5), ("stopping_criteria", [5]),
         ("prefill_chunk_size", "x"), ("prefill_chunk_size", -1), ("prefill_chunk_size", True), ("prefill_chunk_size", 0.5), ("position_ids", "x"), ("position_ids", object()),
         ("watermarking_config", 5), ("watermarking_config", []), ("exponential_decay_length_penalty", []), ("exponential_decay_length_penalty", "x"),
-        ("suppress_tokens", [None]), ("forced_eos_token_id", {"a": 1}), ("forced_eos_token_id", True),
+        ("suppress_tokens", [None]), ("suppress_tokens", 5), ("begin_suppress_tokens", np.int32(0)), ("forced_eos_token_id", {"a": 1}), ("forced_eos_token_id", True),
         ("num_beams", torch.ones((2, 2))), ("do_sample", torch.zeros(0)), ("top_k", torch.ones((2, 2))),
     ],
     ids=lambda value: str(value)[:30],
