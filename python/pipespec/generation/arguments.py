@@ -330,7 +330,7 @@ def _check_kind(name: str, value: Any) -> None:
         raise TypeError(f"watermarking_config must be a WatermarkingConfig or a dict, not {type(value).__name__}")
     if name == "exponential_decay_length_penalty" and not (isinstance(value, (list, tuple)) and len(value) == 2):
         raise TypeError(f"{name} must be a start and a factor, not {value!r}")
-    if name in ("suppress_tokens", "begin_suppress_tokens") and np.ndim(plain_number(value)) == 0:
+    if name in ("suppress_tokens", "begin_suppress_tokens") and isinstance(plain_number(value), (int, float)):
         raise TypeError(f"{name} must be a list of token ids, not {value!r}")
     if name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "forced_bos_token_id"):
         _as_ids(name, value)
