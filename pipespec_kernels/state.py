@@ -263,7 +263,12 @@ class StateBlock:
             OSError: the memory is smaller than the block.
         """
         block = _native.Block(self.memory.address)
-        self.memory.remap(_native.Block.part_bytes(block.stages, block.rows, block.capacity, self.memory.alignment))
+        try:
+            self.memory.remap(_native.Block.part_bytes(block.stages, block.rows, block.capacity, self.memory.alignment))
+        except OverflowError as error:
+            raise ValueError(
+                f"this memory holds no pipespec state block: {block.rows} rows of {block.capacity} tokens pass every memory"
+            ) from error
         self._native = _native.Block(self.memory.address)
 
     @property

@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "../runtime/generation.hpp"
 #include "../runtime/stage_port.hpp"
 #include "bindings.hpp"
@@ -181,8 +183,11 @@ void bind_state(py::module_& m) {
       .def("confidence", checked([](const Block& b, std::uint32_t s, std::uint32_t r) {
              const Sequence sequence(b, s, r);
              std::vector<std::uint32_t> out;
-             const std::uint32_t end = sequence.word().length;
-             for (std::uint32_t p = load_relaxed(&b.span(r).start); p < end; ++p)
+             const std::uint32_t begin = load_relaxed(&b.span(r).start);
+             const std::uint32_t length = sequence.word().length;
+             // In damaged memory, too, no more than the ring holds.
+             const std::uint32_t n = length < begin ? 0 : std::min(length - begin, b.capacity());
+             for (std::uint32_t p = begin; p < begin + n; ++p)
                out.push_back(sequence.confidence(p));
              return out;
            }),

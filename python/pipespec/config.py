@@ -82,7 +82,9 @@ class SpeculationConfig:
     confidence: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
+        for name in ("decode_meanwhile", "graphs", "native", "exact", "confidence"):
+            _require_bool(name, getattr(self, name))
+        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
         if not isinstance(self.lookahead, tuple) or not all(map(_is_integer, self.lookahead)):
             raise TypeError(f"lookahead must be an integer, or one integer per draft, not {self.lookahead!r}")
@@ -109,7 +111,7 @@ class SpeculationConfig:
             raise ValueError(
                 f"{what} does not support an n-gram draft, as yet: use schedule='lockstep', 'workers' or 'auto', or leave 'ngram' out of the drafts"
             )
-        if self.acceptance not in ACCEPTANCES:
+        if not isinstance(self.acceptance, str) or self.acceptance not in ACCEPTANCES:
             raise ValueError(f"acceptance={self.acceptance!r} is not one of {', '.join(map(repr, ACCEPTANCES))}")
         if self.acceptance != "coupled":
             self._check_acceptance()
@@ -119,8 +121,6 @@ class SpeculationConfig:
                 f"{what} does not support a draft with another tokenizer, as yet: use schedule='lockstep' or 'workers', or drafts with the "
                 "target's tokenizer"
             )
-        if not isinstance(self.confidence, bool):
-            raise TypeError(f"confidence must be True or False, not {self.confidence!r}")
         if self.confidence and (self.graphs or self.schedule not in ("plain", "lockstep", "workers")):
             what = "graphs=True" if self.graphs else f"schedule={self.schedule!r}"
             raise ValueError(
@@ -189,6 +189,8 @@ class SpeculationConfig:
             TypeError: A value has the wrong type.
             ValueError: A value is out of range, or does not fit the schedule.
         """
+        if graphs is not None:
+            _require_bool("graphs", graphs)
         config = cls(
             schedule=schedule,
             min_draft_tokens=0 if min_draft_tokens is None else min_draft_tokens,
@@ -286,6 +288,11 @@ def default_schedule(
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     has_cores = graphs is None and all(device == "cpu" for device in drafts) and cores >= len(devices)
     return ("workers" if has_cores else "lockstep"), False
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def _is_integer(value: object) -> bool:

@@ -38,6 +38,7 @@ from pipespec.generation.arguments import (
     ARGUMENTS,
     How,
     check_arguments,
+    check_callables,
     check_penalties,
     for_forward,
     plain_number,
@@ -217,6 +218,7 @@ class BasePipeline:
         with shutdown.call():
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
+            check_callables(logits_processor, stopping_criteria, streamer)
             ids, mask, config = check_arguments(
                 self.target,
                 input_ids if inputs is None else inputs,

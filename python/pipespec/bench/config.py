@@ -9,9 +9,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from pipespec.bench.datasets import FORMATS
+from pipespec.process.records import build
 
 CHAINS = ("each", "whole", "both")
 """Which chains the drafts form: each draft alone, all drafts in one chain, or both."""
@@ -32,6 +33,10 @@ class DatasetRequest:
     format: str | None = None
     file: Path | None = None
     prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens is not None and self.prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens of {self.name} must be at least 1, not {self.prompt_tokens}")
 
     @property
     def typical_tokens(self) -> int:
@@ -118,10 +123,12 @@ class BenchConfig:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.chains not in CHAINS:
             raise ValueError(f"chains must be one of {', '.join(CHAINS)}, not {self.chains!r}")
-        if self.temperature is not None and self.temperature <= 0:
+        if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"temperature must be above 0 (leave it out for greedy decoding), not {self.temperature}")
         if not self.systems:
             raise ValueError("systems is empty: name at least one")
+        if not all(0 <= share <= 1 for share in self.agreement):
+            raise ValueError(f"agreement must be shares from 0 to 1, not {list(self.agreement)}")
         if "ngram" in self.drafts:
             raise ValueError("an n-gram index is no draft model here: add ngram to the systems")
         if any("+" in place for place in self.device):
@@ -152,7 +159,7 @@ def load_config(file: Path) -> BenchConfig:
         raise FileNotFoundError(f"there is no configuration file {file}")
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers that are too long for Python
         raise ValueError(f"{file} is not TOML: {error}") from error
     try:
         return _config(data)
@@ -164,39 +171,34 @@ def _config(data: dict[str, Any]) -> BenchConfig:
     known = {f.name: f for f in fields(BenchConfig)}
     if unknown := sorted(set(data) - set(known)):
         raise ValueError(f"unknown keys: {', '.join(unknown)}; there are {', '.join(known)}")
-    values: dict[str, Any] = {}
+    kinds, values = get_type_hints(BenchConfig), dict[str, Any]()
     for name, value in data.items():
         if name == "dataset":
             if not isinstance(value, list):
                 raise ValueError("datasets are tables [[dataset]]")
             values[name] = tuple(_dataset(d) for d in value)
         elif name == "pipeline":
-            values[name] = {key: tuple(v) if isinstance(v, list) else (v,) for key, v in value.items()}
-        elif str(known[name].type).startswith("tuple"):
-            values[name] = tuple(value) if isinstance(value, list) else (value,)
+            table = build(dict[str, Any], value, name)
+            values[name] = {key: tuple(v) if isinstance(v, list) else (v,) for key, v in table.items()}
         else:
-            _require(name, value, str(known[name].type))
-            values[name] = value
+            single = get_origin(kinds[name]) is tuple and not isinstance(value, list)
+            values[name] = build(kinds[name], [value] if single else value, name)
     return BenchConfig(**values)
 
 
-def _require(name: str, value: Any, kind: str) -> None:
-    """Check the type of a plain field; its annotation is ``kind``."""
-    wanted = {"str": str, "int": int, "float": (int, float), "bool": bool}[kind.removesuffix(" | None")]
-    if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):  # type: ignore[arg-type]
-        raise TypeError(f"{name} must be of type {kind}, not {value!r}")
-
-
-def _dataset(data: dict[str, Any]) -> DatasetRequest:
+def _dataset(data: Any) -> DatasetRequest:
+    if not isinstance(data, dict):
+        raise ValueError("datasets are tables [[dataset]]")
     known = {f.name for f in fields(DatasetRequest)}
     if unknown := sorted(set(data) - known):
         raise ValueError(f"unknown keys of a dataset: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     if "name" not in data:
         raise ValueError("a dataset needs a name")
-    if data.get("format") not in (None, *FORMATS):
+    if "format" in data and data["format"] not in list(FORMATS):
         raise ValueError(f"no format {data['format']!r} of prompts: there are {', '.join(FORMATS)}")
-    file = data.get("file")
-    return DatasetRequest(**data | {"file": None if file is None else Path(file)})
+    kinds = {"name": str, "format": str, "file": str, "prompt_tokens": int}
+    values = {name: build(kinds[name], value, f"{name} of a dataset") for name, value in data.items()}
+    return DatasetRequest(**values | ({"file": Path(data["file"])} if "file" in data else {}))
 
 
 def with_prompts(config: BenchConfig, given: list[str]) -> BenchConfig:

@@ -20,10 +20,13 @@ import gzip
 import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pipespec.process.records import parse_json
 
 Record = Mapping[str, Any]
 
@@ -62,8 +65,14 @@ def _plain(record: Any, number: int) -> Conversation:
         system = next((text for role, text in roles if role == "system"), None)
         return Conversation(name, tuple(text for role, text in roles if role == "user"), system)
     if "turns" in record:
-        return Conversation(name, tuple(record["turns"]))
+        return Conversation(name, _turns(record))
     return Conversation(name, (_first(record, "prompt", "text"),))
+
+
+def _turns(record: Record) -> tuple[str, ...]:
+    if not isinstance(record["turns"], list):
+        raise ValueError("turns must be a list")
+    return tuple(record["turns"])
 
 
 def _human_eval(record: Record, number: int) -> Conversation:
@@ -75,7 +84,7 @@ def _gsm8k(record: Record, number: int) -> Conversation:
 
 
 def _mt_bench(record: Record, number: int) -> Conversation:
-    return Conversation(str(record["question_id"]), tuple(record["turns"]))
+    return Conversation(str(record["question_id"]), _turns(record))
 
 
 def _cnn(record: Record, number: int) -> Conversation:
@@ -93,7 +102,7 @@ def _xsum(record: Record, number: int) -> Conversation:
 def _mmlu(record: Record, number: int) -> Conversation:
     choices = record["choices"] if "choices" in record else [record[letter] for letter in "ABCD"]
     if isinstance(choices, str):  # in a CSV
-        choices = json.loads(choices)
+        choices = parse_json(choices)
     subject = str(record.get("subject") or "").replace("_", " ")
     about = f" about {subject}" if subject else ""
     lines = [f"{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True)]
@@ -144,7 +153,7 @@ def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
         raise FileNotFoundError(f"there is no file {file}")
     try:
         records = _records(file, form)
-    except (json.JSONDecodeError, UnicodeDecodeError, csv.Error, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, csv.Error, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if not records:
         raise ValueError(f"{file} has no prompts")
@@ -157,6 +166,8 @@ def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
             conversation = FORMATS[form].read(record, number)
             if not conversation.turns or not all(isinstance(t, str) and t.strip() for t in conversation.turns):
                 raise ValueError("the prompt is empty")
+            for text in (*conversation.turns, *([] if conversation.system is None else [conversation.system])):
+                text.encode()  # half of a surrogate pair is no text, and no tokenizer takes it
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"lacks the field {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
             needed = ", ".join(FORMATS[form].fields) or "prompt, text, turns or messages"
@@ -192,17 +203,19 @@ def _records(file: Path, form: str | None) -> list[Any]:
     raw = gzip.decompress(file.read_bytes()) if file.name.endswith(".gz") else file.read_bytes()
     text = raw.decode("utf-8-sig")
     if kind == ".jsonl":
-        return _json_lines(text, file)
+        return _json_lines(text)
     if kind == ".csv":
         return _csv(text, form)
-    data = json.loads(text)
+    data = parse_json(text)
     if isinstance(data, dict):  # as dataset servers answer
-        entries: list[Any] = data.get("data") or data.get("rows") or [data]
+        entries: Any = data.get("data") or data.get("rows") or [data]
+        if not isinstance(entries, list):
+            raise ValueError("its data or rows is no list of prompts")
         data = [row["row"] if isinstance(row, dict) and set(row) >= {"row_idx", "row"} else row for row in entries]
     return data if isinstance(data, list) else [data]
 
 
-def _json_lines(text: str, file: Path) -> list[Any]:
+def _json_lines(text: str) -> list[Any]:
     found = []
     for number, line in enumerate(
         text.split("\n"), 1
@@ -210,9 +223,10 @@ def _json_lines(text: str, file: Path) -> list[Any]:
         if not line.strip():
             continue
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} cannot be read: line {number}, column {error.colno}: {error.msg}") from error
+            found.append(parse_json(line))
+        except ValueError as error:
+            at = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
+            raise ValueError(f"line {number}{at}") from error
     return found
 
 

@@ -13,17 +13,16 @@ Every file is written in one step. ``summary.json`` follows from the others (:fu
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from pipespec.planning.profile import Profile
 from pipespec.process.files import replace
+from pipespec.process.records import build, parse_json
 
 VERSION = 1
 """Of the format. A reader refuses a folder of another version."""
@@ -345,7 +344,16 @@ class ResultsFolder:
     def sample(self, dataset: str, system: str, sample: str) -> Sample | None:
         """Read a sample; None where it does not exist. ``ValueError`` where it is damaged."""
         path = self.sample_path(dataset, system, sample)
-        return self._read(str(path.relative_to(self.path)), Sample) if path.is_file() else None
+        if not path.is_file():
+            return None
+        found = self._read(str(path.relative_to(self.path)), Sample)
+        if (found.dataset, found.system, found.sample) != (dataset, system, sample):
+            raise ValueError(
+                f"{path} cannot be read: it is sample {found.sample!r} of {found.system!r} on {found.dataset!r}"
+            )
+        if found.tokens and not found.seconds > 0:
+            raise ValueError(f"{path} cannot be read: {len(found.tokens)} tokens in {found.seconds} seconds")
+        return found
 
     def write_sample(self, sample: Sample) -> None:
         path = self.sample_path(sample.dataset, sample.system, sample.sample)
@@ -368,9 +376,11 @@ class ResultsFolder:
         self._write("summary.json", summary)
 
     def profile(self) -> dict[str, Any] | None:
-        """The models' step times, for :meth:`pipespec.planning.profile.Profile.from_json`; None where they were not measured."""
-        path = self.path / "profile.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        """The models' step times, for :meth:`pipespec.planning.profile.Profile.from_json`; None where they were not measured. ``ValueError`` where
+        the file is damaged."""
+        if not (self.path / "profile.json").is_file():
+            return None
+        return self._read("profile.json", Profile).to_json()
 
     def write_profile(self, profile: Mapping[str, Any]) -> None:
         self._write("profile.json", dict(profile))
@@ -388,36 +398,14 @@ class ResultsFolder:
                 f"{path} does not exist: is {self.path} a folder that `pipespec bench --out` wrote?"
             )
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if (version := data.get("version", VERSION)) != VERSION:
+            data = parse_json(path.read_bytes())
+            if isinstance(data, dict) and (version := data.get("version", VERSION)) != VERSION:
                 raise ValueError(f"it has version {version} of the format, this pipespec reads version {VERSION}")
-            return _build(kind, data)
-        except (ValueError, TypeError, AttributeError) as error:
+            return cast(T, build(kind, data))
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def file_name(name: str) -> str:
     """``name`` as the name of a file or folder: ``"HumanEval/0"`` becomes ``"HumanEval_0"``."""
     return re.sub(r"[^\w.+=-]", "_", name).strip(".") or "_"
-
-
-def _build(kind: Any, data: Any) -> Any:
-    """``data`` from JSON as ``kind``: a dataclass, a container of them, or a plain type."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        types_ = typing.get_type_hints(kind)
-        names = {f.name for f in dataclasses.fields(kind)}
-        if unknown := sorted(set(data) - names):
-            raise ValueError(f"unknown fields: {', '.join(unknown)}")
-        return kind(**{name: _build(types_[name], value) for name, value in data.items()})
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        inner = [a for a in arguments if a is not type(None)]
-        return None if data is None else _build(inner[0], data)
-    if origin is list:
-        return [_build(arguments[0], item) for item in data]
-    if origin is tuple:
-        inner_types = [arguments[0]] * len(data) if arguments[-1] is Ellipsis else list(arguments)
-        return tuple(_build(t, item) for t, item in zip(inner_types, data, strict=True))
-    if origin is dict:
-        return {key: _build(arguments[1], item) for key, item in data.items()}
-    return data

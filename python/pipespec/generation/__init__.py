@@ -162,7 +162,8 @@ class Generation:
             if type(criterion) is MaxLengthCriteria:
                 lengths_allowed.append(criterion)
             elif type(criterion) is EosTokenCriteria and getattr(criterion, "new_token_length", 1) == 1:
-                self._eos += [int(token) for token in criterion.eos_token_id.flatten() if int(token) >= 0]
+                # Ids beyond 32 bits are those of no token.
+                self._eos += [int(token) for token in criterion.eos_token_id.flatten() if 0 <= int(token) < 2**31]
                 pads = True
             else:
                 criteria.append(criterion)

@@ -209,7 +209,10 @@ def check_arguments(
     _as_ids("pad_token_id", config.pad_token_id)
     mask = None if attention_mask is None else _check_mask(attention_mask, ids, has_cache)
     if kwargs.get("position_ids") is not None:
-        positions = torch.as_tensor(kwargs["position_ids"]).to(ids.device)
+        try:
+            positions = torch.as_tensor(kwargs["position_ids"]).to(ids.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"position_ids must be a tensor of integers: {error}") from error
         widths = {ids.shape[1]} if mask is None else {ids.shape[1], mask.shape[1]}
         if positions.ndim != 2 or positions.shape[1] not in widths:
             raise refusal("position_ids", positions)
@@ -288,12 +291,14 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
         own: The target's. Its ``assistant_early_exit`` is a property of the checkpoint, see :func:`pipespec.self_draft`.
 
     Raises:
+        TypeError: A value has a type that no processor of transformers takes.
         NotImplementedError: For the first option that is refused or unknown.
     """
     defaults = GenerationConfig()
     for name, value in config.__dict__.items():
         if name.startswith("_"):
             continue
+        _check_kind(name, value)
         argument = ARGUMENTS.get(name)
         if argument is not None and argument.how is not How.REFUSED:
             continue
@@ -309,6 +314,41 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
             raise Unsupported(name, f"generate(): {name}={value!r} is unknown; {_SEE}")
         if value not in argument.neutral:
             raise refusal(name, value)
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Refuse by name what transformers refuses with an error of torch or Python, or only after the work has begun."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1 and not name.endswith(("_id", "_ids", "_tokens")):
+        raise TypeError(f"{name} must not be a tensor of shape {list(value.shape)}")
+    if value is None or name not in ARGUMENTS:
+        return
+    if name == "prefill_chunk_size" and isinstance(value, bool):
+        raise TypeError(f"prefill_chunk_size must be an integer, not {value}")
+    if name == "prefill_chunk_size" and _as_int(name, value) < 1:
+        raise ValueError(f"prefill_chunk_size must be at least 1, not {value}")
+    if name == "watermarking_config" and not isinstance(value, dict) and not hasattr(value, "validate"):
+        raise TypeError(f"watermarking_config must be a WatermarkingConfig or a dict, not {type(value).__name__}")
+    if name == "exponential_decay_length_penalty" and not (isinstance(value, (list, tuple)) and len(value) == 2):
+        raise TypeError(f"{name} must be a start and a factor, not {value!r}")
+    if name in ("suppress_tokens", "begin_suppress_tokens") and isinstance(plain_number(value), (int, float)):
+        raise TypeError(f"{name} must be a list of token ids, not {value!r}")
+    if name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "forced_bos_token_id"):
+        _as_ids(name, value)
+
+
+def check_callables(logits_processor: Any = None, stopping_criteria: Any = None, streamer: Any = None) -> None:
+    """Refuse by name what could not be called once tokens are there.
+
+    Raises:
+        TypeError: A processor or criterion is no function, or the streamer has no ``put()`` and ``end()``.
+    """
+    for name, given in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
+        if given is not None and not (isinstance(given, (list, tuple)) and all(map(callable, given))):
+            raise TypeError(f"{name} must be a list of functions of ids and scores, not {given!r:.80}")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(
+            f"streamer must have put() and end(), as those of transformers; {type(streamer).__name__} has not"
+        )
 
 
 def refusal(name: str, value: Any) -> Unsupported:

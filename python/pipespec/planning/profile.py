@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from pipespec.planning.validation import non_negative, positive, same_length
+from pipespec.process.records import build
 
 SHORT_CONTEXT = 64
 """Context of the finer measurements, in tokens."""
@@ -189,13 +190,7 @@ class Profile:
         """Build a profile from the output of :meth:`to_json`. Fields that older versions did not write get their defaults.
 
         Raises:
-            ValueError: A value is out of range.
-            KeyError: A field is missing.
-            TypeError: A field is missing or unknown, or has the wrong type.
+            ValueError: A value is out of range, or a field is unknown.
+            TypeError: A field is missing or has the wrong type.
         """
-
-        def times(t: dict[str, Any]) -> StepTimes:
-            return StepTimes(**t | {"widths": tuple(t["widths"]), "seconds": tuple(t["seconds"])})
-
-        stages = (StageProfile(**s | {"times": tuple(map(times, s["times"]))}) for s in data["stages"])
-        return Profile(**data | {"stages": tuple(stages)})
+        return cast(Profile, build(Profile, data, "the profile"))

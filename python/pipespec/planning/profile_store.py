@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.ngram import NgramDraft
 from pipespec.planning.measure import device_numbers
 from pipespec.planning.profile import Profile
+from pipespec.process.records import parse_json
 from pipespec.process.signals import pass_on
 from pipespec_kernels import __version__, collect_env
 
@@ -112,7 +113,7 @@ def load(key: str, stages: int, folder: Path | None = None) -> StoredProfile | N
     """
     file = (folder or cache_folder()) / f"{key}.json"
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_bytes())
         if data["format"] != _FORMAT:
             raise ValueError(f"it has format {data['format']}")
         profile = Profile.from_json(data["profile"])
@@ -127,7 +128,7 @@ def load(key: str, stages: int, folder: Path | None = None) -> StoredProfile | N
         return StoredProfile(profile, tables)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         pass_on(error)
         _warn_once(f"{file} is not a usable profile ({type(error).__name__}: {error}); the models are measured again")
         return None

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from pipespec.models.layout import FULL, GATED_DELTA, CacheLayout
 from pipespec.models.loading import load_config
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
+from pipespec.process.records import parse_json
 from pipespec.process.signals import pass_on
 from pipespec.spd.drafting import Drafter, SampleTokens
 from pipespec.spd.machine import DraftRequest
@@ -236,8 +237,8 @@ class DraftModuleConfig:
         if not file.is_file():
             raise FileNotFoundError(f"{folder} holds no draft module: there is no {CONFIG_FILE} in it")
         try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            record = parse_json(file.read_bytes())
+        except ValueError as error:
             raise ValueError(f"{file} is damaged: {error}") from error
         return cls.from_json(record, str(file))
 
@@ -441,26 +442,37 @@ class DraftModule(nn.Module):
         if not file.is_file():
             raise FileNotFoundError(f"{folder} holds no draft module's weights: there is no {WEIGHTS_FILE} in it")
         try:
-            module = cls(config)
-        except Exception as error:  # transformers' constructors raise errors of many types for bad values
-            pass_on(error)
-            raise ValueError(
-                f"{Path(folder) / CONFIG_FILE} is damaged: no module can be built from it ({type(error).__name__}: {error})"
-            ) from error
-        expected = module.state_dict()
-        try:
             with safe_open(file, "pt") as tensors:
                 shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-                wrong = sorted(set(shapes).symmetric_difference(expected))
-                wrong = wrong or [name for name in shapes if shapes[name] != list(expected[name].shape)]
-                if wrong:
-                    raise ValueError(
-                        f"{file} does not fit its {CONFIG_FILE}: {', '.join(wrong[:3])} ({len(wrong)} in all)"
-                    )
+                _check_shapes(shapes, config, Path(folder))
+                module = _built(config, Path(folder))
                 module.load_state_dict({name: tensors.get_tensor(name) for name in shapes})
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged: {error}") from error
         return module.to(device=device, dtype=dtype).eval()
+
+
+def _built(config: DraftModuleConfig, folder: Path) -> DraftModule:
+    try:
+        return DraftModule(config)
+    except Exception as error:  # transformers' constructors raise errors of many types for bad values
+        pass_on(error)
+        raise ValueError(
+            f"{folder / CONFIG_FILE} is damaged: no module can be built from it ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _check_shapes(shapes: Mapping[str, list[int]], config: DraftModuleConfig, folder: Path) -> None:
+    """Compare stored shapes with those of the module of ``config``, without memory for it: damaged files may state any size."""
+    where = f"{folder / WEIGHTS_FILE} does not fit its {CONFIG_FILE}"
+    if config.layers + len(config.anchors) > len(shapes):
+        raise ValueError(f"{where}: {len(shapes)} weights for {config.layers} blocks and {len(config.anchors)} anchors")
+    with torch.device("meta"):
+        expected = _built(config, folder).state_dict()
+    wrong = sorted(set(shapes).symmetric_difference(expected))
+    wrong = wrong or [name for name in shapes if shapes[name] != list(expected[name].shape)]
+    if wrong:
+        raise ValueError(f"{where}: {', '.join(wrong[:3])} ({len(wrong)} in all)")
 
 
 def _block_config(config: DraftModuleConfig) -> Any:

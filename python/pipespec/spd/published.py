@@ -7,8 +7,6 @@ partial RoPE, too, as the dense layers of GLM-4-MoE, whose parameters have the s
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.models.properties import text_config
+from pipespec.process.records import parse_json
+from pipespec.process.signals import pass_on
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, described, target_digest, types_for
 from pipespec.spd.partition import Partition, check_target
 
@@ -70,6 +70,9 @@ def import_module(file: str | Path, target: PreTrainedModel, *, vocabulary: str 
         return _converted(config, state, target, None if vocabulary is None else _token_ids(Path(vocabulary)))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    except Exception as error:  # entries and tensors of other types
+        pass_on(error)
+        raise ValueError(f"{file}: its config or its tensors are damaged ({type(error).__name__}: {error})") from error
 
 
 def _read(file: Path) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
@@ -77,11 +80,14 @@ def _read(file: Path) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
         raise FileNotFoundError(f"{file} does not exist: give the published file of a draft module (*.pt)")
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # unpickling damaged bytes raises errors of many types
+        pass_on(error)
         raise ValueError(f"{file} is no file of torch.save, or it is damaged: {error}") from error
     if not isinstance(stored, dict) or not {"config", "state_dict"} <= set(stored):
         raise ValueError(f"{file} is no published draft module: it has no config and state_dict")
     config, state = stored["config"], stored["state_dict"]
+    if not isinstance(config, dict) or not isinstance(state, dict):
+        raise ValueError(f"{file} is no published draft module: its config or its state_dict is no dictionary")
     version = config.get("version")
     if version != FORMAT:
         raise ValueError(
@@ -95,9 +101,9 @@ def _read(file: Path) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
 
 def _token_ids(file: Path) -> Sequence[int]:
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = parse_json(file.read_bytes())
         return [int(token) for token in record["token_ids"]]
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"{file} is no draft vocabulary: a JSON object with token_ids is needed ({error})") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +60,20 @@ def load(given: str | Path) -> Recipe:
             raise FileNotFoundError(f"no recipe {given}: neither a file nor one of {', '.join(names())}")
     try:
         record = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers that are too long for Python
         raise ValueError(f"{file} is not TOML: {error}") from error
+    if wrong := sorted(name for name, table in record.items() if not isinstance(table, dict)):
+        raise ValueError(f"{file}: {', '.join(wrong)} is no table; a recipe has [options], [target] and [data]")
     data = record.get("data", {})
     unknown = sorted({*record} - {"options", "target", "data"}) + sorted({*data} - {"examples", "mean_tokens"})
     if unknown:
         raise ValueError(
             f"{file}: {', '.join(unknown)} unknown; a recipe has [options], [target] and [data] (examples, mean_tokens)"
         )
+    for name, kinds in (("examples", int), ("mean_tokens", (int, float))):
+        value = data.get(name, 1)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{file}: {name} of [data] must be a positive number, not {value!r}")
     return Recipe(
         file.stem,
         dict(record.get("options", {})),
