@@ -151,7 +151,7 @@ def test_greedy_texts_are_the_targets(pipeline, target, data) -> None:
         ("suppress_tokens", [None]), ("suppress_tokens", 5), ("begin_suppress_tokens", np.int32(0)), ("forced_eos_token_id", {"a": 1}), ("forced_eos_token_id", True),
         ("num_beams", torch.ones((2, 2))), ("do_sample", torch.zeros(0)), ("top_k", torch.ones((2, 2))),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )  # fmt: skip
 def test_values_that_are_refused_by_name(pipeline, monkeypatch, name, value) -> None:
     """Before any work."""

@@ -71,7 +71,7 @@ def test_prompts(tmp_path: Path, data, name, packed) -> None:
     else:
         content = data.draw(mutated_bytes(content))
     if packed:
-        name, content = f"{name}.gz", gzip.compress(content, 1)
+        name, content = f"{name}.gz", gzip.compress(content, 1, mtime=0)
         if data.draw(st.booleans()):
             content = data.draw(mutated_bytes(content))
     file = tmp_path / name
@@ -95,7 +95,7 @@ def test_prompts(tmp_path: Path, data, name, packed) -> None:
         ("a.jsonl", b'{"messages": [{"role": "system", "content": 5}, {"role": "user", "content": "u"}]}'),
         ("a.jsonl", b'{"prompt": "\\ud800"}'),
         ("a.json", b'[{"question": "q", "choices": "[[[[", "answer": 1}]'),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}', 1)[:11] + b"\xff" * 30),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}', 1, mtime=0)[:11] + b"\xff" * 30),
     ],
 )
 def test_prompts_that_are_refused(tmp_path: Path, name, content) -> None:

@@ -116,8 +116,9 @@ class BenchConfig:
         for name in ("new_tokens", "turns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.samples is not None and self.samples < 1:
-            raise ValueError(f"samples must be at least 1, not {self.samples}")
+        for name in ("samples", "threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("tuning", "traced"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
