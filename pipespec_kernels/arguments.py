@@ -97,6 +97,8 @@ def check_tokens(tokens: Tensor, logits: Tensor, batch: int, width: int) -> int:
     token_bytes = TOKEN_BYTES.get(tokens.dtype)
     if token_bytes is None:
         raise TypeError(f"tokens must be int64 or int32, got {tokens.dtype}")
+    if tokens.layout is not torch.strided:
+        raise TypeError(f"tokens must be a dense tensor, got one with layout {tokens.layout}")
     if tokens.shape != (batch, width):
         raise ValueError(f"tokens are {tuple(tokens.shape)}, but logits [B, Q, V] are {tuple(logits.shape)}")
     if not (tokens.is_cpu and logits.is_cpu) and tokens.device != logits.device:

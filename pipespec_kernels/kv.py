@@ -109,6 +109,7 @@ def _kv_append(
     if _plain_append(keys, values, k_cache, v_cache, lengths, n_new):
         return
     _check_append(keys, values, k_cache, v_cache, lengths, n_new)
+    arguments.check_flag("check_counts", check_counts)
     kernels, width = _kernels(k_cache), keys.shape[2]
     if kernels is None and (native := _native(k_cache)) is not None:
         new = _place(keys), _place(values)
@@ -242,6 +243,7 @@ def _check_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tenso
 )
 def _kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, check_counts: bool = False) -> None:
     _check_gather(k_cache, v_cache, lengths, rows)
+    arguments.check_flag("check_counts", check_counts)
     kernels = _kernels(k_cache)
     if kernels is None and (native := _native(k_cache)) is not None:
         where, moved = _places(k_cache, v_cache), len(rows)
@@ -306,6 +308,7 @@ def _kv_compact(
     k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, check_counts: bool = False
 ) -> None:
     _check_compact(k_cache, v_cache, positions, begin, n_keep)
+    arguments.check_flag("check_counts", check_counts)
     kernels = _kernels(k_cache)
     if kernels is None and (native := _native(k_cache)) is not None:
         table = (*positions.stride(), positions.shape[1])
@@ -395,7 +398,9 @@ def verify_attention(
         )
     if out is not None:
         _check_out(out, q)
-    _check_workspace(workspace, q, k_cache)
+    if workspace is not None:
+        _storage(k_cache, v_cache, written=False)
+        _check_workspace(workspace, q, k_cache)
     result = call(
         "verify_attention", q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, window, softcap
     )
@@ -441,6 +446,8 @@ def _verify_attention(
     _check_attention(q, k_cache, v_cache, lengths, query_lens, scale, window, softcap)
     if out is not None:
         _check_out(out, q)
+    arguments.check_flag("check_counts", check_counts)
+    arguments.check_flag("invariant", invariant)
     _check_workspace(workspace, q, k_cache)
     batch, heads, width, dim = q.shape
     kernels = _kernels(q)
@@ -646,6 +653,8 @@ def _check(
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like {like}, is on {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one with layout {tensor.layout}")
     if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
         raise ValueError(f"{name} must have its values in memory, and is a negated view: pass {name}.resolve_neg()")
 

@@ -434,7 +434,7 @@ def rope_append(
     norms = q_norm, k_norm, eps, one_plus_weight
     if not traced(k_cache):
         return _rope_append(*given, positions, *norms, check_counts, out)
-    if out is not None:
+    if out is not None and isinstance(q, Tensor):
         _check_out(out, q)
     result: Tensor = call("rope_append", *given, positions, *norms, check_counts)
     return result if out is None else out.copy_(result)
@@ -519,6 +519,7 @@ def _rope_append(
 ) -> Tensor:
     given = q, keys, values, cos, sin, k_cache, v_cache, lengths, n_new
     _check_rope(*given, positions, q_norm, k_norm, eps)
+    arguments.check_flag("check_counts", check_counts)
     if out is not None:
         _check_out(out, q)
     kernels, native = _kernels(k_cache), _native(k_cache)

@@ -66,9 +66,14 @@ class Streams(NamedTuple):
 INDEPENDENT = Streams()
 
 
+def _is_integer(value: Any) -> bool:
+    is_other = hasattr(value, "__index__") and not isinstance(value, type) and not getattr(value, "ndim", 0)
+    return isinstance(value, int) or is_other
+
+
 def check_stream(stream: Any) -> None:
     """Check ``Noise.stream``. Raises ``TypeError`` or ``ValueError``."""
-    if not isinstance(stream, int) and (not hasattr(stream, "__index__") or getattr(stream, "ndim", 0) > 0):
+    if not _is_integer(stream):
         raise TypeError(f"noise.stream must be an integer, got {stream!r}")
     if not 0 <= stream < 2**32:
         raise ValueError(f"noise.stream must be a number of 32 bits, got {stream}")
@@ -76,7 +81,7 @@ def check_stream(stream: Any) -> None:
 
 def check_streams(streams: Any) -> None:
     """Check the streams of rejection sampling. Raises ``TypeError`` or ``ValueError``."""
-    if not isinstance(streams, tuple) or len(streams) != 3 or not all(hasattr(s, "__index__") for s in streams):
+    if not isinstance(streams, tuple) or len(streams) != 3 or not all(map(_is_integer, streams)):
         raise TypeError(f"streams must be Streams of three integers, got {streams!r}")
     if len(set(streams)) != 3 or not all(0 <= stream < 2**32 for stream in streams):
         raise ValueError(f"the streams must be three different numbers of 32 bits, got {streams}")

@@ -642,7 +642,8 @@ def _rejection_sample(
     device = logits.device
     given = seeds, positions, inv_temperature, cutoff, 0
     query_lens, num_draft_tokens, noise = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, given, device)
-    assert noise is not None
+    if noise is None:
+        raise TypeError("noise.seeds must be a tensor, got NoneType")
     streams = Streams(draft_stream, accept_stream, residual_stream)
     scale, bars = _draft_arguments(logits, draft_logits, draft_inv_temperature, draft_cutoff, streams)
     drafts = _NO_DRAFT if draft_logits is None else arguments.check_logits(draft_logits, "draft_logits")[3]
@@ -792,7 +793,8 @@ def _block_sample(
     query_lens, num_draft_tokens, noise = _verify_arguments(
         logits, tokens, query_lens, num_draft_tokens, given, logits.device
     )
-    assert noise is not None
+    if noise is None:
+        raise TypeError("noise.seeds must be a tensor, got NoneType")
     streams = Streams(draft_stream, accept_stream, residual_stream)
     if draft_logits is None:
         raise TypeError("draft_logits must be a tensor, got NoneType")

@@ -99,7 +99,8 @@ def penalize(
         >>> logits, history
         (tensor([[[ 1.,  1., -8.]]]), tensor([[2, 1]], dtype=torch.int32))
     """
-    flat = _flat(penalties or Penalties(), logits)
+    arguments.check_logits(logits)
+    flat = _flat(Penalties() if penalties is None else penalties, logits)
     if traced(logits):
         counts = arguments.as_tensors((query_lens, num_draft_tokens))
         call("penalize", logits, tokens, history, lengths, *flat, *counts, bitmask)
@@ -123,6 +124,8 @@ def _flat(penalties: Penalties, logits: Tensor) -> _Flat:
 
 def _check(tensor: Any, name: str, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
     """Check a contiguous tensor; None in ``shape`` is any size."""
+    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one with layout {tensor.layout}")
     if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
         raise TypeError(f"{name} must be a tensor of {dtype}, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
     fits = tensor.dim() == len(shape) and all(
