@@ -139,7 +139,7 @@ def per_row(name: str, values: Any, shape: tuple[int, ...], device: torch.device
 
 def _from_numpy(name: str, values: Any) -> Tensor:
     try:
-        return torch.as_tensor(values)
+        return torch.as_tensor(values, device=CPU)  # whatever the default device is
     except (TypeError, ValueError):
         shown = f"a numpy array of {values.dtype} with strides {values.strides}"
         raise TypeError(f"{name} must be numbers that torch can read in place, got {shown}") from None

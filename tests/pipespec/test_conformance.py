@@ -354,7 +354,7 @@ REFUSED = {
     "custom_generate": ("transformers-community/dola", "custom_generate=pipe"),
     "synced_gpus": (True, "each rank its own pipeline"),
     "assistant_model": (random_llama(5, layers=1), "drafts="),
-    "assistant_tokenizer": (TOKENIZER, "share the target's tokenizer"),
+    "assistant_tokenizer": (TOKENIZER, "pass draft_tokenizers=... to Pipeline"),
     "negative_prompt_ids": (torch.ones(1, 3).long(), "second forward"),
     "negative_prompt_attention_mask": (torch.ones(1, 3).long(), "second forward"),
     "inputs_embeds": (torch.ones(1, 3, 64), "pass input_ids"),

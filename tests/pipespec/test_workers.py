@@ -736,7 +736,7 @@ def test_without_free_descriptors_none_leaks(monkeypatch):
         for free in range(5):
             fail(free, lambda: SharedMemory.create([1 << 12] * 6))
             assert count() == before
-            fail(free, lambda: own.fork([]))
+            fail(free, lambda: own.fork([], 120.0))
             assert count() == before - (not own.is_usable())
         assert not own.is_usable()  # the last request reached the template
     finally:
@@ -831,6 +831,8 @@ def test_without_a_template_a_worker_is_a_command(rig, monkeypatch, lacking):
     rig.check_recovered()
     assert start_telling("exit") == "its process ended with status 7"
     monkeypatch.undo()
+    # Has a template started, whose imports a call would not wait for.
+    assert start_telling("exit") == "its process ended with status 7"
     rig.kill(1)
     assert len(rig.generate()) == 1
     rig.check_recovered()
