@@ -207,13 +207,14 @@ class SpeedComparison:
         total, done = sum(map(len, work.values())), 0
         for contender in chosen:
             found: list[dict[str, Any]] = []
-            for setting in work[contender.key]:
+            for i, setting in enumerate(work[contender.key]):
                 self.progress(f"tuning: {contender.label}, {setting}", done, total)
                 done += 1
                 if self.elapsed > self.limit * TUNING_SHARE or contender.key in self.reasons:
                     continue
                 contender.use(setting)
-                if contender.slow:  # it compiles again for another number of threads
+                # Another contender's start may have moved weights that the first call packs anew. A slow one compiles for each number of threads.
+                if i == 0 or contender.slow:
                     self.run(contender, calibration[0])
                 runs = [text for ids in calibration if (text := self.run(contender, ids))]
                 if contender.key not in self.reasons:
