@@ -408,7 +408,9 @@ def main(arguments: list[str] | None = None) -> int:
             record = measure(args)
     status = report(record)
     if args.docs:
-        replace_table(args.docs, f"{markdown(results_of(record))}\n{summary(record)}", "generate")
+        is_planted = record["family"]["name"].startswith("planted")
+        mark = f"planted-{record['run']['dtype']}" if is_planted else "generate"
+        replace_table(args.docs, f"{markdown(results_of(record))}\n{summary(record)}", mark)
     if args.readme:
         replace_table(args.readme, f"{readme_table(results_of(record))}\n{summary(record)}")
     return status

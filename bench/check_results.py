@@ -20,21 +20,24 @@ RESULTS = Path("bench/results")
 _KERNELS = ("csrc", "pipespec_kernels")
 _ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/drivers", "python/pipespec/models")
 
+_GENERATE = (
+    *_ENGINE,
+    "python/pipespec/bench/comparison.py",
+    "python/pipespec/bench/contenders.py",
+    "python/pipespec/bench/published.py",
+    "python/pipespec/bench/rivals.py",
+    "bench/bench_generate.py",
+)
+
 SOURCES: dict[str, tuple[str, ...]] = {
     "acceptance.json": (*_ENGINE, "bench/bench_acceptance.py"),
     "auto.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
     "exact.json": (*_ENGINE, "bench/bench_exact.py"),
-    "generate_cpu.json": (
-        *_ENGINE,
-        "python/pipespec/demo",
-        "python/pipespec/bench/comparison.py",
-        "python/pipespec/bench/contenders.py",
-        "python/pipespec/bench/published.py",
-        "python/pipespec/bench/rivals.py",
-        "bench/bench_generate.py",
-    ),
+    "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "kernels_cpu.json": (*_KERNELS, "bench/kernels.py"),
     "plan.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
+    "planted_bfloat16.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
+    "planted_float32.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
     "ranks.json": (*_ENGINE, "python/pipespec/process/ranks.py", "bench/bench_ranks.py"),
     "sampling.json": (*_ENGINE, "bench/bench_sampling.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
