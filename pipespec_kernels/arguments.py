@@ -72,8 +72,7 @@ def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int, int, t
     if not isinstance(logits, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
     shape = logits.shape
-    if logits.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one with layout {logits.layout}")
+    check_dense(logits, name)
     if len(shape) != 3:
         raise ValueError(f"{name} must be [B, Q, V], got shape {tuple(shape)}")
     batch, width, vocab = shape
@@ -97,8 +96,7 @@ def check_tokens(tokens: Tensor, logits: Tensor, batch: int, width: int) -> int:
     token_bytes = TOKEN_BYTES.get(tokens.dtype)
     if token_bytes is None:
         raise TypeError(f"tokens must be int64 or int32, got {tokens.dtype}")
-    if tokens.layout is not torch.strided:
-        raise TypeError(f"tokens must be a dense tensor, got one with layout {tokens.layout}")
+    check_dense(tokens, "tokens")
     if tokens.shape != (batch, width):
         raise ValueError(f"tokens are {tuple(tokens.shape)}, but logits [B, Q, V] are {tuple(logits.shape)}")
     if not (tokens.is_cpu and logits.is_cpu) and tokens.device != logits.device:
@@ -127,8 +125,7 @@ def per_row(name: str, values: Any, shape: tuple[int, ...], device: torch.device
         values = _from_numpy(name, values)
     if values.dtype is not dtype:
         raise TypeError(f"{name} must be {_word(dtype)}, got {values.dtype}")
-    if values.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one with layout {values.layout}")
+    check_dense(values, name)
     if not values.is_cpu and values.device != device:
         raise ValueError(_misplaced(name, values, device))
     if values.shape != shape:
@@ -172,8 +169,7 @@ def _filter(values: Any, batch: int, dtype: torch.dtype, name: str, device: torc
         if not hasattr(values, "__array_interface__"):
             raise TypeError(f"{name} must be a number, a tensor or a numpy array, got {type(values).__name__}")
         values = _from_numpy(name, values)
-    if values.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one with layout {values.layout}")
+    check_dense(values, name)
     if values.dtype.is_complex:
         raise TypeError(f"{name} must be real numbers, got {values.dtype}")
     if dtype is INT64 and values.dtype not in (INT32, INT64):
@@ -245,6 +241,12 @@ def moved(noise: FlatNoise, device: torch.device, offset: int = 0) -> Noise:
 def as_tensors(values: Iterable[Any]) -> list[Any]:
     """Numpy arrays as tensors, for a schema."""
     return [_from_numpy("an argument", v) if hasattr(v, "__array_interface__") else v for v in values]
+
+
+def check_dense(tensor: Tensor, name: str) -> None:
+    """Check that a tensor has strides; others, such as sparse ones, have no address."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one with layout {tensor.layout}")
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -653,8 +653,7 @@ def _check(
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like {like}, is on {tensor.device}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one with layout {tensor.layout}")
+    arguments.check_dense(tensor, name)
     if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
         raise ValueError(f"{name} must have its values in memory, and is a negated view: pass {name}.resolve_neg()")
 

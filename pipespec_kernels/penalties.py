@@ -124,10 +124,9 @@ def _flat(penalties: Penalties, logits: Tensor) -> _Flat:
 
 def _check(tensor: Any, name: str, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
     """Check a contiguous tensor; None in ``shape`` is any size."""
-    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got one with layout {tensor.layout}")
     if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
         raise TypeError(f"{name} must be a tensor of {dtype}, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
+    arguments.check_dense(tensor, name)
     fits = tensor.dim() == len(shape) and all(
         n is None or n == have for n, have in zip(shape, tensor.shape, strict=False)
     )

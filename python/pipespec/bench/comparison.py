@@ -213,7 +213,8 @@ class SpeedComparison:
                 if self.elapsed > self.limit * TUNING_SHARE or contender.key in self.reasons:
                     continue
                 contender.use(setting)
-                # Another contender's start may have moved weights that the first call packs anew. A slow one compiles for each number of threads.
+                # The start of another contender may change the storage of the weights, and the next call then packs them again. A
+                # compiled contender compiles again for each number of threads. Neither belongs to the speed of a setting.
                 if i == 0 or contender.slow:
                     self.run(contender, calibration[0])
                 runs = [text for ids in calibration if (text := self.run(contender, ids))]

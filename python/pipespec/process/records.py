@@ -51,10 +51,11 @@ def build(kind: Any, data: Any, where: str = "it") -> Any:
             f"{where} must be of type {getattr(kind, '__name__', kind) if origin is None else kind}, not {data!r:.80}"
         )
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        types_of_fields = typing.get_type_hints(kind)
         if unknown := sorted(set(map(str, data)) - {f.name for f in dataclasses.fields(kind)}):
             raise ValueError(f"{where} has unknown fields: {', '.join(unknown)}")
-        return typing.cast(Any, kind)(**{name: build(hints[name], value, name) for name, value in data.items()})
+        values = {name: build(types_of_fields[name], value, name) for name, value in data.items()}
+        return typing.cast(Any, kind)(**values)
     if origin is list:
         return [build(arguments[0], item, where) for item in data]
     if origin is tuple:
