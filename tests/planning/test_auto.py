@@ -117,6 +117,21 @@ def test_a_measured_rate_is_a_weighted_mean():
     assert rate.factor <= 5.0
 
 
+def test_machine_and_texts_are_measured_apart():
+    rate = MeasuredRate()
+    rate.add(0.5)
+    for _ in range(50):
+        rate.add_other_text(0.25)
+    assert (rate.speed, rate.texts, rate.count) == (0.5, pytest.approx(0.5, rel=0.01), 51)
+    rate.add(0.4)
+    assert 0.4 < rate.speed < 0.5
+    rate.forget_texts()
+    assert (rate.factor, rate.count) == (rate.speed, 2)
+    rate.add_other_text(0.0)
+    rate.fade(0.8, 1.0)
+    assert rate.factor == 0.8
+
+
 # --- steering a driver -----------------------------------------------------------------------------------------------
 
 
@@ -220,6 +235,8 @@ def test_agreement_that_does_not_change_is_measured_less_often(monkeypatch, targ
             mode="greedy",
             inputs=types.SimpleNamespace(prompts=[prompt], sampling_params=SamplingParams()),
             driver=types.SimpleNamespace(block=block),
+            candidate=pipe.plan.chosen,
+            new_tokens=lambda: [16],
         )
         for _ in range(400):
             auto._in_calls_s += 10.0
@@ -279,8 +296,7 @@ def test_a_candidate_that_measures_slow_is_dropped(monkeypatch, target, one_core
     """A candidate that is predicted to win and measured to lose is not chosen again."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0)) as pipe:
         for candidate in pipe.plan.candidates:
-            if candidate.schedule != "plain":
-                pipe._driver.record(1, "greedy").rate(candidate.key).add(0.1)
+            pipe._driver.record(1, "greedy").rate(candidate.key).add(0.1 if candidate.schedule != "plain" else 1.0)
         assert reports(pipe, 1)[0].schedule == "plain"
 
 
@@ -295,30 +311,91 @@ def test_what_was_measured_for_one_shape_says_nothing_of_others(monkeypatch, tar
         assert auto.record(3, "greedy") is auto.record(4, "greedy")
 
 
-def test_measured_rates_come_from_step_times(monkeypatch, target, one_core):
-    """The measured rate of a chain comes from its step time. The weight of a measurement falls while calls are decoded plainly."""
+def ended_call(auto, candidate, tokens, seconds, record=None):
+    return types.SimpleNamespace(
+        candidate=candidate,
+        record=record or autos._ShapeRecord(),
+        plan=auto.plan,
+        driver=types.SimpleNamespace(remarks=()),
+        tokens=tokens,
+        seconds=seconds,
+    )
+
+
+def test_a_rate_is_compared_with_the_prediction_for_its_text(monkeypatch, target, one_core):
+    """A chain is predicted for drafts that are right in 0.9 of the positions."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         auto, chosen = pipe._driver, pipe.plan.chosen
 
-        def measured(candidate, seconds):
-            record = autos._ShapeRecord()
-            call = types.SimpleNamespace(
-                candidate=candidate,
-                record=record,
-                driver=types.SimpleNamespace(remarks=()),
-                steering=types.SimpleNamespace(intervals=[(seconds / 2, 50), (seconds / 2, 50)]),
-                steps_per_report=lambda: 1.0,
-            )
-            auto._record_rate(call)
-            return call
+        def factor(agreement, of_prediction):
+            """Measured as on a machine of ``of_prediction`` times the predicted speed, on a text of this agreement."""
+            alone = planner.predict_alone(auto.profile, agreement, chosen, pipe.plan.call)
+            seconds = 100 / (of_prediction * alone.tokens_per_step / alone.step_s)
+            call = ended_call(auto, chosen, 100, seconds)
+            auto._record_rate(call, agreement)
+            return call.record.factors()[chosen.key]
 
-        assert measured(chosen, 100 * chosen.step_s).record.factors() == {chosen.key: pytest.approx(1.0)}
-        call = measured(chosen, 200 * chosen.step_s)
-        assert call.record.factors() == {chosen.key: pytest.approx(0.5)}
-        call.candidate, call.steering.intervals = pipe.plan.plain, []
+        for share in (0.2, 0.6, 1.0):
+            for speed in (0.5, 1.0, 2.0):
+                assert factor(table(share)[:200, :1], speed) == pytest.approx(speed)
+
+
+def test_texts_that_give_less_than_predicted_count(monkeypatch, target, one_core):
+    """Calls on texts of unknown agreement move the estimate step by step, until the agreement is measured again."""
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        auto, chosen = pipe._driver, pipe.plan.chosen
+        record = auto.record(1, "greedy")
+        seconds = 200 * chosen.step_s / chosen.tokens_per_step  # half of the predicted rate
+        auto._record_rate(ended_call(auto, chosen, 100, seconds, record), None)
+        assert record.factors()[chosen.key] == pytest.approx(0.75)
+        for _ in range(40):
+            auto._record_rate(ended_call(auto, chosen, 100, seconds, record), None)
+        assert record.factors()[chosen.key] == pytest.approx(0.5, rel=0.01)
+        auto._forget_plans("greedy")
+        assert chosen.key not in record.factors()
+
+
+def test_short_parts_are_not_measured(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        call = ended_call(pipe._driver, pipe.plan.chosen, 8, 1e-9)
+        pipe._driver._record_rate(call, None)
+        assert call.record.factors() == {}
+
+
+def test_measurements_fade_while_calls_run_otherwise(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        auto, chosen, plain = pipe._driver, pipe.plan.chosen, pipe.plan.plain
+        record = autos._ShapeRecord()
+        record.rate(chosen.key).add(0.2)
         for _ in range(400):
-            auto._record_rate(call)
-        assert call.record.factors()[chosen.key] > 0.98
+            auto._record_rate(ended_call(auto, plain, 100, 100 * plain.step_s / 0.7, record), None)
+        assert record.factors()[plain.key] == pytest.approx(0.7)
+        assert record.factors()[chosen.key] == pytest.approx(0.7, rel=0.02)  # the machine is slower for all
+
+
+def test_a_call_measures_without_the_rests(monkeypatch, target, one_core):
+    """The test's clock: a plain token takes one second, one with drafts a tenth."""
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        auto, now = pipe._driver, [0.0]
+        rows = [0, 0]
+        block = types.SimpleNamespace(target=1, length=lambda stage, row: rows[row])
+        call = autos._RunningCall(
+            types.SimpleNamespace(prompts=[[], []]),
+            "greedy",
+            pipe.plan,
+            pipe.plan.chosen,
+            types.SimpleNamespace(block=block, steer=lambda config: None, config=SpeculationConfig(lookahead=(4,))),
+            autos._ShapeRecord(),
+        )
+        monkeypatch.setattr(auto, "clock", lambda: now[0])
+        call.begin_part(now[0])
+        for rests in (False, True, False):
+            auto._let_rest(call, 1, rests) if rests or rows[0] else None
+            for _ in range(50):
+                rows[0] += 1
+                now[0] += 1.0 if rests else 0.1
+        call.end_part(now[0])
+        assert (call.tokens, call.seconds) == (100, pytest.approx(10.0))
 
 
 def test_a_draft_that_fails_costs_no_text(monkeypatch, target, one_core):
@@ -446,7 +523,7 @@ class Chaos:
     switches = 0
 
     def __init__(self, call):
-        self.driver, self.decisions, self.intervals = call.driver, [], []
+        self.driver, self.decisions = call.driver, []
 
     def after_step(self):
         drafts, generator = len(self.driver.config.lookahead), self.generator
@@ -734,12 +811,12 @@ def test_captured_steps_are_measured_when_they_are_missing(monkeypatch, own, tmp
 
 
 def test_the_steps_of_a_round_are_measured(monkeypatch, own, one_core):
-    """The test's clock: each step of a round takes a hundredth of a second."""
+    """The test's clock: each new token takes a hundredth of a second."""
     auto = []
 
     def clock():
         call = auto[0]._call if auto else None
-        return 0.01 * (call.reports if call is not None else 0)
+        return 0.01 * max(call.new_tokens()) if call is not None and call.driver.block is not None else 0.0
 
     with with_graphs(monkeypatch, own, "lockstep", clock=clock) as pipe:
         auto.append(pipe._driver)
@@ -747,10 +824,9 @@ def test_the_steps_of_a_round_are_measured(monkeypatch, own, one_core):
         reports(pipe, 1, new=60)
         call = pipe._driver._call
         assert call.candidate == chosen
-        assert call.record.factors() == {chosen.key: pytest.approx(chosen.step_s / 0.01)}
-        assert call.steps_per_report() == 1.0
-        call.reports /= 2  # as if a scheduler reported two steps at once
-        assert call.steps_per_report() == pytest.approx(2.0, rel=0.1)
+        assert 40 < call.tokens < 60  # without those of the first step
+        assert call.seconds == pytest.approx(0.01 * call.tokens)
+        assert call.record.factors()[chosen.key] > 0
 
 
 @pytest.mark.gpu

@@ -237,9 +237,13 @@ def test_seconds_of_a_step():
 
 def test_what_was_measured_corrects():
     first = plan(chain(1e-3, 1e-2), Answers((0.85,)))
-    second = planner.decide(first, {first.chosen.key: 0.1})
+    second = planner.decide(first, {first.chosen.key: 0.1, first.plain.key: 1.0})
     assert second.chosen.key != first.chosen.key
-    lost = planner.decide(first, {c.key: 0.1 for c in first.candidates if c.schedule != "plain"})
+    slow = planner.decide(first, {first.chosen.key: 0.1})  # the machine, for all that is known
+    assert slow.chosen.key == first.chosen.key
+    assert slow.plain.rate == pytest.approx(0.1 * first.plain.rate)
+    chains = {c.key: 0.1 for c in first.candidates if c.schedule != "plain"}
+    lost = planner.decide(first, {**chains, first.plain.key: 1.0})
     assert not lost.speculates
 
 

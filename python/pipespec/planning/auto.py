@@ -58,7 +58,9 @@ _MOST_TRIALS = 3
 _CALIBRATION_TOKENS = 64
 _CALIBRATION_S = 10.0
 _FADES = 0.01
-"""Weight of the prediction against older measurements of chains, per call of plain decoding."""
+"""Weight of the prediction against older measurements of a chain, per call that runs otherwise."""
+_MEASURED_TOKENS = 16
+"""Fewest tokens of a row from which a rate is measured."""
 _CAPTURED = ("plain", "lockstep", "streams")
 
 
@@ -96,7 +98,8 @@ class _ShapeRecord:
 
 @dataclass
 class _RunningCall:
-    """One call. ``reports``: reports of the target's steps. ``began``: tokens and time at the first of them. ``ended_s``: time at the end."""
+    """One call. ``tokens``, ``seconds``: of the row with most tokens, since the target's first step, without the time in which drafts rest.
+    ``part``: tokens and time at the beginning of the part that is measured now."""
 
     inputs: StageInputs
     mode: str
@@ -105,22 +108,27 @@ class _RunningCall:
     driver: Driver
     record: _ShapeRecord
     steering: CallSteering | None = None
-    reports: int = 0
-    began: tuple[int, float] | None = None
-    ended_s: float = 0.0
+    has_begun: bool = False
+    part: tuple[int, float] | None = None
+    tokens: int = 0
+    seconds: float = 0.0
 
-    def tokens(self) -> int:
-        """New tokens so far, all rows together."""
+    def new_tokens(self) -> list[int]:
+        """New tokens of each row so far."""
         block = self.driver.block
-        return sum(block.length(block.target, row) - len(p) for row, p in enumerate(self.inputs.prompts))
+        return [block.length(block.target, row) - len(p) for row, p in enumerate(self.inputs.prompts)]
 
-    def steps_per_report(self) -> float:
-        """Steps of the target per report. A scheduler reports several at once if they end faster than it polls."""
-        if not self.candidate.captured:
-            return 1.0
-        block = self.driver.block
-        steps = max(block.counters(block.target, row)["steps"] for row in range(len(self.inputs.prompts)))
-        return max(1.0, steps / max(1, self.reports))
+    def begin_part(self, now: float) -> None:
+        """Measure from now on."""
+        self.has_begun, self.part = True, (max(self.new_tokens()), now)
+
+    def end_part(self, now: float) -> None:
+        """Measure no longer."""
+        if self.part is not None:
+            tokens, began = self.part
+            self.tokens += max(self.new_tokens()) - tokens
+            self.seconds += now - began
+            self.part = None
 
 
 class AutoDriver(Decoder):
@@ -252,9 +260,11 @@ class AutoDriver(Decoder):
 
         def on_commit(text: TextSource) -> None:
             request.committed(text)
-            call.reports += 1
-            call.began = call.began or (call.tokens(), self.clock())
-            if call.steering is not None and call.driver.target.accepts_draft_tokens:
+            if not call.has_begun:
+                call.begin_part(self.clock())
+            if not call.driver.target.accepts_draft_tokens:
+                call.end_part(self.clock())
+            elif call.steering is not None:
                 call.steering.after_step()
 
         began, steered = self.clock(), replace(request, on_commit=on_commit)
@@ -263,16 +273,16 @@ class AutoDriver(Decoder):
         else:
             with threads_set(min(call.candidate.threads, torch.get_num_threads())):
                 call.driver.run(steered)
-        call.ended_s = self.clock()
-        self._in_calls_s += call.ended_s - began
+        ended = self.clock()
+        call.end_part(ended)
+        self._in_calls_s += ended - began
         self.ran_as, self._has_new_call = call.driver.ran_as, True
 
     def learn(self) -> None:
         call, is_new, self._has_new_call = self._call, self._has_new_call, False
         if call is None or not is_new:
             return
-        self._record_rate(call)
-        self._measure_agreement(call)
+        self._record_rate(call, self._measure_agreement(call))
         steered = call.steering.decisions if call.steering is not None else []
         self.remarks = (call.plan.why, *self._decisions, *steered, *call.driver.remarks)
         self._decisions = []
@@ -401,7 +411,7 @@ class AutoDriver(Decoder):
             record.followed = None
         known = self._agreement.get(mode)
         if known is not None and known.recent is not None and self._differs(known.recent, record.followed):
-            record.plan = planner.following(self.profile, Answers(table=known.recent), record.plan)
+            record.plan = planner.following(self.profile, known.recent, record.plan)
             record.followed = known.recent
         plan = record.plan if graphs else planner.eager_only(record.plan)
         return planner.decide(plan, record.factors())
@@ -418,6 +428,8 @@ class AutoDriver(Decoder):
         for (_, other), record in self._records.items():
             if mode in (None, other) or (mode == "greedy" and "sampled" not in self.tables):
                 record.plan = None
+                for rate in record.measured.values():
+                    rate.forget_texts()
 
     def _choose(self, plan: Plan, record: _ShapeRecord) -> Candidate:
         """The plan's choice, or a candidate of about the same rate that was not tried, or that needs no new graphs."""
@@ -495,7 +507,7 @@ class AutoDriver(Decoder):
         plain = planner.plain_of(call.plan, candidate)
         return CallSteering(
             partial(self._let_rest, call, plain.threads),
-            call.tokens,
+            lambda: sum(call.new_tokens()),
             self.clock,
             predicted=rows / plain.step_s,
             plain=call.record.rate(plain.key),
@@ -505,6 +517,7 @@ class AutoDriver(Decoder):
     def _let_rest(self, call: _RunningCall, plain_threads: int, rests: bool) -> None:
         """Let the drafts rest, with the threads of plain decoding, or draft again."""
         candidate = call.candidate
+        (call.end_part if rests else call.begin_part)(self.clock())
         call.driver.steer(
             replace(
                 call.driver.config,
@@ -516,57 +529,66 @@ class AutoDriver(Decoder):
         if candidate.schedule == "lockstep":
             set_threads(plain_threads if rests else candidate.threads)
 
-    def _record_rate(self, call: _RunningCall) -> None:
+    def _record_rate(self, call: _RunningCall, own: np.ndarray | None) -> None:
         """Add the call to the measured rates.
 
-        The rate of a chain comes from its step time: how many tokens a step gives depends on the text, and the table of agreement has it.
+        How many tokens a step gives depends on the text. So the rate is compared with the one that is predicted for the text of this call,
+        where its agreement is known. Elsewhere it also corrects the table of agreement, which comes from older texts.
+
+        Args:
+            call: That has ended.
+            own: Agreement of the candidate's drafts with the text, uint8 [positions, drafts]. None: not measured.
         """
         candidate, rate = call.candidate, call.record.rate(call.candidate.key)
-        steps, seconds, new = 0.0, 0.0, 0
         if candidate.captured and call.driver.remarks:  # the call ran without captured steps after all
             # A model that cannot be captured has its warning already. The next call may have enough memory.
             if not any("cannot be prepared" in remark for remark in call.driver.remarks):
                 self._give_up_graphs(None)
-        elif call.steering is not None:
-            steps = sum(n for _, n in call.steering.intervals) * call.steps_per_report()
-            seconds = sum(s for s, _ in call.steering.intervals)
-        elif call.began is not None:
-            new = call.tokens() - call.began[0]
-            steps = (call.reports - 1) * call.steps_per_report() if new >= 16 else 0
-            seconds = call.ended_s - call.began[1]
-        if steps > 0 and seconds > 0:
-            rate.add(candidate.step_s * steps / seconds)
-        if candidate.schedule == "plain":
-            # The weight of other candidates' measurements falls, so that a slower one is tried again later.
-            for key, other in call.record.measured.items():
-                if not key[0].startswith("plain"):
-                    other.factor += _FADES * (1.0 - other.factor)
+        elif call.tokens >= _MEASURED_TOKENS and call.seconds > 0:
+            measured = call.tokens / call.seconds
+            if candidate.schedule == "plain":
+                rate.add(measured * candidate.step_s)
+            elif own is not None:
+                on_text = planner.predict_alone(self.profile, own, candidate, call.plan.call, cores=self.cores)
+                rate.add(measured * on_text.step_s / on_text.tokens_per_step)
+            else:
+                rate.add_other_text(measured * candidate.step_s / candidate.tokens_per_step)
+        # The weight of other candidates' measurements falls, so that a slower one is tried again later.
+        common = call.record.rate(call.plan.plain.key)
+        for key, other in call.record.measured.items():
+            if key != candidate.key and not key[0].startswith("plain"):
+                other.fade(common.factor, _FADES)
 
     # ---- agreement
 
-    def _measure_agreement(self, call: _RunningCall) -> None:
+    def _measure_agreement(self, call: _RunningCall) -> np.ndarray | None:
         """Measure the drafts' agreement with the text of a call, within :data:`_SHARE` of the time, and plan again if it has changed.
 
         The n-gram index is replayed along the text of each call.
+
+        Returns:
+            Agreement of the drafts that ran, uint8 [positions, drafts], or None where it is not measured.
         """
         known = self._agreement.setdefault(call.mode, _Agreement())
         is_due = len(self.models) > 1 and (known.seen < _ENOUGH or self._in_calls_s >= known.next_s)
         if not is_due and self.ngram is None:
-            return
+            return None
         began = self.clock()
-        block, params = call.driver.block, call.inputs.sampling_params
-        lengths = [block.length(block.target, row) for row in range(len(call.inputs.prompts))]
-        row = int(np.argmax([n - len(p) for n, p in zip(lengths, call.inputs.prompts, strict=True)]))
+        block, params, new = call.driver.block, call.inputs.sampling_params, call.new_tokens()
+        row = int(np.argmax(new))
         prompt = call.inputs.prompts[row]
-        generated = np.array(block.tokens(block.target, row, len(prompt), lengths[row]), dtype=np.int32)
-        table = None
+        generated = np.array(block.tokens(block.target, row, len(prompt), len(prompt) + new[row]), dtype=np.int32)
         text = np.concatenate([prompt, generated])
+        drafts, table, found = call.candidate.drafts, None, None
         if self.ngram is not None and len(generated) > 0:
-            self._add_recent(known, agreement.lookups(self.ngram, text, len(prompt)))
+            found = agreement.lookups(self.ngram, text, len(prompt))
+            self._add_recent(known, found)
         if is_due and not params.stepwise:
             table = self._agreement_on(text, len(prompt), own_text=True, sampling_params=params, row=row)
         if table is not None:
             self._add_agreement(call.mode, table, began)
+            return table[:, list(drafts)] if drafts else None
+        return found if self.ngram is not None and drafts == (0,) else None
 
     @staticmethod
     def _add_recent(known: _Agreement, found: np.ndarray) -> None:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -294,6 +295,30 @@ def predict(
     )
 
 
+def predict_alone(
+    profile: Profile,
+    agreement: np.ndarray,
+    candidate: Candidate,
+    call: CallShape,
+    *,
+    seed: int = 0,
+    ideal: bool = False,
+    cores: int | None = None,
+) -> Candidate:
+    """:func:`predict` where only the agreement of the candidate's own drafts is known.
+
+    Args:
+        profile: Step times of all drafts.
+        agreement: uint8 [positions, drafts of the candidate], see :class:`pipespec.planning.simulator.Answers`.
+        candidate: What to predict.
+        call: As the other arguments: see :func:`predict`.
+    """
+    chain = replace(profile, stages=(*(profile.stages[i] for i in candidate.drafts), profile.target))
+    own = replace(candidate, drafts=tuple(range(len(candidate.drafts))))
+    found = predict(chain, Answers(table=agreement), own, call, seed=seed, ideal=ideal, cores=cores)
+    return replace(found, drafts=candidate.drafts)
+
+
 def _subset(answers: Answers, drafts: Sequence[int], stages: int) -> Answers:
     """Answers of some of the drafts."""
     answers.check(stages)
@@ -418,27 +443,26 @@ def plan(
     return decide(Plan(plain, plain, tuple(found), names, call, ""), {})
 
 
-def following(profile: Profile, recent: Answers, made: Plan, *, seed: int = 0) -> Plan:
+def following(profile: Profile, recent: np.ndarray, made: Plan, *, seed: int = 0) -> Plan:
     """The plan with another prediction of the n-gram index alone, from the newest texts.
 
     What it finds varies most from text to text, and a replay costs microseconds. :func:`decide` makes the choice.
 
     Args:
         profile: That of the plan.
-        recent: Agreement of the index alone.
+        recent: Agreement of the index alone, uint8 [positions, 1].
         made: With predicted rates, from :func:`plan`.
         seed: Of the simulation.
     """
     own = next((c for c in made.candidates if c.drafts == (0,) and profile.has_ngram), None)
     if own is None:
         return made
-    alone = replace(profile, stages=(profile.stages[0], profile.target))
-    tried = [
-        predict(alone, recent, replace(own, lookahead=lookahead), made.call, seed=seed)
-        for lookahead, *_ in _over_ngram(None)
-    ]
-    best = _best(tried)
-    best = replace(best, ideal=predict(alone, recent, best, made.call, seed=seed, ideal=True).rate)
+
+    def predicted(candidate: Candidate, *, ideal: bool = False) -> Candidate:
+        return predict_alone(profile, recent, candidate, made.call, seed=seed, ideal=ideal)
+
+    best = _best([predicted(replace(own, lookahead=lookahead)) for lookahead, *_ in _over_ngram(None)])
+    best = replace(best, ideal=predicted(best, ideal=True).rate)
     return replace(made, candidates=tuple(best if c is own else c for c in made.candidates))
 
 
@@ -482,12 +506,20 @@ def decide(plan: Plan, factors: Mapping[Key, float]) -> Plan:
 
     Args:
         plan: With predicted rates.
-        factors: Measured rate divided by predicted rate. A candidate without a factor gets that of plain decoding: both ran on the same
-            machine.
+        factors: Measured rate divided by predicted rate. All candidates run on one machine, so that one without a factor gets that of
+            plain decoding, or the mean of all if plain decoding has none; averaged with those of its own schedule, whose predictions err alike.
     """
     known = [c for c in plan.candidates if c.schedule == "plain" and c.key in factors]
-    common = factors[max(known, key=lambda c: c.rate * factors[c.key]).key] if known else 1.0
-    corrected = [replace(c, rate=c.rate * factors.get(c.key, common)) for c in plan.candidates]
+    if known:
+        common = factors[max(known, key=lambda c: c.rate * factors[c.key]).key]
+    else:
+        common = mean(factors.values()) if factors else 1.0
+
+    def factor(candidate: Candidate) -> float:
+        alike = [f for key, f in factors.items() if key[0] == candidate.way and candidate.schedule != "plain"]
+        return factors.get(candidate.key, mean([common, *alike]))
+
+    corrected = [replace(c, rate=c.rate * factor(c)) for c in plan.candidates]
     plain = _plain(corrected)
     best = max((plain, *(c for c in corrected if c.schedule != "plain")), key=lambda c: c.rate)
     # Beside workers the target has fewer threads. A gain of fewer threads alone is not a gain of the drafts.

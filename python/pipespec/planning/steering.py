@@ -26,24 +26,59 @@ _MOST_DECISIONS = 32
 
 @dataclass
 class MeasuredRate:
-    """Measured rate of one candidate divided by its predicted rate: an exponentially weighted mean.
+    """Measured rate of one candidate divided by its predicted rate.
+
+    A call on a text whose agreement is known measures the machine. A call on another text measures machine and text together, and counts less.
 
     Attributes:
-        factor: The mean; 1 before the first measurement.
+        speed: Of the machine: an exponentially weighted mean; 1 before the first measurement.
+        texts: Of the texts, beyond ``speed``: likewise, with the prediction as the first measurement.
         count: Number of measurements.
+        texts_count: Number of those in ``texts``.
         tokens_since: Tokens that were decoded in other ways since the last measurement.
     """
 
-    factor: float = 1.0
+    speed: float = 1.0
+    texts: float = 1.0
     count: int = 0
+    texts_count: int = 0
     tokens_since: int = 0
 
+    @property
+    def factor(self) -> float:
+        """Of both, by which a prediction is multiplied."""
+        return self.speed * self.texts
+
     def add(self, factor: float) -> None:
-        """Add a measurement, within 0.05 and 5."""
-        weight = _SMOOTHING if self.count else 1.0
-        self.factor += weight * (min(max(factor, 0.05), 5.0) - self.factor)
+        """Add a measurement on a text whose agreement is known, within 0.05 and 5."""
+        weight = _SMOOTHING if self.count > self.texts_count else 1.0
+        self.speed += weight * (_bounded(factor) - self.speed)
+        self._counted()
+
+    def add_other_text(self, factor: float) -> None:
+        """Add a measurement on a text whose agreement is not known, within 0.05 and 5."""
+        self.texts_count += 1
+        weight = max(_SMOOTHING / 2, 1 / (self.texts_count + 1))
+        self.texts += weight * (_bounded(factor) / self.speed - self.texts)
+        self._counted()
+
+    def forget_texts(self) -> None:
+        """Forget what the texts gave: the table of agreement has changed, and with it the prediction."""
+        self.count -= self.texts_count
+        self.texts, self.texts_count = 1.0, 0
+
+    def fade(self, factor: float, weight: float) -> None:
+        """Move towards a measured rate of ``factor``, since this one becomes old."""
+        self.speed += weight * (factor - self.speed)
+        self.texts += weight * (1.0 - self.texts)
+
+    def _counted(self) -> None:
         self.count += 1
         self.tokens_since = 0
+
+
+def _bounded(factor: float) -> float:
+    return min(max(factor, 0.05), 5.0)
 
 
 @dataclass
@@ -58,7 +93,6 @@ class CallSteering:
         plain: Measurements of plain decoding, which this object extends.
         rows: Of the call.
         decisions: What was decided, for the report.
-        intervals: Seconds and steps of each interval with drafts.
     """
 
     let_rest: Callable[[bool], None]
@@ -68,7 +102,6 @@ class CallSteering:
     plain: MeasuredRate
     rows: int = 1
     decisions: list[str] = field(default_factory=list)
-    intervals: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._steps = self._step_of_mark = 0
@@ -96,7 +129,6 @@ class CallSteering:
                 self._begin(tokens, now)
                 self._plain_measured(new / seconds, tokens)
         elif new >= _INTERVAL_TOKENS * self.rows and self._steps - self._step_of_mark >= _INTERVAL_STEPS:
-            self.intervals.append((seconds, self._steps - self._step_of_mark))
             self._begin(tokens, now)
             self.plain.tokens_since += new
             if self._rests < _MOST_RESTS:
