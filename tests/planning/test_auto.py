@@ -92,6 +92,17 @@ def test_plain_decoding_that_is_faster_than_predicted_is_found():
     assert m.run(4000) > 0.8
 
 
+def test_a_slow_beginning_is_not_the_whole_text():
+    """Drafts that are predicted to gain may lose for some tokens. Those that go on losing rest, the later the more they were predicted to gain."""
+    slow = lambda tokens: 1.2 if tokens < 48 else 0.5  # noqa: E731
+    patient = Machine(plain=always(1.0), drafting=slow, gain=2.0)
+    assert patient.run(400) < 0.05
+    assert Machine(plain=always(1.0), drafting=slow).run(400) > 0.05
+    rested = [Machine(plain=always(1.0), drafting=always(1.5), gain=gain).run(400) for gain in (1.0, 1.5, 3.0)]
+    assert rested == sorted(rested, reverse=True)
+    assert rested[-1] > 0.5
+
+
 def test_drafts_that_recover_are_tried_again():
     m = Machine(plain=always(1.0), drafting=lambda tokens: 2.0 if tokens < 100 else 0.4)
     m.run(4000)

@@ -511,6 +511,7 @@ class AutoDriver(Decoder):
             self.clock,
             predicted=rows / plain.step_s,
             plain=call.record.rate(plain.key),
+            gain=candidate.rate / plain.rate,
             rows=rows,
         )
 

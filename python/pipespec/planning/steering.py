@@ -21,6 +21,8 @@ _PROBE_SHARE = 0.01
 _FIRST_PROBE_SHARE = 0.05
 """The same before its first measurement."""
 _SMOOTHING = 0.3
+_EXPECTED_TOKENS = 48
+"""Tokens per row that the predicted rate of drafting counts as: how many draft tokens are right varies along a text."""
 _MOST_DECISIONS = 32
 
 
@@ -91,6 +93,7 @@ class CallSteering:
         clock: Returns seconds.
         predicted: Predicted tokens per second of plain decoding.
         plain: Measurements of plain decoding, which this object extends.
+        gain: Predicted rate of drafting divided by that of plain decoding.
         rows: Of the call.
         decisions: What was decided, for the report.
     """
@@ -100,6 +103,7 @@ class CallSteering:
     clock: Callable[[], float]
     predicted: float
     plain: MeasuredRate
+    gain: float = 1.0
     rows: int = 1
     decisions: list[str] = field(default_factory=list)
 
@@ -110,6 +114,9 @@ class CallSteering:
         self._is_resting = self._is_probing = False
         self._rest_until, self._rest_length = 0, _FIRST_REST * self.rows
         self._rate_before = 0.0  # with drafts, when they began to rest
+        # Tokens and seconds with drafts, older ones with less weight.
+        expected = _EXPECTED_TOKENS * self.rows
+        self._drafted = (expected, expected / (self.predicted * self.plain.factor * self.gain))
 
     def after_step(self) -> None:
         """Compare, and let the drafts rest or continue."""
@@ -131,8 +138,9 @@ class CallSteering:
         elif new >= _INTERVAL_TOKENS * self.rows and self._steps - self._step_of_mark >= _INTERVAL_STEPS:
             self._begin(tokens, now)
             self.plain.tokens_since += new
+            self._drafted = (self._drafted[0] / 2 + new, self._drafted[1] / 2 + seconds)
             if self._rests < _MOST_RESTS:
-                self._compare(new / seconds, tokens)
+                self._compare(self._drafted[0] / self._drafted[1], tokens)
 
     def _begin(self, tokens: int, now: float) -> None:
         self._mark, self._step_of_mark = (tokens, now), self._steps
@@ -169,11 +177,14 @@ class CallSteering:
                     tokens,
                     f"drafting gives {self._rate_before:.0f} tokens/s, plain decoding {rate:.0f}: the drafts rest",
                 )
+            self._is_probing = False
             self._rest_until = tokens + self._rest_length
             self._rest_length *= 4
 
     def _resume(self, tokens: int, why: str | None) -> None:
         self._is_resting = False
+        if not self._is_probing:
+            self._drafted = (0.0, 0.0)
         self.let_rest(False)
         if why:
             self._note(tokens, why)
