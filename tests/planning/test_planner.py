@@ -284,6 +284,9 @@ def test_zero_times():
         def seconds(self, width, **more):
             return 0.0
 
+        def step_times(self, widths, **more):
+            return [0.0] * len(widths)
+
     class Chain:
         stages, threads, has_ngram = (Zero(), Zero()), 1, False
 

@@ -250,7 +250,7 @@ def predict(
         threads = candidate.threads if i == target or not in_processes else 1
         fed = range(1, 2 if candidate.schedule == "plain" else _MOST_WIDTH + 1)
         widths = [columns(candidate, place, w) for w in fed]
-        seconds = [stage.seconds(w, context=call.context, threads=threads, **shape) for w in widths]
+        seconds = stage.step_times(widths, context=call.context, threads=threads, **shape)
         for t in seconds:
             positive(t, f"a step time of {stage.name}")
         beside = [profile.stages[j].burden for j in models] if i == target else [stage.contention]

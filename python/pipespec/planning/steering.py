@@ -115,7 +115,7 @@ class CallSteering:
         self._rest_until, self._rest_length = 0, _FIRST_REST * self.rows
         self._rate_before = 0.0  # with drafts, when they began to rest
         # Tokens and seconds with drafts, older ones with less weight.
-        expected = _EXPECTED_TOKENS * self.rows
+        expected = float(_EXPECTED_TOKENS * self.rows)
         self._drafted = (expected, expected / (self.predicted * self.plain.factor * self.gain))
 
     def after_step(self) -> None:
