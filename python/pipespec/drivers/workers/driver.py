@@ -35,7 +35,7 @@ from pipespec.engine.stage import Stage
 from pipespec.engine.translation import Translation
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
-from pipespec.process.signals import from_handler, pass_on, suppressed
+from pipespec.process.signals import from_handler, is_stopped, pass_on, suppressed
 from pipespec.process.threads import restored_threads, set_threads, target_threads
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
@@ -44,6 +44,9 @@ from pipespec_kernels.trace import TraceMemory
 _READY_TIMEOUT_S = 120.0
 """A worker without a template imports torch and transformers, which takes many seconds on a busy machine. A pipeline waits so long for its first workers.
 One that is started again counts as hung after this time."""
+
+_STOPPED_S = 5.0
+"""A worker that is stopped (SIGSTOP) for so long while it starts counts as lost."""
 
 _RESTART_TIMEOUT_S = 10.0
 """A call waits at most this long for workers that are started again. It takes in the others when they are ready."""
@@ -113,6 +116,7 @@ class _Worker:
         self.is_ready = False  # has built its model
         self.is_late = False  # a call has waited for it in vain
         self.overdue_at = time.monotonic() + _READY_TIMEOUT_S
+        self._stopped_at: float | None = None  # when it was first seen stopped
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
         self.last_error: Failed | None = None
         self.form = ""
@@ -128,8 +132,14 @@ class _Worker:
         Raises:
             RuntimeError: The worker cannot start. The message has the worker's own error.
         """
-        if not self.conn.poll(max(0.0, deadline - time.monotonic())):
-            return False
+        while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
+            if self._is_held_up():
+                self.kill()
+                raise RuntimeError(
+                    f"{self.name} could not start: something has stopped its process {self.process.pid} (SIGSTOP)"
+                )
+            if time.monotonic() >= deadline:
+                return False
         try:
             answer = self.conn.recv()
         except (EOFError, OSError) as error:
@@ -150,6 +160,15 @@ class _Worker:
                 ) from error
         self.is_ready = True
         return True
+
+    def _is_held_up(self) -> bool:
+        """Whether the process has been stopped for some time."""
+        if not is_stopped(self.process.pid):
+            self._stopped_at = None
+            return False
+        now = time.monotonic()
+        self._stopped_at = self._stopped_at or now
+        return now - self._stopped_at > _STOPPED_S
 
     def is_dead(self) -> bool:
         return self.process.poll() is not None
