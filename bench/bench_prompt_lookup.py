@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.bench_confidence import texts
+from bench.bench_confidence import QUESTIONS, texts
 from bench.harness import choose_sizes, markdown_table, replace_table, save
 from pipespec.bench.comparison import Measurement, SpeedComparison
 from pipespec.bench.contenders import GREEDY, Contender, HFContender, PipelineContender, Workload
@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="rewrite the table between its comments there")
     options = parser.parse_args()
+    if options.prompts is not None and not 1 <= options.prompts < len(QUESTIONS):
+        parser.error(f"--prompts must be 1 to {len(QUESTIONS) - 1}: one more question is for tuning")
     choose_sizes(options, prompts=(6, 2), new_tokens=(128, 32), repeats=(3, 1))
     record: dict[str, Any] = {"machine": provenance()}
     found = measure(options)

@@ -40,7 +40,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "plan.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
     "planted_bfloat16.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
     "planted_float32.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
-    "prompt_lookup.json": (*_ENGINE, "bench/bench_prompt_lookup.py"),
+    "prompt_lookup.json": (*_GENERATE, "bench/bench_prompt_lookup.py", "bench/bench_confidence.py"),
     "ranks.json": (*_ENGINE, "python/pipespec/process/ranks.py", "bench/bench_ranks.py"),
     "sampling.json": (*_ENGINE, "bench/bench_sampling.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),

@@ -58,7 +58,7 @@ _MOST_TRIALS = 3
 _CALIBRATION_TOKENS = 64
 _CALIBRATION_S = 10.0
 _FADES = 0.01
-"""Weight of the prediction against older measurements of a chain, per call that runs otherwise."""
+"""Weight of what all candidates have in common against older measurements of a chain, per call that runs otherwise."""
 _MEASURED_TOKENS = 16
 """Fewest tokens of a row from which a rate is measured."""
 _CAPTURED = ("plain", "lockstep", "streams")
@@ -90,28 +90,34 @@ class _ShapeRecord:
     trials: int = 0
 
     def rate(self, key: Key) -> MeasuredRate:
-        return self.measured.setdefault(key, MeasuredRate())
+        # The first call of a chain may contain what only a first call costs.
+        return self.measured.setdefault(key, MeasuredRate(prior=int(not key[0].startswith("plain"))))
 
     def factors(self) -> dict[Key, float]:
-        return {key: rate.factor for key, rate in self.measured.items() if rate.count}
+        return {key: rate.factor for key, rate in self.measured.items() if rate.is_measured}
+
+    def speeds(self) -> dict[Key, float]:
+        """The factors without what single texts gave."""
+        return {key: rate.speed for key, rate in self.measured.items() if rate.count}
 
 
 @dataclass
 class _RunningCall:
-    """One call. ``tokens``, ``seconds``: of the row with most tokens, since the target's first step, without the time in which drafts rest.
-    ``part``: tokens and time at the beginning of the part that is measured now."""
+    """One call. ``parts``: what is measured, since the target's first step and without the time in which drafts rest: first and last token of the
+    row with most tokens, and seconds. ``drafted``: the drafts were alive in all parts."""
 
     inputs: StageInputs
     mode: str
+    shape: CallShape
     plan: Plan
     candidate: Candidate
     driver: Driver
     record: _ShapeRecord
     steering: CallSteering | None = None
     has_begun: bool = False
-    part: tuple[int, float] | None = None
-    tokens: int = 0
-    seconds: float = 0.0
+    drafted: bool = True
+    parts: list[tuple[int, int, float]] = field(default_factory=list)
+    _part: tuple[int, float] | None = None
 
     def new_tokens(self) -> list[int]:
         """New tokens of each row so far."""
@@ -120,15 +126,31 @@ class _RunningCall:
 
     def begin_part(self, now: float) -> None:
         """Measure from now on."""
-        self.has_begun, self.part = True, (max(self.new_tokens()), now)
+        self.has_begun, self._part = True, (max(self.new_tokens()), now)
+        self._look()
 
     def end_part(self, now: float) -> None:
         """Measure no longer."""
-        if self.part is not None:
-            tokens, began = self.part
-            self.tokens += max(self.new_tokens()) - tokens
-            self.seconds += now - began
-            self.part = None
+        if self._part is not None:
+            first, began = self._part
+            self.parts.append((first, max(self.new_tokens()), now - began))
+            self._part = None
+            self._look()
+
+    def _look(self) -> None:
+        block, models = self.driver.block, range(int(self.driver.config.ngram is not None), self.driver.block.target)
+        self.drafted &= all(block.is_alive(stage) for stage in models)
+
+    def rate(self) -> float | None:
+        """Tokens per second of the row with most tokens. None: too few for a measurement, or some were decoded without a draft that was lost."""
+        tokens, seconds = (sum(last - first for first, last, _ in self.parts), sum(s for _, _, s in self.parts))
+        return tokens / seconds if self.drafted and tokens >= _MEASURED_TOKENS and seconds > 0 else None
+
+    def of_parts(self, agreement: np.ndarray) -> np.ndarray | None:
+        """The positions of a table of agreement that were measured, for a single row. None: it does not have them."""
+        if len(self.inputs.prompts) > 1 or not self.parts or self.parts[-1][1] > len(agreement):
+            return None
+        return np.concatenate([agreement[first:last] for first, last, _ in self.parts])
 
 
 class AutoDriver(Decoder):
@@ -282,7 +304,12 @@ class AutoDriver(Decoder):
         call, is_new, self._has_new_call = self._call, self._has_new_call, False
         if call is None or not is_new:
             return
-        self._record_rate(call, self._measure_agreement(call))
+        own = self._measure_agreement(call)
+        try:
+            self._record_rate(call, own)
+        except Exception as error:  # the text is finished, and the caller gets it
+            pass_on(error)
+            _warn(f"the rate of a call could not be compared with its prediction ({type(error).__name__}: {error})")
         steered = call.steering.decisions if call.steering is not None else []
         self.remarks = (call.plan.why, *self._decisions, *steered, *call.driver.remarks)
         self._decisions = []
@@ -414,7 +441,7 @@ class AutoDriver(Decoder):
             record.plan = planner.following(self.profile, known.recent, record.plan)
             record.followed = known.recent
         plan = record.plan if graphs else planner.eager_only(record.plan)
-        return planner.decide(plan, record.factors())
+        return planner.decide(plan, record.factors(), record.speeds())
 
     def _differs(self, recent: np.ndarray, followed: np.ndarray | None) -> bool:
         """Whether the n-gram index finds more or less in the newest texts than where its rate was predicted, or it was not predicted."""
@@ -423,13 +450,19 @@ class AutoDriver(Decoder):
         changes = (abs((recent == answer).mean() - (followed == answer).mean()) for answer in (0, NOTHING))
         return bool(max(changes) > _MOVED / 2)
 
-    def _forget_plans(self, mode: str | None = None) -> None:
-        """Forget the plans of one mode, or all. Greedy agreement stands for the sampled one until that is measured."""
+    def _forget_plans(self, mode: str | None = None, *, texts: bool = False) -> None:
+        """Forget the plans of one mode, or all. Greedy agreement stands for the sampled one until that is measured.
+
+        Args:
+            mode: ``"greedy"`` or ``"sampled"``. None: both.
+            texts: Also forget what texts gave against these plans, because the agreement is another.
+        """
         for (_, other), record in self._records.items():
             if mode in (None, other) or (mode == "greedy" and "sampled" not in self.tables):
                 record.plan = None
-                for rate in record.measured.values():
-                    rate.forget_texts()
+                if texts:
+                    for rate in record.measured.values():
+                        rate.forget_texts()
 
     def _choose(self, plan: Plan, record: _ShapeRecord) -> Candidate:
         """The plan's choice, or a candidate of about the same rate that was not tried, or that needs no new graphs."""
@@ -495,24 +528,24 @@ class AutoDriver(Decoder):
         else:
             candidate = self._choose(plan, record)
         self.plan, candidate, driver = self._driver_for(plan, candidate, mode, graphs=graphs)
-        return _RunningCall(inputs, mode, self.plan, candidate, driver, record)
+        bucket = replace(shape, rows=_bucket(shape.rows))
+        return _RunningCall(inputs, mode, bucket, self.plan, candidate, driver, record)
 
     # ---- measured rates
 
     def _steering_of(self, call: _RunningCall) -> CallSteering | None:
         """The comparison with plain decoding. None: the call decodes plainly, or in captured rounds, which cannot stop drafting."""
-        candidate, rows = call.candidate, len(call.inputs.prompts)
+        candidate = call.candidate
         if candidate.schedule == "plain" or (candidate.captured and candidate.schedule == "lockstep"):
             return None
         plain = planner.plain_of(call.plan, candidate)
         return CallSteering(
             partial(self._let_rest, call, plain.threads),
-            lambda: sum(call.new_tokens()),
+            lambda: max(call.new_tokens()),
             self.clock,
-            predicted=rows / plain.step_s,
+            predicted=1 / plain.step_s,
             plain=call.record.rate(plain.key),
-            gain=candidate.rate / plain.rate,
-            rows=rows,
+            gain=candidate.decoding_rate / plain.decoding_rate,
         )
 
     def _let_rest(self, call: _RunningCall, plain_threads: int, rests: bool) -> None:
@@ -540,25 +573,32 @@ class AutoDriver(Decoder):
             call: That has ended.
             own: Agreement of the candidate's drafts with the text, uint8 [positions, drafts]. None: not measured.
         """
-        candidate, rate = call.candidate, call.record.rate(call.candidate.key)
+        candidate, rates, measured = call.candidate, call.record, call.rate()
         if candidate.captured and call.driver.remarks:  # the call ran without captured steps after all
             # A model that cannot be captured has its warning already. The next call may have enough memory.
             if not any("cannot be prepared" in remark for remark in call.driver.remarks):
                 self._give_up_graphs(None)
-        elif call.tokens >= _MEASURED_TOKENS and call.seconds > 0:
-            measured = call.tokens / call.seconds
-            if candidate.schedule == "plain":
-                rate.add(measured * candidate.step_s)
-            elif own is not None:
-                on_text = planner.predict_alone(self.profile, own, candidate, call.plan.call, cores=self.cores)
-                rate.add(measured * on_text.step_s / on_text.tokens_per_step)
-            else:
-                rate.add_other_text(measured * candidate.step_s / candidate.tokens_per_step)
-        # The weight of other candidates' measurements falls, so that a slower one is tried again later.
-        common = call.record.rate(call.plan.plain.key)
-        for key, other in call.record.measured.items():
-            if key != candidate.key and not key[0].startswith("plain"):
-                other.fade(common.factor, _FADES)
+        elif measured is not None:
+            on_text = self._predicted_on(call, own)
+            if on_text is not None:
+                rates.rate(candidate.key).add(measured / on_text)
+            if on_text is None or rates.rate(candidate.key).overall_count:
+                rates.rate(candidate.key).add_overall(measured * candidate.step_s / candidate.tokens_per_step)
+        # The measurements of the other candidates become old, so that a slower one is tried again later.
+        common = planner.common_factor(call.plan, rates.speeds())
+        for key, other in rates.measured.items():
+            if common is not None and key != candidate.key and not key[0].startswith("plain"):
+                other.fade(common, _FADES)
+
+    def _predicted_on(self, call: _RunningCall, own: np.ndarray | None) -> float | None:
+        """Tokens per second of a row that the candidate is predicted to decode on the call's own text. None: its agreement is not known."""
+        candidate = replace(call.candidate, factor=1.0)
+        if candidate.schedule == "plain":
+            return planner.predict(self.profile, Answers(), candidate, call.shape).decoding_rate
+        own = call.of_parts(own) if own is not None else None
+        if own is None:
+            return None
+        return planner.predict_alone(self.profile, own, candidate, call.shape, cores=self.cores).decoding_rate
 
     # ---- agreement
 
@@ -612,7 +652,7 @@ class AutoDriver(Decoder):
         known.patience = 1 if has_moved else min(2 * known.patience, _MOST_PATIENCE)
         known.next_s = self._in_calls_s + known.patience * (self.clock() - began) / _SHARE
         if has_moved:
-            self._forget_plans(mode)
+            self._forget_plans(mode, texts=True)
             rates = ", ".join(f"{a:.2f}" for a in after)
             self._decisions.append(f"agreement with the target is {rates}: planned again")
             self._store()

@@ -98,6 +98,7 @@ class Candidate:
         ideal: The predicted rate if stages did not slow each other down, and if nothing but steps took time.
         captured: Its steps are CUDA graphs, as those of ``"streams"`` always are.
         step_s: Predicted seconds from one step of the target to the next.
+        factor: Measured divided by predicted rate, which :func:`decide` puts into ``rate`` alone.
     """
 
     schedule: str
@@ -111,6 +112,12 @@ class Candidate:
     decode_meanwhile: bool = False
     captured: bool = False
     step_s: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def decoding_rate(self) -> float:
+        """Tokens per second and row behind the prompt, with :attr:`factor`."""
+        return self.factor * self.tokens_per_step / self.step_s
 
     @property
     def way(self) -> str:
@@ -446,7 +453,7 @@ def plan(
 def following(profile: Profile, recent: np.ndarray, made: Plan, *, seed: int = 0) -> Plan:
     """The plan with another prediction of the n-gram index alone, from the newest texts.
 
-    What it finds varies most from text to text, and a replay costs microseconds. :func:`decide` makes the choice.
+    What it finds varies most from text to text, and a replay costs less than a millisecond. :func:`decide` makes the choice.
 
     Args:
         profile: That of the plan.
@@ -501,25 +508,32 @@ def eager_only(plan: Plan) -> Plan:
     return replace(plan, candidates=tuple(c for c in plan.candidates if not c.captured))
 
 
-def decide(plan: Plan, factors: Mapping[Key, float]) -> Plan:
+def common_factor(plan: Plan, factors: Mapping[Key, float]) -> float | None:
+    """The measured divided by the predicted rate that candidates have in common, because they run on one machine: that of plain decoding, or the
+    mean of all. None: nothing was measured."""
+    known = [c for c in plan.candidates if c.schedule == "plain" and c.key in factors]
+    if known:
+        return factors[max(known, key=lambda c: c.rate * factors[c.key]).key]
+    return mean(factors.values()) if factors else None
+
+
+def decide(plan: Plan, factors: Mapping[Key, float], speeds: Mapping[Key, float] | None = None) -> Plan:
     """Choose among the same candidates, with measured rates.
 
     Args:
         plan: With predicted rates.
-        factors: Measured rate divided by predicted rate. All candidates run on one machine, so that one without a factor gets that of
-            plain decoding, or the mean of all if plain decoding has none; averaged with those of its own schedule, whose predictions err alike.
+        factors: Measured rate divided by predicted rate, above 0. A candidate without a factor gets :func:`common_factor`, averaged with the speeds
+            of its own schedule, whose predictions err alike.
+        speeds: The factors without what single texts gave. None: ``factors``.
     """
-    known = [c for c in plan.candidates if c.schedule == "plain" and c.key in factors]
-    if known:
-        common = factors[max(known, key=lambda c: c.rate * factors[c.key]).key]
-    else:
-        common = mean(factors.values()) if factors else 1.0
+    speeds = factors if speeds is None else speeds
+    common = common_factor(plan, speeds) or 1.0
 
     def factor(candidate: Candidate) -> float:
-        alike = [f for key, f in factors.items() if key[0] == candidate.way and candidate.schedule != "plain"]
+        alike = [f for key, f in speeds.items() if key[0] == candidate.way and candidate.schedule != "plain"]
         return factors.get(candidate.key, mean([common, *alike]))
 
-    corrected = [replace(c, rate=c.rate * factor(c)) for c in plan.candidates]
+    corrected = [replace(c, rate=c.rate * factor(c), factor=factor(c)) for c in plan.candidates]
     plain = _plain(corrected)
     best = max((plain, *(c for c in corrected if c.schedule != "plain")), key=lambda c: c.rate)
     # Beside workers the target has fewer threads. A gain of fewer threads alone is not a gain of the drafts.

@@ -133,9 +133,11 @@ class StageProfile:
             a = np.maximum(np.minimum(a, b), along)
         return [float(s) for s in a]
 
-    def seconds(self, width: float, **at: Any) -> float:
-        """:meth:`step_times` of one width, with its keywords."""
-        return self.step_times((width,), **at)[0]
+    def seconds(
+        self, width: float, *, threads: int, rows: int = 1, context: float = SHORT_CONTEXT, captured: bool = False
+    ) -> float:
+        """:meth:`step_times` of one width."""
+        return self.step_times((width,), threads=threads, rows=rows, context=context, captured=captured)[0]
 
     def prompt_s(self, tokens: int, *, threads: int, rows: int = 1, captured: bool = False) -> float:
         """Seconds of the prefill of ``rows`` prompts of ``tokens`` tokens.

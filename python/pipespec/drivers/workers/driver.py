@@ -135,9 +135,7 @@ class _Worker:
         while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
             if self._is_held_up():
                 self.kill()
-                raise RuntimeError(
-                    f"{self.name} could not start: something has stopped its process {self.process.pid} (SIGSTOP)"
-                )
+                raise RuntimeError(f"{self.name} could not start: a signal has stopped its process {self.process.pid}")
             if time.monotonic() >= deadline:
                 return False
         try:
@@ -160,6 +158,10 @@ class _Worker:
                 ) from error
         self.is_ready = True
         return True
+
+    def look_again(self) -> None:
+        """Nobody has looked at the process between two calls."""
+        self._stopped_at = None
 
     def _is_held_up(self) -> bool:
         """Whether the process has been stopped for some time."""
@@ -347,6 +349,7 @@ class WorkersDriver(Driver):
         deadline = time.monotonic() + _FINISH_TIMEOUT_S  # of all workers together
         for i, worker in list(self._workers.items()):
             if not worker.is_ready:
+                worker.look_again()
                 if time.monotonic() > worker.overdue_at:
                     self._workers.pop(i).kill()
                     self._lost(i, f"was not ready within {_READY_TIMEOUT_S:.0f} s; it is started again")
