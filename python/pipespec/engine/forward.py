@@ -595,7 +595,7 @@ def _with_the_same_bits(model: PreTrainedModel, cache: RowCache) -> Form:
 
 def _probe(call: Form, model: PreTrainedModel, like: RowCache) -> list[torch.Tensor]:
     """Logits of a prefill, a block and a single token, with equal and with different lengths."""
-    scratch = type(like)(model.config, 2, 16, dtype=like.dtype, device=like.device)
+    scratch = RowCache(model.config, 2, 16, dtype=like.dtype, device=like.device)
     ids = (torch.arange(2 * 16, device=like.device).view(2, 16) * 7919 + 11) % model.config.vocab_size
     logits = [call(ids[:, :6], scratch, 2), call(ids[:, 6:9], scratch, 3), call(ids[:, 9:10], scratch, 1)]
     scratch.truncate([10, 7])

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.cache import FirstLayers, RowCache
-from pipespec.engine.forward import ModelSection, native_form_of, open_sections
+from pipespec.engine.forward import ModelSection, native_form_of, open_sections, recheck
 from pipespec.engine.native import NativeForm
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs
@@ -212,7 +212,9 @@ class SharingDraft(Stage):
         cache.set_lengths(self._held)
         form = target.native_form()
         self._shared.begin(len(inputs.prompts), form)
-        if form is not None:
+        if form is None:
+            recheck(self.model, native=self._native)
+        else:
             self._open_head()
         return cache, list(self._held), longest
 
