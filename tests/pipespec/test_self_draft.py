@@ -5,23 +5,28 @@ from __future__ import annotations
 import copy
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from pipespec import Pipeline
-from pipespec.drivers import lockstep
+from pipespec.config import SpeculationConfig
+from pipespec.drivers import GenerationRequest, LockstepDriver, lockstep
 from pipespec.engine import stage as stages_module
 from pipespec.engine.cache import FirstLayers, RowCache
-from pipespec.engine.forward import _callers, forward
+from pipespec.engine.forward import _callers, forward, native_form_of
 from pipespec.engine.native import NativeForm
-from pipespec.engine.self_draft import shared_layers
+from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.self_draft import SharedLayers, shared_layers
+from pipespec.engine.stage import StageInputs
 from pipespec.models.derived import first_layers_of, in_int8, with_layers, with_vocabulary
 from pipespec.pipeline import check_memory
 from pipespec.preflight.memory import estimate
 from pipespec.preflight.stages import StageFacts
 from pipespec_kernels.decoder import NativeDecoder
+from pipespec_kernels.state import Action
 from tests.conftest import left_pad, random_llama, random_prompts
 from tests.pipespec.tiny_models import make
 from tests.trials import trials
@@ -99,14 +104,15 @@ def test_text_keys_and_values_are_those_of_plain_decoding(model, own_cache, nati
     assert set(depths) == {0, 1, 2, 3, 4}
 
 
-def test_the_draft_feeds_each_token_once_and_no_prompt(model):
+@pytest.mark.parametrize("kwargs", [{}, {"frequency_penalty": -0.5}])
+def test_the_draft_feeds_each_token_once_and_no_prompt(model, kwargs):
     target = copy.deepcopy(model)
     with torch.no_grad():
         for layer in target.model.layers[2:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     with Pipeline(target, "self:2", schedule="lockstep", lookahead=3, trace=64) as pipe:
-        generate(pipe, 1, prompts=1)
+        generate(pipe, 1, prompts=1, **GREEDY, **kwargs)
         draft, last = pipe.report.stages
         assert last.acceptance_rate == 1.0
         assert draft.fed == draft.produced == 3 * NEW // 4
@@ -142,6 +148,7 @@ def test_a_verification_continues_behind_the_shared_layers(model, monkeypatch):
         *((native, {"drafts": ["self:1", "self:3"], "lookahead": (2, 4)}) for native in (True, False)),
         *((native, {"drafts": "self:2", "draft_vocabulary": 200}) for native in (True, False)),
         *((native, {"drafts": "self:2", "confidence": True}) for native in (True, False)),
+        (True, {"drafts": ["self:1", "self:3"], "confidence": True}),
         (True, {"drafts": "self:2", "exact": True}),
         (True, {"drafts": "self:2", "lookahead": 70}),
     ],
@@ -234,6 +241,31 @@ def test_an_interrupted_call_leaves_nothing_behind(model):
             got = generate(pipe, 2, at, **SAMPLED)
             assert torch.equal(got.sequences, wanted.sequences)
             same_cache(got.past_key_values, wanted.past_key_values, exact=True)
+
+
+def test_a_text_is_not_continued_from_what_the_draft_has_overwritten(model):
+    """Behind the target's last step, its first layers have keys of the draft's tokens and the others those of the rejected ones."""
+    driver = LockstepDriver([with_layers(model, 2), model], SpeculationConfig(lookahead=(4,)))
+    target, first = driver.target, random_prompts(1, seed=3, shortest=9)[0].numpy().astype(np.int32)
+
+    def begin(text: np.ndarray) -> None:
+        inputs = StageInputs([text], [len(text) + NEW], SamplingParams(), model.config.vocab_size, reuse=True)
+        driver.begin(GenerationRequest(inputs, ()))
+
+    rejected = 0
+    begin(first)
+    for _ in range(6):
+        driver.advance()
+        held = target._held[0]
+        rejected += held - driver.block.kv(driver.block.target, 0)
+        while lockstep.advance(driver, 0) == Action.STEP:
+            pass
+        begin(np.append(target._text[0, :held], np.int32(7)))
+        expected = RowCache.for_model(model, 1, 64)
+        with torch.inference_mode():
+            forward(model, torch.from_numpy(target._text[:1, :held]), expected, keep=0)
+        same_cache(target._cache, expected, exact=True)
+    assert rejected > 0
 
 
 def test_a_draft_that_fails_in_a_round(model, monkeypatch):
@@ -349,6 +381,51 @@ def test_memory_of_a_shared_cache_counts_once(model, monkeypatch):
     with Pipeline(model, ["ngram", "self:2"], schedule="lockstep") as pipe:
         generate(pipe, 2)
         assert given[0]["in_targets_cache"] == ["draft 0"]
+
+
+# ---- what is kept
+
+
+def test_states_are_kept_for_the_very_tokens_at_their_positions(model):
+    shared = SharedLayers(2)
+    shared.begin(2, native_form_of(model, RowCache.for_model(model, 2, 32)))
+    states = torch.arange(2 * 4 * 64, dtype=torch.float32).view(2, 4, 64)
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]], dtype=torch.int32)
+
+    def kept(fed, counts, lengths) -> torch.Tensor | None:
+        return shared.kept(torch.tensor(fed, dtype=torch.int32), np.array(counts), lengths)
+
+    def feed() -> None:
+        shared.drop()
+        shared.overwrite([20, 30])
+        shared.keep(tokens, np.array([4, 2]), states)
+
+    feed()
+    assert torch.equal(kept([[5, 6, 7, 8], [9, 10, 11, 12]], [4, 4], [20, 30]), states[:, :2])
+    assert torch.equal(kept([[5, 6, 7, 8], [0, 0, 0, 0]], [4, 0], [20, 30])[:1], states[:1])
+    assert torch.equal(kept([[5, 6, 1, 8], [0, 0, 0, 0]], [4, 0], [20, 30])[:1], states[:1, :2])
+    assert torch.equal(kept([[5, 6, 7, 8], [9, 1, 0, 0]], [4, 2], [20, 30]), states[:, :1])
+    for fed, counts, lengths in (
+        ([[1, 6], [9, 10]], [2, 2], [20, 30]),
+        ([[5, 6], [9, 10]], [2, 2], [21, 30]),
+        ([[5, 6], [9, 10]], [2, 2], [20, 29]),
+    ):
+        assert kept(fed, counts, lengths) is None
+    # The draft's next forward writes from these positions on, in rows that feed nothing, too.
+    shared.overwrite([23, 31])
+    shared.keep(tokens, np.array([1, 0]), states)
+    assert torch.equal(
+        kept([[5, 6, 7, 5], [0, 0, 0, 0]], [4, 0], [20, 30])[0], torch.cat((states[0, :3], states[0, :1]))
+    )
+    assert kept([[5, 6, 7, 8], [9, 10, 0, 0]], [4, 2], [20, 30]).shape[1] == 1
+    feed()
+    shared.overwrite([19, 33])
+    shared.keep(tokens, np.array([2, 2]), states)
+    assert kept([[5, 6], [9, 10]], [2, 2], [20, 30]) is None
+    assert kept([[5, 6], [9, 10]], [2, 2], [19, 33]).shape[1] == 2
+    feed()
+    shared.drop()
+    assert kept([[5, 6], [9, 10]], [2, 2], [20, 30]) is None
 
 
 # ---- the view
