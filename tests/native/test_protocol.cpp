@@ -502,7 +502,8 @@ TEST(a_port_continues_the_targets_keys_and_values_once) {
   draft.continue_target();
   CHECK_EQ(step(draft, 3, 0), 1);
   CHECK_EQ(step(target, 0, 0), 1);
-  CHECK_EQ(step(draft, 3, 0), 1);  // what it has beyond the target is still there
+  for (int i = 0; i < 2; ++i)
+    CHECK_EQ(step(draft, 3, 0), 1);  // what it has beyond the target is still there
   CHECK_EQ(step(target, 0, 0), 1);
   draft.continue_target();
   CHECK_EQ(step(draft, 3, 0), 2);  // that was overwritten
