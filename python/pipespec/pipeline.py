@@ -441,6 +441,7 @@ class BasePipeline:
                 inputs.most,
                 graphs=static,
                 copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
+                in_targets_cache=[names[id(model)] for model in driver.in_targets_cache],
                 reusable_bytes=lambda: driver.reusable_bytes(request),
                 release_unused=lambda: driver.release_unused(request),
             )
