@@ -95,7 +95,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
-    "*i64": "tokens best ticket next_token length epoch seeds undrawn top_k",
+    "*i64": "tokens best arrivals ticket rejected next_token length epoch seeds undrawn top_k",
     "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets "
     "history prompt_lengths bias_ids bitmask table top_ids",
     "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights chosen top",
@@ -169,7 +169,7 @@ def cases() -> Iterator[CompileCase]:
     yield CompileCase("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
     ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
     certain = dict.fromkeys(ratio, False)
-    test = {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "SPLITS_BLOCK": 16}
+    test = {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "SPLITS_BLOCK": 128}
     choose = {"HAS_STATE": True, "FAST": True}
     yield CompileCase("rejection_sample, test", rejection_test_kernel, "bf16", wide, ratio | test, 14)
     yield CompileCase("rejection_sample, test, certain", rejection_test_kernel, "bf16", wide, certain | test, 14)

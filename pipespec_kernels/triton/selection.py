@@ -49,6 +49,20 @@ def unpack_id(word):
 
 
 @triton.jit
+def beaten(before, word, token, begin, end, vocab):
+    """Whether a column is now known to choose another id than its draft ``token``. ``word``: of its span ``begin .. end - 1``, which has just been
+    entered; ``before``: the largest word of its other spans until then.
+
+    A draft token that is the best of its own span has the word of that span, and a larger word is of a better id. Of the spans of a column in which
+    another id is chosen, at least one finds that out: the draft token's own, or the first larger one behind it.
+    """
+    is_own = (token >= begin) & (token < end)
+    beaten_here = (unpack_id(word) != token) | (before > word)
+    beaten_there = (unpack_id(before) == token) & (word > before)
+    return (token < 0) | (token >= vocab) | tl.where(is_own, beaten_here, beaten_there)
+
+
+@triton.jit
 def invalid(fed, draft_tokens, width):
     """Whether a row's counts are invalid. The host does not read them, so the kernel checks them before it uses them as
     indices."""
