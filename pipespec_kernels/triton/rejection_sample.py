@@ -42,6 +42,7 @@ from pipespec_kernels.triton.launch import (
 from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
 from pipespec_kernels.triton.selection import (
     LOADS,
+    LOADS_OF_FLOAT32,
     NOTHING,
     advance,
     as_words,
@@ -177,7 +178,8 @@ def rejection_test_kernel(
                         )
                     start += BLOCK
             else:
-                for start in tl.range(begin, end, BLOCK, num_stages=LOADS):
+                loads: tl.constexpr = LOADS_OF_FLOAT32 if logits.dtype.element_ty == tl.float32 else LOADS
+                for start in tl.range(begin, end, BLOCK, num_stages=loads):
                     m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
                     if HAS_DRAFT:
                         draft_m, draft_s = _add_exponentials(

@@ -14,8 +14,10 @@ import triton.language as tl
 # The high half of the word of -inf: no score above -inf was found.
 NOTHING = tl.constexpr(0x007FFFFF)
 
-# Tiles of a row in flight: the loads of later tiles overlap with the arithmetic of this one.
+# Tiles of a row in flight: the loads of later tiles overlap with the arithmetic of this one. Of float32 fewer, in more bytes: shared memory holds all
+# but one of them, of two rows in rejection sampling, and a block of threads has 99 KiB of it on some devices.
 LOADS = tl.constexpr(4)
+LOADS_OF_FLOAT32 = tl.constexpr(3)
 
 
 @triton.jit

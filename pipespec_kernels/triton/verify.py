@@ -45,6 +45,7 @@ from pipespec_kernels.triton.launch import (
 from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
 from pipespec_kernels.triton.selection import (
     LOADS,
+    LOADS_OF_FLOAT32,
     advance,
     any_of,
     as_words,
@@ -189,8 +190,9 @@ def verify_kernel(
                     )  # fmt: skip
                     start += BLOCK
             else:
+                loads: tl.constexpr = LOADS_OF_FLOAT32 if logits.dtype.element_ty == tl.float32 else LOADS
                 # With noise for every logit the arithmetic takes longer than the loads: no stages.
-                for start in tl.range(begin, end, BLOCK, num_stages=1 if COUPLED and not HAS_CUTOFF else LOADS):
+                for start in tl.range(begin, end, BLOCK, num_stages=1 if COUPLED and not HAS_CUTOFF else loads):
                     top, tile = _choose(
                         source, start, vocab, scale, lowest, seed, position, stream, top, tile, COUPLED, HAS_CUTOFF, FAST, BLOCK
                     )  # fmt: skip
