@@ -209,6 +209,7 @@ struct FloatItems {
   using Item = float;
   static float load(float x) { return x; }
   static float store(float x) { return x; }
+  static float round(float x) { return x; }
 };
 
 struct BFloat16Items {
@@ -219,19 +220,26 @@ struct BFloat16Items {
     __builtin_memcpy(&y, &bits, sizeof(y));
     return y;
   }
-  // To the nearest, ties to even; a NaN stays one.
-  static uint16_t store(float x) {
+  // To the nearest, ties to even; a NaN stays one. The number is in the high half.
+  static uint32_t nearest(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, sizeof(bits));
     const uint32_t nearest = bits + 0x7FFF + (bits >> 16 & 1);
     const bool is_nan = int32_t(bits & 0x7FFFFFFF) > 0x7F800000;
-    return uint16_t((is_nan ? bits | 0x400000 : nearest) >> 16);
+    return is_nan ? bits | 0x400000 : nearest;
+  }
+  static uint16_t store(float x) { return uint16_t(nearest(x) >> 16); }
+  static float round(float x) {
+    const uint32_t bits = nearest(x) & 0xFFFF0000u;
+    float y;
+    __builtin_memcpy(&y, &bits, sizeof(y));
+    return y;
   }
 };
 
 template <class Items>
 inline float rounded(float x) {
-  return Items::load(Items::store(x));
+  return Items::round(x);
 }
 
 // Each loop writes to one place that nothing else in it is read from.
@@ -296,8 +304,8 @@ void gate_row(Activation kind, const GateRow& row) {
   using Item = typename Items::Item;
   constexpr int64_t kAtOnce = 64;
   const Item* const gate = static_cast<const Item*>(row.gate);
-  const Item* const up = static_cast<const Item*>(row.up);
-  Item* const out = static_cast<Item*>(row.out);
+  const Item* const __restrict__ up = static_cast<const Item*>(row.up);
+  Item* const __restrict__ out = static_cast<Item*>(row.out);
   const auto bytes = [](const Item* p) { return reinterpret_cast<const unsigned char*>(p); };
   const auto some = [&](int64_t begin, const int64_t count) {
     float y[kAtOnce];
