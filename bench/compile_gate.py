@@ -1,7 +1,7 @@
 """Compile the Triton kernels and check their machine code. ``python -m bench.compile_gate [--json FILE] [--arch 90] [--quick] [--kernel NAME ...] [--tighten 0.5]``
 
-Compiles every kernel ahead of time for sm_80, sm_90 and sm_100, with triton's own ptxas and no GPU, and reads the machine
-code with its cuobjdump. For each it prints
+Compiles every kernel ahead of time for sm_80, sm_90 and sm_100, and those with most shared memory for the architectures that have less of it, with
+triton's own ptxas and no GPU, and reads the machine code with its cuobjdump. For each it prints
 
 * registers per thread, bytes spilled to local memory, bytes of shared memory, instructions;
 * the loop's instructions per logit: those between its label and its branch, divided by the logits that it loads (of
@@ -70,8 +70,12 @@ from pipespec_kernels.triton.rope import tile_of as rope_tile
 from pipespec_kernels.triton.verify import verify_kernel
 
 ARCHS = (80, 90, 100)
+SMALL_ARCHS = (86, 89, 120)
 # Per block of threads: CUDA C++ Programming Guide, table of capabilities.
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(SMALL_ARCHS, 99 << 10)
+# What is compiled for the architectures with less shared memory; the rest has at most 81 KiB.
+LARGEST = (("verify, greedy", "fp32"), ("rejection_sample, test", "fp32"), ("attention, D=128, M=128, parts", "bf16"))
+LARGEST += (("attention, D=256, M=32", "bf16"),)
 # What a quick run compiles for the architectures other than sm_90, in bf16: one or two variants of each kind of kernel.
 IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose")
 IN_QUICK += (
@@ -95,7 +99,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
-    "*i64": "tokens best ticket next_token length epoch seeds undrawn top_k",
+    "*i64": "tokens best arrivals ticket rejected next_token length epoch seeds undrawn top_k",
     "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets "
     "history prompt_lengths bias_ids bitmask table top_ids",
     "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights chosen top",
@@ -169,9 +173,10 @@ def cases() -> Iterator[CompileCase]:
     yield CompileCase("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
     ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
     certain = dict.fromkeys(ratio, False)
-    test = {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "SPLITS_BLOCK": 16}
+    test = {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "SPLITS_BLOCK": 128}
     choose = {"HAS_STATE": True, "FAST": True}
-    yield CompileCase("rejection_sample, test", rejection_test_kernel, "bf16", wide, ratio | test, 14)
+    for dtype in ("bf16", "fp32"):
+        yield CompileCase("rejection_sample, test", rejection_test_kernel, dtype, wide, ratio | test, 14)
     yield CompileCase("rejection_sample, test, certain", rejection_test_kernel, "bf16", wide, certain | test, 14)
     yield CompileCase("rejection_sample, choose", rejection_choose_kernel, "bf16", busy, ratio | choose, 30)
     yield CompileCase("rejection_sample, choose, certain", rejection_choose_kernel, "bf16", busy, certain | choose, 44)
@@ -413,7 +418,7 @@ def loaded_bytes(instruction: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compiles the Triton kernels ahead of time and holds them to budgets.")
-    parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help="default: all")
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS + SMALL_ARCHS, help="default: all")
     parser.add_argument("--quick", action="store_true", help="all variants for sm_90, some for the others")
     parser.add_argument("--kernel", nargs="+", default=[""], help="only those whose names begin so")
     parser.add_argument("--json", type=Path, help="write the reports here")
@@ -431,8 +436,11 @@ def main() -> int:
     for case in cases():
         if not case.name.startswith(tuple(options.kernel)):
             continue
-        for arch in options.arch or ARCHS:
-            if options.quick and arch != 90 and (case.name not in IN_QUICK or case.dtype != "bf16"):
+        for arch in options.arch or ARCHS + SMALL_ARCHS:
+            if arch in SMALL_ARCHS:
+                if (case.name, case.dtype) not in LARGEST or (options.quick and arch != 89):
+                    continue
+            elif options.quick and arch != 90 and (case.name not in IN_QUICK or case.dtype != "bf16"):
                 continue
             r = compile_case(case, arch, options.tighten)
             reports.append(r)

@@ -1,12 +1,13 @@
 """Helpers of the kernels' CPU benchmarks: interleaved timing on cold data, the bandwidth of a plain read.
 
 Our call, a plain vectorised read of as many bytes with the same threads, and the rivals take turns call by call, so that other load
-affects them alike. Times are medians. Every call gets another copy of its inputs, which is cold where the copies exceed the
-caches (``copies`` in the result). A rival may be far slower: it gets half a second, or one call (``repeats`` in the result).
+affects them alike. Times are medians. Every call, of ours and of each rival, gets the copy of the inputs whose last use is longest ago: it is cold
+where the copies exceed the caches (``copies`` in the result). A rival may be far slower: it gets half a second, or one call (``repeats`` in the result).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
@@ -48,18 +49,19 @@ def measure(
             address = buffer.data_ptr() + i % pieces * case.bytes_moved  # noqa: B023
             _native.read_bandwidth_probe(address, case.bytes_moved, threads)  # noqa: B023
 
-        times: dict[str, list[float]] = {name: [] for name in ("ours", "read", *case.rivals)}
+        calls = {"ours": case.ours, **case.rivals}
+        times: dict[str, list[float]] = {name: [] for name in (*calls, "read")}
+        used = itertools.count()
         case.ours(0)  # starts the threads
         begin = time.perf_counter()
         for i in range(50):
             past = time.perf_counter() - begin
             if i >= 3 and past > SECONDS_PER_CASE:
                 break
-            times["ours"].append(seconds(case.ours, i % copies))
+            for name, call in calls.items():
+                if name == "ours" or not times[name] or sum(times[name]) < SECONDS_PER_CASE / 2:
+                    times[name].append(seconds(call, next(used) % copies))
             times["read"].append(seconds(read, i))
-            for name, rival in case.rivals.items():
-                if not times[name] or sum(times[name]) < SECONDS_PER_CASE / 2:
-                    times[name].append(seconds(rival, i % copies))
         us, read_us = (1e6 * median(times[name]) for name in ("ours", "read"))
         result: dict[str, Any] = {
             "shape": shape,

@@ -32,6 +32,7 @@ MODULES = (
     "bench_verify",
     "bench_rejection_sample",
     "bench_cutoff",
+    "bench_logprobs",
     "bench_attention",
     "bench_kv",
     "bench_layers",

@@ -1,7 +1,7 @@
 """Log-probabilities of selected tokens, and of the likeliest ones, from the logits that verification has read.
 
 :func:`logprobs` runs behind :func:`pipespec_kernels.ops.verify`, :func:`pipespec_kernels.ops.rejection_sample` or :func:`pipespec_kernels.ops.block_sample`, for the columns that
-selected a token. :mod:`pipespec_kernels.ops` exports it, too.
+selected a token. :mod:`pipespec_kernels.ops` exports it, too. On the CPU float64 goes to torch, other dtypes to the native code.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
@@ -132,12 +133,31 @@ def _logprobs(
     query_lens, num_draft_tokens, scale, bars = _checked(
         logits, selected, query_lens, num_draft_tokens, inv_temperature, cutoff, top_n
     )
+    batch, width, _, native = arguments.check_logits(logits)
+    if native is not None:
+        chosen = torch.empty((batch, width), dtype=FLOAT32, device=CPU)
+        top_ids = torch.empty((batch, width, top_n), dtype=INT32, device=CPU)
+        top = torch.empty((batch, width, top_n), dtype=FLOAT32, device=CPU)
+        selected = selected.contiguous()
+        arguments.native.logprobs(
+            *native,
+            query_lens.data_ptr(),
+            num_draft_tokens.data_ptr(),
+            selected.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            0 if bars is None else bars.data_ptr(),
+            top_n,
+            chosen.data_ptr(),
+            top_ids.data_ptr(),
+            top.data_ptr(),
+            arguments.num_threads(None),
+        )
+        return chosen, top_ids, top
     arguments.check_count_values(query_lens, num_draft_tokens, logits.shape[1])
     if scale is not None:
         arguments.check_inv_temperature(scale, arguments.busy_rows(query_lens))
     device, kernels = logits.device, dispatch.kernels(logits)
     if kernels is None:
-        # On a CPU torch is vectorised, and no second form is needed.
         counts = query_lens.to(CPU), num_draft_tokens.to(CPU)
         return reference.logprobs(logits, selected, *counts, scale, bars, top_n)
     found: tuple[Tensor, Tensor, Tensor] = kernels.logprobs(

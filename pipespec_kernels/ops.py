@@ -335,7 +335,7 @@ def verify(
     Row ``r`` was fed ``tokens[r, :query_lens[r]]``, of which the last ``num_draft_tokens[r]`` are draft tokens. With
     ``s = query_lens[r] - 1 - num_draft_tokens[r]``, ``selected[r, j]`` is the argmax of ``logits[r, s + j]`` for
     ``j = 0 .. accepted[r]``; the walk continues while ``selected[r, j] == tokens[r, s + 1 + j]`` and draft tokens are left.
-    Logits behind the first mismatch are not read. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
+    Logits behind the first mismatch change nothing; the CPU does not read them, and a GPU not all of them. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
     column ``s + j`` instead.
 
     Args:

@@ -2,30 +2,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "../protocol/confidence.hpp"
-#include "number.hpp"
 #include "rejection_span.hpp"
 
 namespace pipespec::cpu {
 namespace {
 
 constexpr float kLog2E = 1.44269504f;
-
-float logit(const void* row, DType dtype, int64_t id) {
-  float x;
-  if (dtype == DType::kFloat32) {
-    std::memcpy(&x, static_cast<const float*>(row) + id, sizeof(x));
-    return x;
-  }
-  uint16_t half;
-  std::memcpy(&half, static_cast<const uint16_t*>(row) + id, sizeof(half));
-  return dtype == DType::kBFloat16 ? float_of_bfloat16(half) : float_of_float16(half);
-}
 
 }  // namespace
 
@@ -56,7 +43,7 @@ void confidence(const Logits& logits, const float* inv_temperature, const int32_
       const float factor = scale * kLog2E;
       const Weight all =
           weigh(row, 0, logits.vocab, factor, -std::numeric_limits<float>::infinity());
-      const double part = std::exp2(double(logit(row, logits.dtype, selected[at])) * factor -
+      const double part = std::exp2(double(logit_at(row, logits.dtype, selected[at])) * factor -
                                     double(all.reference));
       out[at] = confidence_of(part, std::max(0.0, all.sum - part));
     }

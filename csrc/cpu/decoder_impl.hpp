@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "decoder_kernels.hpp"
+#include "exponential.hpp"
 
 namespace pipespec::cpu {
 namespace {
@@ -208,6 +209,7 @@ struct FloatItems {
   using Item = float;
   static float load(float x) { return x; }
   static float store(float x) { return x; }
+  static float round(float x) { return x; }
 };
 
 struct BFloat16Items {
@@ -218,19 +220,26 @@ struct BFloat16Items {
     __builtin_memcpy(&y, &bits, sizeof(y));
     return y;
   }
-  // To the nearest, ties to even; a NaN stays one.
-  static uint16_t store(float x) {
+  // To the nearest, ties to even; a NaN stays one. The number is in the high half.
+  static uint32_t nearest(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, sizeof(bits));
     const uint32_t nearest = bits + 0x7FFF + (bits >> 16 & 1);
     const bool is_nan = int32_t(bits & 0x7FFFFFFF) > 0x7F800000;
-    return uint16_t((is_nan ? bits | 0x400000 : nearest) >> 16);
+    return is_nan ? bits | 0x400000 : nearest;
+  }
+  static uint16_t store(float x) { return uint16_t(nearest(x) >> 16); }
+  static float round(float x) {
+    const uint32_t bits = nearest(x) & 0xFFFF0000u;
+    float y;
+    __builtin_memcpy(&y, &bits, sizeof(y));
+    return y;
   }
 };
 
 template <class Items>
 inline float rounded(float x) {
-  return Items::load(Items::store(x));
+  return Items::round(x);
 }
 
 // Each loop writes to one place that nothing else in it is read from.
@@ -267,31 +276,6 @@ void norm_row(const NormRow& row) {
   for (int64_t i = 0; i < n; ++i) out[i] = Items::store(product[i]);
 }
 
-// e^x within 2 ulp, for x in -83 .. 44; beyond, of the nearer end. NaN stays NaN.
-template <class V>
-inline typename V::F exponential(typename V::F x) {
-  using F = typename V::F;
-  const F low = V::broadcast(-83.0f), high = V::broadcast(44.0f);
-  x = V::max(low, x);
-  x = V::where_less(high, x, high, x);
-  const F d = V::multiply(x, V::broadcast(1.44269504f));
-  const F part = V::fraction(d);
-  // ln 2 in two parts: a product with the first one is exact.
-  const F whole = V::subtract(V::broadcast(0.0f), V::subtract(d, part));
-  F r = V::multiply_add(whole, V::broadcast(0.693359375f), x);
-  r = V::multiply_add(whole, V::broadcast(-2.12194440e-4f), r);
-  // Taylor's series: the next term is below 2^-27 for |r| <= ln(2) / 2.
-  F y = V::broadcast(1.0f / 5040);
-  y = V::multiply_add(y, r, V::broadcast(1.0f / 720));
-  y = V::multiply_add(y, r, V::broadcast(1.0f / 120));
-  y = V::multiply_add(y, r, V::broadcast(1.0f / 24));
-  y = V::multiply_add(y, r, V::broadcast(1.0f / 6));
-  y = V::multiply_add(y, r, V::broadcast(0.5f));
-  y = V::multiply_add(y, r, V::broadcast(1.0f));
-  y = V::multiply_add(y, r, V::broadcast(1.0f));
-  return V::scale(y, d, part);
-}
-
 // x / (1 + e^-z)
 template <class V>
 inline typename V::F times_sigmoid(typename V::F x, typename V::F z) {
@@ -320,8 +304,8 @@ void gate_row(Activation kind, const GateRow& row) {
   using Item = typename Items::Item;
   constexpr int64_t kAtOnce = 64;
   const Item* const gate = static_cast<const Item*>(row.gate);
-  const Item* const up = static_cast<const Item*>(row.up);
-  Item* const out = static_cast<Item*>(row.out);
+  const Item* const __restrict__ up = static_cast<const Item*>(row.up);
+  Item* const __restrict__ out = static_cast<Item*>(row.out);
   const auto bytes = [](const Item* p) { return reinterpret_cast<const unsigned char*>(p); };
   const auto some = [&](int64_t begin, const int64_t count) {
     float y[kAtOnce];

@@ -4,12 +4,15 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <vector>
 
 #include "coupled.hpp"
 #include "decoder_kernels.hpp"
+#include "logprobs_span.hpp"
+#include "number.hpp"
 #include "pool.hpp"
 #include "rejection_span.hpp"
 #include "span.hpp"
@@ -91,6 +94,13 @@ const RejectionKernels& rejection_kernels() {
   return *(k == avx512_kernels() ? avx512_rejection()
            : k == avx2_kernels() ? avx2_rejection()
                                  : portable_rejection());
+}
+
+const LogprobKernels& logprob_kernels() {
+  const SpanKernels* const k = &kernels();
+  return *(k == avx512_kernels() ? avx512_logprobs()
+           : k == avx2_kernels() ? avx2_logprobs()
+                                 : portable_logprobs());
 }
 
 const DecoderKernels& decoder_kernels() {
@@ -399,6 +409,17 @@ int64_t item_bytes(DType dtype) {
       return 2;
   }
   throw std::invalid_argument("logits: unknown dtype code");
+}
+
+float logit_at(const void* row, DType dtype, int64_t id) {
+  if (dtype == DType::kFloat32) {
+    float x;
+    std::memcpy(&x, static_cast<const float*>(row) + id, sizeof(x));
+    return x;
+  }
+  uint16_t half;
+  std::memcpy(&half, static_cast<const uint16_t*>(row) + id, sizeof(half));
+  return dtype == DType::kBFloat16 ? float_of_bfloat16(half) : float_of_float16(half);
 }
 
 void argmax(const Logits& logits, int32_t* selected, int threads) {

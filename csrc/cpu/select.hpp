@@ -85,6 +85,9 @@ void check_noise(const Logits& logits, const Noise& noise, int64_t row);
 void check_scale(float inv_temperature, int64_t row, const char* name);
 int64_t item_bytes(DType dtype);  // refuses unknown codes
 
+// The logit of an id in a row of this type.
+float logit_at(const void* row, DType dtype, int64_t id);
+
 // The instructions in use: "portable", "avx2" or "avx512". set_simd is for tests and benchmarks; it
 // returns the previous name and refuses what this CPU, its operating system or the compiler lacks.
 std::string simd();

@@ -16,9 +16,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 MOST_VOCAB = 1 << 30  # ids and tiles are counted in int32
 # Arguments whose values do not change the code worth mentioning: each value of 1, or multiple of 16, would be a kernel of its own.
-_NUMBERS = "width stream splits offset tokens_stride_b tokens_stride_q cutoff_stride_b cutoff_stride_q draft_cutoff_stride_b draft_cutoff_stride_q"
-_FEW_VALUES = "tokens query_lens num_draft_tokens selected accepted best ticket next_token length epoch seeds positions inv_temperature"
-_FEW_VALUES += " draft_inv_temperature cutoff draft_cutoff undrawn lse top_k top_p min_p out"
+_NUMBERS = "width notes stream splits offset tokens_stride_b tokens_stride_q cutoff_stride_b cutoff_stride_q draft_cutoff_stride_b draft_cutoff_stride_q"
+_FEW_VALUES = "tokens query_lens num_draft_tokens selected accepted best ticket rejected next_token length epoch seeds positions inv_temperature"
+_FEW_VALUES += " draft_inv_temperature cutoff draft_cutoff undrawn lse arrivals top_k top_p min_p out"
 UNSPECIALIZED = {"do_not_specialize": _NUMBERS.split(), "do_not_specialize_on_alignment": _FEW_VALUES.split()}
 LEAST_WIDTH_BLOCK = 32
 """Columns in a walk along draft tokens, so that the usual widths share a kernel."""
@@ -56,6 +56,8 @@ def cut(config: Config, vocab: int) -> Cut:
     return Cut(-(-tiles // per_split), per_split * block)
 
 
+_RESIDENT = 4
+"""Blocks of threads that a multiprocessor holds at once, at least."""
 compiled_for: int | None = None
 """While kernels are compiled ahead of time: multiprocessors of the device to come. Tensors are on the meta device then. None: kernels run."""
 
@@ -73,13 +75,21 @@ def choose_config(rows: int, vocab: int, multiprocessors: int, busy: bool) -> Co
     """Enough blocks to fill the device where there are few rows, long spans where there are many.
 
     A block's reduction costs as many instructions as some fifty logits per thread, so a long span spreads that cost over more logits. A wide tile
-    keeps more bytes in flight, which helps a kernel that only reads. A kernel that is ``busy`` with noise waits for its arithmetic instead. The
-    numbers come from counting instructions and bytes; they have not been tuned on a device.
+    keeps more bytes in flight, which helps a kernel that only reads. A kernel that is ``busy`` with noise waits for its arithmetic instead. Where
+    the rows fill the device several times over, spans are short enough that most blocks start after the first ones have ended: they are skipped
+    behind a rejected draft token. The numbers come from counting instructions and bytes; they have not been tuned on a device.
     """
-    wanted = 4 * multiprocessors
+    wanted = _RESIDENT * multiprocessors
     if rows * (vocab // 4096) < wanted:
         return Config(1024, 4, max(1, wanted // max(rows, 1)))
-    return Config(2048 if busy else 4096, 8, max(1, wanted // rows))
+    block, tiles = (2048, 4) if busy else (4096, 8)
+    short = -(-vocab // (block * tiles))
+    return Config(block, 8, short if rows * short >= 2 * wanted else max(1, wanted // rows))
+
+
+def notes_pay(blocks: int, device: torch.device) -> int:
+    """Whether blocks note rejected draft tokens for those that start later: 0 where all start at once. A note takes a trip to the L2 cache."""
+    return int(device.type == "cpu" or blocks > _RESIDENT * multiprocessors(device))
 
 
 def default_config(rows: int, vocab: int, device: torch.device, busy: bool) -> Config:
@@ -102,16 +112,18 @@ class Workspace:
 
     def __init__(self, batch: int, width: int, device: torch.device | str) -> None:
         self.batch, self.width = batch, width
-        self.words = torch.zeros(batch * (max(width, 2) + 1), dtype=torch.int64, device=device)
+        self.words = torch.zeros(batch * (max(width, 2) + 2), dtype=torch.int64, device=device)
         self.device = self.words.device
 
-    def pieces(self, batch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Words for the best choices (``[B, Q]``, at least two a row) and a ticket for each row; int64."""
+    def pieces(self, batch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Words for the best choices (``[B, Q]``, at least two a row), a ticket for each row, and its first draft token that is known to be rejected
+        (the number of columns from there on; 0: none is known); int64."""
         if self.device != device:
             raise ValueError(f"the workspace is on {self.device}, the logits on {device}")
         if batch > self.batch or width > self.width:
             raise ValueError(f"the workspace is for {self.batch} x {self.width} at most, got {batch} x {width}")
-        return self.words[self.batch :], self.words[: self.batch]
+        tickets, rejected, best = self.words.split((self.batch, self.batch, self.words.numel() - 2 * self.batch))
+        return best, tickets, rejected
 
 
 class RowState(NamedTuple):

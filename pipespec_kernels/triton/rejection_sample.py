@@ -6,9 +6,11 @@ from ``q`` is accepted where ``u q(h) < p(h)``; the first rejected one is replac
 After the last accepted one comes a draw from ``p``. The result is distributed as a draw from ``p`` alone, provided that the draft's draw, ``u`` and
 the residual's draw are independent.
 
-Two launches. The first takes the logarithms of the sums of exponentials, a piece of a row per block of threads; the last
-block of a row tests its draft tokens. The second reads, for each row, the one column in which a token is to be drawn, and draws
+Two launches. The first takes the logarithms of the sums of exponentials, a piece of a column per block of threads; the last
+block of a column tests its draft token. The second reads, for each row, the one column in which a token is to be drawn, and draws
 it by Gumbel-max: the largest ``ln(p - q) + G = x / T + ln(1 - q / p) + G + constant``. No probability is ever stored.
+
+As in ``verify``, a rejection is noted, and blocks that start later read nothing of the columns behind it.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from pipespec_kernels.triton.launch import (
 from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
 from pipespec_kernels.triton.selection import (
     LOADS,
+    LOADS_OF_FLOAT32,
     NOTHING,
     advance,
     as_words,
@@ -57,8 +60,8 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _FLOOR = tl.constexpr(-1e30)
 # Logits that a lane adds up between two comparisons with the running maximum, each of which costs one more exponential.
 _GROUP = tl.constexpr(8)
-# Splits of a row whose sums the last block adds up at once, so that the usual divisions share a kernel.
-_LEAST_SPLITS_BLOCK = 16
+# Splits of a column whose sums the last block adds up, so that the usual divisions share a kernel.
+_LEAST_SPLITS_BLOCK = 128
 
 
 @triton.jit
@@ -70,6 +73,16 @@ def _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK: tl.const
     higher = tl.maximum(m, tl.max(y, axis=1))
     s = s * tl.exp2(m - higher) + tl.sum(tl.exp2(y - higher[:, None]), axis=1)
     return higher, s
+
+
+@triton.jit
+def _logarithm_of_sum(slots, splits, SPLITS_BLOCK: tl.constexpr):
+    """The binary logarithm of a column's sum. The slots are added in order, so that it does not depend on the order of arrival."""
+    pieces = tl.arange(0, SPLITS_BLOCK)
+    m = tl.load(slots + 4 * pieces, mask=pieces < splits, other=_FLOOR, cache_modifier=".cg")
+    s = tl.load(slots + 4 * pieces + 1, mask=pieces < splits, other=0.0, cache_modifier=".cg")
+    most = tl.max(m, axis=0)
+    return most + tl.log2(tl.sum(s * tl.exp2(m - most), axis=0))
 
 
 @triton.jit(**UNSPECIALIZED)
@@ -91,7 +104,9 @@ def rejection_test_kernel(
     accepted,
     sums,
     lse,
+    arrivals,
     ticket,
+    rejected,
     seeds,
     positions,
     inv_temperature,
@@ -113,8 +128,8 @@ def rejection_test_kernel(
     SPLITS_BLOCK: tl.constexpr,
 ):
     split = tl.program_id(0)
-    column = tl.program_id(1)
-    row = tl.program_id(2)
+    row = tl.program_id(1)
+    column = tl.program_id(2)
     row64 = row.to(tl.int64)
     fed = tl.load(query_lens + row)
     draft_tokens = tl.load(num_draft_tokens + row)
@@ -132,108 +147,92 @@ def rejection_test_kernel(
             tl.store(selected + row64 * width + columns, -1, mask=columns < width)
             tl.store(accepted + row, tl.where(bad, -1, 0))
     elif column < draft_tokens:
+        at = (first + column).to(tl.int64)
         scale = scale * _LOG2E
-        source = logits + row64 * logits_stride_b + (first + column).to(tl.int64) * logits_stride_q
+        source = logits + row64 * logits_stride_b + at * logits_stride_q
         lowest = float("-inf")
         if HAS_CUTOFF:
-            lowest = tl.load(cutoff + row64 * cutoff_stride_b + (first + column).to(tl.int64) * cutoff_stride_q)
-        m = tl.full([BLOCK // _GROUP], _FLOOR, tl.float32)
-        s = tl.full([BLOCK // _GROUP], 0.0, tl.float32)
+            lowest = tl.load(cutoff + row64 * cutoff_stride_b + at * cutoff_stride_q)
         if HAS_DRAFT:
             draft_scale = draft_scale * _LOG2E
-            draft_source = draft_logits + row64 * draft_stride_b + (first + column).to(tl.int64) * draft_stride_q
+            draft_source = draft_logits + row64 * draft_stride_b + at * draft_stride_q
             draft_lowest = float("-inf")
             if HAS_DRAFT_CUTOFF:
-                draft_lowest = tl.load(
-                    draft_cutoff + row64 * draft_cutoff_stride_b + (first + column).to(tl.int64) * draft_cutoff_stride_q
-                )
-            draft_m = m
-            draft_s = s
-        begin = split * span
-        end = tl.minimum(begin + span, vocab)
-        if _INTERPRETED:  # its loops cannot run over tensors
-            start = begin
-            while start < end:
-                m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
-                if HAS_DRAFT:
-                    draft_m, draft_s = _add_exponentials(
-                        draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
-                    )
-                start += BLOCK
-        else:
-            for start in tl.range(begin, end, BLOCK, num_stages=LOADS):
-                m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
-                if HAS_DRAFT:
-                    draft_m, draft_s = _add_exponentials(
-                        draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
-                    )
-        # Each split has a slot, and the slots are added in order, so that sums do not depend on the order of arrival.
-        slot = sums + ((row64 * width + column) * splits + split) * 4
-        highest = tl.max(m, axis=0)
-        tl.store(slot, highest)
-        tl.store(slot + 1, tl.sum(s * tl.exp2(m - highest), axis=0))
-        if HAS_DRAFT:
-            highest = tl.max(draft_m, axis=0)
-            tl.store(slot + 2, highest)
-            tl.store(slot + 3, tl.sum(draft_s * tl.exp2(draft_m - highest), axis=0))
-
-        if tl.atomic_add(ticket + row, 1, sem="acq_rel") == draft_tokens * splits - 1:
-            pieces = tl.arange(0, SPLITS_BLOCK)
-            there = (columns < draft_tokens)[:, None] & (pieces < splits)[None, :]
-            slots = sums + ((row64 * width + columns[:, None]) * splits + pieces[None, :]) * 4
-            tested = columns < draft_tokens
-            at = (first + columns).to(tl.int64)
-            draft_token = tl.load(
-                tokens + row64 * tokens_stride_b + (at + 1) * tokens_stride_q, mask=tested, other=-1
-            ).to(tl.int64)
-            real = tested & (draft_token >= 0) & (draft_token < vocab)
-
-            m2 = tl.load(slots, mask=there, other=_FLOOR, cache_modifier=".cg")
-            s2 = tl.load(slots + 1, mask=there, other=0.0, cache_modifier=".cg")
-            most = tl.max(m2, axis=1)
-            target_lse = most + tl.log2(tl.sum(s2 * tl.exp2(m2 - most[:, None]), axis=1))
-            x = tl.load(
-                logits + row64 * logits_stride_b + at * logits_stride_q + draft_token, mask=real, other=float("-inf")
-            ).to(tl.float32)
-            if HAS_CUTOFF:
-                bar = tl.load(cutoff + row64 * cutoff_stride_b + at * cutoff_stride_q, mask=tested, other=0.0)
-                x = tl.where(x < bar, float("-inf"), x)
-            p = tl.exp2(x * scale - target_lse)
-            q = tl.full([WIDTH_BLOCK], 1.0, tl.float32)  # without draft logits the draft token has probability 1
-            draft_lse = tl.full([WIDTH_BLOCK], 0.0, tl.float32)
+                draft_lowest = tl.load(draft_cutoff + row64 * draft_cutoff_stride_b + at * draft_cutoff_stride_q)
+        slots = sums + (row64 * width + column) * splits * 4
+        if tl.load(rejected + row, cache_modifier=".cg") <= width - column:
+            m = tl.full([BLOCK // _GROUP], _FLOOR, tl.float32)
+            s = tl.full([BLOCK // _GROUP], 0.0, tl.float32)
             if HAS_DRAFT:
-                m2 = tl.load(slots + 2, mask=there, other=_FLOOR, cache_modifier=".cg")
-                s2 = tl.load(slots + 3, mask=there, other=0.0, cache_modifier=".cg")
-                most = tl.max(m2, axis=1)
-                draft_lse = most + tl.log2(tl.sum(s2 * tl.exp2(m2 - most[:, None]), axis=1))
-                x = tl.load(
-                    draft_logits + row64 * draft_stride_b + at * draft_stride_q + draft_token,
-                    mask=real,
-                    other=float("-inf"),
-                ).to(tl.float32)
-                if HAS_DRAFT_CUTOFF:
-                    bar = tl.load(
-                        draft_cutoff + row64 * draft_cutoff_stride_b + at * draft_cutoff_stride_q,
-                        mask=tested,
-                        other=0.0,
-                    )
-                    x = tl.where(x < bar, float("-inf"), x)
-                q = tl.exp2(x * draft_scale - draft_lse)
+                draft_m = m
+                draft_s = s
+            begin = split * span
+            end = tl.minimum(begin + span, vocab)
+            if _INTERPRETED:  # its loops cannot run over tensors
+                start = begin
+                while start < end:
+                    m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
+                    if HAS_DRAFT:
+                        draft_m, draft_s = _add_exponentials(
+                            draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
+                        )
+                    start += BLOCK
+            else:
+                loads: tl.constexpr = LOADS_OF_FLOAT32 if logits.dtype.element_ty == tl.float32 else LOADS
+                for start in tl.range(begin, end, BLOCK, num_stages=loads):
+                    m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
+                    if HAS_DRAFT:
+                        draft_m, draft_s = _add_exponentials(
+                            draft_source, start, vocab, draft_scale, draft_lowest, draft_m, draft_s, BLOCK
+                        )
+            slot = slots + split * 4
+            highest = tl.max(m, axis=0)
+            tl.store(slot, highest)
+            tl.store(slot + 1, tl.sum(s * tl.exp2(m - highest), axis=0))
+            if HAS_DRAFT:
+                highest = tl.max(draft_m, axis=0)
+                tl.store(slot + 2, highest)
+                tl.store(slot + 3, tl.sum(draft_s * tl.exp2(draft_m - highest), axis=0))
 
-            r, _1, _2, _3 = draw4(tl.load(seeds + row), tl.load(positions + row) + at, stream, columns * 0)
-            # Below 1: with p = q the test must pass for every u.
-            u = tl.minimum(uniform(r, True), 1.0 - 2.0**-24)
-            # False where either is NaN: a draft token is then rejected and the row's own choice stands.
-            passes = real & (u * q < p)
-            agreed = tl.min(tl.where(passes, WIDTH_BLOCK, columns), axis=0)
-            tl.store(
-                selected + row64 * width + columns, tl.where(columns < agreed, draft_token, -1), mask=columns < width
-            )
-            tl.store(accepted + row, agreed)
-            here = columns == agreed
-            tl.store(lse + 2 * row64, tl.sum(tl.where(here, target_lse, 0.0), axis=0))
-            tl.store(lse + 2 * row64 + 1, tl.sum(tl.where(here, draft_lse, 0.0), axis=0))
-            tl.store(ticket + row, 0)
+        # Release: our sums before our ticket. Acquire: all sums of the column, if ours is the last.
+        if tl.atomic_add(arrivals + row64 * width + column, 1, sem="acq_rel") == splits - 1:
+            # Of a column behind a rejection the sums may be incomplete. They are not used.
+            if tl.load(rejected + row, cache_modifier=".cg") <= width - column:
+                draft_token = tl.load(tokens + row64 * tokens_stride_b + (at + 1) * tokens_stride_q).to(tl.int64)
+                real = (draft_token >= 0) & (draft_token < vocab)
+                target_lse = _logarithm_of_sum(slots, splits, SPLITS_BLOCK)
+                x = tl.load(source + draft_token, mask=real, other=float("-inf")).to(tl.float32)
+                p = tl.exp2(tl.where(x < lowest, float("-inf"), x) * scale - target_lse)
+                q = 1.0  # without draft logits the draft token has probability 1
+                draft_lse = 0.0
+                if HAS_DRAFT:
+                    draft_lse = _logarithm_of_sum(slots + 2, splits, SPLITS_BLOCK)
+                    x = tl.load(draft_source + draft_token, mask=real, other=float("-inf")).to(tl.float32)
+                    q = tl.exp2(tl.where(x < draft_lowest, float("-inf"), x) * draft_scale - draft_lse)
+                r, _1, _2, _3 = draw4(tl.load(seeds + row), tl.load(positions + row) + at, stream, at * 0)
+                # Below 1: with p = q the test must pass for every u.
+                u = tl.minimum(uniform(r, True), 1.0 - 2.0**-24)
+                # False where either is NaN: a draft token is then rejected and the row's own choice stands.
+                if ~(real & (u * q < p)):
+                    tl.store(lse + 2 * (row64 * width + column), target_lse)
+                    tl.store(lse + 2 * (row64 * width + column) + 1, draft_lse)
+                    tl.atomic_max(rejected + row, (width - column).to(tl.int64), sem="relaxed")
+
+            # The same for notes and the columns of the row.
+            if tl.atomic_add(ticket + row, 1, sem="acq_rel") == draft_tokens - 1:
+                known = tl.load(rejected + row, cache_modifier=".cg")
+                agreed = tl.where(known == 0, draft_tokens, width - known.to(tl.int32))
+                draft_ids = tl.load(
+                    tokens + row64 * tokens_stride_b + (first + 1 + columns).to(tl.int64) * tokens_stride_q,
+                    mask=columns < agreed,
+                    other=-1,
+                ).to(tl.int32)
+                tl.store(selected + row64 * width + columns, draft_ids, mask=columns < width)
+                tl.store(accepted + row, agreed)
+                tl.debug_barrier()  # every thread has read the note that is overwritten now
+                tl.store(arrivals + row64 * width + columns, 0, mask=columns < draft_tokens)
+                tl.store(rejected + row, 0)
+                tl.store(ticket + row, 0)
 
 
 @triton.jit(**UNSPECIALIZED)
@@ -288,8 +287,9 @@ def rejection_choose_kernel(
 
     if (fed != 0) & (agreed >= 0):
         column = (fed - 1 - draft_tokens + agreed).to(tl.int64)
-        target_lse = tl.load(lse + 2 * row64, mask=agreed < draft_tokens, other=0.0)
-        draft_lse = tl.load(lse + 2 * row64 + 1, mask=agreed < draft_tokens, other=0.0)
+        of_rejected = lse + 2 * (row64 * width + agreed)
+        target_lse = tl.load(of_rejected, mask=agreed < draft_tokens, other=0.0)
+        draft_lse = tl.load(of_rejected + 1, mask=agreed < draft_tokens, other=0.0)
         # Behind the last draft token, and where one of the two has no distribution (NaN), the target's row alone decides.
         residual = (agreed < draft_tokens) & (target_lse == target_lse) & (draft_lse == draft_lse)
         scale = tl.load(inv_temperature + row)
@@ -326,7 +326,7 @@ def rejection_choose_kernel(
             whole_tile = tl.where(improved, start, whole_tile)
             if HAS_DRAFT:
                 # A padded lane of the target counts as -inf and is never chosen, so the draft's logit there has no effect.
-                z = tl.load(draft_source + ids, mask=ids < vocab, other=0.0).to(tl.float32)
+                z = tl.load(draft_source + ids, mask=(ids < vocab) & residual, other=0.0).to(tl.float32)
                 z = tl.where(z < draft_lowest, float("-inf"), z * draft_scale)
                 ratio = tl.exp2((z - draft_lse) - (x * (scale * _LOG2E) - target_lse))
                 inside = ratio < 1.0
@@ -441,9 +441,9 @@ def rejection_sample(
     if batch == 0 or width == 0:
         accepted.zero_()
         return selected, accepted
-    best, ticket = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
+    best, ticket, rejected = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
     sums = torch.empty((batch, width, test_cut.splits, 4), dtype=torch.float32, device=device)
-    lse = torch.empty((batch, 2), dtype=torch.float32, device=device)
+    lse = torch.empty((batch, width, 2), dtype=torch.float32, device=device)
     unused = accepted  # stands for arguments that are not read
     has_draft, has_cutoff = draft_logits is not None, cutoff is not None
     has_draft_cutoff = has_draft and draft_cutoff is not None
@@ -477,11 +477,13 @@ def rejection_sample(
         0 if draft_cutoff is None else draft_cutoff.stride(1),
     )
     with on(device):
-        rejection_test_kernel[(test_cut.splits, max(width - 1, 1), batch)](
+        rejection_test_kernel[(test_cut.splits, batch, max(width - 1, 1))](
             *rows,
             sums,
             lse,
+            best,  # zero at this point, and again behind
             ticket,
+            rejected,
             *distributions,
             streams.accept,
             test_cut.splits,

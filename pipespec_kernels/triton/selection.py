@@ -14,8 +14,10 @@ import triton.language as tl
 # The high half of the word of -inf: no score above -inf was found.
 NOTHING = tl.constexpr(0x007FFFFF)
 
-# Tiles of a row in flight: the loads of later tiles overlap with the arithmetic of this one.
+# Tiles of a row in flight: the loads of later tiles overlap with the arithmetic of this one. Of float32 fewer, in more bytes: shared memory holds all
+# but one of them, of two rows in rejection sampling, and a block of threads has 99 KiB of it on some devices.
 LOADS = tl.constexpr(4)
+LOADS_OF_FLOAT32 = tl.constexpr(3)
 
 
 @triton.jit
@@ -46,6 +48,20 @@ def pack_best(best, ids):
 def unpack_id(word):
     """The id in a word."""
     return ~(word.to(tl.uint32).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def beaten(before, word, token, begin, end, vocab):
+    """Whether a column is now known to choose another id than its draft ``token``. ``word``: of its span ``begin .. end - 1``, which has just been
+    entered; ``before``: the largest word of its other spans until then.
+
+    A draft token that is the best of its own span has the word of that span, and a larger word is of a better id. Of the spans of a column in which
+    another id is chosen, at least one finds that out: the draft token's own, or the first larger one behind it.
+    """
+    is_own = (token >= begin) & (token < end)
+    beaten_here = (unpack_id(word) != token) | (before > word)
+    beaten_there = (unpack_id(before) == token) & (word > before)
+    return (token < 0) | (token >= vocab) | tl.where(is_own, beaten_here, beaten_there)
 
 
 @triton.jit

@@ -1,8 +1,11 @@
 """``verify``: every row's own choices up to the first draft token they contradict, in one launch and one pass over the logits.
 
-The grid is (splits of the vocabulary) x (columns that choose) x (rows). A block of threads finds the best score of its span and enters it, as one
+The grid is (splits of the vocabulary) x (rows) x (columns that choose). A block of threads finds the best score of its span and enters it, as one
 word, in an atomic maximum. Then it takes a ticket of its row. When a block takes the last ticket, the row's choices are complete. This block walks
 along the draft tokens, writes the row's selected tokens and state, and resets the work space, so that the launch can be replayed.
+
+Where there are more blocks than the device holds at once, the first columns of all rows come first. A block that finds a draft token beaten notes it,
+and blocks that start later read nothing of the columns behind it. No result depends on that: columns up to the first rejected draft token are always read.
 
 Greedy, the score is the logit. Coupled, it is ``logit * inv_temperature + G`` with Gumbel noise ``G`` that depends on
 (seed, position, token id) only, so that equal ids mean agreement at any temperature: Daliri, Musco, Suresh, "Coupling
@@ -36,14 +39,17 @@ from pipespec_kernels.triton.launch import (
     check_written,
     cut,
     default_config,
+    notes_pay,
     on,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
 from pipespec_kernels.triton.selection import (
     LOADS,
+    LOADS_OF_FLOAT32,
     advance,
     any_of,
     as_words,
+    beaten,
     better,
     invalid,
     no_scale,
@@ -108,6 +114,8 @@ def verify_kernel(
     accepted,
     best,
     ticket,
+    rejected,
+    notes,
     next_token,
     length,
     epoch,
@@ -132,11 +140,14 @@ def verify_kernel(
     WIDTH_BLOCK: tl.constexpr,
 ):
     split = tl.program_id(0)
-    column = tl.program_id(1)  # index among the columns that choose
-    row = tl.program_id(2)
+    row = tl.program_id(1)
+    column = tl.program_id(2)  # index among the columns that choose
     fed = width
     draft_tokens = width - 1
+    known = 0
     if WALK:
+        # .cg: from L2, where the atomics happen, and not from this multiprocessor's cache.
+        known = tl.load(rejected + row, cache_modifier=".cg")
         fed = tl.load(query_lens + row)
         draft_tokens = tl.load(num_draft_tokens + row)
     idle = fed == 0
@@ -167,29 +178,46 @@ def verify_kernel(
                 lowest = tl.load(
                     cutoff + row.to(tl.int64) * cutoff_stride_b + (first + column).to(tl.int64) * cutoff_stride_q
                 )
-        top = tl.full([BLOCK], float("-inf"), tl.float32)
-        tile = tl.full([BLOCK], 0, tl.int32) + begin
-        end = tl.minimum(begin + span, vocab)
-        if _INTERPRETED:  # its loops cannot run over tensors
-            start = begin
-            while start < end:
-                top, tile = _choose(
-                    source, start, vocab, scale, lowest, seed, position, stream, top, tile, COUPLED, HAS_CUTOFF, FAST, BLOCK
-                )  # fmt: skip
-                start += BLOCK
-        else:
-            # With noise for every logit the arithmetic takes longer than the loads: no stages.
-            for start in tl.range(begin, end, BLOCK, num_stages=1 if COUPLED and not HAS_CUTOFF else LOADS):
-                top, tile = _choose(
-                    source, start, vocab, scale, lowest, seed, position, stream, top, tile, COUPLED, HAS_CUTOFF, FAST, BLOCK
-                )  # fmt: skip
-        tl.atomic_max(as_words(best) + row.to(tl.int64) * width + column, pack_best(top, tile + lanes), sem="relaxed")
+        if known <= width - column:
+            top = tl.full([BLOCK], float("-inf"), tl.float32)
+            tile = tl.full([BLOCK], 0, tl.int32) + begin
+            end = tl.minimum(begin + span, vocab)
+            if _INTERPRETED:  # its loops cannot run over tensors
+                start = begin
+                while start < end:
+                    top, tile = _choose(
+                        source, start, vocab, scale, lowest, seed, position, stream, top, tile, COUPLED, HAS_CUTOFF, FAST, BLOCK
+                    )  # fmt: skip
+                    start += BLOCK
+            else:
+                loads: tl.constexpr = LOADS_OF_FLOAT32 if logits.dtype.element_ty == tl.float32 else LOADS
+                # With noise for every logit the arithmetic takes longer than the loads: no stages.
+                for start in tl.range(begin, end, BLOCK, num_stages=1 if COUPLED and not HAS_CUTOFF else loads):
+                    top, tile = _choose(
+                        source, start, vocab, scale, lowest, seed, position, stream, top, tile, COUPLED, HAS_CUTOFF, FAST, BLOCK
+                    )  # fmt: skip
+            word = pack_best(top, tile + lanes)
+            place = as_words(best) + row.to(tl.int64) * width + column
+            if WALK:
+                if (notes != 0) & (column < draft_tokens):
+                    before = tl.atomic_max(place, word, sem="relaxed")
+                    draft_token = tl.load(
+                        tokens
+                        + row.to(tl.int64) * tokens_stride_b
+                        + (first + 1 + column).to(tl.int64) * tokens_stride_q
+                    )
+                    if beaten(before, word, draft_token, begin, end, vocab):
+                        tl.atomic_max(rejected + row, (width - column).to(tl.int64), sem="relaxed")
+                else:
+                    tl.atomic_max(place, word, sem="relaxed")
+            else:
+                tl.atomic_max(place, word, sem="relaxed")
 
         # Release: our word before our ticket. Acquire: all words of the row, if ours is the last.
         if tl.atomic_add(ticket + row, 1, sem="acq_rel") == (draft_tokens + 1) * splits - 1:
             columns = tl.arange(0, WIDTH_BLOCK)
             words = as_words(best) + row.to(tl.int64) * width + columns
-            # .cg: reads from L2, where the atomics happen, and not from this multiprocessor's cache.
+            # A choice behind the first rejected draft token may be incomplete, and is not used.
             choice = unpack_id(tl.load(words, mask=columns <= draft_tokens, other=0, cache_modifier=".cg"))
             agrees = columns < draft_tokens
             if WALK:
@@ -221,6 +249,8 @@ def verify_kernel(
             tl.debug_barrier()  # every thread has read its words and its state before they are overwritten
             tl.store(words, 0, mask=columns <= draft_tokens)
             tl.store(ticket + row, 0)
+            if WALK:
+                tl.store(rejected + row, 0)
 
 
 def verify(
@@ -380,13 +410,13 @@ def _launch(
     device = logits.device
     splits, span = cut(config, vocab)
     seeds, positions, inv_temperature, cutoff, stream, offset = noise
-    best, ticket = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
+    best, ticket, rejected = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
     # Arguments that this mode does not read: any pointer works.
     unused = accepted
     next_token, length, epoch = state or (unused, unused, unused)
     tokens, query_lens, num_draft_tokens = fed or (selected, unused, unused)
     with on(device):
-        verify_kernel[(splits, width, batch)](
+        verify_kernel[(splits, batch, width)](
             logits,
             logits.stride(0),
             logits.stride(1),
@@ -401,6 +431,8 @@ def _launch(
             accepted,
             best,
             ticket,
+            rejected,
+            notes_pay(splits * batch * width, device),
             next_token,
             length,
             epoch,

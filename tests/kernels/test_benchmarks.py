@@ -16,6 +16,7 @@ from bench import (
     bench_decoder,
     bench_kv,
     bench_layers,
+    bench_logprobs,
     bench_rejection_sample,
     bench_select,
     bench_verify,
@@ -30,7 +31,9 @@ SHAPE = (2, 3, 200)
 
 
 @pytest.mark.parametrize(
-    "module", [bench_select, bench_verify, bench_rejection_sample, bench_cutoff], ids=lambda m: m.__name__
+    "module",
+    [bench_select, bench_verify, bench_rejection_sample, bench_cutoff, bench_logprobs],
+    ids=lambda m: m.__name__,
 )
 def test_cases_run_and_rivals_do_the_same(module: types.ModuleType) -> None:
     torch.manual_seed(0)
@@ -41,6 +44,9 @@ def test_cases_run_and_rivals_do_the_same(module: types.ModuleType) -> None:
         ours, theirs = case.ours(1), case.rivals["eager"](1)
         if benchmark.name in ("argmax", "cutoff"):
             ours, theirs = (ours,), (theirs,)
+        if benchmark.name == "logprobs":  # equal logits may be in another order
+            torch.testing.assert_close(ours[0], theirs[0])  # type: ignore[index]
+            torch.testing.assert_close(ours[2], theirs[2])  # type: ignore[index]
         if benchmark.name in ("argmax", "cutoff", "verify greedy"):  # the other cases draw
             for a, b in zip(ours, theirs, strict=True):  # type: ignore[call-overload]
                 assert torch.equal(a, b.to(a.dtype))
@@ -128,7 +134,7 @@ def test_a_table_on_the_cpu(
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["machine"]["threads"] == 1
     assert {"cpu", "torch", "simd", "load_average", "load_average_after"} <= set(written["machine"])
-    names = ["argmax", "sample", "verify greedy", "verify coupled", "rejection_sample", "cutoff"]
+    names = ["argmax", "sample", "verify greedy", "verify coupled", "rejection_sample", "cutoff", "logprobs"]
     measured = [name for name in names for _ in range(2)] + ["attention"]
     measured += ["kv_append", "kv_append", "kv_gather", "kv_compact", "kv_compact"]
     measured += [b.name for b in bench_layers.BENCHMARKS for _ in range(2)]
@@ -142,6 +148,19 @@ def test_a_table_on_the_cpu(
     with pytest.raises(SystemExit) as end:
         kernels.main()
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize("size", [100, 5000])
+def test_no_contender_finds_its_inputs_in_a_cache(size: int) -> None:
+    """Between two uses of a copy, whoever uses it, lie all other copies."""
+    used: list[int] = []
+    rivals = {name: lambda i: used.append(i) for name in ("eager", "other")}
+    make = lambda shape, dtype, copies: KernelCase(size, lambda i: used.append(i), rivals)  # noqa: E731
+    (result,) = cpu.measure([(1, 1, 10)], torch.float32, lambda shape, dtype: size, make, 1, 10_000)
+    copies = result["copies"]
+    assert copies == {100: 64, 5000: 2}[size]
+    assert len(used) == 1 + 3 * result["repeats"]
+    assert all(len(set(used[i : i + copies])) == copies for i in range(1, len(used) - copies))
 
 
 DEVICE = types.SimpleNamespace(L2_cache_size=50 << 20, total_memory=40 << 30)

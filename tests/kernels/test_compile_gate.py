@@ -45,11 +45,11 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
     for kernel in selection + storage + layers:
-        assert {r["arch"] for r in reports if r["name"] == kernel} == {80, 90, 100}
+        assert {r["arch"] for r in reports if r["name"] == kernel} >= {80, 90, 100}
     for r in reports:
         assert r["spilled"] == 0
         assert 0 < r["registers"] <= 255
-        assert r["shared"] <= (163 << 10 if r["arch"] == 80 else 227 << 10)
+        assert r["shared"] <= {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}.get(r["arch"], 99 << 10)
         if r["loop_per_logit"] is None:
             assert r["name"].startswith(
                 (
@@ -66,6 +66,14 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
             continue
         # The counting sees whole loops: one load of 16 bytes or several, and not more instructions than there are.
         assert 4 < r["loop_per_logit"] <= r["all_per_logit"] < r["instructions"]
+
+    # Where a block of threads has less shared memory, the kernels with most of it are compiled; the others have as much as elsewhere, or less.
+    small = [r for r in reports if r["arch"] not in (80, 90, 100)]
+    assert {r["name"].split(",")[0] for r in small} == {"verify", "rejection_sample", "attention"}
+    assert {r["arch"] for r in small} >= {89}
+    for r in reports:
+        if r["arch"] == 80 and r["shared"] > 81 << 10:
+            assert any((s["name"], s["dtype"]) == (r["name"], r["dtype"]) for s in small), r["name"]
 
     # A budget that no kernel meets is reported.
     ran = gate("--arch", "90", "--kernel", "verify, coupled, small", "silu_mul, silu", "--tighten", "0.5")

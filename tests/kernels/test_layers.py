@@ -362,3 +362,16 @@ def test_there_is_no_backward_pass() -> None:
             call()
         with torch.no_grad():
             call()
+
+
+def test_rounding_keeps_nans() -> None:
+    """NaNs of all kinds stay NaNs in 16 bits, in each number that is rounded."""
+    bits = torch.tensor([0x7F800001, -0x7FFFFF, 0x7FFFFFFF, 0x7F800000, 0x3F808000, 0x3F818000], dtype=torch.int32)
+    gate = torch.full((6,), 80.0)  # silu(80) = 80
+    got = ops.silu_mul(torch.cat([gate, bits.view(torch.float32)]).bfloat16()[None])[0]
+    wanted = (80.0 * bits.view(torch.float32).bfloat16().float()).bfloat16()
+    assert torch.equal(got.isnan(), torch.tensor([True, True, True, False, False, False]))
+    assert torch.equal(got[3:], wanted[3:])
+    normed, total = ops.add_rms_norm(got[None, :3], got[None, :3], torch.ones(3, dtype=torch.bfloat16), EPS)
+    assert normed.isnan().all()
+    assert total.isnan().all()

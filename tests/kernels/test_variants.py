@@ -65,6 +65,6 @@ def test_batches_and_widths_share_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         "verify_kernel": 2,
         "cutoff_scan_kernel": 1,
         "cutoff_search_kernel": 1,
-        "rejection_test_kernel": 4,
+        "rejection_test_kernel": 2,
         "rejection_choose_kernel": 2,
     }

@@ -18,6 +18,7 @@ from pipespec_kernels.noise import Noise, Streams
 from pipespec_kernels.triton import Config, cutoff, logprobs, penalize, rejection_sample, verify
 from pipespec_kernels.triton.philox import INTERPRETED, draw4, uniform
 from pipespec_kernels.triton.philox import draw as right_draw
+from pipespec_kernels.triton.selection import unpack_id
 
 from .. import logprobs as logprob_cases
 from .. import penalties
@@ -117,6 +118,12 @@ def ignored_ratio(x, FAST: tl.constexpr):
     return x * 0.0
 
 
+@triton.jit
+def best_of_any_span(before, word, token, begin, end, vocab):
+    """A draft token counts as rejected if a span that does not hold it chose another id."""
+    return unpack_id(word) != token
+
+
 ROWS = 4
 N = torch.full((ROWS,), 2, dtype=torch.int32)
 ONE = Config(128, 1, 1)
@@ -140,6 +147,14 @@ def check_greedy() -> None:
     logits[3, 0, [5, 60]] = math.nan
     tokens = reference.argmax(logits).roll(1, 1)
     check_equal(verify(logits, tokens, N, N - 1, config=Config(16, 1, 1)), reference.verify(logits, tokens, N, N - 1))
+
+
+def check_spans() -> None:
+    """All draft tokens are right, and lie in the last span. The interpreter runs the programs of the first span first."""
+    logits, _, _ = example()
+    logits[:, 0, 60] = 99.0
+    tokens = reference.argmax(logits).roll(1, 1)
+    check_equal(verify(logits, tokens, N, N - 1, config=Config(16, 1, 5)), reference.verify(logits, tokens, N, N - 1))
 
 
 def check_coupled() -> None:
@@ -205,6 +220,7 @@ CHECKS = [
     check_logprobs,
     check_penalties,
     check_greedy,
+    check_spans,
     check_coupled,
     check_filtered,
     check_rejection,
@@ -215,6 +231,7 @@ CHECKS = [
 MUTATIONS = {
     "better: the last of equals": (check_greedy, "verify", "better", last_of_equals),
     "better: no NaN": (check_greedy, "verify", "better", ignores_nan),
+    "notes: right draft tokens": (check_spans, "verify", "beaten", best_of_any_span),
     "draw: one position": (check_coupled, "verify", "draw", same_position),
     "draw: one seed": (check_coupled, "verify", "draw", same_seed),
     "draw: another stream": (check_coupled, "verify", "draw", other_stream),
