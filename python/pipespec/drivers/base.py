@@ -225,6 +225,7 @@ class Driver(Decoder):
         super().__init__()
         self.models = list(models)
         self.config = config
+        self._acceptance: Acceptance | None = None
         # Stages without a model: the index of the first stage with one.
         self._first = int(config.ngram is not None)
         self.ran_as = self._name_of(self.schedule)
@@ -270,6 +271,15 @@ class Driver(Decoder):
             acceptance=acceptance,
             confidence=self.config.confidence,
             in_turn=self.schedule != "workers",
+        )
+
+    def _acceptance_remarks(self, request: GenerationRequest) -> tuple[str, ...]:
+        """What the text of a call depends on under another rule of acceptance than coupled sampling."""
+        if self._acceptance is None or request.inputs.sampling_params.seeds is None:
+            return ()
+        on = "the draft" if self.schedule == "lockstep" else "the draft and on timing"
+        return (
+            f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on {on}, too",
         )
 
     @property

@@ -23,12 +23,11 @@ class LockstepDriver(Driver):
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
         ngram = self._make_ngram()
-        acceptance = None
         if config.acceptance != "coupled" and len(self.models) > 1:
-            acceptance = Acceptance(config.acceptance, max(config.lookahead))
+            self._acceptance = Acceptance(config.acceptance, max(config.lookahead))
         self._stages: list[Stage] = []
         for i in range(self._first, self._first + len(self.models)):
-            self._stages.append(self._make_stage(i, None if self._stages else ngram, acceptance))
+            self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance))
             self.block.set_alive(i, True)
 
     @property
@@ -40,11 +39,7 @@ class LockstepDriver(Driver):
         return self._stages
 
     def _generate(self, request: GenerationRequest) -> None:
-        self.remarks = ()
-        if self.config.acceptance != "coupled" and request.inputs.sampling_params.seeds is not None:
-            self.remarks = (
-                f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on the draft, too",
-            )
+        self.remarks = self._acceptance_remarks(request)
         self.begin(request)
         run_in_turn(self, request)
 
