@@ -179,8 +179,14 @@ def test_a_draft_without_a_distribution(target, rule, monkeypatch) -> None:
     ("given", "message"),
     [
         ({"acceptance": "ratio"}, "acceptance='ratio' is not one of 'coupled', 'rejection', 'block'"),
-        ({"acceptance": "block", "schedule": "streams"}, "not supported with schedule='streams': use 'lockstep' or 'workers'"),
-        ({"acceptance": "block", "schedule": "auto"}, "not supported with schedule='auto': use 'lockstep' or 'workers'"),
+        (
+            {"acceptance": "block", "schedule": "streams"},
+            "not supported with schedule='streams': use 'lockstep' or 'workers'",
+        ),
+        (
+            {"acceptance": "block", "schedule": "auto"},
+            "not supported with schedule='auto': use 'lockstep' or 'workers'",
+        ),
         ({"acceptance": "rejection", "graphs": True}, "graphs=True: leave it out"),
         ({"acceptance": "rejection", "exact": True}, "exact=True, as the text then depends on the draft"),
         ({"acceptance": "rejection", "num_drafts": 2}, "a chain other than one draft model and the target"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -106,7 +107,6 @@ def test_distributions_of_another_position_are_caught(target, pipes, rule, monke
     with drafts_keep_up(pipes[rule], LIMITS):
         (texts, _), _ = generated(pipes[rule], 1_500)
     statistic, threshold = chi_square(texts, exact(target, LENGTH, {}))
-    print("STAT", statistic, threshold)
     assert statistic > threshold
 
 
@@ -153,7 +153,7 @@ def test_a_draft_that_is_killed(target, draft, monkeypatch) -> None:
             out = pipe.generate(ids, seed=3, max_new_tokens=40, streamer=Kill(), **options)
         assert len(kills) == len(caught) == 1
         assert out.shape == (1, ids.shape[1] + 40)
-        assert 0 <= int(out.min())
+        assert int(out.min()) >= 0
         assert int(out.max()) < IDS
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -232,21 +232,21 @@ class Pair:
         return self.block.tokens(1, 0, self.start, self.block.length(1, 0))
 
 
-FIRST_TOKENS = trials(ci=150, nightly=4000)
+FIRST_TOKENS = trials(ci=250, nightly=4000)
 
 
 @pytest.mark.parametrize(("rule", "announced"), [("rejection", True), ("block", True), ("rejection", False)])
 def test_draws_that_take_long_for_some_tokens(target, rule, announced, monkeypatch) -> None:
-    """The draft publishes the likelier half of its tokens at once, and the others only when the target has looked for them.
+    """The draft publishes some tokens at once, and the others, which are as likely, only when the target has looked for them.
 
-    With the target's own weights each draft token is accepted. A target that takes what is published has too many of the likely tokens.
+    With the target's own weights each draft token is accepted. A target that takes what is published has too many of the former.
     """
     if not announced:
         monkeypatch.setattr(Stage, "_decide", lambda self, most: most)
-        # plan() would leave it the draft tokens of an earlier decision: there is none
     p = exact(target, 1, {})
     pair = Pair(target, target, rule)
-    pair.shared.slow = set(p.argsort()[: IDS - 2].tolist())
+    some = itertools.chain(*(itertools.combinations(range(IDS), n) for n in range(1, IDS)))
+    pair.shared.slow = set(min(some, key=lambda ids: abs(float(p[list(ids)].sum()) - 0.5)))
     counts = torch.zeros(IDS)
     for seed in range(FIRST_TOKENS):
         pair.shared.held.clear()
@@ -262,7 +262,6 @@ def test_draws_that_take_long_for_some_tokens(target, rule, announced, monkeypat
         counts[pair.new[0]] += 1
     expected = p * FIRST_TOKENS
     statistic = float(((counts - expected) ** 2 / expected).sum())
-    print("STAT", statistic, IDS - 1 + 10 * math.sqrt(2 * (IDS - 1)))
     assert (statistic < IDS - 1 + 10 * math.sqrt(2 * (IDS - 1))) == announced
 
 
@@ -326,7 +325,9 @@ def test_each_draw_has_its_own_noise(target) -> None:
     pair = Pair(target, target, "block")
     drawn: list[tuple[int, list[int]]] = []
     real = pair.shared._at_round
-    pair.shared._at_round = lambda noise, stream: drawn.append(real(noise, stream).positions.tolist()) or real(noise, stream)
+    pair.shared._at_round = lambda noise, stream: (
+        drawn.append(real(noise, stream).positions.tolist()) or real(noise, stream)
+    )
     pair.begin(0, new=20)
     for _ in range(4):
         while pair.drafts() == Action.STEP:

@@ -25,6 +25,7 @@ from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names
 from pipespec.engine.translation import TranslatedStage
+from pipespec.models.devices import input_device
 from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels import _native
@@ -165,6 +166,10 @@ class Decoder(ABC):
 
     def reusable_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
         """Bytes per device that the call takes over from earlier calls."""
+        return {}
+
+    def distribution_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
+        """Bytes per device for what the draft tokens of the call are drawn from, see :mod:`pipespec.engine.acceptance`."""
         return {}
 
     def release_unused(self, request: GenerationRequest) -> None:
@@ -371,6 +376,13 @@ class Driver(Decoder):
             given = request.cache if stage is self.target else None
             found += stage.reusable_bytes(request.inputs, given)
         return found
+
+    def distribution_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
+        inputs = request.inputs
+        if self._acceptance is None or inputs.sampling_params.seeds is None:
+            return {}
+        device = "cpu" if self.schedule == "workers" else str(input_device(self.models[-1]))
+        return {device: self._acceptance.nbytes(len(inputs.prompts), inputs.vocabulary)}
 
     def release_unused(self, request: GenerationRequest) -> None:
         for stage in self.stages:

@@ -45,6 +45,10 @@ class Acceptance:
         self.lookahead = lookahead
         self._room = lookahead + 1
 
+    def nbytes(self, rows: int, vocabulary: int) -> int:
+        """Bytes that the distributions take in a call."""
+        return rows * self._room * (8 + 4 + 4 * vocabulary)
+
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
         """Begin a call: forget the draft tokens of the one before.
 
@@ -174,10 +178,6 @@ class SharedAcceptance(Acceptance):
         self._positions = self._memory.array[: 8 * entries].view(np.int64).reshape(shape)
         self._cutoff = torch.from_numpy(words[:entries]).view(shape)
         self._logits = torch.from_numpy(words[entries:]).view(*shape, vocabulary)
-
-    def nbytes(self, rows: int, vocabulary: int) -> int:
-        """Bytes of the memory for a call."""
-        return rows * self._room * (8 + 4 + 4 * vocabulary)
 
     def clear(self) -> None:
         """In the draft's process, behind :meth:`begin`: forget the draft tokens of the call before."""

@@ -40,7 +40,7 @@ class StageNeed:
         name: of the stage.
         device: where.
         weights: bytes to be allocated for weights; 0 where they are there already.
-        caches: bytes of keys and values.
+        caches: bytes of keys and values, or of the distributions of draft tokens.
         activations: bytes that one forward holds at a time, at most.
         headroom: see :data:`HEADROOM`.
         dtype: of the stage.
@@ -209,6 +209,7 @@ def check_memory(
     *,
     graphs: bool = False,
     copied: bool = False,
+    distributions: Mapping[str, int] | None = None,
     reusable_bytes: Callable[[], Mapping[str, int]] = dict,
     release_unused: Callable[[], None] = lambda: None,
 ) -> None:
@@ -224,6 +225,7 @@ def check_memory(
         most: positions that a row may come to use.
         graphs: whether the caches are static.
         copied: whether the caller gets a copy of the target's keys and values.
+        distributions: bytes per device for what the draft tokens are drawn from.
         reusable_bytes: bytes per device that the call takes over from earlier ones.
         release_unused: frees what the call does not take over; called only where there is too little memory otherwise.
 
@@ -238,10 +240,12 @@ def check_memory(
         return [replace(f, free=min(f.total, f.free + reused.get(f.name, 0))) for f in device_facts(devices)]
 
     def needed(capacity: int) -> Estimate:
-        found = estimate(stages, rows, capacity)
+        found, target = estimate(stages, rows, capacity), stages[-1]
+        kept = (distributions or {}).items()
+        drawn = tuple(StageNeed("distributions", device, 0, size, 0, 0, torch.float32) for device, size in kept)
+        found = replace(found, needs=(*found.needs, *drawn))
         if not copied:
             return found
-        target = stages[-1]
         copies = tuple(
             StageNeed("its copy", s.device, 0, cache_bytes(target, s, rows, min(capacity, most)), 0, 0, target.dtype)
             for s in target.on

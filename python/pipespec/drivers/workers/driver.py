@@ -453,6 +453,9 @@ class WorkersDriver(Driver):
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found, inputs = super().reusable_bytes(request), request.inputs
         rows = len(inputs.prompts)
+        for device, size in self.distribution_bytes(request).items():
+            assert self._shared is not None
+            found[device] += min(size, os.fstat(self._shared[2].fds[0]).st_size)
         for i, worker in self._workers.items():
             model, (had_rows, had) = self.models[i - self._first], worker.cache
             # A cache that grows exists twice while it is copied.
