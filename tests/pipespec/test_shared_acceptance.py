@@ -383,6 +383,23 @@ def test_a_fork_verifies_none(target, monkeypatch) -> None:
     assert pair.block.counters(1, 0)["drafted"] == 0
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_damaged_distributions(target, rule) -> None:
+    """Any words in the draft's memory leave a text of the target's tokens."""
+    pair, random = Pair(target, target, rule), np.random.default_rng(0)
+    for seed in range(20):
+        pair.begin(seed, new=20)
+        for step in range(4):
+            while pair.drafts() == Action.STEP:
+                pass
+            words = pair.shared._logits.numpy() if seed % 2 else pair.shared._memory.array
+            random_words = random.bytes(words.nbytes)
+            words.view(np.uint8).reshape(-1)[:] = np.frombuffer(random_words, dtype=np.uint8)
+            assert pair.verifies() == Action.STEP
+            assert len(pair.new) > step
+            assert all(0 <= token < IDS for token in pair.new)
+
+
 def test_the_ring_is_no_larger_than_the_lookahead_needs(target) -> None:
     """A draft with a larger lookahead stops in front of what the target reads."""
     pair = Pair(target, target, "rejection")
