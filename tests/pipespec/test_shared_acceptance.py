@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import signal
 import threading
 import warnings
@@ -320,6 +321,73 @@ def test_what_a_step_verifies(target) -> None:
         draft.decide()
 
 
+class History:
+    """A draft and a target without models: each draws one of two tokens."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.lookahead, self.limit, self.start = rng, rng.randint(1, 6), rng.randint(20, 40), 2
+        self.block = StateBlock.create(2, 1, 64)
+        self.block.reset([self.start], [self.limit], [7], [])
+        self.draft, self.target = self.block.port(0, 16), self.block.port(1, 16)
+        self.announced = False
+
+    def text(self, stage: int) -> list[int]:
+        return self.block.tokens(stage, 0, self.start, self.block.length(stage, 0))
+
+    def commit(self, port, tokens: list[int]) -> None:
+        port.commit(torch.tensor([tokens], dtype=torch.int32).data_ptr(), len(tokens))
+
+    def draws(self, *, halfway: bool = False) -> None:
+        """A step of the draft, or the half of one."""
+        if not self.announced:
+            if self.draft.plan(self.lookahead, 0, 0) != Action.STEP:
+                return
+            self.draft.announce()
+            self.announced = True
+            if halfway:
+                return
+        self.commit(self.draft, [self.rng.randint(0, 1)])
+        self.announced = False
+
+    def draws_some(self, most: int) -> None:
+        for _ in range(self.rng.randint(0, most)):
+            self.draws(halfway=self.rng.random() < 0.3)
+
+    def verifies(self) -> tuple[int, bool]:
+        """A step of the target: the draft tokens that it verifies, and whether the draft's text continued the target's."""
+        self.target.decide()
+        if self.announced:
+            assert not self.target.is_drawn
+            self.draws()
+        taken, mine = self.text(0), self.text(1)
+        assert self.target.is_drawn
+        self.draws_some(3)
+        continues = taken[: len(mine)] == mine
+        room = min(self.lookahead, self.limit - self.start - len(mine) - 1)
+        wanted = taken[len(mine) :][:room] if continues else []
+        assert self.target.plan(0, self.lookahead, 0) == Action.STEP
+        assert self.target.num_draft_tokens[0] == len(wanted)
+        n = self.target.query_lens[0]
+        assert self.target.tokens[0, n - len(wanted) : n].tolist() == wanted
+        self.draws_some(2)  # during the forward
+        kept = self.rng.randint(0, len(wanted))
+        own = 1 - wanted[kept] if kept < len(wanted) else self.rng.randint(0, 1)
+        self.commit(self.target, [*wanted[:kept], own])
+        return len(wanted), continues
+
+
+def test_random_histories() -> None:
+    """A step verifies the draft's text as it was announced when the step decided, if that continues the target's, whatever the draft does meanwhile."""
+    rng, steps = random.Random(0), []
+    for _ in range(trials(ci=150, nightly=3000)):
+        history = History(rng)
+        while history.block.length(1, 0) < history.limit:
+            history.draws_some(history.lookahead + 1)
+            steps.append(history.verifies())
+    assert sum(verified for verified, _ in steps) > 1000
+    assert sum(not continues for _, continues in steps) > 100
+
+
 def test_each_draw_has_its_own_noise(target) -> None:
     """Also at a position that the draft draws again: block verification has decided by the first token there."""
     pair = Pair(target, target, "block")
@@ -386,15 +454,14 @@ def test_a_fork_verifies_none(target, monkeypatch) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_damaged_distributions(target, rule) -> None:
     """Any words in the draft's memory leave a text of the target's tokens."""
-    pair, random = Pair(target, target, rule), np.random.default_rng(0)
+    pair, rng = Pair(target, target, rule), np.random.default_rng(0)
     for seed in range(20):
         pair.begin(seed, new=20)
         for step in range(4):
             while pair.drafts() == Action.STEP:
                 pass
             words = pair.shared._logits.numpy() if seed % 2 else pair.shared._memory.array
-            random_words = random.bytes(words.nbytes)
-            words.view(np.uint8).reshape(-1)[:] = np.frombuffer(random_words, dtype=np.uint8)
+            words.view(np.uint8).reshape(-1)[:] = np.frombuffer(rng.bytes(words.nbytes), dtype=np.uint8)
             assert pair.verifies() == Action.STEP
             assert len(pair.new) > step
             assert all(0 <= token < IDS for token in pair.new)
