@@ -22,6 +22,7 @@ from pipespec.engine import stage as stages
 from pipespec.engine.acceptance import SharedAcceptance
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage, StageInputs
+from pipespec_kernels import ops
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from tests.conftest import left_pad, noisy, random_llama
 from tests.pipespec.test_acceptance import IDS, PENALTIES, PROMPT, RULES, chi_square, exact
@@ -169,16 +170,15 @@ def test_a_draft_that_is_killed(target, draft, monkeypatch) -> None:
 # ---- step by step, both stages in this process
 
 
-class Held(SharedAcceptance):
-    """A draft that publishes some tokens late: not before ``release`` is set."""
+class Held:
+    """The draw of a draft, which takes longer for some tokens: until ``release`` is set."""
 
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        self.slow: set[int] = set()
-        self.held, self.release = threading.Event(), threading.Event()
+    def __init__(self, slow: set[int]) -> None:
+        self.slow, self.held, self.release = slow, threading.Event(), threading.Event()
+        self._verify = ops.verify
 
-    def draw(self, *arguments):
-        drawn = super().draw(*arguments)
+    def __call__(self, *args, **kwargs):
+        drawn = self._verify(*args, **kwargs)
         if int(drawn[0][0, 0]) in self.slow:
             self.held.set()
             assert self.release.wait(SECONDS)
@@ -207,7 +207,7 @@ class Pair:
     def __init__(self, target, draft, rule: str) -> None:
         self.block = StateBlock.create(2, 1, 64)
         memory = SharedMemory.create([1])
-        self.shared = Held(rule, LOOKAHEAD, memory)
+        self.shared = SharedAcceptance(rule, LOOKAHEAD, memory)
         self.draft = Stage(draft, self.block, 0, acceptance=self.shared)
         self.target = Stage(target, self.block, 1, acceptance=SharedAcceptance(rule, LOOKAHEAD, memory))
         for stage in (0, 1):
@@ -247,18 +247,19 @@ def test_draws_that_take_long_for_some_tokens(target, rule, announced, monkeypat
     p = exact(target, 1, {})
     pair = Pair(target, target, rule)
     some = itertools.chain(*(itertools.combinations(range(IDS), n) for n in range(1, IDS)))
-    pair.shared.slow = set(min(some, key=lambda ids: abs(float(p[list(ids)].sum()) - 0.5)))
+    draw = Held(set(min(some, key=lambda ids: abs(float(p[list(ids)].sum()) - 0.5))))
+    monkeypatch.setattr(ops, "verify", draw)
     counts = torch.zeros(IDS)
     for seed in range(FIRST_TOKENS):
-        pair.shared.held.clear()
-        pair.shared.release.clear()
+        draw.held.clear()
+        draw.release.clear()
         pair.begin(seed, new=1 + LOOKAHEAD)
-        pair.target.port = Watched(pair.target.port, pair.shared.release.set)
+        pair.target.port = Watched(pair.target.port, draw.release.set)
         thread = threading.Thread(target=pair.drafts)
         thread.start()
-        until(lambda: pair.shared.held.is_set() or pair.block.length(0, 0) > pair.start, "the draft has drawn")
+        until(lambda: draw.held.is_set() or pair.block.length(0, 0) > pair.start, "the draft has drawn")
         assert pair.verifies() == Action.STEP
-        pair.shared.release.set()
+        draw.release.set()
         thread.join(SECONDS)
         counts[pair.new[0]] += 1
     expected = p * FIRST_TOKENS
@@ -474,6 +475,7 @@ def test_the_ring_is_no_larger_than_the_lookahead_needs(target) -> None:
     while pair.draft.step(WIDTH, 0) == Action.STEP:
         pass
     assert pair.block.length(0, 0) == pair.start + LOOKAHEAD
+    assert set(range(pair.start, pair.start + LOOKAHEAD)) < set(pair.shared._positions[0].tolist())
     assert pair.shared._memory.size == pair.shared.nbytes(1, IDS) == (LOOKAHEAD + 1) * (4 * IDS + 12)
     assert pair.verifies() == Action.STEP
     assert pair.block.counters(1, 0)["accepted"] == LOOKAHEAD  # the target's own weights
