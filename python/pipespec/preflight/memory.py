@@ -240,12 +240,13 @@ def check_memory(
         return [replace(f, free=min(f.total, f.free + reused.get(f.name, 0))) for f in device_facts(devices)]
 
     def needed(capacity: int) -> Estimate:
-        found, target = estimate(stages, rows, capacity), stages[-1]
+        found = estimate(stages, rows, capacity)
         kept = (distributions or {}).items()
         drawn = tuple(StageNeed("distributions", device, 0, size, 0, 0, torch.float32) for device, size in kept)
         found = replace(found, needs=(*found.needs, *drawn))
         if not copied:
             return found
+        target = stages[-1]
         copies = tuple(
             StageNeed("its copy", s.device, 0, cache_bytes(target, s, rows, min(capacity, most)), 0, 0, target.dtype)
             for s in target.on
