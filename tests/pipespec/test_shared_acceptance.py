@@ -83,6 +83,23 @@ def test_texts_have_the_targets_distribution(target, pipes, rule, given) -> None
         assert statistic < threshold
 
 
+def test_rows_that_end_early(target, pipes) -> None:
+    """The draft stops behind an end token, and a row ends at it."""
+    end, pad = 2, 0
+    with drafts_keep_up(pipes["block"], LIMITS, eos=[end]):
+        texts, accepted = generated(pipes["block"], TEXTS, eos_token_id=end)
+    assert accepted > TEXTS / 2
+    for prompt, its in zip((PROMPT, OTHER), texts, strict=True):
+        p = exact(target, LENGTH, {}, prompt).view(*[IDS] * LENGTH)
+        ended = p[end].sum(), p[:, end].sum(-1)
+        p[:, end] = 0
+        p[:, end, pad] = ended[1]
+        p[end] = 0
+        p[end, pad, pad] = ended[0]
+        statistic, threshold = chi_square(its, p.flatten())
+        assert statistic < threshold
+
+
 @pytest.mark.parametrize("options", [{}, {"min_draft_tokens": 2, "decode_meanwhile": True}], ids=["at once", "waits"])
 def test_drafts_that_are_late(target, draft, options) -> None:
     """The target takes what there is, or decodes meanwhile."""
