@@ -32,15 +32,19 @@ _GENERATE = (
 SOURCES: dict[str, tuple[str, ...]] = {
     "acceptance.json": (*_ENGINE, "bench/bench_acceptance.py"),
     "auto.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
+    "confidence.json": (*_ENGINE, "bench/bench_confidence.py"),
+    "drafts.json": (*_ENGINE, "bench/bench_drafts.py"),
     "exact.json": (*_ENGINE, "bench/bench_exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "kernels_cpu.json": (*_KERNELS, "bench/kernels.py"),
     "plan.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
     "planted_bfloat16.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
     "planted_float32.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
+    "prompt_lookup.json": (*_GENERATE, "bench/bench_prompt_lookup.py", "bench/bench_confidence.py"),
     "ranks.json": (*_ENGINE, "python/pipespec/process/ranks.py", "bench/bench_ranks.py"),
     "sampling.json": (*_ENGINE, "bench/bench_sampling.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
+    "tokenizers.json": (*_ENGINE, "bench/bench_tokenizers.py"),
 }
 """By results file: the files and folders whose changes outdate it."""
 

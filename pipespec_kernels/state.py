@@ -263,8 +263,13 @@ class StateBlock:
             OSError: the memory is smaller than the block.
         """
         block = _native.Block(self.memory.address)
+        parts = _native.Block.part_bytes(block.stages, block.rows, block.capacity, self.memory.alignment)
+        if sum(parts) != block.size:  # other processes find the parts where the header says
+            raise ValueError(
+                "this memory holds no pipespec state block: its parts have another alignment than this memory"
+            )
         try:
-            self.memory.remap(_native.Block.part_bytes(block.stages, block.rows, block.capacity, self.memory.alignment))
+            self.memory.remap(parts)
         except OverflowError as error:
             raise ValueError(
                 f"this memory holds no pipespec state block: {block.rows} rows of {block.capacity} tokens pass every memory"

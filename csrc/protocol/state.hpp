@@ -113,8 +113,8 @@ struct Counters {
   std::uint64_t histogram[kHistogram];
 };
 
-// Writer: the stage. Of these, others read the counters only: the caller for its report, the target
-// for its rate.
+// Writer: the stage. Of these, others read the counters: the caller for its report, the target for
+// its rate. A draft in the target's cache reads the target's `kv`, in the target's thread.
 struct alignas(kLine) Private {
   // Tokens whose keys and values exist.
   std::uint32_t kv;

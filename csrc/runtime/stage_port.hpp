@@ -52,7 +52,7 @@ class StagePort {
     for (std::uint32_t row = 0; row < active; ++row) {
       const Word before = Sequence(block_, stage_, row).word();
       if (is_confident_) bounded.lookahead = hopeful_lookahead(row, lookahead);
-      Step step = plan_row(block_, stage_, row, bounded, arrays_);
+      Step step = plan_row(block_, stage_, row, bounded, arrays_, {}, kv_of_);
       if (is_decided_) waits |= keep_decided(row, step, min_draft_tokens);
       if (is_confident_) note_confidence(row, step);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
@@ -61,6 +61,7 @@ class StagePort {
       works |= step.query_len > 0;
       all_finished &= step.action == Action::kFinished;
     }
+    kv_of_ = KvOf::kStage;
     // The neighbours must see the rollback or adoption of plan().
     if (published_) bells_.ring();
     published_ = false;
@@ -74,6 +75,9 @@ class StagePort {
     }
     return action;
   }
+
+  // The next plan() continues the target's keys and values, see KvOf.
+  void continue_target() { kv_of_ = KvOf::kTarget; }
 
   // Whether the planned step selects tokens in some row.
   bool selects() const {
@@ -335,6 +339,7 @@ class StagePort {
   bool is_confident_ = false;
   bool is_decided_ = false;
   std::vector<Word> decided_;  // per row, what upstream had announced at decide()
+  KvOf kv_of_ = KvOf::kStage;
   bool asked_ = false;
   std::uint32_t generation_ = 0;
   bool is_bounded_ = false;

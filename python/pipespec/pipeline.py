@@ -442,6 +442,7 @@ class BasePipeline:
                 graphs=static,
                 copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
                 distributions=driver.distribution_bytes(request),
+                in_targets_cache=[names[id(model)] for model in driver.in_targets_cache],
                 reusable_bytes=lambda: driver.reusable_bytes(request),
                 release_unused=lambda: driver.release_unused(request),
             )

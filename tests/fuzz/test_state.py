@@ -83,6 +83,7 @@ def test_the_words_of_the_target_are_where_they_are_bound_here() -> None:
 # 2^30 rows of 2^31 tokens: the size in bytes passes 2^64 and comes out small.
 @example(header={"stages": 1, "rows": 2**30, "capacity": 2**31}, consistent=True)
 @example(header={"rows": 2**30, "capacity": 2**30}, consistent=True)
+@example(header={"alignment": 65536}, consistent=True)
 @example(header={"stages": 32, "rows": 2**32 - 1, "capacity": 2**31, "alignment": 2**31}, consistent=True)
 def test_attached_to_a_header_with_other_sizes(kind, header, consistent) -> None:
     """Refused, or the memory really has these sizes."""

@@ -27,6 +27,7 @@ from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
 from pipespec.drivers.workers.process import NICE
+from pipespec.process.signals import is_stopped
 from pipespec.process.threads import restored_threads, target_threads
 from pipespec_kernels.state import SharedMemory
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
@@ -44,10 +45,6 @@ def alive(pid: int) -> bool:
             if stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
                 return True
     return False
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def await_end_of(pids) -> None:
@@ -495,7 +492,8 @@ def test_a_worker_stopped_for_a_while_goes_on(rig):
 
 @pytest.fixture
 def stopping(monkeypatch):
-    """A function that makes a pipeline's new workers stop while they build their models, or no more."""
+    """A function that makes a pipeline's new workers stop while they build their models, or no more. They count as lost after any time."""
+    monkeypatch.setattr(workers, "_STOPPED_S", 1e9)
 
     def stop(really: bool = True) -> None:
         if really:
@@ -571,6 +569,25 @@ def test_calls_go_on_while_a_worker_starts(stopping, monkeypatch):
         worker.process.wait()
         (missing,) = messages()
         assert "could not start: killed by SIGKILL" in missing
+
+
+def test_a_worker_that_stays_stopped_while_it_starts_is_given_up(stopping, monkeypatch):
+    target, prompt = random_llama(3), random_prompts(1, seed=4, shortest=3)[0][None]
+    draft = Faulty.like(noisy(target, 0.03))
+    draft.__class__ = Stopping
+    with Pipeline(target, draft, schedule="workers") as pipe:
+        wanted = pipe.generate(prompt, max_new_tokens=20)
+        monkeypatch.setattr(workers, "_STOPPED_S", 0.1)
+        monkeypatch.setattr(workers, "_RESTART_TIMEOUT_S", SECONDS)
+        stopping()
+        first = pipe._driver._workers[0].process
+        first.kill()
+        first.wait()
+        with pytest.warns(StageFailure, match=r"could not start: a signal has stopped its process \d+"):
+            assert torch.equal(pipe.generate(prompt, max_new_tokens=20), wanted)
+        assert pipe._driver._workers == {}
+    with pytest.raises(RuntimeError, match="could not start: a signal has stopped"):
+        Pipeline(target, draft, schedule="workers")
 
 
 def test_a_pipeline_waits_for_its_first_workers(stopping, monkeypatch):

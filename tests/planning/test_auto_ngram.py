@@ -185,12 +185,10 @@ def test_a_plan_follows_what_the_index_finds():
     profile = with_index(1e-3, 1e-2)
     first = plan(profile, joined(runs(0, 4), drafts_right(0.7)))
     assert first.chosen.drafts != (0,)
-    now = planner.decide(planner.following(profile, Answers(table=runs(40, 1)[:, None].copy()), first), {})
+    now = planner.decide(planner.following(profile, runs(40, 1)[:, None].copy(), first), {})
     assert now.chosen.drafts == (0,)
-    assert planner.decide(
-        planner.following(profile, Answers(table=runs(0, 4)[:, None].copy()), now), {}
-    ).chosen.drafts != (0,)
-    assert planner.following(chain(1e-2), Answers(), plan(chain(1e-2), Answers())).candidates
+    assert planner.decide(planner.following(profile, runs(0, 4)[:, None].copy(), now), {}).chosen.drafts != (0,)
+    assert planner.following(chain(1e-2), runs(0, 4)[:, None].copy(), plan(chain(1e-2), Answers())).candidates
 
 
 def test_a_profile_of_an_index(tmp_path):

@@ -237,10 +237,35 @@ def test_seconds_of_a_step():
 
 def test_what_was_measured_corrects():
     first = plan(chain(1e-3, 1e-2), Answers((0.85,)))
-    second = planner.decide(first, {first.chosen.key: 0.1})
+    second = planner.decide(first, {first.chosen.key: 0.1, first.plain.key: 1.0})
     assert second.chosen.key != first.chosen.key
-    lost = planner.decide(first, {c.key: 0.1 for c in first.candidates if c.schedule != "plain"})
+    slow = planner.decide(first, {first.chosen.key: 0.1})  # the machine, for all that is known
+    assert slow.chosen.key == first.chosen.key
+    assert slow.plain.rate == pytest.approx(0.1 * first.plain.rate)
+    chains = {c.key: 0.1 for c in first.candidates if c.schedule != "plain"}
+    lost = planner.decide(first, {**chains, first.plain.key: 1.0})
     assert not lost.speculates
+
+
+def test_a_candidate_that_has_not_run_gets_what_the_others_have():
+    made = plan(chain(1e-3, 2e-3, 1e-2), Answers((0.85, 0.9)))
+    lockstep = [c for c in made.candidates if c.way == "lockstep"]
+    workers = [c for c in made.candidates if c.way == "workers"]
+    assert len(lockstep) > 1
+    found = planner.decide(made, {made.plain.key: 0.5, lockstep[0].key: 1.0})
+
+    def factor(candidate):
+        now = next(c for c in found.candidates if c.key == candidate.key)
+        assert now.rate == pytest.approx(now.factor * candidate.rate)
+        assert now.decoding_rate == pytest.approx(now.factor * candidate.tokens_per_step / candidate.step_s)
+        return now.factor
+
+    assert factor(lockstep[0]) == 1.0
+    assert factor(lockstep[1]) == 0.75
+    assert [factor(c) for c in workers] == [0.5] * len(workers)
+    # Without what single texts gave.
+    found = planner.decide(made, {made.plain.key: 0.5, lockstep[0].key: 1.0}, {made.plain.key: 0.5})
+    assert (factor(lockstep[0]), factor(lockstep[1])) == (1.0, 0.5)
 
 
 def test_it_explains_itself_in_one_table():
@@ -279,6 +304,9 @@ def test_zero_times():
 
         def seconds(self, width, **more):
             return 0.0
+
+        def step_times(self, widths, **more):
+            return [0.0] * len(widths)
 
     class Chain:
         stages, threads, has_ngram = (Zero(), Zero()), 1, False

@@ -40,10 +40,10 @@ def forget_warnings(monkeypatch):
 
 def test_between_the_measured_widths_it_is_interpolated():
     times = StepTimes(1, 1, 64, (1, 2, 4), (1.0, 2.0, 3.0))
-    assert [times.at(w) for w in (1, 1.5, 2, 3, 4)] == [1.0, 1.5, 2.0, 2.5, 3.0]
-    assert times.at(8) == 5.0  # extrapolated from the last two widths
-    assert StepTimes(1, 1, 64, (1, 4), (2.0, 1.0)).at(9) == 1.0  # a wider step is never faster
-    assert StepTimes(1, 1, 64, (1,), (2.0,)).at(9) == 2.0
+    assert list(times.at((1, 1.5, 2, 3, 4))) == [1.0, 1.5, 2.0, 2.5, 3.0]
+    assert times.at([8]) == [5.0]  # extrapolated from the last two widths
+    assert StepTimes(1, 1, 64, (1, 4), (2.0, 1.0)).at([9]) == [1.0]  # a wider step is never faster
+    assert StepTimes(1, 1, 64, (1,), (2.0,)).at([9]) == [2.0]
 
 
 def test_context_threads_and_rows():
@@ -142,7 +142,7 @@ def test_captured_steps_have_the_width_they_are_measured_for(monkeypatch, rows):
     assert not profile.target.has(rows, captured=True)
     both = profile.adding(found)
     assert both.target.has(rows, captured=True)
-    assert both.target.seconds(4, threads=1, rows=rows, captured=True) == pytest.approx(found[1][0].at(4))
+    assert both.target.seconds(4, threads=1, rows=rows, captured=True) == pytest.approx(found[1][0].at([4])[0])
     eager = {"threads": 1, "rows": rows}
     assert both.target.seconds(4, **eager) == profile.target.seconds(4, **eager)
     assert Profile.from_json(json.loads(json.dumps(both.to_json()))) == both

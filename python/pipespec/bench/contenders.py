@@ -485,9 +485,13 @@ def chains(drafts: Sequence[str]) -> list[tuple[str, ...]]:
     return [(name,) for name in drafts] + ([tuple(drafts)] if len(drafts) > 1 else [])
 
 
-def private_copies(drafts: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
-    """Copies of drafts on the CPU, for a contender that moves their weights into shared memory."""
-    return [copy.deepcopy(draft) if draft.device.type == "cpu" else draft for draft in drafts]
+def private_copies(drafts: Sequence[Any]) -> list[Any]:
+    """Copies of draft models on the CPU, for a contender that moves their weights into shared memory. Other drafts stay as they are."""
+
+    def is_here(draft: Any) -> bool:
+        return isinstance(draft, PreTrainedModel) and draft.device.type == "cpu"
+
+    return [copy.deepcopy(draft) if is_here(draft) else draft for draft in drafts]
 
 
 @contextmanager

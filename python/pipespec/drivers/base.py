@@ -127,6 +127,7 @@ class Decoder(ABC):
         holds_target: Whether the target has all of its layers in this process.
         ran_as: Name of the schedule that ran the last call.
         remarks: Decisions about the last call, for its report.
+        in_targets_cache: Drafts that have no keys and values of their own.
     """
 
     block: TextSource
@@ -135,6 +136,7 @@ class Decoder(ABC):
     holds_target: bool = True
     ran_as: str
     remarks: tuple[str, ...] = ()
+    in_targets_cache: Sequence[PreTrainedModel] = ()
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
@@ -261,12 +263,25 @@ class Driver(Decoder):
             return None
         return NgramStage(self.config.ngram, self.block, self._trace_of(0), confidence=self.config.confidence)
 
-    def _make_stage(self, i: int, ngram: NgramStage | None = None, acceptance: Acceptance | None = None) -> Stage:
-        """Stage ``i`` in this process. ``ngram``: the stage upstream, if it is an n-gram index; ``acceptance``: see :class:`Stage`."""
+    def _make_stage(
+        self,
+        i: int,
+        ngram: NgramStage | None = None,
+        acceptance: Acceptance | None = None,
+        kind: Callable[..., Stage] = Stage,
+    ) -> Stage:
+        """Stage ``i`` in this process.
+
+        Args:
+            i: Its index.
+            ngram: The stage upstream, if it is an n-gram index.
+            acceptance: See :class:`Stage`.
+            kind: Makes the stage, from the arguments of :class:`Stage`.
+        """
         model, trace, native = self.models[i - self._first], self._trace_of(i), self.config.native
         if i == 0 and self.config.translation is not None:
             return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
-        return Stage(
+        return kind(
             model,
             self.block,
             i,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -11,12 +12,16 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import Driver, GenerationRequest
 from pipespec.engine.acceptance import Acceptance
+from pipespec.engine.self_draft import SharedLayers, SharingDraft, SharingTarget, shared_layers
 from pipespec.engine.stage import Stage
 from pipespec_kernels.state import Action
 
 
 class LockstepDriver(Driver):
-    """Runs rounds: each draft fills its lookahead, smallest draft first, then the target verifies once."""
+    """Runs rounds: each draft fills its lookahead, smallest draft first, then the target verifies once.
+
+    A draft out of the target's first layers shares its cache, see :mod:`pipespec.engine.self_draft`. Of several, the last one does.
+    """
 
     schedule = "lockstep"
 
@@ -25,10 +30,23 @@ class LockstepDriver(Driver):
         ngram = self._make_ngram()
         if config.acceptance != "coupled" and len(self.models) > 1:
             self._acceptance = Acceptance(config.acceptance, max(config.lookahead))
+        kinds = self._kinds()
         self._stages: list[Stage] = []
-        for i in range(self._first, self._first + len(self.models)):
-            self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance))
+        for i, kind in enumerate(kinds, self._first):
+            self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance, kind))
             self.block.set_alive(i, True)
+
+    def _kinds(self) -> list[Callable[..., Stage]]:
+        """What makes each stage."""
+        *drafts, target = self.models
+        kinds: list[Callable[..., Stage]] = [Stage] * len(self.models)
+        for i in reversed(range(self.config.translation is not None, len(drafts))):
+            if (count := shared_layers(drafts[i], target)) is not None:
+                shared = SharedLayers(count)
+                kinds[i], kinds[-1] = (functools.partial(k, shared=shared) for k in (SharingDraft, SharingTarget))
+                self.in_targets_cache = drafts[i : i + 1]
+                break
+        return kinds
 
     @property
     def target(self) -> Stage:
@@ -40,11 +58,24 @@ class LockstepDriver(Driver):
 
     def _generate(self, request: GenerationRequest) -> None:
         self.remarks = self._acceptance_remarks(request)
-        self.begin(request)
-        run_in_turn(self, request)
+        try:
+            self.begin(request)
+            run_in_turn(self, request)
+        finally:
+            for stage in self._stages:
+                if isinstance(stage, SharingDraft) and stage.shares:
+                    self.remarks += (f"{self.names[stage.index]} shares the target's {stage.shares}",)
+            self._end()
+
+    def _end(self) -> None:
+        """Let no draft refer to the target's cache any longer."""
+        for stage in self._stages:
+            if isinstance(stage, SharingDraft):
+                stage.end()
 
     def begin(self, request: GenerationRequest) -> None:
         """Lay out the rows and fill the caches of the stages. :meth:`advance` continues from there."""
+        self._end()  # of a call that was advanced by hand
         self._prepare(request)
         prefill(self, request)
 
@@ -57,13 +88,20 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
     """Fill the caches of the driver's stages, which are all in this process. A draft that fails takes no part in the call."""
     *drafts, target = driver.stages
     draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
-    for i, stage in enumerate(drafts, driver.block.target - len(drafts)):
-        driver.block.set_alive(i, True)
-        try:
-            stage.prefill(draft_inputs)
-        except Exception as error:
-            driver.draft_failed(i, error)
+
+    def prefill_drafts(*, in_targets_cache: bool) -> None:
+        for i, stage in enumerate(drafts, driver.block.target - len(drafts)):
+            if isinstance(stage, SharingDraft) != in_targets_cache:
+                continue
+            driver.block.set_alive(i, True)
+            try:
+                stage.prefill(draft_inputs)
+            except Exception as error:
+                driver.draft_failed(i, error)
+
+    prefill_drafts(in_targets_cache=False)
     target.prefill(request.inputs, request.record)
+    prefill_drafts(in_targets_cache=True)
 
 
 def run_in_turn(driver: Driver, request: GenerationRequest) -> None:

@@ -115,25 +115,23 @@ class _Storage:
 
     __slots__ = ("columns_first", "device", "flat", "halves", "index", "index_base", "layers", "lengths", "stores")
 
-    def __init__(
-        self,
-        layers: Sequence[int],
-        shape: Sequence[int],
-        dims: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        lengths: torch.Tensor,
-    ) -> None:
-        self.layers, self.device, self.lengths = layers, device, lengths
-        depth = len(layers)
-        count = 2 * depth // len(dims)
-        # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
-        self.stores = tuple(torch.zeros((count, *shape, dim), dtype=dtype, device=device) for dim in dims)
+    def __init__(self, layers: Sequence[int], stores: Sequence[torch.Tensor], lengths: torch.Tensor) -> None:
+        self.layers, self.stores, self.lengths = layers, tuple(stores), lengths
+        self.device, depth = lengths.device, len(layers)
         self.halves = self.stores[0][:depth], self.stores[-1][-depth:]
         self.columns_first = tuple(store.transpose(2, 3) for store in self.stores)
-        self.flat = _unbound([store.view(count, -1, store.shape[-1]) for store in self.stores])
+        self.flat = _unbound([store.view(len(store), -1, store.shape[-1]) for store in self.stores])
         self.index_base: torch.Tensor | None = None
         self.index: torch.Tensor | None = None
+
+    @staticmethod
+    def allocated(
+        layers: int, shape: Sequence[int], dims: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Sequence[torch.Tensor]:
+        """New ``stores``."""
+        count = 2 * layers // len(dims)
+        # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
+        return [torch.zeros((count, *shape, dim), dtype=dtype, device=device) for dim in dims]
 
     def narrowed(self, begin: int, length: int, *, columns_first: bool) -> Sequence[torch.Tensor]:
         """Per layer a part of the keys, then per layer a part of the values."""
@@ -229,6 +227,7 @@ class RowCache(Cache):
         self._attention = {layer: i for i, layer in enumerate(layout.attention)}
         self._depth = len(self._attention)
         self._heads = layout.heads
+        self._views: weakref.WeakSet[FirstLayers] = weakref.WeakSet()
         # One tensor for keys and values of equal size, else one for each.
         self._dims = (layout.key_dim,) if layout.key_dim == layout.value_dim else (layout.key_dim, layout.value_dim)
         self.text: Sequence[np.ndarray] | None = None
@@ -270,12 +269,7 @@ class RowCache(Cache):
         """Allocate the storage and the views that depend on it."""
         # Not inference tensors, which could not be written outside of inference_mode.
         with torch.inference_mode(False), torch.no_grad():
-            shape = (self._rows, self._heads, capacity)
-            storages = []
-            attention = [self._layer_devices[layer] for layer in self._attention]
-            for device in dict.fromkeys(attention):
-                layers = [i for i, at in enumerate(attention) if at == device]
-                storages.append(_Storage(layers, shape, self._dims, dtype, device, self._lengths_on[device]))
+            storages = self._make_storages(capacity, dtype)
             arange = torch.arange(capacity, device=self._device)
             # Nothing has changed where there was no memory.
             self._storages, self._arange = storages, arange
@@ -286,6 +280,18 @@ class RowCache(Cache):
             self._stores = [store for storage in self._storages for store in storage.stores]
             self._dtype, self._capacity = dtype, capacity
         self._band: dict[tuple[torch.dtype, int | None], tuple[int, torch.Tensor]] = {}
+        for view in self._views:
+            view._follow()
+
+    def _make_storages(self, capacity: int, dtype: torch.dtype) -> list[_Storage]:
+        shape = (self._rows, self._heads, capacity)
+        storages = []
+        attention = [self._layer_devices[layer] for layer in self._attention]
+        for device in dict.fromkeys(attention):
+            layers = [i for i, at in enumerate(attention) if at == device]
+            stores = _Storage.allocated(len(layers), shape, self._dims, dtype, device)
+            storages.append(_Storage(layers, stores, self._lengths_on[device]))
+        return storages
 
     def _by_layer(self, views: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """Views of each storage, keys and then values of its layers, in the order of the model: keys of all layers, then values."""
@@ -326,7 +332,8 @@ class RowCache(Cache):
             raise ValueError(
                 f"a static RowCache keeps its capacity of {self._capacity}: make one for {capacity} tokens"
             )
-        old, top = self._stores, self._top
+        # A view may hold more of its layers.
+        old, top = self._stores, max([self._top, *(view._top for view in self._views)])
         self._allocate(capacity, self.dtype)
         self._copy_prefix(old, top)
         self._set(list(self._lengths))
@@ -1106,3 +1113,50 @@ class RowCache(Cache):
                 store[:, :, :, :top].copy_(other[:, :, :, :top].index_select(1, indices.to(store.device)))
         self.text = None if text is None else [text[row] for row in order]
         self._set(lengths)
+
+
+class FirstLayers(RowCache):
+    """The first layers of another cache, with lengths of their own: what is written here is written there.
+
+    Args:
+        whole: a cache without recurrent layers, on one device.
+        config: of a model that consists of the first layers of that of ``whole``.
+    """
+
+    def __init__(self, whole: RowCache, config: Any) -> None:
+        self._whole = whole
+        layers = text_config(config).num_hidden_layers
+        super().__init__(
+            config,
+            whole.rows,
+            whole.capacity,
+            dtype=whole.dtype,
+            device=whole.device,
+            layer_devices=whole._layer_devices[:layers],
+            kv_heads=whole._heads,
+        )
+        self._displaced = whole._displaced
+        whole._views.add(self)
+
+    def _make_storages(self, capacity: int, dtype: torch.dtype) -> list[_Storage]:
+        (storage,) = self._whole._storages
+        layers = range(self._depth)
+        return [_Storage(layers, [half[: len(layers)] for half in storage.halves], self._lengths_on[storage.device])]
+
+    def _follow(self) -> None:
+        """Take the views of a new storage of the whole cache."""
+        self._allocate(self._whole.capacity, self._whole.dtype)
+        self._set(list(self._lengths))
+
+    def reserve(self, capacity: int) -> None:
+        self._whole.reserve(capacity)
+
+    def nbytes_on(self) -> Counter[str]:
+        """None: the bytes are those of the whole cache."""
+        return Counter()
+
+    def open_whole(self, q: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """:meth:`open_storage`, with the layers behind these, too. They must not be written."""
+        *_, lengths = self.open_storage(q)
+        (storage,) = self._whole._storages
+        return *storage.halves, lengths

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.fused import FusedForm, fused_form, fused_signature
-from pipespec.engine.native import NATIVE, Form, PartsForm, native_form, native_signature, probe_cache
+from pipespec.engine.native import NATIVE, Form, NativeForm, PartsForm, native_form, native_signature, probe_cache
 from pipespec.engine.recurrent import recurrent_signature, with_states
 from pipespec.engine.states import LayerStates
 from pipespec.models.devices import input_device
@@ -71,6 +71,19 @@ def forward(
         return call(tokens, cache, keep)
     with torch.inference_mode():
         return call(tokens, cache, keep)
+
+
+def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> NativeForm | None:
+    """The native form in which :func:`forward` runs a model over this cache now; None: it runs in another one.
+
+    Between this call and the next forward over an empty cache the model must not change.
+    """
+    if not native or cache.is_displaced or _unusual(cache) is not None:
+        return None
+    if cache.get_seq_length() == 0:
+        recheck(model)
+    form = _callers.get(model, {}).get(True) or _choose(model, cache, True)
+    return form if isinstance(form, NativeForm) else None
 
 
 def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
@@ -582,7 +595,7 @@ def _with_the_same_bits(model: PreTrainedModel, cache: RowCache) -> Form:
 
 def _probe(call: Form, model: PreTrainedModel, like: RowCache) -> list[torch.Tensor]:
     """Logits of a prefill, a block and a single token, with equal and with different lengths."""
-    scratch = type(like)(model.config, 2, 16, dtype=like.dtype, device=like.device)
+    scratch = RowCache(model.config, 2, 16, dtype=like.dtype, device=like.device)
     ids = (torch.arange(2 * 16, device=like.device).view(2, 16) * 7919 + 11) % model.config.vocab_size
     logits = [call(ids[:, :6], scratch, 2), call(ids[:, 6:9], scratch, 3), call(ids[:, 9:10], scratch, 1)]
     scratch.truncate([10, 7])

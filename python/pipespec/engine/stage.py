@@ -434,11 +434,14 @@ class Stage:
         try:
             most = max(seen, max(cache.lengths) + fed.shape[1])
             with nullcontext() if self._rope is None else self._rope.at_length(seen, most):
-                return forward(self.model, fed, cache, keep=keep, native=self._native)
+                return self._call(fed, cache, keep)
         except BaseException:
             # Lengths grow when a forward is complete, so what an interrupted one has written does not count.
             self._held = [min(n, have) for n, have in zip(self._held, cache.lengths, strict=True)]
             raise
+
+    def _call(self, fed: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+        return forward(self.model, fed, cache, keep=keep, native=self._native)
 
     @torch.inference_mode()
     def step(

@@ -158,6 +158,30 @@ def _keep_layers(model: PreTrainedModel, kept: tuple[int, ...]) -> None:
         config.num_hidden_layers = len(kept)
 
 
+def first_layers_of(draft: PreTrainedModel, target: PreTrainedModel) -> int | None:
+    """The number of layers of a draft that consists of the target's embedding, its first layers, and any norm and head; None of other drafts.
+
+    Its tensors are the target's own objects, so a draft in int8 is another one.
+    """
+    own, theirs = (getattr(getattr(model, model.base_model_prefix, None), "layers", None) for model in (draft, target))
+    if type(draft) is not type(target) or not isinstance(own, nn.ModuleList) or not isinstance(theirs, nn.ModuleList):
+        return None
+    if not 0 < len(own) < len(theirs) or own is theirs:
+        return None
+    embeddings = draft.get_input_embeddings(), target.get_input_embeddings()
+    pairs = [embeddings, *zip(own, theirs, strict=False)]
+    return len(own) if all(have_same_tensors(*pair) for pair in pairs) else None
+
+
+def have_same_tensors(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two modules of one class have the same objects as parameters and buffers, under the same names."""
+    tensors = [
+        {name: id(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        for module in (a, b)
+    ]
+    return type(a) is type(b) and tensors[0] == tensors[1]
+
+
 def _sharing(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model's modules and configuration that has the same parameters and buffers.
 

@@ -58,7 +58,9 @@ _MOST_TRIALS = 3
 _CALIBRATION_TOKENS = 64
 _CALIBRATION_S = 10.0
 _FADES = 0.01
-"""Weight of the prediction against older measurements of chains, per call of plain decoding."""
+"""Weight of what all candidates have in common against older measurements of a chain, per call that runs otherwise."""
+_MEASURED_TOKENS = 16
+"""Fewest tokens of a row from which a rate is measured."""
 _CAPTURED = ("plain", "lockstep", "streams")
 
 
@@ -88,39 +90,67 @@ class _ShapeRecord:
     trials: int = 0
 
     def rate(self, key: Key) -> MeasuredRate:
-        return self.measured.setdefault(key, MeasuredRate())
+        # The first call of a chain may contain what only a first call costs.
+        return self.measured.setdefault(key, MeasuredRate(prior=int(not key[0].startswith("plain"))))
 
     def factors(self) -> dict[Key, float]:
-        return {key: rate.factor for key, rate in self.measured.items() if rate.count}
+        return {key: rate.factor for key, rate in self.measured.items() if rate.is_measured}
+
+    def speeds(self) -> dict[Key, float]:
+        """The factors without what single texts gave."""
+        return {key: rate.speed for key, rate in self.measured.items() if rate.count}
 
 
 @dataclass
 class _RunningCall:
-    """One call. ``reports``: reports of the target's steps. ``began``: tokens and time at the first of them. ``ended_s``: time at the end."""
+    """One call. ``parts``: what is measured, since the target's first step and without the time in which drafts rest: first and last token of the
+    row with most tokens, and seconds. ``drafted``: the drafts were alive in all parts."""
 
     inputs: StageInputs
     mode: str
+    shape: CallShape
     plan: Plan
     candidate: Candidate
     driver: Driver
     record: _ShapeRecord
     steering: CallSteering | None = None
-    reports: int = 0
-    began: tuple[int, float] | None = None
-    ended_s: float = 0.0
+    has_begun: bool = False
+    drafted: bool = True
+    parts: list[tuple[int, int, float]] = field(default_factory=list)
+    _part: tuple[int, float] | None = None
 
-    def tokens(self) -> int:
-        """New tokens so far, all rows together."""
+    def new_tokens(self) -> list[int]:
+        """New tokens of each row so far."""
         block = self.driver.block
-        return sum(block.length(block.target, row) - len(p) for row, p in enumerate(self.inputs.prompts))
+        return [block.length(block.target, row) - len(p) for row, p in enumerate(self.inputs.prompts)]
 
-    def steps_per_report(self) -> float:
-        """Steps of the target per report. A scheduler reports several at once if they end faster than it polls."""
-        if not self.candidate.captured:
-            return 1.0
-        block = self.driver.block
-        steps = max(block.counters(block.target, row)["steps"] for row in range(len(self.inputs.prompts)))
-        return max(1.0, steps / max(1, self.reports))
+    def begin_part(self, now: float) -> None:
+        """Measure from now on."""
+        self.has_begun, self._part = True, (max(self.new_tokens()), now)
+        self._look()
+
+    def end_part(self, now: float) -> None:
+        """Measure no longer."""
+        if self._part is not None:
+            first, began = self._part
+            self.parts.append((first, max(self.new_tokens()), now - began))
+            self._part = None
+            self._look()
+
+    def _look(self) -> None:
+        block, models = self.driver.block, range(int(self.driver.config.ngram is not None), self.driver.block.target)
+        self.drafted &= all(block.is_alive(stage) for stage in models)
+
+    def rate(self) -> float | None:
+        """Tokens per second of the row with most tokens. None: too few for a measurement, or some were decoded without a draft that was lost."""
+        tokens, seconds = (sum(last - first for first, last, _ in self.parts), sum(s for _, _, s in self.parts))
+        return tokens / seconds if self.drafted and tokens >= _MEASURED_TOKENS and seconds > 0 else None
+
+    def of_parts(self, agreement: np.ndarray) -> np.ndarray | None:
+        """The positions of a table of agreement that were measured, for a single row. None: it does not have them."""
+        if len(self.inputs.prompts) > 1 or not self.parts or self.parts[-1][1] > len(agreement):
+            return None
+        return np.concatenate([agreement[first:last] for first, last, _ in self.parts])
 
 
 class AutoDriver(Decoder):
@@ -252,9 +282,11 @@ class AutoDriver(Decoder):
 
         def on_commit(text: TextSource) -> None:
             request.committed(text)
-            call.reports += 1
-            call.began = call.began or (call.tokens(), self.clock())
-            if call.steering is not None and call.driver.target.accepts_draft_tokens:
+            if not call.has_begun:
+                call.begin_part(self.clock())
+            if not call.driver.target.accepts_draft_tokens:
+                call.end_part(self.clock())
+            elif call.steering is not None:
                 call.steering.after_step()
 
         began, steered = self.clock(), replace(request, on_commit=on_commit)
@@ -263,16 +295,21 @@ class AutoDriver(Decoder):
         else:
             with threads_set(min(call.candidate.threads, torch.get_num_threads())):
                 call.driver.run(steered)
-        call.ended_s = self.clock()
-        self._in_calls_s += call.ended_s - began
+        ended = self.clock()
+        call.end_part(ended)
+        self._in_calls_s += ended - began
         self.ran_as, self._has_new_call = call.driver.ran_as, True
 
     def learn(self) -> None:
         call, is_new, self._has_new_call = self._call, self._has_new_call, False
         if call is None or not is_new:
             return
-        self._record_rate(call)
-        self._measure_agreement(call)
+        own = self._measure_agreement(call)
+        try:
+            self._record_rate(call, own)
+        except Exception as error:  # the text is finished, and the caller gets it
+            pass_on(error)
+            _warn(f"the rate of a call could not be compared with its prediction ({type(error).__name__}: {error})")
         steered = call.steering.decisions if call.steering is not None else []
         self.remarks = (call.plan.why, *self._decisions, *steered, *call.driver.remarks)
         self._decisions = []
@@ -401,10 +438,10 @@ class AutoDriver(Decoder):
             record.followed = None
         known = self._agreement.get(mode)
         if known is not None and known.recent is not None and self._differs(known.recent, record.followed):
-            record.plan = planner.following(self.profile, Answers(table=known.recent), record.plan)
+            record.plan = planner.following(self.profile, known.recent, record.plan)
             record.followed = known.recent
         plan = record.plan if graphs else planner.eager_only(record.plan)
-        return planner.decide(plan, record.factors())
+        return planner.decide(plan, record.factors(), record.speeds())
 
     def _differs(self, recent: np.ndarray, followed: np.ndarray | None) -> bool:
         """Whether the n-gram index finds more or less in the newest texts than where its rate was predicted, or it was not predicted."""
@@ -413,11 +450,19 @@ class AutoDriver(Decoder):
         changes = (abs((recent == answer).mean() - (followed == answer).mean()) for answer in (0, NOTHING))
         return bool(max(changes) > _MOVED / 2)
 
-    def _forget_plans(self, mode: str | None = None) -> None:
-        """Forget the plans of one mode, or all. Greedy agreement stands for the sampled one until that is measured."""
+    def _forget_plans(self, mode: str | None = None, *, texts: bool = False) -> None:
+        """Forget the plans of one mode, or all. Greedy agreement stands for the sampled one until that is measured.
+
+        Args:
+            mode: ``"greedy"`` or ``"sampled"``. None: both.
+            texts: Also forget what texts gave against these plans, because the agreement is another.
+        """
         for (_, other), record in self._records.items():
             if mode in (None, other) or (mode == "greedy" and "sampled" not in self.tables):
                 record.plan = None
+                if texts:
+                    for rate in record.measured.values():
+                        rate.forget_texts()
 
     def _choose(self, plan: Plan, record: _ShapeRecord) -> Candidate:
         """The plan's choice, or a candidate of about the same rate that was not tried, or that needs no new graphs."""
@@ -483,28 +528,30 @@ class AutoDriver(Decoder):
         else:
             candidate = self._choose(plan, record)
         self.plan, candidate, driver = self._driver_for(plan, candidate, mode, graphs=graphs)
-        return _RunningCall(inputs, mode, self.plan, candidate, driver, record)
+        bucket = replace(shape, rows=_bucket(shape.rows))
+        return _RunningCall(inputs, mode, bucket, self.plan, candidate, driver, record)
 
     # ---- measured rates
 
     def _steering_of(self, call: _RunningCall) -> CallSteering | None:
         """The comparison with plain decoding. None: the call decodes plainly, or in captured rounds, which cannot stop drafting."""
-        candidate, rows = call.candidate, len(call.inputs.prompts)
+        candidate = call.candidate
         if candidate.schedule == "plain" or (candidate.captured and candidate.schedule == "lockstep"):
             return None
         plain = planner.plain_of(call.plan, candidate)
         return CallSteering(
             partial(self._let_rest, call, plain.threads),
-            call.tokens,
+            lambda: max(call.new_tokens()),
             self.clock,
-            predicted=rows / plain.step_s,
+            predicted=1 / plain.step_s,
             plain=call.record.rate(plain.key),
-            rows=rows,
+            gain=candidate.decoding_rate / plain.decoding_rate,
         )
 
     def _let_rest(self, call: _RunningCall, plain_threads: int, rests: bool) -> None:
         """Let the drafts rest, with the threads of plain decoding, or draft again."""
         candidate = call.candidate
+        (call.end_part if rests else call.begin_part)(self.clock())
         call.driver.steer(
             replace(
                 call.driver.config,
@@ -516,57 +563,73 @@ class AutoDriver(Decoder):
         if candidate.schedule == "lockstep":
             set_threads(plain_threads if rests else candidate.threads)
 
-    def _record_rate(self, call: _RunningCall) -> None:
+    def _record_rate(self, call: _RunningCall, own: np.ndarray | None) -> None:
         """Add the call to the measured rates.
 
-        The rate of a chain comes from its step time: how many tokens a step gives depends on the text, and the table of agreement has it.
+        How many tokens a step gives depends on the text. So the rate is compared with the one that is predicted for the text of this call,
+        where its agreement is known. Elsewhere it also corrects the table of agreement, which comes from older texts.
+
+        Args:
+            call: That has ended.
+            own: Agreement of the candidate's drafts with the text, uint8 [positions, drafts]. None: not measured.
         """
-        candidate, rate = call.candidate, call.record.rate(call.candidate.key)
-        steps, seconds, new = 0.0, 0.0, 0
+        candidate, rates, measured = call.candidate, call.record, call.rate()
         if candidate.captured and call.driver.remarks:  # the call ran without captured steps after all
             # A model that cannot be captured has its warning already. The next call may have enough memory.
             if not any("cannot be prepared" in remark for remark in call.driver.remarks):
                 self._give_up_graphs(None)
-        elif call.steering is not None:
-            steps = sum(n for _, n in call.steering.intervals) * call.steps_per_report()
-            seconds = sum(s for s, _ in call.steering.intervals)
-        elif call.began is not None:
-            new = call.tokens() - call.began[0]
-            steps = (call.reports - 1) * call.steps_per_report() if new >= 16 else 0
-            seconds = call.ended_s - call.began[1]
-        if steps > 0 and seconds > 0:
-            rate.add(candidate.step_s * steps / seconds)
+        elif measured is not None:
+            on_text = self._predicted_on(call, own)
+            if on_text is not None:
+                rates.rate(candidate.key).add(measured / on_text)
+            if on_text is None or rates.rate(candidate.key).overall_count:
+                rates.rate(candidate.key).add_overall(measured * candidate.step_s / candidate.tokens_per_step)
+        # The measurements of the other candidates become old, so that a slower one is tried again later.
+        common = planner.common_factor(call.plan, rates.speeds())
+        for key, other in rates.measured.items():
+            if common is not None and key != candidate.key and not key[0].startswith("plain"):
+                other.fade(common, _FADES)
+
+    def _predicted_on(self, call: _RunningCall, own: np.ndarray | None) -> float | None:
+        """Tokens per second of a row that the candidate is predicted to decode on the call's own text. None: its agreement is not known."""
+        candidate = replace(call.candidate, factor=1.0)
         if candidate.schedule == "plain":
-            # The weight of other candidates' measurements falls, so that a slower one is tried again later.
-            for key, other in call.record.measured.items():
-                if not key[0].startswith("plain"):
-                    other.factor += _FADES * (1.0 - other.factor)
+            return planner.predict(self.profile, Answers(), candidate, call.shape).decoding_rate
+        own = call.of_parts(own) if own is not None else None
+        if own is None:
+            return None
+        return planner.predict_alone(self.profile, own, candidate, call.shape, cores=self.cores).decoding_rate
 
     # ---- agreement
 
-    def _measure_agreement(self, call: _RunningCall) -> None:
+    def _measure_agreement(self, call: _RunningCall) -> np.ndarray | None:
         """Measure the drafts' agreement with the text of a call, within :data:`_SHARE` of the time, and plan again if it has changed.
 
         The n-gram index is replayed along the text of each call.
+
+        Returns:
+            Agreement of the drafts that ran, uint8 [positions, drafts], or None where it is not measured.
         """
         known = self._agreement.setdefault(call.mode, _Agreement())
         is_due = len(self.models) > 1 and (known.seen < _ENOUGH or self._in_calls_s >= known.next_s)
         if not is_due and self.ngram is None:
-            return
+            return None
         began = self.clock()
-        block, params = call.driver.block, call.inputs.sampling_params
-        lengths = [block.length(block.target, row) for row in range(len(call.inputs.prompts))]
-        row = int(np.argmax([n - len(p) for n, p in zip(lengths, call.inputs.prompts, strict=True)]))
+        block, params, new = call.driver.block, call.inputs.sampling_params, call.new_tokens()
+        row = int(np.argmax(new))
         prompt = call.inputs.prompts[row]
-        generated = np.array(block.tokens(block.target, row, len(prompt), lengths[row]), dtype=np.int32)
-        table = None
+        generated = np.array(block.tokens(block.target, row, len(prompt), len(prompt) + new[row]), dtype=np.int32)
         text = np.concatenate([prompt, generated])
+        drafts, table, found = call.candidate.drafts, None, None
         if self.ngram is not None and len(generated) > 0:
-            self._add_recent(known, agreement.lookups(self.ngram, text, len(prompt)))
+            found = agreement.lookups(self.ngram, text, len(prompt))
+            self._add_recent(known, found)
         if is_due and not params.stepwise:
             table = self._agreement_on(text, len(prompt), own_text=True, sampling_params=params, row=row)
         if table is not None:
             self._add_agreement(call.mode, table, began)
+            return table[:, list(drafts)] if drafts else None
+        return found if self.ngram is not None and drafts == (0,) else None
 
     @staticmethod
     def _add_recent(known: _Agreement, found: np.ndarray) -> None:
@@ -589,7 +652,7 @@ class AutoDriver(Decoder):
         known.patience = 1 if has_moved else min(2 * known.patience, _MOST_PATIENCE)
         known.next_s = self._in_calls_s + known.patience * (self.clock() - began) / _SHARE
         if has_moved:
-            self._forget_plans(mode)
+            self._forget_plans(mode, texts=True)
             rates = ", ".join(f"{a:.2f}" for a in after)
             self._decisions.append(f"agreement with the target is {rates}: planned again")
             self._store()

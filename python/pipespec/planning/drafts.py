@@ -95,7 +95,8 @@ def self_draft(
 ) -> PreTrainedModel:
     """Make a draft out of the target's own layers, with its embedding, norm and head.
 
-    The draft has the target's parameters: the same objects, so that no weight exists twice. Its keys and values are its own.
+    The draft has the target's parameters: the same objects, so that no weight exists twice. Where it consists of the first layers, it also shares the
+    target's keys and values in ``schedule="lockstep"``, see :mod:`pipespec.engine.self_draft`.
 
     Targets that were trained for early exits (LayerSkip, Elhoushi et al. 2024) agree well with their first layers. Other targets do less often, and
     such a draft may not pay. No field of a configuration says how a target was trained, so ``"auto"`` measures.

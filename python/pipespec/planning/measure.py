@@ -225,8 +225,9 @@ class Profiler:
                     best.append(StepTimes(threads, self.rows, bench.context, widths, seconds, per_token))
                 short, far = best
                 # The extra time of the longer context, at the widths of the finer table.
-                added = [max(0.0, far.at(w) - short.at(w)) for w in (min(w, far.widths[-1]) for w in short.widths)]
-                seconds = tuple(s + a for s, a in zip(short.seconds, added, strict=True))
+                measured = [min(w, far.widths[-1]) for w in short.widths]
+                added = np.maximum(0.0, far.at(measured) - short.at(measured))
+                seconds = tuple(float(s + a) for s, a in zip(short.seconds, added, strict=True))
                 times += [short, replace(far, widths=short.widths, seconds=seconds)]
             beside = self._beside.get(stage, [(0.0, 0.0)])
             contention, burden = (max(0.0, statistics.mean(either)) for either in zip(*beside, strict=True))

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,7 @@ class Candidate:
         ideal: The predicted rate if stages did not slow each other down, and if nothing but steps took time.
         captured: Its steps are CUDA graphs, as those of ``"streams"`` always are.
         step_s: Predicted seconds from one step of the target to the next.
+        factor: Measured divided by predicted rate, which :func:`decide` puts into ``rate`` alone.
     """
 
     schedule: str
@@ -110,6 +112,12 @@ class Candidate:
     decode_meanwhile: bool = False
     captured: bool = False
     step_s: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def decoding_rate(self) -> float:
+        """Tokens per second and row behind the prompt, with :attr:`factor`."""
+        return self.factor * self.tokens_per_step / self.step_s
 
     @property
     def way(self) -> str:
@@ -249,7 +257,7 @@ def predict(
         threads = candidate.threads if i == target or not in_processes else 1
         fed = range(1, 2 if candidate.schedule == "plain" else _MOST_WIDTH + 1)
         widths = [columns(candidate, place, w) for w in fed]
-        seconds = [stage.seconds(w, context=call.context, threads=threads, **shape) for w in widths]
+        seconds = stage.step_times(widths, context=call.context, threads=threads, **shape)
         for t in seconds:
             positive(t, f"a step time of {stage.name}")
         beside = [profile.stages[j].burden for j in models] if i == target else [stage.contention]
@@ -292,6 +300,30 @@ def predict(
         tokens_per_step=result.tokens_per_step,
         step_s=decoding * result.tokens_per_step / many,
     )
+
+
+def predict_alone(
+    profile: Profile,
+    agreement: np.ndarray,
+    candidate: Candidate,
+    call: CallShape,
+    *,
+    seed: int = 0,
+    ideal: bool = False,
+    cores: int | None = None,
+) -> Candidate:
+    """:func:`predict` where only the agreement of the candidate's own drafts is known.
+
+    Args:
+        profile: Step times of all drafts.
+        agreement: uint8 [positions, drafts of the candidate], see :class:`pipespec.planning.simulator.Answers`.
+        candidate: What to predict.
+        call: As the other arguments: see :func:`predict`.
+    """
+    chain = replace(profile, stages=(*(profile.stages[i] for i in candidate.drafts), profile.target))
+    own = replace(candidate, drafts=tuple(range(len(candidate.drafts))))
+    found = predict(chain, Answers(table=agreement), own, call, seed=seed, ideal=ideal, cores=cores)
+    return replace(found, drafts=candidate.drafts)
 
 
 def _subset(answers: Answers, drafts: Sequence[int], stages: int) -> Answers:
@@ -418,27 +450,26 @@ def plan(
     return decide(Plan(plain, plain, tuple(found), names, call, ""), {})
 
 
-def following(profile: Profile, recent: Answers, made: Plan, *, seed: int = 0) -> Plan:
+def following(profile: Profile, recent: np.ndarray, made: Plan, *, seed: int = 0) -> Plan:
     """The plan with another prediction of the n-gram index alone, from the newest texts.
 
-    What it finds varies most from text to text, and a replay costs microseconds. :func:`decide` makes the choice.
+    What it finds varies most from text to text, and a replay costs less than a millisecond. :func:`decide` makes the choice.
 
     Args:
         profile: That of the plan.
-        recent: Agreement of the index alone.
+        recent: Agreement of the index alone, uint8 [positions, 1].
         made: With predicted rates, from :func:`plan`.
         seed: Of the simulation.
     """
     own = next((c for c in made.candidates if c.drafts == (0,) and profile.has_ngram), None)
     if own is None:
         return made
-    alone = replace(profile, stages=(profile.stages[0], profile.target))
-    tried = [
-        predict(alone, recent, replace(own, lookahead=lookahead), made.call, seed=seed)
-        for lookahead, *_ in _over_ngram(None)
-    ]
-    best = _best(tried)
-    best = replace(best, ideal=predict(alone, recent, best, made.call, seed=seed, ideal=True).rate)
+
+    def predicted(candidate: Candidate, *, ideal: bool = False) -> Candidate:
+        return predict_alone(profile, recent, candidate, made.call, seed=seed, ideal=ideal)
+
+    best = _best([predicted(replace(own, lookahead=lookahead)) for lookahead, *_ in _over_ngram(None)])
+    best = replace(best, ideal=predicted(best, ideal=True).rate)
     return replace(made, candidates=tuple(best if c is own else c for c in made.candidates))
 
 
@@ -477,17 +508,32 @@ def eager_only(plan: Plan) -> Plan:
     return replace(plan, candidates=tuple(c for c in plan.candidates if not c.captured))
 
 
-def decide(plan: Plan, factors: Mapping[Key, float]) -> Plan:
+def common_factor(plan: Plan, factors: Mapping[Key, float]) -> float | None:
+    """The measured divided by the predicted rate that candidates have in common, because they run on one machine: that of plain decoding, or the
+    mean of all. None: nothing was measured."""
+    known = [c for c in plan.candidates if c.schedule == "plain" and c.key in factors]
+    if known:
+        return factors[max(known, key=lambda c: c.rate * factors[c.key]).key]
+    return mean(factors.values()) if factors else None
+
+
+def decide(plan: Plan, factors: Mapping[Key, float], speeds: Mapping[Key, float] | None = None) -> Plan:
     """Choose among the same candidates, with measured rates.
 
     Args:
         plan: With predicted rates.
-        factors: Measured rate divided by predicted rate. A candidate without a factor gets that of plain decoding: both ran on the same
-            machine.
+        factors: Measured rate divided by predicted rate, above 0. A candidate without a factor gets :func:`common_factor`, averaged with the speeds
+            of its own schedule, whose predictions err alike.
+        speeds: The factors without what single texts gave. None: ``factors``.
     """
-    known = [c for c in plan.candidates if c.schedule == "plain" and c.key in factors]
-    common = factors[max(known, key=lambda c: c.rate * factors[c.key]).key] if known else 1.0
-    corrected = [replace(c, rate=c.rate * factors.get(c.key, common)) for c in plan.candidates]
+    speeds = factors if speeds is None else speeds
+    common = common_factor(plan, speeds) or 1.0
+
+    def factor(candidate: Candidate) -> float:
+        alike = [f for key, f in speeds.items() if key[0] == candidate.way and candidate.schedule != "plain"]
+        return factors.get(candidate.key, mean([common, *alike]))
+
+    corrected = [replace(c, rate=c.rate * factor(c), factor=factor(c)) for c in plan.candidates]
     plain = _plain(corrected)
     best = max((plain, *(c for c in corrected if c.schedule != "plain")), key=lambda c: c.rate)
     # Beside workers the target has fewer threads. A gain of fewer threads alone is not a gain of the drafts.

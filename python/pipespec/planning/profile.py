@@ -56,13 +56,14 @@ class StepTimes:
                 f"threads, rows and context must be at least 1: {self.threads}, {self.rows}, {self.context}"
             )
 
-    def at(self, width: float) -> float:
-        """Seconds of a step of ``width``: interpolated, and extrapolated from the last two widths."""
+    def at(self, widths: Sequence[float]) -> np.ndarray:
+        """Seconds of steps of ``widths``, float64: interpolated, and extrapolated from the last two widths."""
         w, s = self.widths, self.seconds
-        if width <= w[-1] or len(w) == 1:
-            return float(np.interp(width, w, s))
-        slope = max(0.0, (s[-1] - s[-2]) / (w[-1] - w[-2]))
-        return s[-1] + slope * (width - w[-1])
+        found = np.interp(widths, w, s)
+        if len(w) > 1:
+            slope = max(0.0, (s[-1] - s[-2]) / (w[-1] - w[-2]))
+            found += slope * np.maximum(0.0, np.subtract(widths, w[-1]))
+        return found
 
 
 @dataclass(frozen=True)
@@ -110,20 +111,33 @@ class StageProfile:
         best = min(found, key=lambda t: (abs(math.log(t.rows / rows)), abs(t.threads - threads)))
         return sorted((t for t in found if (t.threads, t.rows) == (best.threads, best.rows)), key=lambda t: t.context)
 
-    def seconds(
-        self, width: float, *, threads: int, rows: int = 1, context: float = SHORT_CONTEXT, captured: bool = False
-    ) -> float:
-        """Seconds of one step, interpolated between contexts, for the nearest measured numbers of threads and rows.
+    def step_times(
+        self,
+        widths: Sequence[float],
+        *,
+        threads: int,
+        rows: int = 1,
+        context: float = SHORT_CONTEXT,
+        captured: bool = False,
+    ) -> list[float]:
+        """Seconds of one step of each width, interpolated between contexts, for the nearest measured numbers of threads and rows.
 
         Raises:
             ValueError: No step of this kind was measured.
         """
         same = self._nearest(threads, rows, captured)
         low, high = same[0], same[-1]
-        a, b = low.at(width), high.at(width)
-        if high.context == low.context:
-            return a
-        return max(min(a, b), a + (b - a) * (context - low.context) / (high.context - low.context))
+        a, b = low.at(widths), high.at(widths)
+        if high.context != low.context:
+            along = a + (b - a) * (context - low.context) / (high.context - low.context)
+            a = np.maximum(np.minimum(a, b), along)
+        return [float(s) for s in a]
+
+    def seconds(
+        self, width: float, *, threads: int, rows: int = 1, context: float = SHORT_CONTEXT, captured: bool = False
+    ) -> float:
+        """:meth:`step_times` of one width."""
+        return self.step_times((width,), threads=threads, rows=rows, context=context, captured=captured)[0]
 
     def prompt_s(self, tokens: int, *, threads: int, rows: int = 1, captured: bool = False) -> float:
         """Seconds of the prefill of ``rows`` prompts of ``tokens`` tokens.

@@ -210,6 +210,7 @@ def check_memory(
     graphs: bool = False,
     copied: bool = False,
     distributions: Mapping[str, int] | None = None,
+    in_targets_cache: Sequence[str] = (),
     reusable_bytes: Callable[[], Mapping[str, int]] = dict,
     release_unused: Callable[[], None] = lambda: None,
 ) -> None:
@@ -226,14 +227,15 @@ def check_memory(
         graphs: whether the caches are static.
         copied: whether the caller gets a copy of the target's keys and values.
         distributions: bytes per device for what the draft tokens are drawn from.
+        in_targets_cache: names of the drafts whose keys and values lie in the target's cache.
         reusable_bytes: bytes per device that the call takes over from earlier ones.
         release_unused: frees what the call does not take over; called only where there is too little memory otherwise.
 
     Raises:
         DoesNotFit: with the numbers.
     """
-    stages = [StageFacts.of_call(name, model) for name, model in models.items()]
-    devices = list(dict.fromkeys(share.device for stage in stages for share in stage.on))
+    stages = [StageFacts.of_call(name, model, has_cache=name not in in_targets_cache) for name, model in models.items()]
+    devices = list(dict.fromkeys([*(share.device for stage in stages for share in stage.on), *(distributions or {})]))
 
     def available() -> list[DeviceFacts]:
         reused = reusable_bytes()

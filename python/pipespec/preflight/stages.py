@@ -92,10 +92,13 @@ class StageFacts:
         )
 
     @classmethod
-    def of_call(cls, name: str, model: PreTrainedModel) -> StageFacts:
-        """Of a loaded model, as far as one call needs memory for it: without its weights."""
+    def of_call(cls, name: str, model: PreTrainedModel, *, has_cache: bool = True) -> StageFacts:
+        """Of a loaded model, as far as one call needs memory for it: without its weights. ``has_cache``: False for one that uses another's cache."""
         at, offloaded = LayerDevices.of(model), offloaded_modules(model)
         on = at.shares()
+        shares = tuple(Share(str(d), 0, on[d]) for d in at.devices) if at.is_split else ()
+        if not has_cache:
+            shares = (Share(str(at.inputs), 0, 0),)
         return cls(
             name,
             text_config(model.config),
@@ -103,7 +106,7 @@ class StageFacts:
             0,
             str(at.inputs),
             True,
-            shares=tuple(Share(str(d), 0, on[d]) for d in at.devices) if at.is_split else (),
+            shares=shares,
             staged=max((sum(p.nbytes for p in part.parameters()) for part in offloaded.values()), default=0),
             kv_heads=local_kv_heads(model),
         )

@@ -7,6 +7,7 @@ import signal
 import sys
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType, TracebackType
 
 
@@ -70,3 +71,12 @@ class suppressed(suppress):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return not (error is not None and from_handler(error)) and super().__exit__(kind, error, trace)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process. False where ``/proc`` does not tell."""
+    try:
+        # Behind the name of the program, which may contain anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"T")
+    except OSError:
+        return False

@@ -36,7 +36,7 @@ from pipespec.engine.stage import Stage
 from pipespec.engine.translation import Translation
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
-from pipespec.process.signals import from_handler, pass_on, suppressed
+from pipespec.process.signals import from_handler, is_stopped, pass_on, suppressed
 from pipespec.process.threads import restored_threads, set_threads, target_threads
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
@@ -45,6 +45,9 @@ from pipespec_kernels.trace import TraceMemory
 _READY_TIMEOUT_S = 120.0
 """A worker without a template imports torch and transformers, which takes many seconds on a busy machine. A pipeline waits so long for its first workers.
 One that is started again counts as hung after this time."""
+
+_STOPPED_S = 5.0
+"""A worker that is stopped (SIGSTOP) for so long while it starts counts as lost."""
 
 _RESTART_TIMEOUT_S = 10.0
 """A call waits at most this long for workers that are started again. It takes in the others when they are ready."""
@@ -118,6 +121,7 @@ class _Worker:
         self.is_ready = False  # has built its model
         self.is_late = False  # a call has waited for it in vain
         self.overdue_at = time.monotonic() + _READY_TIMEOUT_S
+        self._stopped_at: float | None = None  # when it was first seen stopped
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
         self.last_error: Failed | None = None
         self.form = ""
@@ -134,8 +138,12 @@ class _Worker:
         Raises:
             RuntimeError: The worker cannot start. The message has the worker's own error.
         """
-        if not self.conn.poll(max(0.0, deadline - time.monotonic())):
-            return False
+        while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
+            if self._is_held_up():
+                self.kill()
+                raise RuntimeError(f"{self.name} could not start: a signal has stopped its process {self.process.pid}")
+            if time.monotonic() >= deadline:
+                return False
         try:
             answer = self.conn.recv()
         except (EOFError, OSError) as error:
@@ -156,6 +164,19 @@ class _Worker:
                 ) from error
         self.is_ready = True
         return True
+
+    def look_again(self) -> None:
+        """Nobody has looked at the process between two calls."""
+        self._stopped_at = None
+
+    def _is_held_up(self) -> bool:
+        """Whether the process has been stopped for some time."""
+        if not is_stopped(self.process.pid):
+            self._stopped_at = None
+            return False
+        now = time.monotonic()
+        self._stopped_at = self._stopped_at or now
+        return now - self._stopped_at > _STOPPED_S
 
     def is_dead(self) -> bool:
         return self.process.poll() is not None
@@ -341,6 +362,7 @@ class WorkersDriver(Driver):
         deadline = time.monotonic() + _FINISH_TIMEOUT_S  # of all workers together
         for i, worker in list(self._workers.items()):
             if not worker.is_ready:
+                worker.look_again()
                 if time.monotonic() > worker.overdue_at:
                     self._workers.pop(i).kill()
                     self._lost(i, f"was not ready within {_READY_TIMEOUT_S:.0f} s; it is started again")
