@@ -21,7 +21,7 @@ namespace pipespec {
 
 // Two 64-byte lines: x86 prefetches lines in pairs, and some arm64 parts have lines of 128 bytes.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint64_t kMagic = 0x36636570'73657069;  // changes with the layout
+inline constexpr std::uint64_t kMagic = 0x37636570'73657069;  // changes with the layout
 inline constexpr std::uint32_t kMaxEos = 64;
 inline constexpr std::uint32_t kMaxStages = 16;
 inline constexpr std::uint32_t kHistogram = 64;
@@ -91,10 +91,13 @@ struct alignas(kLine) Calibration {
 
 // Writer: the stage. `word` = epoch << 32 | length. The epoch grows with every rollback, so within
 // one epoch the tokens below the length never change. Tokens below `committed` equal the target's
-// and never change again.
+// and never change again. `announced` is the word that the stage's present step will publish, or
+// its last one has: a draft whose tokens are verified by rejection sampling stores it before it
+// draws (runtime/stage_port.hpp).
 struct alignas(kLine) Published {
   std::uint64_t word;
   std::uint32_t committed;
+  std::uint64_t announced;
 };
 
 struct Counters {

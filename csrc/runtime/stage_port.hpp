@@ -52,7 +52,8 @@ class StagePort {
     for (std::uint32_t row = 0; row < active; ++row) {
       const Word before = Sequence(block_, stage_, row).word();
       if (is_confident_) bounded.lookahead = hopeful_lookahead(row, lookahead);
-      const Step step = plan_row(block_, stage_, row, bounded, arrays_, {}, kv_of_);
+      Step step = plan_row(block_, stage_, row, bounded, arrays_, {}, kv_of_);
+      if (is_decided_) waits |= keep_decided(row, step, min_draft_tokens);
       if (is_confident_) note_confidence(row, step);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
       columns_ = detail::max(columns_, step.query_len);
@@ -100,6 +101,46 @@ class StagePort {
     bells_.ring();
     if (trace_ != nullptr) record(columns_);
     return appended;
+  }
+
+  // Rejection sampling with a draft that runs at the same time. Whether a draft token is verified
+  // must be decided before it is drawn: if some tokens took longer to draw than others, those that
+  // are there in time would not have the draft's distribution. So the draft announces each draw
+  // before it draws, and the target verifies exactly the draws that were announced when it decides.
+
+  // The draft, when its logits are stored: announces the tokens that the planned step selects.
+  void announce() {
+    const std::size_t active = block_.active_rows();
+    for (std::uint32_t row = 0; row < active && row < n_select_.size(); ++row) {
+      if (n_select_[row] == 0) continue;
+      Word next = Sequence(block_, stage_, row).word();
+      ++next.length;
+      // Not a release alone, which could become visible when the token is known.
+      __atomic_store_n(&block_.published(stage_, row).announced, pack(next), __ATOMIC_SEQ_CST);
+    }
+  }
+  // The target, before plan(): from here on plan() takes the draft tokens that upstream has
+  // announced by now, and no others.
+  void decide() {
+    if (stage_ == 0) throw std::logic_error("the first stage has no draft tokens to decide about");
+    decided_.resize(block_.rows());
+    for (std::uint32_t row = 0; row < decided_.size(); ++row)
+      decided_[row] =
+          unpack(__atomic_load_n(&block_.published(stage_ - 1, row).announced, __ATOMIC_SEQ_CST));
+    is_decided_ = true;
+  }
+  // Whether upstream has published what decide() has taken, or rolled it back. If not, a park()
+  // ends when it publishes.
+  bool is_drawn() {
+    bells_.note();
+    for (std::uint32_t row = 0; row < block_.active_rows() && row < decided_.size(); ++row) {
+      const Word now = Sequence(block_, stage_ - 1, row).word();
+      // Nothing is appended to a row that the caller has ended.
+      const std::uint32_t limit = load_acquire(&block_.span(row).limit);
+      if (now.epoch == decided_[row].epoch && now.length < detail::min(decided_[row].length, limit))
+        return false;
+    }
+    return true;
   }
 
   // Whether the stage uses the confidence of tokens: as a draft it stops at its least chance, and
@@ -213,6 +254,30 @@ class StagePort {
     return lookahead;
   }
 
+  // Leaves a planned row the draft tokens that decide() has taken. Returns whether these are too
+  // few now that more have come.
+  bool keep_decided(std::uint32_t row, Step& step, std::uint32_t min_draft_tokens) {
+    if (step.num_draft_tokens == 0) return false;
+    const Word taken = decided_[row];
+    const std::uint32_t first = step.kv + step.query_len - step.num_draft_tokens;
+    // In one epoch, plan() has read one text, and its tokens from `first` on stay until this stage
+    // publishes. If the epoch has changed, upstream has corrected a token before `first`, and has
+    // drawn those behind it again since decide().
+    const bool is_same = Sequence(block_, stage_ - 1, row).still(taken);
+    const std::uint32_t kept = is_same && taken.length > first
+                                   ? detail::min(step.num_draft_tokens, taken.length - first)
+                                   : 0;
+    const bool is_short = kept < detail::min(step.num_draft_tokens, min_draft_tokens);
+    std::int32_t* tokens = tokens_.data() + std::size_t{row} * width_;
+    const std::uint32_t end = step.query_len;
+    step.query_len -= step.num_draft_tokens - kept;
+    step.num_draft_tokens = kept;
+    for (std::uint32_t i = step.query_len; i < end; ++i) tokens[i] = 0;
+    query_lens_[row] = n_select_[row] = static_cast<std::int32_t>(step.query_len);
+    num_draft_tokens_[row] = static_cast<std::int32_t>(kept);
+    return is_short;
+  }
+
   // The confidence of the planned draft tokens. Upstream may have rewritten them since the plan.
   void note_confidence(std::uint32_t row, const Step& step) {
     if (step.num_draft_tokens == 0) return;
@@ -272,6 +337,8 @@ class StagePort {
   Bells bells_;
   bool published_ = false;
   bool is_confident_ = false;
+  bool is_decided_ = false;
+  std::vector<Word> decided_;  // per row, what upstream had announced at decide()
   KvOf kv_of_ = KvOf::kStage;
   bool asked_ = false;
   std::uint32_t generation_ = 0;

@@ -130,10 +130,10 @@ class SpeculationConfig:
             raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
 
     def _check_acceptance(self) -> None:
-        """Check that both distributions of each draft token are at hand, in the process of the target."""
+        """Check that the target can have both distributions of each draft token."""
         where = ""
-        if self.schedule not in ("plain", "lockstep"):
-            where = f"schedule={self.schedule!r}: use 'lockstep'"
+        if self.schedule not in ("plain", "lockstep", "workers"):
+            where = f"schedule={self.schedule!r}: use 'lockstep' or 'workers'"
         elif self.graphs:
             where = "graphs=True: leave it out"
         elif self.ngram is not None or len(self.lookahead) > 1:

@@ -441,6 +441,7 @@ class BasePipeline:
                 inputs.most,
                 graphs=static,
                 copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
+                distributions=driver.distribution_bytes(request),
                 in_targets_cache=[names[id(model)] for model in driver.in_targets_cache],
                 reusable_bytes=lambda: driver.reusable_bytes(request),
                 release_unused=lambda: driver.release_unused(request),
@@ -499,7 +500,8 @@ _ENOUGH, _HARDLY = 64, 0.02
 class Pipeline(BasePipeline):
     """A chain of models that generates the text of the last one, faster.
 
-    The text depends on the target, the prompt and the seed. It depends neither on the drafts nor on the schedule, the timing or the failure of a draft.
+    The text depends on the target, the prompt and the seed. It depends neither on the drafts nor on the schedule, the timing or the failure of a draft,
+    but for ``acceptance``.
 
     Args:
         target: A LLaMA-family causal language model, its path (a folder with ``config.json`` and safetensors), or its name
@@ -550,7 +552,8 @@ class Pipeline(BasePipeline):
         acceptance: How the target accepts draft tokens in sampled calls. ``"coupled"``: both draw with the same noise, and one seed gives one
             text. ``"rejection"`` and ``"block"`` accept, in expectation, at least as many draft tokens: rejection sampling (Leviathan et al. 2023) and block verification (Sun
             et al. 2024). The text has the target's distribution, too, but depends on the draft and on ``lookahead``. They are for one draft model
-            in ``schedule="lockstep"``, which they choose by default.
+            in ``schedule="lockstep"``, which they choose by default, or ``"workers"``. There the text depends on timing, too, so one seed does not give
+            one text, and the distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes of shared memory.
         confidence: Drafts publish how sure they are of each token. How often tokens of such a confidence are kept is learned while texts are generated.
             A draft stops where the next token would cost more than it is expected to gain, and the target verifies, decodes one token, or waits for
             more draft tokens, whichever gains most; ``lookahead`` (default 16) and ``min_draft_tokens`` remain as bounds. The text does not depend on it.

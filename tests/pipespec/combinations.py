@@ -72,6 +72,8 @@ class Trial:
         if acceptance == "coupled" and r.random() < 0.2:
             trial.drafts.insert(0, "ngram")
         schedule = r.choice(schedules) if acceptance == "coupled" else "lockstep"
+        if acceptance != "coupled" and "workers" in schedules:
+            schedule = "workers"
         options = trial.options
         options["schedule"] = schedule
         if schedule == "rounds":

@@ -34,21 +34,21 @@ def draft(target):
     return noisy(target, 0.25)
 
 
-def exact(target, length: int, given: dict[str, float]) -> torch.Tensor:
+def exact(target, length: int, given: dict[str, float], prompt: torch.Tensor = PROMPT) -> torch.Tensor:
     """Probability of each text of ``length`` new tokens, float64 ``[IDS] * length``, by a forward of each."""
     texts = torch.tensor(list(itertools.product(range(IDS), repeat=length)))
-    ids = torch.cat([PROMPT.expand(len(texts), -1), texts], 1)
+    ids = torch.cat([prompt.expand(len(texts), -1), texts], 1)
     with torch.no_grad():
         logits = target(ids).logits.double()
     p = torch.ones(len(texts), dtype=torch.float64)
     for i in range(length):
-        at = PROMPT.shape[1] + i
+        at = prompt.shape[1] + i
         x = logits[:, at - 1].clone()
         for row in range(len(texts)):
             for token in set(ids[row, :at].tolist()):
                 penalty = given.get("repetition_penalty", 1.0)
                 x[row, token] = x[row, token] * penalty if x[row, token] < 0 else x[row, token] / penalty
-            for token in set(ids[row, PROMPT.shape[1] : at].tolist()):
+            for token in set(ids[row, prompt.shape[1] : at].tolist()):
                 x[row, token] -= given.get("presence_penalty", 0.0)
         p *= x.softmax(-1)[torch.arange(len(texts)), texts[:, i]]
     return p
@@ -179,9 +179,14 @@ def test_a_draft_without_a_distribution(target, rule, monkeypatch) -> None:
     ("given", "message"),
     [
         ({"acceptance": "ratio"}, "acceptance='ratio' is not one of 'coupled', 'rejection', 'block'"),
-        ({"acceptance": "block", "schedule": "workers"}, "not supported with schedule='workers': use 'lockstep'"),
-        ({"acceptance": "block", "schedule": "streams"}, "not supported with schedule='streams': use 'lockstep'"),
-        ({"acceptance": "block", "schedule": "auto"}, "not supported with schedule='auto': use 'lockstep'"),
+        (
+            {"acceptance": "block", "schedule": "streams"},
+            "not supported with schedule='streams': use 'lockstep' or 'workers'",
+        ),
+        (
+            {"acceptance": "block", "schedule": "auto"},
+            "not supported with schedule='auto': use 'lockstep' or 'workers'",
+        ),
         ({"acceptance": "rejection", "graphs": True}, "graphs=True: leave it out"),
         ({"acceptance": "rejection", "exact": True}, "exact=True, as the text then depends on the draft"),
         ({"acceptance": "rejection", "num_drafts": 2}, "a chain other than one draft model and the target"),

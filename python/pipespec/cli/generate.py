@@ -99,7 +99,9 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     sample.add_argument("--top-k", metavar="K", type=int, help="keep the K most likely tokens")
     sample.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens with total probability P")
     sample.add_argument("--min-p", metavar="P", type=float, help="keep tokens with P times the highest probability")
-    sample.add_argument("--seed", metavar="N", type=int, help="one seed gives one text, whatever the drafts")
+    sample.add_argument(
+        "--seed", metavar="N", type=int, help="one seed gives one text, whatever the drafts (but for --acceptance)"
+    )
     sample.add_argument("--repetition-penalty", metavar="R", type=float, help="above 1: fewer repetitions; greedy, too")
     for kind, what in (
         ("presence", "tokens that the new text has"),
@@ -110,7 +112,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         choices=ACCEPTANCES,
         default="coupled",
-        help="how the target accepts draft tokens; rejection and block: at least as many in expectation, in lockstep with one draft, and the text depends on the draft, too",
+        help="how the target accepts draft tokens; rejection and block: at least as many in expectation, in lockstep and workers with one draft; the text depends on the draft, in workers on timing, too",
     )
     parser.add_argument("--stop", metavar="TEXT", action="append", help="stop after this text; may be repeated")
     parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the prompt")

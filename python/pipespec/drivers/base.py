@@ -25,6 +25,7 @@ from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names
 from pipespec.engine.translation import TranslatedStage
+from pipespec.models.devices import input_device
 from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels import _native
@@ -169,6 +170,10 @@ class Decoder(ABC):
         """Bytes per device that the call takes over from earlier calls."""
         return {}
 
+    def distribution_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
+        """Bytes per device for what the draft tokens of the call are drawn from, see :mod:`pipespec.engine.acceptance`."""
+        return {}
+
     def release_unused(self, request: GenerationRequest) -> None:
         """Release the memory that the call does not reuse. While no stage runs."""
 
@@ -227,6 +232,7 @@ class Driver(Decoder):
         super().__init__()
         self.models = list(models)
         self.config = config
+        self._acceptance: Acceptance | None = None
         # Stages without a model: the index of the first stage with one.
         self._first = int(config.ngram is not None)
         self.ran_as = self._name_of(self.schedule)
@@ -285,6 +291,15 @@ class Driver(Decoder):
             acceptance=acceptance,
             confidence=self.config.confidence,
             in_turn=self.schedule != "workers",
+        )
+
+    def _acceptance_remarks(self, request: GenerationRequest) -> tuple[str, ...]:
+        """What the text of a call depends on under another rule of acceptance than coupled sampling."""
+        if self._acceptance is None or request.inputs.sampling_params.seeds is None:
+            return ()
+        on = "the draft" if self.schedule == "lockstep" else "the draft and on timing"
+        return (
+            f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on {on}, too",
         )
 
     @property
@@ -376,6 +391,13 @@ class Driver(Decoder):
             given = request.cache if stage is self.target else None
             found += stage.reusable_bytes(request.inputs, given)
         return found
+
+    def distribution_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
+        inputs = request.inputs
+        if self._acceptance is None or inputs.sampling_params.seeds is None:
+            return {}
+        device = "cpu" if self.schedule == "workers" else str(input_device(self.models[-1]))
+        return {device: self._acceptance.nbytes(len(inputs.prompts), inputs.vocabulary)}
 
     def release_unused(self, request: GenerationRequest) -> None:
         for stage in self.stages:

@@ -28,13 +28,12 @@ class LockstepDriver(Driver):
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
         ngram = self._make_ngram()
-        acceptance = None
         if config.acceptance != "coupled" and len(self.models) > 1:
-            acceptance = Acceptance(config.acceptance, max(config.lookahead))
+            self._acceptance = Acceptance(config.acceptance, max(config.lookahead))
         kinds = self._kinds()
         self._stages: list[Stage] = []
         for i, kind in enumerate(kinds, self._first):
-            self._stages.append(self._make_stage(i, None if self._stages else ngram, acceptance, kind))
+            self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance, kind))
             self.block.set_alive(i, True)
 
     def _kinds(self) -> list[Callable[..., Stage]]:
@@ -58,11 +57,7 @@ class LockstepDriver(Driver):
         return self._stages
 
     def _generate(self, request: GenerationRequest) -> None:
-        self.remarks = ()
-        if self.config.acceptance != "coupled" and request.inputs.sampling_params.seeds is not None:
-            self.remarks = (
-                f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on the draft, too",
-            )
+        self.remarks = self._acceptance_remarks(request)
         try:
             self.begin(request)
             run_in_turn(self, request)

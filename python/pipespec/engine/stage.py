@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.acceptance import Acceptance
+from pipespec.engine.acceptance import Acceptance, SharedAcceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, recheck, release
 from pipespec.engine.grammar import Grammar
@@ -31,6 +32,9 @@ INITIAL_CAPACITY = 1024
 
 PREFILL_CHUNK = 512
 """Tokens per row and forward in the prefill. It bounds activations and masks."""
+
+_DRAW_TIMEOUT_NS = 500_000_000
+"""A draft that has announced a draw publishes it in less than a millisecond. One that takes longer than this is stopped or dead."""
 
 
 def stage_names(count: int) -> list[str]:
@@ -272,7 +276,8 @@ class Stage:
             # Processors may name tokens that this model does not have.
             sampling_params = replace(sampling_params, processors=())
         acceptance = None if sampling_params.seeds is None else self._acceptance
-        if acceptance is not None and is_target:
+        self._verifies_announced = False
+        if acceptance is not None and (is_target or isinstance(acceptance, SharedAcceptance)):
             acceptance.begin(rows, inputs.vocabulary, self._device)
         self._select = Sampler(
             sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance, inputs.grammar
@@ -280,6 +285,8 @@ class Stage:
         self.port = self.block.port(self.index, WIDTH)
         self.port.trace(self._trace)
         self.port.use_confidence(self._confidence)
+        if isinstance(acceptance, SharedAcceptance):
+            self._share(acceptance, is_target)
         if self._policy is not None:
             self._policy.begin()
         self._tokens = torch.from_numpy(self.port.tokens)
@@ -291,6 +298,13 @@ class Stage:
         )
         self._rows = rows
         self._step_ns = 0.0
+
+    def _share(self, acceptance: SharedAcceptance, is_target: bool) -> None:
+        """Take the stage's part in a call whose draft tokens come with their distributions from another process."""
+        self._verifies_announced, self._awaits_draws, self._process = is_target, True, os.getpid()
+        if not is_target:
+            acceptance.clear()
+            acceptance.announce = self.port.announce
 
     def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int], int]:
         """Prepare cache, text and RoPE of a call. Returns the cache, how many tokens of each row it holds, and the length of the longest row."""
@@ -459,6 +473,10 @@ class Stage:
             if self.wait_ns:
                 return Action.WAIT
             min_draft_tokens = min(min_draft_tokens, max_draft_tokens)
+        if self._acceptance is not None:
+            lookahead = min(lookahead, self._acceptance.lookahead)
+        if self._verifies_announced and max_draft_tokens > 0:
+            max_draft_tokens = self._decide(max_draft_tokens)
         action = port.plan(lookahead, max_draft_tokens, min_draft_tokens)
         if action != Action.STEP:
             return action
@@ -512,6 +530,25 @@ class Stage:
         if self._policy is not None:
             self.block.note_step(self._policy, columns, took / 1e9, in_turn=self._in_turn)
         return action
+
+    def _decide(self, most: int) -> int:
+        """Decide that the next step verifies the draft tokens which are announced by now, and wait until they are drawn. Returns how many it may verify.
+
+        A draft that was killed or stopped while it drew costs one wait up to its deadline. Its earlier draft tokens are verified.
+        """
+        if os.getpid() != self._process:
+            return 0  # a fork has none of the draft's present distributions
+        port = self.port
+        port.decide()
+        deadline = time.monotonic_ns() + _DRAW_TIMEOUT_NS
+        while not port.is_drawn:
+            left = deadline - time.monotonic_ns()
+            if left <= 0 or not self._awaits_draws or not self.block.is_alive(self.index - 1):
+                self._awaits_draws = False
+                return most
+            port.park(left)
+        self._awaits_draws = True
+        return most
 
     def _choose_draft_tokens(self, policy: _native.GainPolicy, most: int, least: int, may_wait: bool) -> int:
         """The draft tokens that the next step verifies at most; sets :attr:`wait_ns`."""

@@ -40,7 +40,7 @@ class StageNeed:
         name: of the stage.
         device: where.
         weights: bytes to be allocated for weights; 0 where they are there already.
-        caches: bytes of keys and values.
+        caches: bytes of keys and values, or of the distributions of draft tokens.
         activations: bytes that one forward holds at a time, at most.
         headroom: see :data:`HEADROOM`.
         dtype: of the stage.
@@ -209,6 +209,7 @@ def check_memory(
     *,
     graphs: bool = False,
     copied: bool = False,
+    distributions: Mapping[str, int] | None = None,
     in_targets_cache: Sequence[str] = (),
     reusable_bytes: Callable[[], Mapping[str, int]] = dict,
     release_unused: Callable[[], None] = lambda: None,
@@ -225,6 +226,7 @@ def check_memory(
         most: positions that a row may come to use.
         graphs: whether the caches are static.
         copied: whether the caller gets a copy of the target's keys and values.
+        distributions: bytes per device for what the draft tokens are drawn from.
         in_targets_cache: names of the drafts whose keys and values lie in the target's cache.
         reusable_bytes: bytes per device that the call takes over from earlier ones.
         release_unused: frees what the call does not take over; called only where there is too little memory otherwise.
@@ -233,7 +235,7 @@ def check_memory(
         DoesNotFit: with the numbers.
     """
     stages = [StageFacts.of_call(name, model, has_cache=name not in in_targets_cache) for name, model in models.items()]
-    devices = list(dict.fromkeys(share.device for stage in stages for share in stage.on))
+    devices = list(dict.fromkeys([*(share.device for stage in stages for share in stage.on), *(distributions or {})]))
 
     def available() -> list[DeviceFacts]:
         reused = reusable_bytes()
@@ -241,6 +243,9 @@ def check_memory(
 
     def needed(capacity: int) -> Estimate:
         found = estimate(stages, rows, capacity)
+        kept = (distributions or {}).items()
+        drawn = tuple(StageNeed("distributions", device, 0, size, 0, 0, torch.float32) for device, size in kept)
+        found = replace(found, needs=(*found.needs, *drawn))
         if not copied:
             return found
         target = stages[-1]

@@ -28,6 +28,7 @@ from pipespec.drivers.base import Driver, GenerationRequest, StageFailure
 from pipespec.drivers.workers import template
 from pipespec.drivers.workers.process import Failed, Setup, WorkerCall
 from pipespec.drivers.workers.weights import SharedWeights, share
+from pipespec.engine.acceptance import SharedAcceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.sampling import SamplingParams
@@ -77,6 +78,7 @@ class _Worker:
         native: Whether the draft may run in the native form.
         upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
         confidence: Whether the draft uses the confidence of its tokens.
+        acceptance: Rule, lookahead and memory of the distributions, if the target accepts draft tokens by them; None: sampling is coupled.
         timeout_s: Longest wait for the template, see :func:`pipespec.drivers.workers.template.start`.
     """
 
@@ -92,6 +94,7 @@ class _Worker:
         native: bool,
         upstream: NgramDraft | Translation | None,
         confidence: bool,
+        acceptance: tuple[str, int, SharedMemory] | None,
         timeout_s: float,
     ) -> None:
         self.index, self.name, self._upstream = index, name, upstream
@@ -100,6 +103,8 @@ class _Worker:
         # An n-gram index upstream runs in the same process.
         stages = {0, index} if isinstance(upstream, NgramDraft) else {index}
         parts = [(memory, {0}), (block.memory, block.parts_of(stages))]
+        if acceptance is not None:
+            parts.append((acceptance[2], {0}))
         if trace is not None:
             parts.append((trace.memory, stages))
         # A stopped worker reads nothing, and prompts larger than the socket's buffer must not block the caller.
@@ -124,7 +129,8 @@ class _Worker:
         with suppressed(OSError):  # the worker is dead: await_ready() raises
             entries = trace.entries if trace is not None else 0
             counts = [len(fds) for fds in lent]
-            self.conn.send(Setup(index, weights, threads, counts, entries, native, upstream is not None, confidence))
+            shared = confidence, None if acceptance is None else acceptance[:2]
+            self.conn.send(Setup(index, weights, threads, counts, entries, native, upstream is not None, *shared))
 
     def await_ready(self, deadline: float) -> bool:
         """Wait until the worker has built its model. Return False if it has not until ``deadline``.
@@ -267,7 +273,13 @@ class WorkersDriver(Driver):
         self._target_threads = target_threads(drafts)
         self._is_running = False
         at, ngram = self.block.target, None if drafts else self._make_ngram()
-        self._target = self._make_stage(at, ngram)
+        # Rule, lookahead, memory. A fork of this process has no draft whose distributions it could read.
+        self._shared: tuple[str, int, SharedMemory] | None = None
+        if config.acceptance != "coupled":
+            memory = SharedMemory.create([1], copied_by_forks=False)
+            self._shared = config.acceptance, max(config.lookahead), memory
+        self._acceptance = None if self._shared is None else SharedAcceptance(*self._shared)
+        self._target = self._make_stage(at, ngram, self._acceptance)
         self.block.set_alive(at, True)
         self._generation = 0
         # By stage.
@@ -310,6 +322,7 @@ class WorkersDriver(Driver):
                     native=self.config.native,
                     upstream=upstream,
                     confidence=self.config.confidence,
+                    acceptance=self._shared,
                     timeout_s=timeout_s,
                 )
         except BaseException:
@@ -427,6 +440,7 @@ class WorkersDriver(Driver):
             self.block.start(0)
 
     def _generate(self, request: GenerationRequest) -> None:
+        self.remarks = self._acceptance_remarks(request)
         try:
             call = self._begin(request)
             with restored_threads() as self._all_threads:
@@ -461,6 +475,9 @@ class WorkersDriver(Driver):
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found, inputs = super().reusable_bytes(request), request.inputs
         rows = len(inputs.prompts)
+        for device, size in self.distribution_bytes(request).items():
+            assert self._shared is not None
+            found[device] += min(size, os.fstat(self._shared[2].fds[0]).st_size)
         for i, worker in self._workers.items():
             model, (had_rows, had) = self.models[i - self._first], worker.cache
             # A cache that grows exists twice while it is copied.

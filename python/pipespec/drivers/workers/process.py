@@ -21,6 +21,7 @@ import torch
 
 from pipespec.drivers.asynchronous import drafting
 from pipespec.drivers.workers.weights import SharedWeights
+from pipespec.engine.acceptance import SharedAcceptance
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage, StageInputs
 from pipespec.engine.translation import TranslatedStage, Translation
@@ -45,12 +46,14 @@ class Setup:
         index: Stage of the draft.
         weights: The model's tensors in the shared memory.
         threads: Number of torch's threads.
-        parts: Number of file descriptors of the weights, of the state block and, where the calls are traced, of the trace.
+        parts: Number of file descriptors of each shared memory: the weights, the state block, the distributions if ``acceptance`` is given, the trace if
+            the calls are traced.
         trace: Entries of the trace for each stage; 0: no trace.
         native: Whether the model may run in the native form.
         has_upstream: Whether the draft upstream is an n-gram index, which runs in this process, or the draft has another tokenizer than the target.
             The index or the tokenizers are sent once the worker is ready.
         confidence: As in :class:`pipespec.engine.stage.Stage`.
+        acceptance: Rule and lookahead of :class:`pipespec.engine.acceptance.SharedAcceptance`; None: sampling is coupled.
     """
 
     index: int
@@ -61,6 +64,7 @@ class Setup:
     native: bool = True
     has_upstream: bool = False
     confidence: bool = False
+    acceptance: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,10 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
     setup: Setup = conn.recv()
     torch.set_num_threads(setup.threads)
     left = iter(fds)
-    weights, shared_block, *shared_trace = (SharedMemory(list(islice(left, count))) for count in setup.parts)
+    memories = iter([SharedMemory(list(islice(left, count))) for count in setup.parts])
+    weights, shared_block = next(memories), next(memories)
+    acceptance = None if setup.acceptance is None else SharedAcceptance(*setup.acceptance, next(memories))
+    shared_trace = next(memories, None)
     model = setup.weights.build(weights)
     conn.send("ready")
     upstream: NgramDraft | Translation | None = conn.recv() if setup.has_upstream else None
@@ -97,7 +104,7 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
         if stage is None:
             # Not earlier: before the first call of a worker, the caller may still change the layout of the block.
             block = StateBlock(shared_block)
-            traces = TraceMemory(block.stages, setup.trace, shared_trace[0]) if shared_trace else None
+            traces = None if shared_trace is None else TraceMemory(block.stages, setup.trace, shared_trace)
             trace = None if traces is None else traces.buffer(setup.index)
             at: tuple[Any, ...] = (model, block, setup.index, trace)
             if isinstance(upstream, Translation):
@@ -107,7 +114,8 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
                 if upstream is not None:
                     buffer = None if traces is None else traces.buffer(0)
                     ngram = NgramStage(upstream, block, buffer, confidence=setup.confidence)
-                stage = Stage(*at, native=setup.native, ngram=ngram, confidence=setup.confidence)
+                shared: dict[str, Any] = {"acceptance": acceptance, "confidence": setup.confidence}
+                stage = Stage(*at, native=setup.native, ngram=ngram, **shared)
         stage.block.refresh()
         _take_part(stage, call, conn, parent)
         if isinstance(stage, TranslatedStage):
@@ -132,7 +140,7 @@ def main(conn_fd: int, *memory_fds: int, parent: int | None = None) -> NoReturn:
 
     Args:
         conn_fd: Socket to the caller, which sends a :class:`Setup` and then a :class:`WorkerCall` for each call.
-        memory_fds: Shared memory of the weights, of the state block and, where the calls are traced, of the trace.
+        memory_fds: Of the shared memories, see :class:`Setup`.
         parent: Process id of the parent, if it may have ended already.
     """
     parent = parent or os.getppid()
