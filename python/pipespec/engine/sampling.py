@@ -265,15 +265,16 @@ class SamplingParams:
         """
         rest = list(processors)
         warpers: list[_Processor] = []
-        if rest and type(rest[-1]) is hf.LogitNormalization:
-            # It shifts all scores of a position alike, so no choice depends on it.
-            warpers.insert(0, rest.pop())
+        last = [rest.pop()] if rest and type(rest[-1]) is hf.LogitNormalization else []
         fused: dict[str, Any] = {}
         place = len(_FUSED_ORDER)
         while rest and type(rest[-1]) in _FUSED_ORDER[:place] and _is_fusable(rest[-1]):
             place = _FUSED_ORDER.index(type(rest[-1]))
             fused |= _parameters(rest[-1])
             warpers.insert(0, rest.pop())
+        # The normalization shifts all scores of a position alike, so no choice depends on it, unless a processor has made an infinite one:
+        # then all become NaN, and the first token is chosen.
+        (rest if rest and seeds is None else warpers).extend(last)
         return cls(
             seeds=None if seeds is None else tuple(seeds),
             processors=tuple(rest),

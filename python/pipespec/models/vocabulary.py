@@ -33,6 +33,8 @@ def encode_file(file: Path, source: Any, what: str, instead: str) -> list[int]:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the {what} {file} is not UTF-8 text") from error
+    except ValueError as error:  # a NUL in the name
+        raise ValueError(f"the {what} {str(file)!r} is no path: {error}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
