@@ -10,9 +10,9 @@ import pickle
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +76,8 @@ def _choose(
         (len(query_lens), 1), dtype=torch.int32, device="cpu"
     )  # no draft tokens, so the fed tokens have no effect
     selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), positions)
-    return selected[rows, 0].tolist()
+    tokens = selected[:, 0].tolist()
+    return [tokens[row] for row in rows]
 
 
 class PhaseClock:
@@ -87,13 +88,11 @@ class PhaseClock:
         self.stage_seconds = [0.0] * stages
         self.saved = 0.0  # seconds that cycles would save if drafter and stages ran at the same time
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - began
+    def add(self, phase: str, began: float) -> float:
+        """Add the seconds since ``began``, a time of ``perf_counter``, to a phase, and return them."""
+        seconds = time.perf_counter() - began
+        self.seconds[phase] += seconds
+        return seconds
 
     def cycle(self, draft: float, stages: Sequence[float]) -> None:
         """Add one cycle with the seconds of the drafter and of each stage."""
@@ -132,6 +131,8 @@ class SpeculativeDriver(Decoder):
 
     keeps_cache = True
     ran_as = "spd"
+    starts_ahead = False
+    """Whether a cycle starts before streamers and stopping criteria have the last one's tokens. What it runs for rows that they end is dropped."""
 
     def __init__(self, partition: Partition, verifier: Verifier, drafter: Drafter, native: bool) -> None:
         super().__init__()
@@ -205,18 +206,26 @@ class SpeculativeDriver(Decoder):
         self._vocabulary = inputs.vocabulary
         self._drafts = True
         try:
-            with self.clock.phase("prefill"), torch.inference_mode():
+            began = time.perf_counter()
+            with torch.inference_mode():
                 self._guarded(self.drafter.start, prompts, max(inputs.limits), select)
                 self._open(rows, longest, self._most)
                 first = self._prefill(prompts, inputs.chunk)
+            self.clock.add("prefill", began)
             self.machine.begin(first)
             self._text[range(rows), [len(p) for p in prompts]] = first
-            request.committed(self.block)
-            while self.machine.running:
-                with torch.inference_mode():
-                    verified = self._cycle()
+            verified = True
+            while True:
+                if self.starts_ahead and self.machine.running:
+                    self._start(self.machine.entries())
                 if verified:
-                    request.committed(self.block)
+                    request.committed(self.block)  # it may end rows
+                if not self.machine.running:
+                    break
+                work = self.machine.entries()
+                if not self.starts_ahead:
+                    self._start(work)
+                verified = self._cycle(work)
         finally:
             # Also after a failure, since the drafter may hold memory.
             self._guarded(self.drafter.finish, always=True)
@@ -265,43 +274,51 @@ class SpeculativeDriver(Decoder):
             for index, values in streams.items():
                 self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
 
-    def _cycle(self) -> bool:
-        """Run one cycle of all rows. Return whether a token was verified."""
+    def _start(self, work: list[list[Entry]]) -> None:
+        """Start a cycle."""
+        began = time.perf_counter()
+        with torch.inference_mode():
+            self._launch(work)
+        self.clock.add("stages", began)
+
+    @torch.inference_mode()
+    def _cycle(self, work: list[list[Entry]]) -> bool:
+        """End the cycle that has started with ``work``. Return whether a token was verified."""
         machine, clock = self.machine, self.clock
         self.rounds += 1
-        work = machine.entries()
-        with clock.phase("stages"):
-            self._launch(work)
         wanted = machine.requests()
         drafts: dict[int, int] = {}
         began = time.perf_counter()
-        with clock.phase("draft"):
-            self._guarded(self.drafter.begin_cycle, wanted)
-            if not self.drafter.late:
-                drafts = self._draft(wanted)
-        drafted = time.perf_counter() - began
-        with clock.phase("stages"):
-            hidden, streams, took = self._collect(work)
+        self._guarded(self.drafter.begin_cycle, wanted)
+        if not self.drafter.late:
+            drafts = self._draft(wanted)
+        drafted = clock.add("draft", began)
+        began = time.perf_counter()
+        hidden, streams, took = self._collect(work)
+        clock.add("stages", began)
         if self.drafter.late:
             began = time.perf_counter()
-            with clock.phase("draft"):
-                drafts = self._draft(wanted)
-            drafted += time.perf_counter() - began
+            drafts = self._draft(wanted)
+            drafted += clock.add("draft", began)
         clock.cycle(drafted, took)
-        with clock.phase("draft"):
-            for index, values in streams.items():
-                entries = work[self.partition.owner(index)]
-                rows = [e.row for e in entries]
-                self._guarded(self.drafter.observe, index, rows, [e.position for e in entries], values[rows, 0])
-        with clock.phase("verify"):
-            chosen = self._verify(work[-1], hidden)
+        began = time.perf_counter()
+        for index, values in streams.items():
+            entries = work[self.partition.owner(index)]
+            rows = [e.row for e in entries]
+            self._guarded(self.drafter.observe, index, rows, [e.position for e in entries], values[rows, 0])
+        clock.add("draft", began)
+        began = time.perf_counter()
+        chosen = self._verify(work[-1], hidden)
+        clock.add("verify", began)
         flushes = machine.commit(drafts, chosen)
         for row in drafts.keys() | chosen.keys():
             position, token = machine.newest(row)
             self._text[row, position] = token
-        with clock.phase("draft"):
+        if flushes:
+            began = time.perf_counter()
             for flush in flushes:
                 self._guarded(self.drafter.truncate, *flush)
+            clock.add("draft", began)
         return bool(chosen)
 
     def _verify(self, leaving: list[Entry], hidden: torch.Tensor | None) -> dict[int, int]:

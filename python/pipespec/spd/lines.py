@@ -49,40 +49,54 @@ class Sender(_Line):
     """The end of a line that sends."""
 
     def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
-        super().__init__(link, peer, tag, size, depth)
-        self._works: list[Any] = [None] * depth
+        super().__init__(link, peer, tag, size, depth + 1)
+        self._works: list[Any] = [None] * (depth + 1)
         self._next = 0
 
+    def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().fit(words, shape, dtype)
+        # By buffer and by number of tensors.
+        ends = [self._head + count * self._each for count in range(shape[0] + 1)]
+        self._messages = [[b[:end] for end in ends] for b in self._buffers]
+
     def send(self, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a message. It waits only while ``depth`` earlier ones are under way.
+        """Send a message, then wait while more than ``depth`` messages are under way.
 
         Args:
             words: As many as the line was fit to.
             tensors: The first ones of the message, copied now.
         """
-        at, self._next = self._next, (self._next + 1) % len(self._buffers)
-        if self._works[at] is not None:
+        at, place = self._next, self._words[self._next]
+        place[0] = len(tensors)
+        place[1:] = words
+        values = self._values[at]
+        for i, tensor in enumerate(tensors):
+            values[i].copy_(tensor)
+        self._works[at] = self._link.post_send(self._messages[at][len(tensors)], self.peer, self._tag)
+        self._next = at = (at + 1) % len(self._buffers)
+        if self._works[at] is not None:  # behind the message, which does not wait for it
             self._link.finish(self._works[at], self.peer, "sending to")
-        self._words[at][0] = len(tensors)
-        self._words[at][1:] = words
-        for place, tensor in zip(self._values[at], tensors, strict=False):
-            place.copy_(tensor)
-        message = self._buffers[at][: self._head + len(tensors) * self._each]
-        self._works[at] = self._link.post_send(message, self.peer, self._tag)
+            self._works[at] = None
 
 
 class Receiver(_Line):
-    """The end of a line that receives."""
+    """The end of a line that receives.
+
+    Receives are posted in blocks, since each post is a message to the sender and wakes a thread of it.
+    """
 
     def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
-        super().__init__(link, peer, tag, size, depth + 1)
+        super().__init__(link, peer, tag, size, 2 * depth)
+        self._depth = depth
         self._posted: deque[tuple[int, Any]] = deque()
-        for at in range(depth):
-            self._post(at)
-        self._free = depth
+        self._free: deque[int] = deque(range(2 * depth))
+        self._last: int | None = None
+        self._post()
 
-    def _post(self, at: int) -> None:
-        self._posted.append((at, self._link.post_receive(self._buffers[at], self.peer, self._tag)))
+    def _post(self) -> None:
+        while self._free:
+            at = self._free.popleft()
+            self._posted.append((at, self._link.post_receive(self._buffers[at], self.peer, self._tag)))
 
     def receive(self) -> tuple[list[int], torch.Tensor]:
         """Wait for the next message.
@@ -90,11 +104,15 @@ class Receiver(_Line):
         Returns:
             Its words, and its tensors ``[number, *shape]``. The tensors are valid until the next call.
         """
-        self._post(self._free)
-        self._free, work = self._posted.popleft()
+        if self._last is not None:
+            self._free.append(self._last)
+        if len(self._posted) <= self._depth:
+            self._post()
+        at, work = self._posted.popleft()
+        self._last = at
         self._link.finish(work, self.peer, "waiting for")
-        count, *words = self._words[self._free].tolist()
-        return words, self._values[self._free][:count]
+        count, *words = self._words[at].tolist()
+        return words, self._values[at][:count]
 
 
 class DeviceSender(Sender):
