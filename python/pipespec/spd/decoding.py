@@ -62,22 +62,21 @@ class DraftSampler:
             raise ValueError(f"one token per row can be chosen at a time, not rows {rows}")
         block = logits.new_zeros((self._rows, 1, logits.shape[1]))
         block[rows, 0] = logits
-        query_lens = np.zeros(self._rows, dtype=np.int32)
-        at = np.zeros(self._rows, dtype=np.int64)
+        return _choose(self._sampler, block, rows, positions)
+
+
+def _choose(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+    """Sample one token for each of ``rows`` from ``logits [B, 1, V]``. ``positions``: of these tokens."""
+    selected = sampler.argmax(logits)
+    if selected is None:
+        count = logits.shape[0]
+        query_lens, at = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
         query_lens[rows], at[rows] = 1, positions
-        return _choose(self._sampler, block, query_lens, at, rows)
-
-
-def _choose(
-    sampler: Sampler, logits: torch.Tensor, query_lens: np.ndarray, positions: np.ndarray, rows: list[int]
-) -> list[int]:
-    """Sample one token for each of ``rows`` from ``logits [B, 1, V]``. ``query_lens`` is 1 for these rows and 0 for the others."""
-    fed = torch.zeros(
-        (len(query_lens), 1), dtype=torch.int32, device="cpu"
-    )  # no draft tokens, so the fed tokens have no effect
-    selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), positions)
-    tokens = selected[:, 0].tolist()
-    return [tokens[row] for row in rows]
+        # There are no draft tokens, so the fed tokens have no effect.
+        fed = torch.zeros((count, 1), dtype=torch.int32, device="cpu")
+        selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), at)
+    tokens = selected.tolist()
+    return [tokens[row][0] for row in rows]
 
 
 class PhaseClock:
@@ -176,7 +175,7 @@ class SpeculativeDriver(Decoder):
 
     @abstractmethod
     def _launch(self, work: list[list[Entry]]) -> None:
-        """Start a cycle in which stage s runs ``work[s]``."""
+        """Start a cycle in which stage s runs ``work[s]``. Called outside of inference mode."""
 
     @abstractmethod
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
@@ -259,11 +258,9 @@ class SpeculativeDriver(Decoder):
             self._show(self._feed(columns, begin, real))
             # As long as all rows begin together, complete rows continue with padding columns, which needs no mask.
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
-        ones = np.ones(len(prompts), dtype=np.int32)
         hidden, arrived = self._answer(np.array([[p[-1]] for p in prompts], dtype=np.int32), end)
         self._show(arrived)
-        at = np.array([len(p) for p in prompts], dtype=np.int64)
-        return _choose(self._select, self.verifier.logits(hidden), ones, at, list(range(len(prompts))))
+        return _choose(self._select, self.verifier.logits(hidden), list(range(len(prompts))), [len(p) for p in prompts])
 
     def _show(self, arrived: list[Fed]) -> None:
         """Pass residual streams of the prompts to the drafter."""
@@ -277,8 +274,7 @@ class SpeculativeDriver(Decoder):
     def _start(self, work: list[list[Entry]]) -> None:
         """Start a cycle."""
         began = time.perf_counter()
-        with torch.inference_mode():
-            self._launch(work)
+        self._launch(work)
         self.clock.add("stages", began)
 
     @torch.inference_mode()
@@ -327,10 +323,7 @@ class SpeculativeDriver(Decoder):
             return {}
         assert hidden is not None
         rows = [e.row for e in leaving]
-        query_lens = np.zeros(hidden.shape[0], dtype=np.int32)
-        at = np.zeros(hidden.shape[0], dtype=np.int64)
-        query_lens[rows], at[rows] = 1, [e.position + 1 for e in leaving]
-        tokens = _choose(self._select, self.verifier.logits(hidden), query_lens, at, rows)
+        tokens = _choose(self._select, self.verifier.logits(hidden), rows, [e.position + 1 for e in leaving])
         return dict(zip(rows, tokens, strict=True))
 
     # ---- the drafter, which may fail

@@ -42,7 +42,8 @@ class _Line:
         self._each = int(np.prod(shape[1:])) * dtype.itemsize
         end = self._head + shape[0] * self._each
         self._words = [b[: self._head].view(torch.int64).numpy() for b in self._buffers]
-        self._values = [b[self._head : end].view(dtype).view(*shape) for b in self._buffers]
+        # By buffer, the tensors. Views are made here, since each costs as much as to copy a small tensor.
+        self._values = [tuple(b[self._head : end].view(dtype).view(*shape).unbind()) for b in self._buffers]
 
 
 class Sender(_Line):
@@ -69,9 +70,8 @@ class Sender(_Line):
         at, place = self._next, self._words[self._next]
         place[0] = len(tensors)
         place[1:] = words
-        values = self._values[at]
-        for i, tensor in enumerate(tensors):
-            values[i].copy_(tensor)
+        for value, tensor in zip(self._values[at], tensors, strict=False):
+            value.copy_(tensor)
         self._works[at] = self._link.post_send(self._messages[at][len(tensors)], self.peer, self._tag)
         self._next = at = (at + 1) % len(self._buffers)
         if self._works[at] is not None:  # behind the message, which does not wait for it
@@ -98,11 +98,11 @@ class Receiver(_Line):
             at = self._free.popleft()
             self._posted.append((at, self._link.post_receive(self._buffers[at], self.peer, self._tag)))
 
-    def receive(self) -> tuple[list[int], torch.Tensor]:
+    def receive(self) -> tuple[list[int], Sequence[torch.Tensor]]:
         """Wait for the next message.
 
         Returns:
-            Its words, and its tensors ``[number, *shape]``. The tensors are valid until the next call.
+            Its words, and its tensors. They are valid until the next call.
         """
         if self._last is not None:
             self._free.append(self._last)
@@ -145,9 +145,9 @@ class DeviceReceiver(Receiver):
 
     def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().fit(words + 1, shape, dtype)
-        self._arrived = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        self._arrived = torch.empty(tuple(shape), dtype=dtype, device=self._device).unbind()
 
-    def receive(self) -> tuple[list[int], torch.Tensor]:
+    def receive(self) -> tuple[list[int], Sequence[torch.Tensor]]:
         (*words, count), _ = super().receive()
         for place in self._arrived[:count]:
             self._group.recv([place], self.peer, 0).wait()  # the stream waits, not this thread

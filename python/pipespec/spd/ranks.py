@@ -422,7 +422,7 @@ class RanksDriver(SpeculativeDriver):
             if self._form == NATIVE and not native:
                 self._form = f"transformers: the stage of rank {self._rank_of[s]} is not native"
 
-    def _await(self, line: Receiver, number: int, at: int = 1) -> tuple[list[int], torch.Tensor]:
+    def _await(self, line: Receiver, number: int, at: int = 1) -> tuple[list[int], Sequence[torch.Tensor]]:
         """Receive message ``number`` of a line. Columns before it were flushed on their way. ``at``: the word with the number."""
         while True:
             words, tensors = line.receive()
@@ -448,22 +448,25 @@ class RanksDriver(SpeculativeDriver):
         """
         self._number += 1
         head = head._replace(number=self._number)
+        words = self._circle.words(head, [*positions, *behind]) if self._remote else []
         if self._local is None:
-            self._leaving.send(self._circle.words(head, [*positions, *behind]))
+            self._leaving.send(words)  # first, since the first stage waits for it
             if columns is not None:
                 self._link.send(columns, self._rank_of[0], _BULK)
-        tokens = torch.tensor(behind, device="cpu")[:, None] if columns is None else columns
         streams: Streams = {}
-        if 0 in self.features:
-            streams[0] = self._embed(tokens.to(self._embed.weight.device))
-        if self._local is not None:
-            is_chunk = head.kind == _CHUNK
-            self._own, more = self._local.run(head, positions, tokens, behind if is_chunk else None)
-            streams |= more
-            if self._remote:
-                self._leaving.send(self._circle.words(head, [*positions, *behind]), [] if is_chunk else [self._own])
-                if is_chunk:
-                    self._link.send(self._own, self._rank_of[1], _BULK)
+        if self._local is not None or 0 in self.features:
+            with torch.inference_mode():
+                tokens = torch.tensor(behind, device="cpu")[:, None] if columns is None else columns
+                if 0 in self.features:
+                    streams[0] = self._embed(tokens.to(self._embed.weight.device))
+                if self._local is not None:
+                    is_chunk = head.kind == _CHUNK
+                    self._own, more = self._local.run(head, positions, tokens, behind if is_chunk else None)
+                    streams |= more
+                    if self._remote:
+                        self._leaving.send(words, [] if is_chunk else [self._own])
+                        if is_chunk:
+                            self._link.send(self._own, self._rank_of[1], _BULK)
         if head.kind == _RUN:
             self._last_column = self._number
         return streams
