@@ -121,8 +121,9 @@ class DeviceSender(Sender):
     def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int, group: Any) -> None:
         super().__init__(link, peer, tag, size, depth)
         self._group = group
-        # NCCL reads the tensors later. So many messages behind, they have arrived.
-        self._sent: deque[list[torch.Tensor]] = deque(maxlen=2 * depth)
+        # NCCL reads the tensors later. The receiver has offered buffers for 2 * depth messages, and depth + 1 more may wait here: behind so many, they have
+        # arrived.
+        self._sent: deque[list[torch.Tensor]] = deque(maxlen=3 * depth + 1)
 
     def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().fit(words + 1, shape, dtype)  # the last one is the number of tensors
