@@ -1,9 +1,11 @@
-"""schedule="ranks" on links with delay, loss, partitions and kills. ``python -m bench.bench_ranks [--json FILE] [--quick] [--calls N]``
+"""schedule="ranks" on links with delay, loss, partitions and kills. ``python -m bench.bench_ranks [--json FILE] [--quick] [--calls N | --runs N]``
 
 Each rank lives in a network namespace of its own. The namespaces are connected by TUN devices and a forwarder in this program, which delays, drops and
 counts whole IP packets (``tc netem`` would do the same in the kernel, and many kernels lack it). The bundled models generate one text after the other,
 greedy and sampled, and each text is compared with plain decoding. Needs root for ``ip netns`` and ``/dev/net/tun``: without, the program says why
 and ends with status 0.
+
+``--runs 200`` compares at least so many texts in all, evenly over the chains and over the links, one partition and one kill of each.
 
 One core per rank is the least that asynchronous stages need: with fewer, the figures show the links' effect, not the gain of drafts.
 """
@@ -27,7 +29,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.harness import markdown_table, replace_table, save
 
@@ -249,7 +251,29 @@ def summary(chain: int, name: str, calls: Sequence[dict[str, Any]], hangs: int, 
     }
 
 
-def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> list[dict[str, Any]]:
+class Amount(NamedTuple):
+    """How much is measured of each chain.
+
+    Attributes:
+        calls: On each link.
+        partitions: Number of them.
+        kills: Number of them.
+        broken: Fewest calls with a partition, and with a kill.
+    """
+
+    calls: int
+    partitions: int
+    kills: int
+    broken: int = 1
+
+    @classmethod
+    def of_runs(cls, runs: int) -> Amount:
+        """At least ``runs`` calls in all, as many for each row of the table."""
+        each = -(-runs // (len(CHAINS) * (len(CONDITIONS) + 2)))
+        return cls(each, 1, 1, each)
+
+
+def measure(chain: int, amount: Amount, seed: int) -> list[dict[str, Any]]:
     """Rows of a chain: each link, partitions, kills."""
     rows: list[dict[str, Any]] = []
     forwarder = Forwarder(chain, seed)
@@ -265,10 +289,11 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
         before, hangs = forwarder.bytes, 0
         end = time.monotonic() + seconds
 
+        def is_back() -> bool:
+            return any("is back after" in d for call in done for d in call["decisions"] or ())
+
         def is_over() -> bool:
-            if until_back and done and any("is back after" in d for d in done[-1]["decisions"] or ()):
-                return True
-            return len(done) >= count and time.monotonic() > end
+            return len(done) >= count and ((until_back and is_back()) or time.monotonic() > end)
 
         while not is_over():
             ranks.call(number)
@@ -287,19 +312,20 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
         for name, (delay, loss) in CONDITIONS.items():
             forwarder.delay, forwarder.loss = delay, loss
             run(2)
-            rows.append(summary(chain, name, *run(calls)))
+            rows.append(summary(chain, name, *run(amount.calls)))
             print(rows[-1], flush=True)
         forwarder.delay, forwarder.loss = 1e-3, 0.0
-        for i in range(partitions):
+        for i in range(amount.partitions):
             # Calls run through the cut and 8 s beyond it.
             victim = chain - 1 - i % (chain - 1)
             forwarder.cut = {victim}
             heal = threading.Timer(PARTITION_S, forwarder.cut.clear)
             heal.start()
-            rows.append(summary(chain, f"1 ms, rank {victim} cut off for 5 s", *run(1, seconds=PARTITION_S + 8.0)))
+            cut = run(amount.broken, seconds=PARTITION_S + 8.0)
+            rows.append(summary(chain, f"1 ms, rank {victim} cut off for 5 s", *cut))
             heal.join()
             print(rows[-1], flush=True)
-        for i in range(kills):
+        for i in range(amount.kills):
             victim, dice = chain - 1 - i % (chain - 1), random.Random(seed + i)
 
             def kill(done: int, victim: int = victim, dice: random.Random = dice) -> None:
@@ -309,7 +335,7 @@ def measure(chain: int, calls: int, partitions: int, kills: int, seed: int) -> l
 
             lost = run(3, kill)
             ranks.restart(victim)
-            done, hangs, sent = run(1, seconds=START_S, until_back=True)
+            done, hangs, sent = run(max(1, amount.broken - 3), seconds=START_S, until_back=True)
             rows.append(
                 summary(
                     chain,
@@ -364,9 +390,13 @@ def main() -> int:
     options.add_argument("--calls", type=int, help="per chain and link")
     options.add_argument("--partitions", type=int, help="per chain")
     options.add_argument("--kills", type=int, help="per chain")
+    options.add_argument("--runs", type=int, help="texts in all, in place of --calls, --partitions and --kills")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     given = options.parse_args()
+    each = (given.calls, given.partitions, given.kills)
+    if given.runs is not None and (given.runs < 1 or given.quick or any(n is not None for n in each)):
+        options.error("--runs takes a number above 0, and no --quick, --calls, --partitions or --kills beside it")
     if given.rank:
         rank_process(given.rank)
         return 0
@@ -376,19 +406,21 @@ def main() -> int:
         return 0
     from pipespec.bench.machine import provenance
 
-    calls, partitions, kills = (2, 1, 1) if given.quick else (20, 2, 2)
+    usual = (2, 1, 1) if given.quick else (20, 2, 2)
+    amount = Amount(*(n if n is not None else m for n, m in zip(each, usual, strict=True)))
+    if given.runs is not None:
+        amount = Amount.of_runs(given.runs)
+    began = time.monotonic()
     record: dict[str, Any] = {"machine": provenance(threads=1), "new_tokens": NEW_TOKENS, "results": []}
     for chain in CHAINS:
-        record["results"] += measure(
-            chain,
-            calls if given.calls is None else given.calls,
-            partitions if given.partitions is None else given.partitions,
-            kills if given.kills is None else given.kills,
-            given.seed,
-        )
+        record["results"] += measure(chain, amount, given.seed)
+        record["seconds"] = time.monotonic() - began
         save(given.json, record)
     if given.docs:
         replace_table(given.docs, table(record["results"]), "ranks")
+    links = [row for row in record["results"] if "link" in row]
+    equal, hangs, texts = (sum(row[name] for row in links) for name in ("equal", "hangs", "calls"))
+    print(f"{equal} of {texts} texts equal, {hangs} hangs, in {record['seconds']:.0f} s")
     bad = [row for row in record["results"] if row.get("hangs") or row.get("equal") != row.get("calls")]
     return 1 if bad else 0
 

@@ -5,12 +5,17 @@ itself, so no draft is rejected and the pipeline stays full. The overhead is a c
 wake-ups, verification, the machine's bookkeeping, and the wait for a core where ranks outnumber the cores.
 
 ``--stage-ms S`` (default 5) lets each stage wait until S milliseconds have passed since it began, without using a core. So the overhead can be measured
-on a machine with fewer cores than ranks: it is the cycle less S. ``0`` measures the stages as they are; the slowest stage is then the largest mean time of one.
+on a machine with fewer cores than ranks. ``0`` measures the stages as they are. The slowest stage is the one with the largest median of its own times, in
+which a wait's delay by the system's timer counts.
+
+The floor is what gloo itself takes: rank 0 sends a message of the same size to rank 1, which sends one back, with the blocking functions of
+``torch.distributed`` and nothing else. Where stages wait, rank 1 waits as long between the two, so that cores and caches are as cold as in a cycle.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -22,6 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bench.harness import markdown_table, replace_table, save
 from pipespec.bench.machine import provenance
@@ -32,6 +38,11 @@ from pipespec.spd.partition import LayerStage
 
 _TIMEOUT_S = 60.0
 _WARM_UP = 16
+_PINGS = 100
+_TAG = 1000
+"""Of bare messages. The ranks use smaller tags."""
+
+_PR_SET_TIMERSLACK = 29
 
 
 class Known(Drafter):
@@ -65,19 +76,52 @@ class Clock:
         return [1e3 * (b - a) / stages for a, b in zip(full, full[stages:], strict=False)]
 
 
-def wait_in_stages(seconds: float) -> None:
-    """Let each step of a stage in this process take ``seconds``, without using a core for the rest of it."""
-    step = LayerStage.step
+def wait(began: float, seconds: float) -> None:
+    """Sleep until ``seconds`` have passed since ``began``, a time of ``perf_counter``."""
+    left = seconds - (time.perf_counter() - began)
+    if left > 0:
+        time.sleep(left)
 
-    def waiting(self: LayerStage, *arguments: Any, **options: Any) -> Any:
+
+def time_stages(seconds: float) -> list[float]:
+    """Let each step of one column in this process take at least ``seconds``, without using a core for the rest of it. Return the list of their times."""
+    step, times = LayerStage.step, []
+    # Linux lets a sleep end later by this slack, 50 us as a rule. 1 ns is the least.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
+
+    def timed(self: LayerStage, fed: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         began = time.perf_counter()
-        out = step(self, *arguments, **options)
-        left = seconds - (time.perf_counter() - began)
-        if left > 0:
-            time.sleep(left)
+        out = step(self, fed, *arguments, **options)
+        wait(began, seconds)
+        if fed.shape[1] == 1:
+            times.append(time.perf_counter() - began)
         return out
 
-    LayerStage.step = waiting  # type: ignore[method-assign]
+    LayerStage.step = timed  # type: ignore[method-assign]
+    return times
+
+
+def bare_ms(rank: int, size: int, seconds: float) -> float | None:
+    """On rank 0, the median milliseconds of a message to rank 1 and one back, ``size`` bytes each, less the time that rank 1 waits between them."""
+    message = torch.zeros(size, dtype=torch.uint8)
+    waited = message[:8].view(torch.float64).numpy()
+    if rank == 1:
+        for _ in range(_PINGS):
+            dist.recv(message, 0, tag=_TAG)
+            began = time.perf_counter()
+            wait(began, seconds)
+            waited[0] = time.perf_counter() - began
+            dist.send(message, 0, tag=_TAG)
+    if rank != 0:
+        return None
+    found = []
+    for _ in range(_PINGS):
+        began = time.perf_counter()
+        dist.send(message, 1, tag=_TAG)
+        dist.recv(message, 1, tag=_TAG)
+        found.append(time.perf_counter() - began - float(waited[0]))
+    return 1e3 * median(found)
 
 
 def prefer() -> None:
@@ -90,60 +134,71 @@ def rank(job: Path) -> None:
     """Main function of a rank."""
     torch.set_num_threads(1)
     work = json.loads(job.read_text())
-    if work["stage_ms"]:
-        wait_in_stages(work["stage_ms"] / 1e3)
+    seconds = work["stage_ms"] / 1e3
+    times = time_stages(seconds)
     drafter = Known(work["text"])
     options = {"stages": work["stages"], "timeout_s": _TIMEOUT_S, "dtype": torch.float32}
     with quiet_transformers(), RanksPipeline(work["target"], drafter, **options) as pipe:
         if work["realtime"]:
             prefer()
+        bare = bare_ms(dist.get_rank(), work["message_bytes"], seconds)
         if not pipe.is_controller:
             pipe.serve()
-            return
-        ids, found = torch.tensor([work["prompt"]]), []
-        new_tokens = len(work["text"]) - ids.shape[1]
-        pipe.generate(ids, max_new_tokens=min(_WARM_UP, new_tokens), do_sample=False)
-        for _ in range(work["repeats"]):
-            clock = Clock()
-            out = pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=clock)
-            report = pipe.report
-            assert report is not None
-            found.append(
-                {
-                    "equal": out[0].tolist() == work["text"],
-                    "cycles": report.rounds,
-                    "tokens": report.tokens,
-                    "flushes": report.flushes,
-                    "cycles_ms": clock.cycles_ms(work["stages"]),
-                    "stage_ms": [1e3 * s / (report.tokens - 1) for s in report.stage_seconds],
-                }
-            )
-        Path(work["result"]).write_text(json.dumps(found))
+        else:
+            found: dict[str, Any] = {"bare_ms": bare, "calls": []}
+            ids = torch.tensor([work["prompt"]])
+            new_tokens = len(work["text"]) - ids.shape[1]
+            pipe.generate(ids, max_new_tokens=min(_WARM_UP, new_tokens), do_sample=False)
+            for _ in range(work["repeats"]):
+                clock = Clock()
+                out = pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=clock)
+                report = pipe.report
+                assert report is not None
+                found["calls"].append(
+                    {
+                        "equal": out[0].tolist() == work["text"],
+                        "cycles": report.rounds,
+                        "tokens": report.tokens,
+                        "flushes": report.flushes,
+                        "cycles_ms": clock.cycles_ms(work["stages"]),
+                    }
+                )
+            Path(work["folder"], "calls.json").write_text(json.dumps(found))
+        own = 1e3 * median(times) if times else None  # rank 0 may have no stage
+        Path(work["folder"], f"stage.{dist.get_rank()}.json").write_text(json.dumps(own))
 
 
 def measure(world: int, stages: int, stage_ms: float, work: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job.write_text(json.dumps(work | {"stages": stages, "stage_ms": stage_ms, "result": str(result)}))
+        job = Path(folder, "job.json")
+        # Words of the head, positions and tokens, and one hidden state.
+        size = 8 * (5 + 2 * stages) + work["hidden_bytes"]
+        job.write_text(
+            json.dumps(work | {"stages": stages, "stage_ms": stage_ms, "message_bytes": size, "folder": folder})
+        )
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         command += ["-m", "bench.bench_spd_cycle", "--rank", str(job)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{world} ranks: torchrun ended with {done.returncode}:\n{done.stderr}")
-        runs = json.loads(result.read_text())
+        found = json.loads(Path(folder, "calls.json").read_text())
+        times = [json.loads(file.read_text()) for file in Path(folder).glob("stage.*.json")]
+    runs = found["calls"]
     cycles = sorted(ms for run in runs for ms in run["cycles_ms"])
     cycle, quick = median(cycles), cycles[len(cycles) // 10]
-    slowest = stage_ms or median(max(run["stage_ms"]) for run in runs)
+    slowest = max(ms for ms in times if ms is not None)
     return {
         "ranks": world,
         "stages": stages,
-        "waits": bool(stage_ms),
+        "waits_ms": stage_ms,
         "cycle_ms": cycle,
         "stage_ms": slowest,
         "overhead_ms": cycle - slowest,
         "share": (cycle - slowest) / slowest,
         "tenth_overhead_ms": quick - slowest,
+        "bare_ms": found["bare_ms"],
+        "message_bytes": size,
         "equal": sum(run["equal"] for run in runs),
         "runs": len(runs),
         "flushes": sum(run["flushes"] for run in runs),
@@ -160,6 +215,7 @@ HEADER = (
     "overhead ms",
     "of the stage",
     "overhead of the fastest tenth ms",
+    "two bare messages ms",
     "equal texts",
 )
 
@@ -168,12 +224,13 @@ def cells(r: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(r["ranks"]),
         str(r["stages"]),
-        f"waits until {r['stage_ms']:g} ms" if r["waits"] else "as it is",
+        f"waits until {r['waits_ms']:g} ms" if r["waits_ms"] else "as it is",
         f"{r['cycle_ms']:.2f}",
         f"{r['stage_ms']:.2f}",
         f"{r['overhead_ms']:.2f}",
         f"{100 * r['share']:.0f} %",
         f"{r['tenth_overhead_ms']:.2f}",
+        f"{r['bare_ms']:.2f}",
         f"{r['equal']} of {r['runs']}",
     )
 
@@ -190,6 +247,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         "target": str(family_path("target")),
         "prompt": prompt[0].tolist(),
         "text": text[0].tolist(),
+        "hidden_bytes": 4 * family.target.config.hidden_size,
         "repeats": args.repeats,
         "realtime": args.realtime,
     }

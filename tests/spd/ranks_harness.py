@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList
 
 from pipespec.spd import lines, link, ranks
 from pipespec.spd.chain import ChainDrafter
@@ -144,6 +145,15 @@ class Fails:
         pass
 
 
+def after(lengths: Sequence[int]) -> Callable:
+    """A stopping criterion that ends each row at a length of its own, when the next cycle may have begun."""
+
+    def ends(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= n for n in lengths])
+
+    return ends
+
+
 def calls():
     """Arguments of several calls."""
     ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
@@ -152,6 +162,17 @@ def calls():
     yield one, {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": list(range(2, 300, 9)), "pad_token_id": 0}
     yield ids, {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": True, "seed": 5, "prefill_chunk_size": 2}
     yield one, {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
+    stops = StoppingCriteriaList([after([ids.shape[1] + n for n in (2, 7, 5)])])
+    yield (
+        ids,
+        {
+            "attention_mask": mask,
+            "max_new_tokens": NEW,
+            "do_sample": False,
+            "stopping_criteria": stops,
+            "pad_token_id": 0,
+        },
+    )
 
 
 def made(kind: str, rank: int = 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -607,6 +607,14 @@ def stream_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
+_NOTHING = nullcontext()
+
+
+def _inference() -> AbstractContextManager[None]:
+    """Inference mode. Where it is on, entering it again costs more than the rest of a small call."""
+    return _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
+
+
 class ModelSection:
     """Parts of a model, called in the native form or in the fastest form that gives bit for bit what their own modules give.
 
@@ -664,21 +672,21 @@ class ModelSection:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
-        with torch.inference_mode():
+        with _inference():
             return self._form(tokens).embed(tokens).to(self.stream_dtype)
 
     def run_layers(
         self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run the layers on ``hidden [rows, q, H]``, see :meth:`PartsForm.run_layers`. ``cache`` is one of ``parts.cache_config()``."""
-        with torch.inference_mode():
+        with _inference():
             form = self._form(hidden, cache)
             hidden, streams = form.run_layers(hidden.to(form.dtype), cache, features)
             return hidden.to(self.stream_dtype), {k: stream.to(self.stream_dtype) for k, stream in streams.items()}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Norm and head of ``hidden [rows, q, H]``. Returns ``[rows, q, vocabulary]``."""
-        with torch.inference_mode():
+        with _inference():
             form = self._form(hidden)
             return form.logits(hidden.to(form.dtype), hidden.shape[1])
 

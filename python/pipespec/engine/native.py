@@ -223,7 +223,8 @@ class NativeForm(PartsForm):
         return self.logits(hidden, keep)
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
-        logits = self.decoder.logits(hidden[:, hidden.shape[1] - keep :])
+        columns = hidden.shape[1]
+        logits = self.decoder.logits(hidden if keep == columns else hidden[:, columns - keep :])
         return logits if self._trimmed is None else self._trimmed.spread(logits)
 
     def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -458,10 +458,21 @@ class Sampler:
         self._stepwise = sampling_params.stepwise
         self._penalties = sampling_params.penalties
         self._ignored = [sampling_params.ignored_ids(row) for row in range(rows)]
+        self._is_argmax = (
+            sampling_params.seeds is None and not sampling_params.processors and record is None and grammar is None
+        )
         if sampling_params.seeds is not None:
             self._keys = torch.from_numpy(np.array(sampling_params.seeds, dtype=np.uint64).view(np.int64))
             inverse = torch.full((rows,), 1 / sampling_params.temperature, dtype=torch.float32, device="cpu")
             self._inverse_temperature = inverse
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """What a call without draft tokens chooses in each column: int32 ``[B, Q]``. None if more than the argmax is to be done."""
+        if not self._is_argmax:
+            return None
+        if self._vocabulary is not None and logits.shape[2] > self._vocabulary:
+            logits = logits[:, :, : self._vocabulary]
+        return ops.argmax(logits)
 
     def confidence(
         self, logits: torch.Tensor, query_lens: np.ndarray, num_draft_tokens: np.ndarray, selected: torch.Tensor

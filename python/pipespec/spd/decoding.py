@@ -10,9 +10,9 @@ import pickle
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,21 +62,21 @@ class DraftSampler:
             raise ValueError(f"one token per row can be chosen at a time, not rows {rows}")
         block = logits.new_zeros((self._rows, 1, logits.shape[1]))
         block[rows, 0] = logits
-        query_lens = np.zeros(self._rows, dtype=np.int32)
-        at = np.zeros(self._rows, dtype=np.int64)
+        return _choose(self._sampler, block, rows, positions)
+
+
+def _choose(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+    """Sample one token for each of ``rows`` from ``logits [B, 1, V]``. ``positions``: of these tokens."""
+    selected = sampler.argmax(logits)
+    if selected is None:
+        count = logits.shape[0]
+        query_lens, at = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
         query_lens[rows], at[rows] = 1, positions
-        return _choose(self._sampler, block, query_lens, at, rows)
-
-
-def _choose(
-    sampler: Sampler, logits: torch.Tensor, query_lens: np.ndarray, positions: np.ndarray, rows: list[int]
-) -> list[int]:
-    """Sample one token for each of ``rows`` from ``logits [B, 1, V]``. ``query_lens`` is 1 for these rows and 0 for the others."""
-    fed = torch.zeros(
-        (len(query_lens), 1), dtype=torch.int32, device="cpu"
-    )  # no draft tokens, so the fed tokens have no effect
-    selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), positions)
-    return selected[rows, 0].tolist()
+        # There are no draft tokens, so the fed tokens have no effect.
+        fed = torch.zeros((count, 1), dtype=torch.int32, device="cpu")
+        selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), at)
+    tokens = selected.tolist()
+    return [tokens[row][0] for row in rows]
 
 
 class PhaseClock:
@@ -87,13 +87,11 @@ class PhaseClock:
         self.stage_seconds = [0.0] * stages
         self.saved = 0.0  # seconds that cycles would save if drafter and stages ran at the same time
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - began
+    def add(self, phase: str, began: float) -> float:
+        """Add the seconds since ``began``, a time of ``perf_counter``, to a phase, and return them."""
+        seconds = time.perf_counter() - began
+        self.seconds[phase] += seconds
+        return seconds
 
     def cycle(self, draft: float, stages: Sequence[float]) -> None:
         """Add one cycle with the seconds of the drafter and of each stage."""
@@ -132,6 +130,8 @@ class SpeculativeDriver(Decoder):
 
     keeps_cache = True
     ran_as = "spd"
+    starts_ahead = False
+    """Whether a cycle starts before streamers and stopping criteria have the last one's tokens. What it runs for rows that they end is dropped."""
 
     def __init__(self, partition: Partition, verifier: Verifier, drafter: Drafter, native: bool) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class SpeculativeDriver(Decoder):
 
     @abstractmethod
     def _launch(self, work: list[list[Entry]]) -> None:
-        """Start a cycle in which stage s runs ``work[s]``."""
+        """Start a cycle in which stage s runs ``work[s]``. Called outside of inference mode."""
 
     @abstractmethod
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
@@ -205,18 +205,26 @@ class SpeculativeDriver(Decoder):
         self._vocabulary = inputs.vocabulary
         self._drafts = True
         try:
-            with self.clock.phase("prefill"), torch.inference_mode():
+            began = time.perf_counter()
+            with torch.inference_mode():
                 self._guarded(self.drafter.start, prompts, max(inputs.limits), select)
                 self._open(rows, longest, self._most)
                 first = self._prefill(prompts, inputs.chunk)
+            self.clock.add("prefill", began)
             self.machine.begin(first)
             self._text[range(rows), [len(p) for p in prompts]] = first
-            request.committed(self.block)
-            while self.machine.running:
-                with torch.inference_mode():
-                    verified = self._cycle()
+            verified = True
+            while True:
+                if self.starts_ahead and self.machine.running:
+                    self._start(self.machine.entries())
                 if verified:
-                    request.committed(self.block)
+                    request.committed(self.block)  # it may end rows
+                if not self.machine.running:
+                    break
+                work = self.machine.entries()
+                if not self.starts_ahead:
+                    self._start(work)
+                verified = self._cycle(work)
         finally:
             # Also after a failure, since the drafter may hold memory.
             self._guarded(self.drafter.finish, always=True)
@@ -250,11 +258,9 @@ class SpeculativeDriver(Decoder):
             self._show(self._feed(columns, begin, real))
             # As long as all rows begin together, complete rows continue with padding columns, which needs no mask.
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
-        ones = np.ones(len(prompts), dtype=np.int32)
         hidden, arrived = self._answer(np.array([[p[-1]] for p in prompts], dtype=np.int32), end)
         self._show(arrived)
-        at = np.array([len(p) for p in prompts], dtype=np.int64)
-        return _choose(self._select, self.verifier.logits(hidden), ones, at, list(range(len(prompts))))
+        return _choose(self._select, self.verifier.logits(hidden), list(range(len(prompts))), [len(p) for p in prompts])
 
     def _show(self, arrived: list[Fed]) -> None:
         """Pass residual streams of the prompts to the drafter."""
@@ -265,43 +271,50 @@ class SpeculativeDriver(Decoder):
             for index, values in streams.items():
                 self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
 
-    def _cycle(self) -> bool:
-        """Run one cycle of all rows. Return whether a token was verified."""
+    def _start(self, work: list[list[Entry]]) -> None:
+        """Start a cycle."""
+        began = time.perf_counter()
+        self._launch(work)
+        self.clock.add("stages", began)
+
+    @torch.inference_mode()
+    def _cycle(self, work: list[list[Entry]]) -> bool:
+        """End the cycle that has started with ``work``. Return whether a token was verified."""
         machine, clock = self.machine, self.clock
         self.rounds += 1
-        work = machine.entries()
-        with clock.phase("stages"):
-            self._launch(work)
         wanted = machine.requests()
         drafts: dict[int, int] = {}
         began = time.perf_counter()
-        with clock.phase("draft"):
-            self._guarded(self.drafter.begin_cycle, wanted)
-            if not self.drafter.late:
-                drafts = self._draft(wanted)
-        drafted = time.perf_counter() - began
-        with clock.phase("stages"):
-            hidden, streams, took = self._collect(work)
+        self._guarded(self.drafter.begin_cycle, wanted)
+        if not self.drafter.late:
+            drafts = self._draft(wanted)
+        drafted = clock.add("draft", began)
+        began = time.perf_counter()
+        hidden, streams, took = self._collect(work)
+        clock.add("stages", began)
         if self.drafter.late:
             began = time.perf_counter()
-            with clock.phase("draft"):
-                drafts = self._draft(wanted)
-            drafted += time.perf_counter() - began
+            drafts = self._draft(wanted)
+            drafted += clock.add("draft", began)
         clock.cycle(drafted, took)
-        with clock.phase("draft"):
-            for index, values in streams.items():
-                entries = work[self.partition.owner(index)]
-                rows = [e.row for e in entries]
-                self._guarded(self.drafter.observe, index, rows, [e.position for e in entries], values[rows, 0])
-        with clock.phase("verify"):
-            chosen = self._verify(work[-1], hidden)
+        began = time.perf_counter()
+        for index, values in streams.items():
+            entries = work[self.partition.owner(index)]
+            rows = [e.row for e in entries]
+            self._guarded(self.drafter.observe, index, rows, [e.position for e in entries], values[rows, 0])
+        clock.add("draft", began)
+        began = time.perf_counter()
+        chosen = self._verify(work[-1], hidden)
+        clock.add("verify", began)
         flushes = machine.commit(drafts, chosen)
         for row in drafts.keys() | chosen.keys():
             position, token = machine.newest(row)
             self._text[row, position] = token
-        with clock.phase("draft"):
+        if flushes:
+            began = time.perf_counter()
             for flush in flushes:
                 self._guarded(self.drafter.truncate, *flush)
+            clock.add("draft", began)
         return bool(chosen)
 
     def _verify(self, leaving: list[Entry], hidden: torch.Tensor | None) -> dict[int, int]:
@@ -310,10 +323,7 @@ class SpeculativeDriver(Decoder):
             return {}
         assert hidden is not None
         rows = [e.row for e in leaving]
-        query_lens = np.zeros(hidden.shape[0], dtype=np.int32)
-        at = np.zeros(hidden.shape[0], dtype=np.int64)
-        query_lens[rows], at[rows] = 1, [e.position + 1 for e in leaving]
-        tokens = _choose(self._select, self.verifier.logits(hidden), query_lens, at, rows)
+        tokens = _choose(self._select, self.verifier.logits(hidden), rows, [e.position + 1 for e in leaving])
         return dict(zip(rows, tokens, strict=True))
 
     # ---- the drafter, which may fail

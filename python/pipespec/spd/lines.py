@@ -42,59 +42,77 @@ class _Line:
         self._each = int(np.prod(shape[1:])) * dtype.itemsize
         end = self._head + shape[0] * self._each
         self._words = [b[: self._head].view(torch.int64).numpy() for b in self._buffers]
-        self._values = [b[self._head : end].view(dtype).view(*shape) for b in self._buffers]
+        # By buffer, the tensors. Views are made here, since each costs as much as to copy a small tensor.
+        self._values = [tuple(b[self._head : end].view(dtype).view(*shape).unbind()) for b in self._buffers]
 
 
 class Sender(_Line):
     """The end of a line that sends."""
 
     def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
-        super().__init__(link, peer, tag, size, depth)
-        self._works: list[Any] = [None] * depth
+        super().__init__(link, peer, tag, size, depth + 1)
+        self._works: list[Any] = [None] * (depth + 1)
         self._next = 0
 
+    def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().fit(words, shape, dtype)
+        # By buffer and by number of tensors.
+        ends = [self._head + count * self._each for count in range(shape[0] + 1)]
+        self._messages = [[b[:end] for end in ends] for b in self._buffers]
+
     def send(self, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a message. It waits only while ``depth`` earlier ones are under way.
+        """Send a message, then wait while more than ``depth`` messages are under way.
 
         Args:
             words: As many as the line was fit to.
             tensors: The first ones of the message, copied now.
         """
-        at, self._next = self._next, (self._next + 1) % len(self._buffers)
-        if self._works[at] is not None:
+        at, place = self._next, self._words[self._next]
+        place[0] = len(tensors)
+        place[1:] = words
+        for value, tensor in zip(self._values[at], tensors, strict=False):
+            value.copy_(tensor)
+        self._works[at] = self._link.post_send(self._messages[at][len(tensors)], self.peer, self._tag)
+        self._next = at = (at + 1) % len(self._buffers)
+        if self._works[at] is not None:  # behind the message, which does not wait for it
             self._link.finish(self._works[at], self.peer, "sending to")
-        self._words[at][0] = len(tensors)
-        self._words[at][1:] = words
-        for place, tensor in zip(self._values[at], tensors, strict=False):
-            place.copy_(tensor)
-        message = self._buffers[at][: self._head + len(tensors) * self._each]
-        self._works[at] = self._link.post_send(message, self.peer, self._tag)
+            self._works[at] = None
 
 
 class Receiver(_Line):
-    """The end of a line that receives."""
+    """The end of a line that receives.
+
+    Receives are posted in blocks, since each post is a message to the sender and wakes a thread of it.
+    """
 
     def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
-        super().__init__(link, peer, tag, size, depth + 1)
+        super().__init__(link, peer, tag, size, 2 * depth)
+        self._depth = depth
         self._posted: deque[tuple[int, Any]] = deque()
-        for at in range(depth):
-            self._post(at)
-        self._free = depth
+        self._free: deque[int] = deque(range(2 * depth))
+        self._last: int | None = None
+        self._post()
 
-    def _post(self, at: int) -> None:
-        self._posted.append((at, self._link.post_receive(self._buffers[at], self.peer, self._tag)))
+    def _post(self) -> None:
+        while self._free:
+            at = self._free.popleft()
+            self._posted.append((at, self._link.post_receive(self._buffers[at], self.peer, self._tag)))
 
-    def receive(self) -> tuple[list[int], torch.Tensor]:
+    def receive(self) -> tuple[list[int], Sequence[torch.Tensor]]:
         """Wait for the next message.
 
         Returns:
-            Its words, and its tensors ``[number, *shape]``. The tensors are valid until the next call.
+            Its words, and its tensors. They are valid until the next call.
         """
-        self._post(self._free)
-        self._free, work = self._posted.popleft()
+        if self._last is not None:
+            self._free.append(self._last)
+        if len(self._posted) <= self._depth:
+            self._post()
+        at, work = self._posted.popleft()
+        self._last = at
         self._link.finish(work, self.peer, "waiting for")
-        count, *words = self._words[self._free].tolist()
-        return words, self._values[self._free][:count]
+        count, *words = self._words[at].tolist()
+        return words, self._values[at][:count]
 
 
 class DeviceSender(Sender):
@@ -103,8 +121,9 @@ class DeviceSender(Sender):
     def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int, group: Any) -> None:
         super().__init__(link, peer, tag, size, depth)
         self._group = group
-        # NCCL reads the tensors later. So many messages behind, they have arrived.
-        self._sent: deque[list[torch.Tensor]] = deque(maxlen=2 * depth)
+        # NCCL reads the tensors later. The receiver has offered buffers for 2 * depth messages, and depth + 1 more may wait here: behind so many, they have
+        # arrived.
+        self._sent: deque[list[torch.Tensor]] = deque(maxlen=3 * depth + 1)
 
     def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().fit(words + 1, shape, dtype)  # the last one is the number of tensors
@@ -127,9 +146,9 @@ class DeviceReceiver(Receiver):
 
     def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().fit(words + 1, shape, dtype)
-        self._arrived = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        self._arrived = torch.empty(tuple(shape), dtype=dtype, device=self._device).unbind()
 
-    def receive(self) -> tuple[list[int], torch.Tensor]:
+    def receive(self) -> tuple[list[int], Sequence[torch.Tensor]]:
         (*words, count), _ = super().receive()
         for place in self._arrived[:count]:
             self._group.recv([place], self.peer, 0).wait()  # the stream waits, not this thread

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,37 @@ _OUTSTANDING = 64
 """Most sends that may be under way."""
 
 
+class _Deadline(NamedTuple):
+    """The end of a block that must not take longer, see :meth:`Watchdog.within`."""
+
+    at: float
+    seconds: float
+    doing: str
+    limit: str
+    peer: int | None
+
+    def __str__(self) -> str:
+        doing = self.doing if self.peer is None else f"{self.doing} rank {self.peer}"
+        return f"{doing} took too long, more than {self.seconds:g} s (if the machine is only slow, raise {self.limit})"
+
+
+class _Within:
+    """The block of a deadline. A class, as each message has one and a generator takes several times as long."""
+
+    __slots__ = ("_before", "_deadline", "_watchdog")
+
+    def __init__(self, watchdog: Watchdog, deadline: _Deadline | None) -> None:
+        self._watchdog, self._deadline = watchdog, deadline
+
+    def __enter__(self) -> None:
+        self._before = self._watchdog.deadline
+        if self._deadline is not None:
+            self._watchdog.deadline = self._deadline
+
+    def __exit__(self, *error: object) -> None:
+        self._watchdog.deadline = self._before
+
+
 class Watchdog:
     """Exchanges heartbeats through the group's store, and enforces deadlines of this rank's waits.
 
@@ -60,7 +92,7 @@ class Watchdog:
         self._store, self._rank, self._end, self._start_s = store, rank, end, start_s
         self._others = [r for r in range(world) if r != rank]
         self._stopped = threading.Event()
-        self._deadline: tuple[float, str] | None = None  # and what to say behind it
+        self.deadline: _Deadline | None = None
         now = time.monotonic()
         self._seen: dict[int, tuple[bytes | None, float]] = dict.fromkeys(self._others, (None, now))
         self._round = now  # when the store last answered
@@ -73,17 +105,12 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    @contextmanager
-    def within(self, seconds: float | None, doing: str, limit: str) -> Iterator[None]:
-        """Set a deadline for the block, ``seconds`` from now; None: no deadline. ``limit``: the argument that it follows from."""
-        before = self._deadline
-        if seconds is not None:
-            too_long = f"{doing} took too long, more than {seconds:g} s (if the machine is only slow, raise {limit})"
-            self._deadline = time.monotonic() + seconds, too_long
-        try:
-            yield
-        finally:
-            self._deadline = before
+    def within(self, seconds: float | None, doing: str, limit: str, peer: int | None = None) -> _Within:
+        """Set a deadline for a block, ``seconds`` from now; None: no deadline. ``limit``: the argument that it follows from. ``peer``: the rank that it
+        waits for."""
+        return _Within(
+            self, None if seconds is None else _Deadline(time.monotonic() + seconds, seconds, doing, limit, peer)
+        )
 
     def tell(self, what: str, ended: int | None = None) -> str | None:
         """Publish why this rank ends. Return the cause that another rank has published before, if any.
@@ -141,9 +168,9 @@ class Watchdog:
                 return
 
     def _late(self, now: float) -> str | None:
-        deadline = self._deadline
-        if deadline is not None and now > deadline[0]:
-            return deadline[1]
+        deadline = self.deadline
+        if deadline is not None and now > deadline.at:
+            return str(deadline)
         if now - self._round > _SILENCE_S:
             return "the ranks' store does not answer any more: the process that holds it (rank 0, or torchrun) hangs"
         for r, (value, since) in self._seen.items():
@@ -158,22 +185,48 @@ def _exit(message: str) -> None:
     os._exit(1)
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block. A message whose bookkeeping is incomplete would be confused with a later one."""
-    came: list[int] = []
-    own = threading.current_thread() is threading.main_thread()  # Ctrl-C interrupts the main thread only
-    before = signal.getsignal(signal.SIGINT) if own else None
-    if before is None:  # another thread, or a handler that Python did not install
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        signal.raise_signal(signal.SIGINT)
+class DelayedInterrupt:
+    """Delays Ctrl-C. A message whose bookkeeping is incomplete would be confused with a later one.
+
+    Around a call (``with interrupt.handled()``) it takes the place of the caller's handler. Within, ``with interrupt:`` delays Ctrl-C until the end of
+    the block. That costs two stores, where a change of the handler for each message would cost more than the rest of its bookkeeping.
+    """
+
+    def __init__(self) -> None:
+        self._delays = self._came = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Take over the handler of Ctrl-C for the block, where there is one in Python, and Ctrl-C interrupts this thread."""
+        own = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGINT) if own else None
+        if not callable(before):
+            yield
+            return
+        found: Callable[[int, FrameType | None], Any] = before
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._delays:
+                self._came = True
+            else:
+                found(number, frame)
+
+        self._came = False
+        signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def __enter__(self) -> None:
+        self._delays = True
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._delays = False
+        if self._came:
+            self._came = False
+            if kind is None:
+                signal.raise_signal(signal.SIGINT)
 
 
 class Link:
@@ -221,6 +274,9 @@ class Link:
                 )
             except RuntimeError as error:
                 raise self.failed("could not connect with all ranks") from error
+        # The functions of torch.distributed check and log each call, which takes longer than to post a message.
+        group: Any = dist.group.WORLD
+        self._gloo = group._get_backend(torch.device("cpu"))
 
     def _meet(self, sign: str, mine: str, until: str) -> list[str]:
         """Wait until all ranks are here, and return the text of each. Raises ``RankError`` if one does not come."""
@@ -291,34 +347,40 @@ class Link:
 
     def post_send(self, raw: torch.Tensor, to: int, tag: int) -> Any:
         """Start to send the bytes of ``raw``, which must not change until :meth:`finish`."""
-        with self._errors(to, "sending to"):
-            return dist.isend(raw, to, tag=tag)
+        self._require_whole()
+        try:
+            return self._gloo.send([raw], to, tag)
+        except RuntimeError as error:
+            raise self._lost(to, "sending to") from error
 
     def post_receive(self, raw: torch.Tensor, source: int, tag: int) -> Any:
         """Offer ``raw`` for the next message of a tag that has no buffer yet. The message may be shorter."""
-        with self._errors(source, "waiting for"):
-            return dist.irecv(raw, source, tag=tag)
+        self._require_whole()
+        try:
+            return self._gloo.recv([raw], source, tag)
+        except RuntimeError as error:
+            raise self._lost(source, "waiting for") from error
 
     def finish(self, work: Any, peer: int, doing: str, idle: bool = False) -> None:
         """Wait for a send or a receive. ``idle``: without a deadline."""
-        with (
-            self._errors(peer, doing),
-            self._watchdog.within(None if idle else self._patient, f"{doing} rank {peer}", _TIMEOUT),
-        ):
-            work.wait()
+        self._require_whole()
+        try:
+            with self._watchdog.within(None if idle else self._patient, doing, _TIMEOUT, peer):
+                work.wait()
+        except RuntimeError as error:  # gloo's error for a closed connection
+            raise self._lost(peer, doing) from error
 
     def own_part(self) -> AbstractContextManager[None]:
         """The block is this rank's part of a cycle: the process ends if it takes longer than the timeout."""
         return self._watchdog.within(self.timeout_s, "its own part of a cycle", _TIMEOUT)
 
-    @contextmanager
-    def _errors(self, peer: int, doing: str) -> Iterator[None]:
+    def _require_whole(self) -> None:
         if self.broken:
             raise RankError("this process group broke in an earlier call; start all ranks again")
-        try:
-            yield
-        except RuntimeError as error:  # gloo's error for a closed connection
-            raise self.failed(f"{doing} rank {peer}: the connection broke, it has ended", ended=peer) from error
+
+    def _lost(self, peer: int, doing: str) -> RankError:
+        """The error of a message from or to a rank that has ended."""
+        return self.failed(f"{doing} rank {peer}: the connection broke, it has ended", ended=peer)
 
     def failed(self, what: str, ended: int | None = None) -> RankError:
         """Mark the group as broken, publish the cause, and return the error to raise. ``ended``: a rank whose connection broke.

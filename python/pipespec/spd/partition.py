@@ -387,7 +387,8 @@ class Verifier:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, q, V]`` of the last residual stream, ``hidden [rows, q, H]``."""
-        return self.section.logits(hidden.to(next(self.head.parameters()).device))
+        weight = self.head.weight if isinstance(self.head, nn.Linear) else next(self.head.parameters())
+        return self.section.logits(hidden.to(weight.device))
 
 
 def layer_seconds(model: PreTrainedModel, repeats: int = 7) -> list[float]:

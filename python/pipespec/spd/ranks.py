@@ -21,14 +21,15 @@ or, as a program: ``torchrun --nproc-per-node 3 -m pipespec generate --system sp
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -42,10 +43,10 @@ from pipespec.engine.native import NATIVE
 from pipespec.generation import Generation
 from pipespec.pipeline import BasePipeline
 from pipespec.process.ranks import START_S, RankError, own_device, rank_and_world
-from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams, column
+from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.lines import DeviceReceiver, DeviceSender, Receiver, Sender
-from pipespec.spd.link import TIMEOUT_S, Link, uninterrupted
+from pipespec.spd.link import TIMEOUT_S, DelayedInterrupt, Link
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import (
     LayerStage,
@@ -59,6 +60,20 @@ from pipespec.spd.partition import (
 )
 from pipespec.spd.pipeline import check_draft_schedule, module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _uninterrupted(method: _Method) -> _Method:
+    """A method of the driver that Ctrl-C ends only at its end."""
+
+    @functools.wraps(method)
+    def delaying(self: RanksDriver, *arguments: Any, **options: Any) -> Any:
+        with self._interrupt:
+            return method(self, *arguments, **options)
+
+    return cast(_Method, delaying)
+
 
 _CONTROL, _BULK, _STREAMS, _LINES = range(4)
 """Tags of messages. Those of the lines come last, one for each size of a line."""
@@ -329,6 +344,8 @@ class RanksDriver(SpeculativeDriver):
         self._embed = model.get_input_embeddings()
         self._dtype, self._hidden_size = stream_dtype(model.dtype, model.device), model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
+        self.starts_ahead = local is None  # else a start includes the time of the first stage
+        self._interrupt = DelayedInterrupt()
         self._number = 0  # of the last message
         self._seen: dict[Receiver, int] = {}  # by line: number of the last message received
         self._streams: dict[int, Receiver] = {}
@@ -348,18 +365,22 @@ class RanksDriver(SpeculativeDriver):
     def _generate(self, request: GenerationRequest) -> None:
         if self._link.broken:
             raise RankError("this process group broke in an earlier call; start all ranks again")
-        try:
-            super()._generate(request)
-        finally:
-            if self._running and not self._link.broken:
-                try:
-                    self._end()
-                except RankError:
-                    raise
-                except Exception as error:
-                    raise self._link.failed(f"the call could not be ended ({type(error).__name__}: {error})") from error
+        with self._interrupt.handled():
+            try:
+                super()._generate(request)
+            finally:
+                if self._running and not self._link.broken:
+                    self._end_call()
 
-    @uninterrupted()
+    def _end_call(self) -> None:
+        try:
+            self._end()
+        except RankError:
+            raise
+        except Exception as error:
+            raise self._link.failed(f"the call could not be ended ({type(error).__name__}: {error})") from error
+
+    @_uninterrupted
     def _open(self, rows: int, longest: int, most: int) -> None:
         self._rows = rows
         # By stage: the number of the column that entered so many cycles ago; None: there was none.
@@ -380,7 +401,7 @@ class RanksDriver(SpeculativeDriver):
             self._local.open(rows, longest, most)
             self._form = self._form if self._form != NATIVE else self._local.form
 
-    @uninterrupted()
+    @_uninterrupted
     def _end(self) -> None:
         """Receive every message under way, so that the next call starts without any."""
         self._running = False
@@ -401,7 +422,7 @@ class RanksDriver(SpeculativeDriver):
             if self._form == NATIVE and not native:
                 self._form = f"transformers: the stage of rank {self._rank_of[s]} is not native"
 
-    def _await(self, line: Receiver, number: int, at: int = 1) -> tuple[list[int], torch.Tensor]:
+    def _await(self, line: Receiver, number: int, at: int = 1) -> tuple[list[int], Sequence[torch.Tensor]]:
         """Receive message ``number`` of a line. Columns before it were flushed on their way. ``at``: the word with the number."""
         while True:
             words, tensors = line.receive()
@@ -411,28 +432,42 @@ class RanksDriver(SpeculativeDriver):
             if words[at] > number:
                 raise self._link.failed(f"rank {line.peer} sent message {words[at]} in place of {number}")
 
-    def _embedded(self, tokens: torch.Tensor) -> Streams:
-        return {0: self._embed(tokens.to(self._embed.weight.device))} if 0 in self.features else {}
-
     def _enter(
-        self, kind: int, positions: Sequence[int], tokens: torch.Tensor, counts: bool, real: Sequence[int] | None = None
+        self, head: Head, positions: Sequence[int], behind: Sequence[int], columns: torch.Tensor | None = None
     ) -> Streams:
-        """Let columns ``tokens [B, q]`` enter, of a chunk with its ``real`` columns per row. Return the residual streams that are known now."""
-        head = Head(kind, self._number + 1, tokens.shape[1], int(counts))
-        behind = tokens[:, 0].tolist() if real is None else real
-        words = self._circle.words(head, [*positions, *behind]) if self._remote else []
-        streams, bulk = self._embedded(tokens), tokens
-        if self._local is None:
-            self._leaving.send(words)
-        else:
-            self._own, more = self._local.run(head, positions, tokens, real)
-            streams, bulk = streams | more, self._own
-            if self._remote:
-                self._leaving.send(words, [self._own] if kind == _RUN else [])
-        if self._remote and kind == _CHUNK:
-            self._link.send(bulk, self._rank_of[self._remote.start], _BULK)
+        """Let columns enter.
+
+        Args:
+            head: Of their message, but for its number.
+            positions: Of each row's first column.
+            behind: Per row the token of a column, or of a chunk the number of ``real`` columns.
+            columns: Tokens ``[B, q]``; None: one column, ``behind``.
+
+        Returns:
+            The residual streams that are known now.
+        """
         self._number += 1
-        if kind == _RUN:
+        head = head._replace(number=self._number)
+        words = self._circle.words(head, [*positions, *behind]) if self._remote else []
+        if self._local is None:
+            self._leaving.send(words)  # first, since the first stage waits for it
+            if columns is not None:
+                self._link.send(columns, self._rank_of[0], _BULK)
+        streams: Streams = {}
+        if self._local is not None or 0 in self.features:
+            with torch.inference_mode():
+                tokens = torch.tensor(behind, device="cpu")[:, None] if columns is None else columns
+                if 0 in self.features:
+                    streams[0] = self._embed(tokens.to(self._embed.weight.device))
+                if self._local is not None:
+                    is_chunk = head.kind == _CHUNK
+                    self._own, more = self._local.run(head, positions, tokens, behind if is_chunk else None)
+                    streams |= more
+                    if self._remote:
+                        self._leaving.send(words, [] if is_chunk else [self._own])
+                        if is_chunk:
+                            self._link.send(self._own, self._rank_of[1], _BULK)
+        if head.kind == _RUN:
             self._last_column = self._number
         return streams
 
@@ -450,11 +485,11 @@ class RanksDriver(SpeculativeDriver):
                 streams |= dict(zip(self._circle.features_of(s), values, strict=True))
         return hidden, streams
 
-    @uninterrupted()
+    @_uninterrupted
     def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
         tokens = torch.from_numpy(columns).long()
         arrived = self._collect_chunks(self.partition.stages - 1)
-        streams = self._enter(_CHUNK, begin, tokens, counts=False, real=real)
+        streams = self._enter(Head(_CHUNK, 0, tokens.shape[1], 0), begin, real, tokens)
         if not self._remote:
             return [*arrived, Fed(streams, begin, real)]
         self._chunks.append(_Chunk(self._number, tokens.shape[1], begin, real, streams))
@@ -477,26 +512,26 @@ class RanksDriver(SpeculativeDriver):
             out.append(Fed(streams, chunk.begin, chunk.real))
         return out
 
-    @uninterrupted()
+    @_uninterrupted
     def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
         arrived = self._collect_chunks(0)
-        streams = self._enter(_RUN, begin, torch.from_numpy(columns).long(), counts=False)
+        streams = self._enter(Head(_RUN, 0, 1, 0), begin, columns[:, 0].tolist())
         hidden, more = self._gather(dict.fromkeys(self._remote, self._number))
         arrived.append(Fed(streams | more, begin, [1] * self._rows))
         return self._own if hidden is None else hidden, arrived
 
-    @uninterrupted()
+    @_uninterrupted
     def _launch(self, work: list[list[Entry]]) -> None:
         self._now: Streams = {}
         self._entered.appendleft(None)
         if work[0]:
-            positions = [-1] * self._rows
+            positions, tokens = [-1] * self._rows, [0] * self._rows
             for entry in work[0]:
-                positions[entry.row] = entry.position
-            self._now = self._enter(_RUN, positions, column(work[0], self._rows), counts=True)
+                positions[entry.row], tokens[entry.row] = entry.position, entry.token
+            self._now = self._enter(Head(_RUN, 0, 1, 1), positions, tokens)
             self._entered[0] = self._number
 
-    @uninterrupted()
+    @_uninterrupted
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         numbers = {s: number for s in self._remote if work[s] and (number := self._entered[s]) is not None}
         hidden, streams = self._gather(numbers)
