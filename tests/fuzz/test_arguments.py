@@ -124,7 +124,13 @@ def test_a_normalization_of_infinite_scores(pipeline, target) -> None:
         "suppress_tokens": [0],
         "forced_eos_token_id": 2,
     }
-    given_ |= {"do_sample": False, "pad_token_id": 0, "renormalize_logits": True, "max_new_tokens": 4}
+    given_ |= {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "renormalize_logits": True,
+        "remove_invalid_values": True,
+        "max_new_tokens": 4,
+    }
     wanted = target.generate(PROMPT, **given_)
     assert wanted[0, -1] == 0
     assert same(call(pipeline, given_), wanted)
