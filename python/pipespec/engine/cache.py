@@ -115,9 +115,11 @@ class _Storage:
 
     __slots__ = ("columns_first", "device", "flat", "halves", "index", "index_base", "layers", "lengths", "stores")
 
-    def __init__(self, layers: Sequence[int], stores: Sequence[torch.Tensor], lengths: torch.Tensor) -> None:
-        self.layers, self.stores, self.lengths = layers, tuple(stores), lengths
-        self.device, depth = lengths.device, len(layers)
+    def __init__(
+        self, layers: Sequence[int], stores: Sequence[torch.Tensor], device: torch.device, lengths: torch.Tensor
+    ) -> None:
+        self.layers, self.stores, self.device, self.lengths = layers, tuple(stores), device, lengths
+        depth = len(layers)
         self.halves = self.stores[0][:depth], self.stores[-1][-depth:]
         self.columns_first = tuple(store.transpose(2, 3) for store in self.stores)
         self.flat = _unbound([store.view(len(store), -1, store.shape[-1]) for store in self.stores])
@@ -290,7 +292,7 @@ class RowCache(Cache):
         for device in dict.fromkeys(attention):
             layers = [i for i, at in enumerate(attention) if at == device]
             stores = _Storage.allocated(len(layers), shape, self._dims, dtype, device)
-            storages.append(_Storage(layers, stores, self._lengths_on[device]))
+            storages.append(_Storage(layers, stores, device, self._lengths_on[device]))
         return storages
 
     def _by_layer(self, views: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
@@ -1140,8 +1142,8 @@ class FirstLayers(RowCache):
 
     def _make_storages(self, capacity: int, dtype: torch.dtype) -> list[_Storage]:
         (storage,) = self._whole._storages
-        layers = range(self._depth)
-        return [_Storage(layers, [half[: len(layers)] for half in storage.halves], self._lengths_on[storage.device])]
+        layers, device = range(self._depth), storage.device
+        return [_Storage(layers, [half[: len(layers)] for half in storage.halves], device, self._lengths_on[device])]
 
     def _follow(self) -> None:
         """Take the views of a new storage of the whole cache."""
