@@ -107,7 +107,7 @@ def test_what_was_predicted_counts_on_the_machine_as_it_is():
     """Where plain decoding was measured at half of its prediction, the prediction of the drafts is halved, too."""
 
     def first_comparison(factor):
-        m = Machine(plain=always(2.0), drafting=always(2.4), predicted=1.0, gain=1.1)
+        m = Machine(plain=always(2.0), drafting=always(2.4), predicted=1.0, gain=1.02)
         m.rate.add(factor)
         m.run(60)
         return m.steering.decisions

@@ -21,7 +21,7 @@ _PROBE_SHARE = 0.01
 _FIRST_PROBE_SHARE = 0.05
 """The same before its first measurement."""
 _SMOOTHING = 0.3
-_EXPECTED_TOKENS = 48
+_EXPECTED_TOKENS = 96
 """Tokens that the predicted rate of drafting counts as: how many draft tokens are right varies along a text."""
 _MOST_DECISIONS = 32
 
