@@ -36,11 +36,12 @@ struct Best : Leaders {
   std::vector<Candidate> heap;
   size_t most = 0;
 
-  void begin(int64_t top_n) {
+  // Reserves all memory: what a helper thread throws ends the process.
+  void begin(int64_t top_n, int64_t ids) {
     visit = &Best::take;
     bar = -float(kInf);
     most = size_t(top_n);
-    heap.clear();
+    heap.reserve(size_t(std::min(top_n, ids)));
   }
 
   static void take(Leaders* self, int64_t id, float logit) {
@@ -85,6 +86,7 @@ class Job {
     parts_ = (vocab + part_ - 1) / part_;
     sums_.resize(size_t(rows * parts_));
     best_.resize(task_.top_n > 0 ? sums_.size() : 0);
+    for (Best& best : best_) best.begin(task_.top_n, part_);
     {
       Team team(alone ? 0 : threads_ - 1, &Job::unit, this);
       const int64_t units = rows * parts_;
@@ -120,10 +122,7 @@ class Job {
     const Row& row = job.rows_[size_t(i / job.parts_)];
     const int64_t begin = i % job.parts_ * job.part_;
     Leaders* leaders = nullptr;
-    if (job.task_.top_n > 0) {
-      job.best_[size_t(i)].begin(job.task_.top_n);
-      leaders = &job.best_[size_t(i)];
-    }
+    if (job.task_.top_n > 0) leaders = &job.best_[size_t(i)];
     job.sums_[size_t(i)] =
         job.kernel_(row.data, begin, std::min(job.part_, job.task_.logits.vocab - begin), row.scale,
                     row.cutoff, leaders);

@@ -41,3 +41,8 @@ def test_it_is_what_the_call_chooses() -> None:
 def test_what_needs_more(params: SamplingParams, record: bool) -> None:
     sampler = Sampler(params, TEXT, ScoreRecord(ROWS, scores=True, logits=False) if record else None)
     assert sampler.argmax(torch.randn((ROWS, 1, VOCABULARY))) is None
+
+
+def test_a_grammar_needs_more() -> None:
+    sampler = Sampler(SamplingParams(), TEXT, grammar=object())  # type: ignore[arg-type]
+    assert sampler.argmax(torch.randn((ROWS, 1, VOCABULARY))) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ SHAPE = (2, 3, 1, 4)
 class Work:
     def __init__(self, wire: Wire, posted: torch.Tensor | None = None) -> None:
         self.wire, self.posted, self.is_done = wire, posted, posted is None
+        self.is_finished = False
 
 
 class Wire:
@@ -24,17 +26,22 @@ class Wire:
     def __init__(self) -> None:
         self.posted: deque[Work] = deque()
         self.sent: deque[torch.Tensor] = deque()
-        self.late, self.finished = 0, 0
+        self.late, self.finished, self.posts = 0, 0, 0
+        self.sends: dict[int, Work] = {}  # the last one of each buffer
 
     def post_send(self, raw, to, tag):
         assert (to, tag) == (1, 7)
+        before = self.sends.get(raw.data_ptr())
+        assert before is None or before.is_finished, "the buffer of a message that may be under way"
         self.late += not self.posted
-        self.sent.append(raw)
+        self.sent.append(raw.clone())
         self._deliver()
-        return Work(self)
+        self.sends[raw.data_ptr()] = Work(self)
+        return self.sends[raw.data_ptr()]
 
     def post_receive(self, raw, source, tag):
         assert (source, tag) == (0, 7)
+        self.posts += 1
         self.posted.append(Work(self, raw))
         self._deliver()
         return self.posted[-1] if self.posted else Work(self)
@@ -48,6 +55,7 @@ class Wire:
     def finish(self, work, peer, doing, idle=False):
         assert work.is_done, "it would wait for ever"
         self.finished += 1
+        work.is_finished = True
 
 
 class Nccl:
@@ -94,6 +102,21 @@ def test_messages_arrive_in_order(kind):
         for one, other in zip(values, sent, strict=True):
             assert torch.equal(one, other)
     assert wire.late == 0  # a receive was always posted ahead
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_receives_are_posted_in_blocks(kind):
+    """Each post wakes a thread of the sender. Twice the depth is posted first, and again when half of them have come."""
+    wire, sender, receiver = lines(kind)
+    posts = [wire.posts]
+    for number in range(4 * DEPTH):
+        sender.send([number, 0, 0])
+        receiver.receive()
+        posts.append(wire.posts)
+    assert posts[0] == 2 * DEPTH
+    new = [after - before for before, after in pairwise(posts)]
+    assert set(new) == {0, DEPTH}
+    assert new.count(DEPTH) == 4 - 1
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])

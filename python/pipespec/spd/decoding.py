@@ -300,6 +300,8 @@ class SpeculativeDriver(Decoder):
         began = time.perf_counter()
         for index, values in streams.items():
             entries = work[self.partition.owner(index)]
+            if not entries:  # a criterion has ended the rows behind their start
+                continue
             rows = [e.row for e in entries]
             self._guarded(self.drafter.observe, index, rows, [e.position for e in entries], values[rows, 0])
         clock.add("draft", began)

@@ -193,7 +193,8 @@ class DelayedInterrupt:
     """
 
     def __init__(self) -> None:
-        self._delays = self._came = False
+        self._delays = 0  # blocks that the thread is in
+        self._came = False
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -216,14 +217,15 @@ class DelayedInterrupt:
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            if signal.getsignal(signal.SIGINT) is handle:  # else the caller's code has set another one meanwhile
+                signal.signal(signal.SIGINT, before)
 
     def __enter__(self) -> None:
-        self._delays = True
+        self._delays += 1
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._delays = False
-        if self._came:
+        self._delays -= 1
+        if self._came and not self._delays:
             self._came = False
             if kind is None:
                 signal.raise_signal(signal.SIGINT)
@@ -276,7 +278,7 @@ class Link:
                 raise self.failed("could not connect with all ranks") from error
         # The functions of torch.distributed check and log each call, which takes longer than to post a message.
         group: Any = dist.group.WORLD
-        self._gloo = group._get_backend(torch.device("cpu"))
+        self._gloo: Any = group._get_backend(torch.device("cpu"))
 
     def _meet(self, sign: str, mine: str, until: str) -> list[str]:
         """Wait until all ranks are here, and return the text of each. Raises ``RankError`` if one does not come."""
@@ -408,5 +410,6 @@ class Link:
                 self._hold_store("bye")
             except RuntimeError:  # another rank has ended at the same time
                 pass
+        self._gloo = None  # its threads and sockets end with its last user
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -365,12 +365,15 @@ class RanksDriver(SpeculativeDriver):
     def _generate(self, request: GenerationRequest) -> None:
         if self._link.broken:
             raise RankError("this process group broke in an earlier call; start all ranks again")
+        if self._running:  # interrupted between two instructions
+            raise self._link.failed("the last call was not ended")
         with self._interrupt.handled():
             try:
                 super()._generate(request)
             finally:
-                if self._running and not self._link.broken:
-                    self._end_call()
+                with self._interrupt:
+                    if self._running and not self._link.broken:
+                        self._end_call()
 
     def _end_call(self) -> None:
         try:
