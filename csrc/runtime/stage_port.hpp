@@ -115,7 +115,8 @@ class StagePort {
       if (n_select_[row] == 0) continue;
       Word next = Sequence(block_, stage_, row).word();
       ++next.length;
-      // Not a release alone, which could become visible when the token is known.
+      // On x86 a full barrier: it is visible before the draw begins. A release alone could become
+      // visible when the token is known.
       __atomic_store_n(&block_.published(stage_, row).announced, pack(next), __ATOMIC_SEQ_CST);
     }
   }

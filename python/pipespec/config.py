@@ -142,6 +142,8 @@ class SpeculationConfig:
             where = "a draft with another tokenizer, which has no distribution over the target's tokens"
         elif self.confidence:
             where = "confidence=True, which verifies fewer tokens than the draft drew"
+        elif self.decode_meanwhile:
+            where = "decode_meanwhile=True, which leaves out draft tokens that were drawn: leave it out"
         elif self.exact:
             where = "exact=True, as the text then depends on the draft"
         if where:

@@ -189,6 +189,10 @@ def test_a_draft_without_a_distribution(target, rule, monkeypatch) -> None:
         ),
         ({"acceptance": "rejection", "graphs": True}, "graphs=True: leave it out"),
         ({"acceptance": "rejection", "exact": True}, "exact=True, as the text then depends on the draft"),
+        (
+            {"acceptance": "block", "schedule": "workers", "decode_meanwhile": True},
+            "decode_meanwhile=True, which leaves out",
+        ),
         ({"acceptance": "rejection", "num_drafts": 2}, "a chain other than one draft model and the target"),
         ({"acceptance": "rejection", "ngram": object()}, "a chain other than one draft model and the target"),
     ],

@@ -100,7 +100,7 @@ def test_rows_that_end_early(target, pipes) -> None:
         assert statistic < threshold
 
 
-@pytest.mark.parametrize("options", [{}, {"min_draft_tokens": 2, "decode_meanwhile": True}], ids=["at once", "waits"])
+@pytest.mark.parametrize("options", [{}, {"min_draft_tokens": 2}], ids=["at once", "waits"])
 def test_drafts_that_are_late(target, draft, options) -> None:
     """The target takes what there is, or decodes meanwhile."""
     with Pipeline(target, draft, schedule="workers", lookahead=LOOKAHEAD, acceptance="block", **options) as pipe:

@@ -11,6 +11,7 @@ verification that runs all layers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,10 +57,10 @@ class SharedLayers:
         is_verified: whether the target has taken a step since the draft's last one.
     """
 
-    target: SharingTarget
-
     def __init__(self, count: int) -> None:
         self.count = count
+        # No cycle, which would keep the target's cache after the pipeline.
+        self._target: weakref.ref[SharingTarget] | None = None
         self.form: NativeForm | None = None
         self.is_verified = True
         # Per row, tokens that the draft has fed since the target's step, their number, the position of the first, and the hidden states
@@ -67,6 +68,21 @@ class SharedLayers:
         self._tokens = np.zeros((0, WIDTH), dtype=np.int32)
         self._fed: list[int] = []
         self._begin: list[int] = []
+        self._states = torch.zeros((0, WIDTH, 0), dtype=torch.float32)
+
+    @property
+    def target(self) -> SharingTarget:
+        target = None if self._target is None else self._target()
+        assert target is not None
+        return target
+
+    @target.setter
+    def target(self, stage: SharingTarget) -> None:
+        self._target = weakref.ref(stage)
+
+    def end(self) -> None:
+        """End a call: hold neither packed weights nor hidden states."""
+        self.form = None
         self._states = torch.zeros((0, WIDTH, 0), dtype=torch.float32)
 
     def begin(self, rows: int, form: NativeForm | None) -> None:
@@ -188,6 +204,7 @@ class SharingDraft(Stage):
         if self._cache is not None:
             self._form = super().form if self._shared.form is None else self._shared.target.form
             self._cache, self._text = None, np.zeros((0, 0), dtype=np.int32)
+            self._shared.end()
 
     @property
     def form(self) -> str:
@@ -236,6 +253,8 @@ class SharingDraft(Stage):
         return super().step(lookahead, max_draft_tokens, min_draft_tokens, may_wait=may_wait)
 
     def _roll_back(self, cache: RowCache, lengths: Sequence[int], seen: int = 0) -> None:
+        # The text is written next, and an interruption may come before the draft's keys and values.
+        self._shared.target.give_up(lengths)
         # Behind a step of the target, it is more than the draft has written.
         cache.set_lengths(lengths)
 

@@ -34,7 +34,7 @@ PREFILL_CHUNK = 512
 """Tokens per row and forward in the prefill. It bounds activations and masks."""
 
 _DRAW_TIMEOUT_NS = 500_000_000
-"""A draft that has announced a draw publishes it in less than a millisecond. One that takes longer than this is stopped or dead."""
+"""A draft that has announced a draw publishes it in milliseconds. One that takes longer than this is stopped or dead."""
 
 
 def stage_names(count: int) -> list[str]:
@@ -534,20 +534,23 @@ class Stage:
     def _decide(self, most: int) -> int:
         """Decide that the next step verifies the draft tokens which are announced by now, and wait until they are drawn. Returns how many it may verify.
 
-        A draft that was killed or stopped while it drew costs one wait up to its deadline. Its earlier draft tokens are verified.
+        None after a draft was killed or stopped while it drew: a token that is verified only if it comes in time would not have the draft's
+        distribution. That costs one wait up to its deadline.
         """
         if os.getpid() != self._process:
             return 0  # a fork has none of the draft's present distributions
         port = self.port
         port.decide()
+        if not self._awaits_draws:
+            self._awaits_draws = port.is_drawn  # from the next step on
+            return 0
         deadline = time.monotonic_ns() + _DRAW_TIMEOUT_NS
         while not port.is_drawn:
             left = deadline - time.monotonic_ns()
-            if left <= 0 or not self._awaits_draws or not self.block.is_alive(self.index - 1):
+            if left <= 0 or not self.block.is_alive(self.index - 1):
                 self._awaits_draws = False
-                return most
+                return 0
             port.park(left)
-        self._awaits_draws = True
         return most
 
     def _choose_draft_tokens(self, policy: _native.GainPolicy, most: int, least: int, may_wait: bool) -> int:

@@ -365,8 +365,7 @@ class RanksDriver(SpeculativeDriver):
     def _generate(self, request: GenerationRequest) -> None:
         if self._link.broken:
             raise RankError("this process group broke in an earlier call; start all ranks again")
-        if self._running:  # interrupted between two instructions
-            raise self._link.failed("the last call was not ended")
+        self._check_ended()
         with self._interrupt.handled():
             try:
                 super()._generate(request)
@@ -374,6 +373,11 @@ class RanksDriver(SpeculativeDriver):
                 with self._interrupt:
                     if self._running and not self._link.broken:
                         self._end_call()
+
+    def _check_ended(self) -> None:
+        """An interruption between two instructions can leave a call that was not ended."""
+        if self._running:
+            raise self._link.failed("the last call was not ended")
 
     def _end_call(self) -> None:
         try:
