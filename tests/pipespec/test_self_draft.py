@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -183,6 +185,24 @@ def test_rejection_sampling(model, own_cache, rule):
 class EndsWith(StoppingCriteria):
     def __call__(self, ids, scores, **kwargs) -> torch.Tensor:
         return ids[:, -1] % 7 == 0
+
+
+def test_nothing_is_held_between_calls(model):
+    """Neither the target's packed weights nor hidden states; and no cycle keeps the target's cache after the pipeline."""
+    pipe = Pipeline(model, with_layers(model, 2), schedule="lockstep")
+    pipe.generate(random_prompts(1, seed=8)[0][None], max_new_tokens=NEW)
+    assert SHARED in pipe.report.decisions
+    stage = next(s for s in pipe._driver._stages if hasattr(s, "shares"))
+    assert (stage._shared.form, stage._shared._states.numel()) == (None, 0)
+    cache = weakref.ref(pipe._driver.target._cache)
+    assert cache() is not None
+    gc.disable()
+    try:
+        pipe.close()
+        del pipe, stage
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("native", [True, False])
