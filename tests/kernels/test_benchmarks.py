@@ -152,7 +152,7 @@ def test_a_table_on_the_cpu(
 
 @pytest.mark.parametrize("size", [100, 5000])
 def test_no_contender_finds_its_inputs_in_a_cache(size: int) -> None:
-    """Between two uses of a copy, whoever uses it, lie all other copies."""
+    """Ours and the rivals take the copies in turn, so that each call gets the copy that was used longest ago."""
     used: list[int] = []
     rivals = {name: lambda i: used.append(i) for name in ("eager", "other")}
     make = lambda shape, dtype, copies: KernelCase(size, lambda i: used.append(i), rivals)  # noqa: E731

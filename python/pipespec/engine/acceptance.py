@@ -183,17 +183,7 @@ class SharedAcceptance(Acceptance):
         """In the draft's process, behind :meth:`begin`: forget the draft tokens of the call before."""
         self._positions.fill(-1)
 
-    def draw(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        noise: Noise,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`Acceptance.draw`."""
-        self._keep(logits, query_lens, noise)
-        self.announce()
-        drawn = ops.verify(logits, fed, query_lens, num_draft_tokens, noise=self._at_round(noise, DRAFT))
+    def _keep(self, logits: torch.Tensor, query_lens: np.ndarray, noise: Noise) -> None:
+        super()._keep(logits, query_lens, noise)
         self._rounds += query_lens > 0
-        return drawn
+        self.announce()

@@ -166,7 +166,7 @@ class _Worker:
         return True
 
     def look_again(self) -> None:
-        """Nobody has looked at the process between two calls."""
+        """Measure anew for how long the process is stopped. Between two calls it may have run, unseen."""
         self._stopped_at = None
 
     def _is_held_up(self) -> bool:
