@@ -229,7 +229,12 @@ class BasePipeline:
             )
             penalties = check_penalties(presence_penalty, frequency_penalty, logit_bias)
             # The others are checked, and have no effect.
-            kwargs = {name: plain_number(value) for name, value in kwargs.items() if hasattr(config, name)}
+            # transformers ignores a tensor here that is not a number for the computation either: NaN as an identifier.
+            kwargs = {
+                name: value if ARGUMENTS.get(name) and ARGUMENTS[name].how is How.NO_EFFECT else plain_number(value)
+                for name, value in kwargs.items()
+                if hasattr(config, name)
+            }
             stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
             if config.stop_strings is not None:
                 if tokenizer is None:
