@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import resource
 import signal
 import traceback
 from collections.abc import Callable
@@ -137,9 +138,17 @@ def check_names(error: Exception, file: Path) -> None:
 
 # ---- processes
 
+REPEAT_HERE = False
+"""Whether an example that passed in its child runs in this process, too. `guided` sets it: it sees no coverage of a child."""
 
-def in_child(function: Callable[[], None]) -> None:
-    """Call ``function`` in a child of this process, and fail as it does. A crash and a hang are failures of the example, not of the test run."""
+
+def in_child(function: Callable[[], None], *, memory: int | None = None) -> None:
+    """Call ``function`` in a child of this process, and fail as it does. A crash and a hang are failures of the example, not of the test run.
+
+    Args:
+        function: Raises where the example fails.
+        memory: How many bytes the child may take beyond what this process has.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -148,6 +157,9 @@ def in_child(function: Callable[[], None]) -> None:
             os.close(reading)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS)
+            if memory is not None:
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
             function()
             status = 0
         except BaseException:
@@ -159,3 +171,5 @@ def in_child(function: Callable[[], None]) -> None:
         error = said.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == 0, error or f"ended by {signal.Signals(-status).name}"
+    if REPEAT_HERE:
+        function()

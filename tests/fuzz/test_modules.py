@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import resource
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,8 @@ from tests.spd.test_published import IDS, contents
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-def bounded(function: Callable[[], None]) -> Callable[[], None]:
-    """``function`` with at most 2 GiB of memory more than this process has, so that a size from a file cannot fill the machine."""
-
-    def run() -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30),) * 2)
-        torch.set_num_threads(1)
-        function()
-
-    return run
+MEMORY = 2 << 30
+"""What a child may take beyond what this process has, so that a size from a file cannot fill the machine. In bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +61,7 @@ def load_with(saved: Path, name: str, content: bytes) -> None:
 
     try:
         file.write_bytes(content)
-        in_child(bounded(load))
+        in_child(load, memory=MEMORY)
     finally:
         file.write_bytes(before)
 
@@ -153,7 +143,7 @@ def import_content(folder: Path, content: bytes, vocabulary: bytes | None = None
         anchors = torch.zeros((1, len(module.config.anchors), module.config.hidden))
         assert module.logits(module.fuse(anchors, 0)).shape == (1, module.config.logits)
 
-    in_child(bounded(load))
+    in_child(load, memory=MEMORY)
 
 
 def as_file(record: Any) -> bytes:
