@@ -355,7 +355,7 @@ def use_profile(profile: Profile) -> None:
     ("where", "value"),
     [
         (("threads",), 1.5), (("threads",), "2"), (("threads",), True),
-        (("stages", 0, "name"), 5), (("stages", 0, "parameters"), None), (("stages", 0, "ngram"), "yes"), (("stages", 0, "device"), "cuda"),
+        (("stages", 0, "name"), 5), (("stages", 0, "parameters"), None), (("stages", 0, "parameters"), -5), (("stages", 0, "ngram"), "yes"), (("stages", 0, "device"), "cuda"),
         (("stages", 0, "times", 0, "rows"), 1.5), (("stages", 0, "times", 0, "widths"), [1.0, 4]), (("stages", 0, "times", 0, "seconds"), [True, 1.0]),
         (("stages", 0, "times", 0, "captured"), 1),
     ],

@@ -96,7 +96,7 @@ class StageProfile:
     def __post_init__(self) -> None:
         if not self.times:
             raise ValueError(f"{self.name}: a stage needs at least one step time")
-        for what in ("contention", "burden", "cold_s"):
+        for what in ("parameters", "contention", "burden", "cold_s"):
             non_negative(getattr(self, what), what)
 
     def has(self, rows: int, *, captured: bool = False) -> bool:
