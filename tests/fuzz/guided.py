@@ -24,7 +24,8 @@ from hypothesis import Verbosity, given, settings
 from tests.fuzz import mutations
 
 SECONDS = int(os.environ.get("PIPESPEC_FUZZ_SECONDS", "60"))
-CORPUS = Path(".hypothesis/guided")
+# Tests may change the working folder.
+CORPUS = Path(".hypothesis/guided").resolve()
 
 # The import hook stays for the whole run.
 atheris.instrument_imports(include=["pipespec", "pipespec_kernels"]).__enter__()
