@@ -103,6 +103,16 @@ def test_a_slow_beginning_is_not_the_whole_text():
     assert rested[-1] > 0.5
 
 
+def test_plain_decoding_is_not_measured_in_a_slow_part_of_a_text():
+    """Drafts that are predicted to gain, and give little for some tokens. Each rest there would lose what they give behind it."""
+    uneven = lambda tokens: 0.97 if tokens % 200 < 100 else 0.4  # noqa: E731
+    sure, unsure = (Machine(plain=always(1.0), drafting=uneven, gain=gain) for gain in (2.0, 1.0))
+    for m in (sure, unsure):
+        m.rate.add(1.0)
+    assert sure.run(2000) < 0.6 * unsure.run(2000)
+    assert sure.now < unsure.now
+
+
 def test_what_was_predicted_counts_on_the_machine_as_it_is():
     """Where plain decoding was measured at half of its prediction, the prediction of the drafts is halved, too."""
 
@@ -297,6 +307,57 @@ def test_agreement_that_does_not_change_is_measured_less_often(monkeypatch, targ
     gaps = np.diff(asked[first:])
     assert list(gaps) == sorted(gaps)
     assert gaps[0] < gaps[-1] <= autos._MOST_PATIENCE * 2 / 0.5 + 10
+
+
+def test_learning_takes_a_small_share_of_the_time(monkeypatch, target, one_core):
+    """The test's clock counts its readings, so that learning from a call takes as long as some steps. The first calls are all learnt from."""
+    now, learnt = [0.0], []
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(autos, "_SHARE", 0.1)
+    monkeypatch.setattr(agreement, "agreement_on", lambda *a, **k: np.zeros((16, 1), dtype=np.uint8))
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0), clock=clock) as pipe:
+        auto, record = pipe._driver, pipe._driver.record(1, "greedy")
+        measure = auto._record_rate
+
+        def measured(*args):
+            learnt.append(record.calls)
+            now[0] += 20.0
+            measure(*args)
+
+        monkeypatch.setattr(auto, "_record_rate", measured)
+        for _ in range(120):
+            pipe.generate(torch.tensor([[5, 9, 3]]), max_new_tokens=32, do_sample=False)
+            if record.calls == autos._LEARNT_CALLS:
+                before = auto._in_calls_s
+        in_calls = auto._in_calls_s - before
+    assert learnt[: autos._LEARNT_CALLS] == list(range(1, autos._LEARNT_CALLS + 1))
+    later = len(learnt) - autos._LEARNT_CALLS
+    assert 0 < later < 60
+    assert 20.0 * (later - 1) <= 0.1 * in_calls
+
+
+def test_another_number_of_threads_is_tried_once(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        auto, record = pipe._driver, pipe._driver.record(1, "greedy")
+        auto.profile = replace(auto.profile, threads=2)
+        plan = planner.plan(auto.profile, auto.answers("greedy"), schedules=("lockstep",))
+        both = {c.threads: c for c in plan.candidates if c.schedule == "lockstep"}
+        assert set(both) == {1, 2}
+        one, two = (replace(plan, chosen=both[n]) for n in (1, 2))
+        # The choice itself runs first.
+        assert auto._choose(one, record) == both[1]
+        record.rate(both[1].key).add(1.0)
+        # The user allows two threads.
+        assert auto._choose(one, record) == both[2]
+        record.rate(both[2].key).add(0.5)
+        assert auto._choose(one, record) == both[1]
+        record.measured.clear()
+        record.rate(both[2].key).add(0.5)
+        assert auto._choose(two, record) == both[2]
 
 
 def test_no_processes_are_started_for_a_trial(monkeypatch, target, one_core):

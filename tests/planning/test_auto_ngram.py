@@ -278,6 +278,7 @@ def test_it_is_not_where_texts_do_not_repeat(monkeypatch, model, one_core):
 
 def test_the_choice_follows_the_newest_texts(monkeypatch, model, one_core):
     monkeypatch.setattr(autos, "_RECENT", 64)
+    monkeypatch.setattr(autos, "_LEARNT_CALLS", 100)
     with pipeline(monkeypatch, [model], nothing()) as pipe:
         seen = []
         for more in (REPEATS, {"temperature": 3.0}) * 2:

@@ -6,6 +6,7 @@ the texts of calls. A table of measured rates per number of rows and sampling mo
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -30,7 +31,7 @@ from pipespec.planning import agreement, measure, planner, profile_store
 from pipespec.planning.drafts import written
 from pipespec.planning.driver_pool import DriverPool
 from pipespec.planning.planner import CallShape, Candidate, Key, Plan
-from pipespec.planning.profile import Profile, StepTimes
+from pipespec.planning.profile import Profile, StageProfile, StepTimes
 from pipespec.planning.profile_store import StoredProfile
 from pipespec.planning.simulator import NOTHING, Answers
 from pipespec.planning.steering import CallSteering, MeasuredRate
@@ -41,7 +42,9 @@ from pipespec.process.threads import set_threads, threads_set
 from pipespec.process.warnings import user_stacklevel
 
 _SHARE = 0.005
-"""Share of the time in calls that measurements of agreement may take."""
+"""Share of the time in calls that measurements of agreement may take, and all else that is learnt from calls."""
+_LEARNT_CALLS = 8
+"""Calls of one shape and mode that all are learnt from, without regard to the time."""
 _LEAST = 16
 """Fewest positions of a measurement of agreement."""
 _ENOUGH = 256
@@ -59,6 +62,12 @@ _CALIBRATION_TOKENS = 64
 _CALIBRATION_S = 10.0
 _FADES = 0.01
 """Weight of what all candidates have in common against older measurements of a chain, per call that runs otherwise."""
+_ALIKE_STEPS = 3
+"""Fewest steps of a width whose median is a time of that width."""
+_REFINED = 0.5
+"""Weight of a call's step times against those of the profile."""
+_CHANGED = 1.1
+"""Factor between the step times of calls and those of a plan that leads to a new plan."""
 _MEASURED_TOKENS = 16
 """Fewest tokens of a row from which a rate is measured."""
 _CAPTURED = ("plain", "lockstep", "streams")
@@ -82,12 +91,16 @@ class _Agreement:
 @dataclass
 class _ShapeRecord:
     """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: candidates near the best that were tried.
-    ``followed``: the :attr:`_Agreement.recent` of the plan."""
+    ``profile`` and ``followed``: the profile and the :attr:`_Agreement.recent` of the plan. ``calls``: that ended. ``next_s``: time in calls at which the next is learnt from."""
 
     plan: Plan | None = None
+    profile: Profile | None = None
     followed: np.ndarray | None = None
     measured: dict[Key, MeasuredRate] = field(default_factory=dict)
     trials: int = 0
+    calls: int = 0
+    next_s: float = 0.0
+    _decided: tuple[tuple[Any, ...], Plan] | None = None
 
     def rate(self, key: Key) -> MeasuredRate:
         # The first call of a chain may contain what only a first call costs.
@@ -100,11 +113,18 @@ class _ShapeRecord:
         """The factors without what single texts gave."""
         return {key: rate.speed for key, rate in self.measured.items() if rate.count}
 
+    def decided(self, plan: Plan) -> Plan:
+        """:func:`planner.decide` with the measured rates. The same again where nothing has changed."""
+        of = (plan.candidates, self.factors(), self.speeds())
+        if self._decided is None or self._decided[0] != of:
+            self._decided = of, planner.decide(plan, *of[1:])
+        return self._decided[1]
+
 
 @dataclass
 class _RunningCall:
     """One call. ``parts``: what is measured, since the target's first step and without the time in which drafts rest: first and last token of the
-    row with most tokens, and seconds. ``drafted``: the drafts were alive in all parts."""
+    row with most tokens, and seconds. ``drafted``: the drafts were alive in all parts. ``rested_at``: when the drafts began to rest."""
 
     inputs: StageInputs
     mode: str
@@ -116,6 +136,7 @@ class _RunningCall:
     steering: CallSteering | None = None
     has_begun: bool = False
     drafted: bool = True
+    rested_at: float = math.inf
     parts: list[tuple[int, int, float]] = field(default_factory=list)
     _part: tuple[int, float] | None = None
 
@@ -200,6 +221,8 @@ class AutoDriver(Decoder):
         self.captured = _capturable(self.models) if captured is None else tuple(captured)
         self.pool = DriverPool(self.models, trace, native, ngram)
         self._records: dict[tuple[int, str], _ShapeRecord] = {}
+        self._trace = trace
+        self._refined: set[tuple[int, int, int]] = set()  # stage, threads and rows of times that calls have corrected
         self._unmeasurable: set[tuple[int, bool]] = set()  # rows, and whether steps are captured
         self._in_calls_s = 0.0
         self._static_caches_fit = True
@@ -247,6 +270,8 @@ class AutoDriver(Decoder):
 
     def traces(self) -> dict[str, np.ndarray]:
         assert self._call is not None
+        if not self._trace:
+            return {}
         return dict(zip(self.names, self._call.driver.traces().values(), strict=False))
 
     def has_static_caches(self, request: GenerationRequest) -> bool:
@@ -304,15 +329,30 @@ class AutoDriver(Decoder):
         call, is_new, self._has_new_call = self._call, self._has_new_call, False
         if call is None or not is_new:
             return
-        own = self._measure_agreement(call)
-        try:
-            self._record_rate(call, own)
-        except Exception as error:  # the text is finished, and the caller gets it
-            pass_on(error)
-            _warn(f"the rate of a call could not be compared with its prediction ({type(error).__name__}: {error})")
+        self._check_captured(call)
+        record = call.record
+        record.calls += 1
+        if self._is_due(record) or not record.rate(call.candidate.key).is_measured:
+            began = self.clock()
+            own = self._measure_agreement(call)
+            try:
+                self._record_rate(call, own)
+            except Exception as error:  # the text is finished, and the caller gets it
+                pass_on(error)
+                _warn(f"the rate of a call could not be compared with its prediction ({type(error).__name__}: {error})")
+            self._refine(call)
+            self._spent(record, began)
         steered = call.steering.decisions if call.steering is not None else []
         self.remarks = (call.plan.why, *self._decisions, *steered, *call.driver.remarks)
         self._decisions = []
+
+    def _is_due(self, record: _ShapeRecord) -> bool:
+        """Whether the next call of this shape is learnt from, see :data:`_SHARE`."""
+        return record.calls <= _LEARNT_CALLS or self._in_calls_s >= record.next_s
+
+    def _spent(self, record: _ShapeRecord, began: float) -> None:
+        """Let nothing be learnt until the time since ``began`` is a small share of the time in calls."""
+        record.next_s = self._in_calls_s + (self.clock() - began) / _SHARE
 
     # ---- measurement of the models
 
@@ -425,7 +465,8 @@ class AutoDriver(Decoder):
 
     def _planned(self, shape: CallShape, mode: str, *, graphs: bool = True) -> Plan:
         """The plan for calls of this number of rows. It is made for the lengths of the first of them."""
-        record = self.record(shape.rows, mode)
+        record, began = self.record(shape.rows, mode), self.clock()
+        before = record.plan
         if record.plan is None:
             record.plan = planner.plan(
                 self.profile,
@@ -435,13 +476,16 @@ class AutoDriver(Decoder):
                 captured=self.captured,
                 cores=self.cores,
             )
-            record.followed = None
+            record.profile, record.followed = self.profile, None
         known = self._agreement.get(mode)
-        if known is not None and known.recent is not None and self._differs(known.recent, record.followed):
-            record.plan = planner.following(self.profile, known.recent, record.plan)
-            record.followed = known.recent
-        plan = record.plan if graphs else planner.eager_only(record.plan)
-        return planner.decide(plan, record.factors(), record.speeds())
+        recent = known.recent if known is not None else None
+        if recent is not None and (before is None or self._is_due(record)) and self._differs(recent, record.followed):
+            assert record.profile is not None
+            record.plan = planner.following(record.profile, recent, record.plan)
+            record.followed = recent
+        if record.plan is not before:
+            self._spent(record, began)
+        return record.decided(record.plan if graphs else planner.eager_only(record.plan))
 
     def _differs(self, recent: np.ndarray, followed: np.ndarray | None) -> bool:
         """Whether the n-gram index finds more or less in the newest texts than where its rate was predicted, or it was not predicted."""
@@ -466,15 +510,23 @@ class AutoDriver(Decoder):
 
     def _choose(self, plan: Plan, record: _ShapeRecord) -> Candidate:
         """The plan's choice, or a candidate of about the same rate that was not tried, or that needs no new graphs."""
+        known = record.factors()
+        other = self._with_all_threads(plan, known) if plan.chosen.key in known else None
+        if other is not None:
+            self._decisions.append(f"{other.way} {plan.label(other)} is tried with {other.threads} threads")
+            return other
         if not plan.speculates:
             return plan.chosen
-        known = record.factors()
         if plan.chosen.key in known and record.trials < _MOST_TRIALS:
             for candidate in plan.candidates:
                 if candidate.rate < max(_NEAR * plan.chosen.rate, planner.MARGIN * plan.plain.rate):
                     break
                 # Processes take seconds to start, so that a trial uses those that exist.
-                can_run = candidate.schedule != "workers" or self.pool.has(candidate)
+                can_run = (
+                    self.pool.has(candidate)
+                    if candidate.schedule == "workers"
+                    else candidate.threads == plan.plain.threads
+                )
                 if candidate.key not in known and candidate.schedule != "plain" and can_run:
                     record.trials += 1
                     self._decisions.append(f"{candidate.way} {plan.label(candidate)} is tried")
@@ -485,6 +537,17 @@ class AutoDriver(Decoder):
             if best.rate * planner.MARGIN > plan.chosen.rate:
                 return best
         return plan.chosen
+
+    def _with_all_threads(self, plan: Plan, known: Mapping[Key, float]) -> Candidate | None:
+        """The plan's choice with all threads, where it has fewer and that was not tried.
+
+        What else the machine runs decides how many are best, and the profile may be of a busy moment.
+        """
+        chosen, threads = plan.chosen, self.profile.threads
+        if chosen.threads == threads:
+            return None
+        alike = (chosen.way, chosen.drafts, threads)
+        return next((c for c in plan.candidates if c.key == alike and c.key not in known), None)
 
     def _driver_for(
         self, plan: Plan, candidate: Candidate, mode: str, *, graphs: bool = True
@@ -550,8 +613,10 @@ class AutoDriver(Decoder):
 
     def _let_rest(self, call: _RunningCall, plain_threads: int, rests: bool) -> None:
         """Let the drafts rest, with the threads of plain decoding, or draft again."""
-        candidate = call.candidate
-        (call.end_part if rests else call.begin_part)(self.clock())
+        candidate, now = call.candidate, self.clock()
+        (call.end_part if rests else call.begin_part)(now)
+        if rests:
+            call.rested_at = min(call.rested_at, now)
         call.driver.steer(
             replace(
                 call.driver.config,
@@ -574,11 +639,7 @@ class AutoDriver(Decoder):
             own: Agreement of the candidate's drafts with the text, uint8 [positions, drafts]. None: not measured.
         """
         candidate, rates, measured = call.candidate, call.record, call.rate()
-        if candidate.captured and call.driver.remarks:  # the call ran without captured steps after all
-            # A model that cannot be captured has its warning already. The next call may have enough memory.
-            if not any("cannot be prepared" in remark for remark in call.driver.remarks):
-                self._give_up_graphs(None)
-        elif measured is not None:
+        if measured is not None and not _ran_uncaptured(call):
             on_text = self._predicted_on(call, own)
             if on_text is not None:
                 rates.rate(candidate.key).add(measured / on_text)
@@ -590,15 +651,56 @@ class AutoDriver(Decoder):
             if common is not None and key != candidate.key and not key[0].startswith("plain"):
                 other.fade(common, _FADES)
 
+    def _refine(self, call: _RunningCall) -> None:
+        """Correct the profile by the step times of a call, and plan again where the plan's are far from them.
+
+        A profile may be of a busy moment, or this may be one.
+        """
+        candidate, rows = call.candidate, len(call.inputs.prompts)
+        planned = call.record.profile
+        # On a GPU the host only queues a step.
+        on_host = candidate.is_timed and all(model.device.type == "cpu" for model in self.models)
+        if not (self._key and on_host and planned is not None and rows == call.shape.rows):
+            return
+        context = max(map(len, call.inputs.prompts)) + max(call.new_tokens()) / 2
+        how: dict[str, Any] = {"threads": candidate.threads, "rows": rows, "context": context}
+        stages, changes = list(self.profile.stages), [1.0]
+        places = (*candidate.drafts, len(stages) - 1)
+        for i, steps in zip(places, call.driver.traces().values(), strict=True):
+            # A rest may have other threads.
+            own = steps[steps["end_ns"] * 1e-9 <= call.rested_at]
+            observed, prefill_s = ({}, None) if stages[i].ngram else _observed(own, rows)
+            if not observed:
+                continue
+            weight = _REFINED if (i, candidate.threads, rows) in self._refined else 1.0
+            self._refined.add((i, candidate.threads, rows))
+            stages[i] = stages[i].refined(observed, prefill_s=prefill_s, weight=weight, **how)
+            before, now = (_call_times(p, call, list(observed), how) for p in (planned.stages[i], stages[i]))
+            changes += [b / a for a, b in zip(before, now, strict=True)]
+        self.profile = replace(self.profile, stages=tuple(stages))
+        change = max(changes, key=lambda change: abs(math.log(change)))
+        if not 1 / _CHANGED < change < _CHANGED:
+            for record in self._records.values():
+                record.measured.clear()
+            self._forget_plans()
+            self._decisions.append(f"steps take {change:.2f} times as long as planned: planned again")
+            self._store()
+
+    def _check_captured(self, call: _RunningCall) -> None:
+        """Plan without captured steps from now on if a call ran without them, except where the next call may have enough memory."""
+        # A model that cannot be captured has its warning already.
+        if _ran_uncaptured(call) and not any("cannot be prepared" in remark for remark in call.driver.remarks):
+            self._give_up_graphs(None)
+
     def _predicted_on(self, call: _RunningCall, own: np.ndarray | None) -> float | None:
         """Tokens per second of a row that the candidate is predicted to decode on the call's own text. None: its agreement is not known."""
-        candidate = replace(call.candidate, factor=1.0)
+        candidate, profile = replace(call.candidate, factor=1.0), call.record.profile or self.profile
         if candidate.schedule == "plain":
-            return planner.predict(self.profile, Answers(), candidate, call.shape).decoding_rate
+            return planner.predict(profile, Answers(), candidate, call.shape).decoding_rate
         own = call.of_parts(own) if own is not None else None
         if own is None:
             return None
-        return planner.predict_alone(self.profile, own, candidate, call.shape, cores=self.cores).decoding_rate
+        return planner.predict_alone(profile, own, candidate, call.shape, cores=self.cores).decoding_rate
 
     # ---- agreement
 
@@ -688,6 +790,28 @@ def _capturable(models: Sequence[PreTrainedModel]) -> tuple[str, ...]:
         say(f"schedule='auto': {error}; it continues without CUDA graphs")
         return ()
     return _CAPTURED
+
+
+def _observed(steps: np.ndarray, rows: int) -> tuple[dict[int, float], float | None]:
+    """Times of a call, from the trace of a stage: median seconds of its steps by width, and seconds of the prefill per token of a row. Widths of few
+    steps are left out, as is a prefill of few tokens."""
+    seconds = (steps["end_ns"] - steps["launched_ns"]) * 1e-9
+    is_step, tokens = (steps["prefill"] == 0) & (steps["fed"] > 0), steps["prefill"].sum() / rows
+    widths, counts = np.unique(steps["width"][is_step], return_counts=True)
+    found = {int(w): float(np.median(seconds[is_step & (steps["width"] == w)])) for w in widths[counts >= _ALIKE_STEPS]}
+    return found, float(seconds[steps["prefill"] > 0].sum() / tokens) if tokens >= _LEAST else None
+
+
+def _call_times(stage: StageProfile, call: _RunningCall, widths: Sequence[int], how: dict[str, Any]) -> list[float]:
+    """Seconds of steps of these widths, each with its share of the call's prefill."""
+    tokens = max(1, *call.new_tokens())
+    prefill = stage.prompt_s(call.shape.prompt, threads=how["threads"], rows=how["rows"])
+    return [s + prefill / tokens for s in stage.step_times(widths, **how)]
+
+
+def _ran_uncaptured(call: _RunningCall) -> bool:
+    """Whether a call with captured steps ran without them after all."""
+    return call.candidate.captured and bool(call.driver.remarks)
 
 
 def _warn(

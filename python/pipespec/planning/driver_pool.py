@@ -15,6 +15,9 @@ from pipespec.engine.ngram import NgramDraft
 from pipespec.planning.planner import Candidate
 from pipespec.process.progress import working
 
+_STEPS = 256
+"""Steps per stage of which a call's times are known, where the user asked for fewer."""
+
 
 class DriverPool:
     """Drivers by way and drafts. Only one of them runs at a time, and the others hold no caches.
@@ -56,7 +59,7 @@ class DriverPool:
         config = SpeculationConfig(
             schedule=candidate.schedule,
             graphs=candidate.captured,
-            trace=self._trace,
+            trace=max(self._trace, _STEPS if candidate.is_timed else 0),
             native=self._native,
             ngram=self._ngram if 0 in candidate.drafts else None,
             **candidate.steering,

@@ -20,7 +20,7 @@ from pipespec.engine.stage import Stage, StageInputs
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import embedding_size, head_size
 from pipespec.models.rope import rope_changes_at
-from pipespec.planning.profile import SHORT_CONTEXT, Profile, StageProfile, StepTimes
+from pipespec.planning.profile import SHORT_CONTEXT, Profile, StageProfile, StepTimes, without_outliers
 from pipespec.process.threads import target_threads, threads_set
 from pipespec_kernels.state import Action, StateBlock
 
@@ -219,7 +219,8 @@ class Profiler:
             for threads in self._counts:
                 best: list[StepTimes] = []
                 for place, (bench, widths) in enumerate(zip(benches, self._widths, strict=True)):
-                    seconds = tuple(statistics.median(self._steps[stage, place, threads, w]) for w in widths)
+                    medians = [statistics.median(self._steps[stage, place, threads, w]) for w in widths]
+                    seconds = without_outliers(widths, medians)
                     prompt = self._steps.get((stage, place, threads, 0))
                     per_token = best[0].prefill_s if prompt is None else statistics.median(prompt)
                     best.append(StepTimes(threads, self.rows, bench.context, widths, seconds, per_token))

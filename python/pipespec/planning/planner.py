@@ -130,6 +130,11 @@ class Candidate:
         return self.schedule in ("workers", "streams")
 
     @property
+    def is_timed(self) -> bool:
+        """Whether its steps run alone on the host, so that a trace has their times."""
+        return self.schedule in ("plain", "lockstep") and not self.captured
+
+    @property
     def steering(self) -> dict[str, Any]:
         """The settings that can change between two steps, as fields of :class:`pipespec.config.SpeculationConfig`."""
         return {name: getattr(self, name) for name in ("lookahead", "min_draft_tokens", "decode_meanwhile")}
@@ -147,7 +152,8 @@ class Plan:
     Attributes:
         chosen: The candidate that runs.
         plain: The best plain decoding.
-        candidates: The best lookahead of every schedule and subset of drafts, fastest first, plain decoding among them.
+        candidates: The best lookahead of every schedule and subset of drafts, fastest first, plain decoding among them. Of ``"lockstep"`` with one
+            thread and with all, since that depends on what else runs.
         names: Of the profile's stages.
         call: What was planned for.
         why: The reason for the choice.
@@ -446,6 +452,9 @@ def plan(
                 ]
                 best[schedule, drafts] = _best(tried)
                 found.append(predicted(best[schedule, drafts], answers))
+                if schedule == "lockstep" and not is_captured:
+                    others = [n for n in counts if n != threads]
+                    found += [predicted(replace(best[schedule, drafts], threads=n), answers) for n in others]
     found = [replace(c, ideal=predict(profile, answers, c, call, seed=seed, ideal=True).rate) for c in found]
     return decide(Plan(plain, plain, tuple(found), names, call, ""), {})
 
@@ -461,16 +470,17 @@ def following(profile: Profile, recent: np.ndarray, made: Plan, *, seed: int = 0
         made: With predicted rates, from :func:`plan`.
         seed: Of the simulation.
     """
-    own = next((c for c in made.candidates if c.drafts == (0,) and profile.has_ngram), None)
-    if own is None:
-        return made
 
     def predicted(candidate: Candidate, *, ideal: bool = False) -> Candidate:
         return predict_alone(profile, recent, candidate, made.call, seed=seed, ideal=ideal)
 
-    best = _best([predicted(replace(own, lookahead=lookahead)) for lookahead, *_ in _over_ngram(None)])
-    best = replace(best, ideal=predicted(best, ideal=True).rate)
-    return replace(made, candidates=tuple(best if c is own else c for c in made.candidates))
+    def best(own: Candidate) -> Candidate:
+        found = _best([predicted(replace(own, lookahead=lookahead)) for lookahead, *_ in _over_ngram(None)])
+        return replace(found, ideal=predicted(found, ideal=True).rate)
+
+    return replace(
+        made, candidates=tuple(best(c) if profile.has_ngram and c.drafts == (0,) else c for c in made.candidates)
+    )
 
 
 def _best(tried: Sequence[Candidate]) -> Candidate:

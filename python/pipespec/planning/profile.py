@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -17,6 +17,9 @@ from pipespec.process.records import build
 
 SHORT_CONTEXT = 64
 """Context of the finer measurements, in tokens."""
+
+_SPLIT = 1.1
+"""Most time of a step, divided by that of several narrower ones with as many columns."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,18 @@ class StepTimes:
             slope = max(0.0, (s[-1] - s[-2]) / (w[-1] - w[-2]))
             found += slope * np.maximum(0.0, np.subtract(widths, w[-1]))
         return found
+
+
+def without_outliers(widths: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Step times within the bounds that those of other widths give: what else a machine runs only adds to a time.
+
+    A step takes no longer than a wider one, and no longer than :data:`_SPLIT` times as many narrower steps as give its width.
+    """
+    found = np.minimum.accumulate(np.asarray(seconds, dtype=np.float64)[::-1])[::-1].copy()
+    for i, width in enumerate(widths):
+        for j in range(i):
+            found[i] = min(found[i], _SPLIT * -(-width // widths[j]) * found[j])
+    return tuple(float(s) for s in found)
 
 
 @dataclass(frozen=True)
@@ -138,6 +153,41 @@ class StageProfile:
     ) -> float:
         """:meth:`step_times` of one width."""
         return self.step_times((width,), threads=threads, rows=rows, context=context, captured=captured)[0]
+
+    def refined(
+        self,
+        observed: Mapping[int, float],
+        *,
+        threads: int,
+        rows: int,
+        context: float,
+        prefill_s: float | None = None,
+        weight: float = 1.0,
+    ) -> StageProfile:
+        """The profile with what uncaptured steps of a call took. The same where no steps of these threads and rows were measured.
+
+        Times of other widths and contexts change by the quotient of the nearest observed widths.
+
+        Args:
+            observed: Seconds by width, at least one.
+            threads: Of the steps, as ``rows``.
+            context: Mean tokens in the cache.
+            prefill_s: See :class:`StepTimes`. None: not observed.
+            weight: Of the observation, against the profile: 0 to 1.
+        """
+        old = [t for t in self.times if (t.threads, t.rows, t.captured) == (threads, rows, False)]
+        if not old:
+            return self
+        widths = sorted(observed)
+        expected = self.step_times(widths, threads=threads, rows=rows, context=context)
+        quotients = (np.array([observed[w] for w in widths]) / expected) ** weight
+
+        def scaled(t: StepTimes) -> StepTimes:
+            seconds = np.interp(t.widths, widths, quotients) * t.seconds
+            prefill = t.prefill_s if prefill_s is None else t.prefill_s + weight * (prefill_s - t.prefill_s)
+            return replace(t, seconds=without_outliers(t.widths, seconds.tolist()), prefill_s=prefill)
+
+        return replace(self, times=tuple(scaled(t) if t in old else t for t in self.times))
 
     def prompt_s(self, tokens: int, *, threads: int, rows: int = 1, captured: bool = False) -> float:
         """Seconds of the prefill of ``rows`` prompts of ``tokens`` tokens.

@@ -161,7 +161,11 @@ class CallSteering:
             self._note(
                 tokens, f"drafting gives {rate:.0f} tokens/s, plain decoding {plain:.0f}: changed to plain decoding"
             )
-        elif self.plain.tokens_since * share > _PROBE_TOKENS * max(likely / plain - 1, 0.0):
+        else:
+            # How many draft tokens are right varies along a text, so that what a rest loses is the gain over all of it.
+            gain = max(likely / plain, self.gain) if self.plain.count else likely / plain
+            if self.plain.tokens_since * share <= _PROBE_TOKENS * max(gain - 1, 0.0):
+                return
             self._rest(likely, probing=True)
 
     def _rest(self, rate: float, *, probing: bool) -> None:
