@@ -118,6 +118,8 @@ BUGS = (
         "bench --dry-run --agreement nan",
         "bench --dry-run --threads 0",
         "plan --draft-vocabulary ²",
+        "generate --system spd --device 0",
+        "generate --system spd --device auto",
     ],
 )
 def test_lines_that_are_refused(target: Path, tmp_path: Path, monkeypatch, line) -> None:

@@ -363,6 +363,8 @@ def test_devices(folder, no_work, monkeypatch):
     assert own_device("cpu", 7) == torch.device("cpu")
     assert own_device("cuda", 1) == torch.device("cuda", 1)
     assert own_device("cuda:0", 5) == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="device='0' is not a device"):
+        own_device("0", 0)
     for device, local in (("cuda", 2), ("cuda:2", 0)):
         with pytest.raises(ValueError, match="GPU 2 is wanted and this machine has 2"):
             own_device(device, local)

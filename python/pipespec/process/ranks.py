@@ -54,7 +54,10 @@ def join_store(start_s: float) -> tuple[Any, int, int]:
 
 def own_device(device: torch.device | str, local_rank: int) -> torch.device:
     """The device of a machine's rank number ``local_rank``. Raises ``ValueError`` if the device does not exist."""
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device={str(device)!r}: ranks compute on 'cpu' or 'cuda'")
     if found.type == "cpu":
