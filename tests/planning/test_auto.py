@@ -360,6 +360,48 @@ def test_another_number_of_threads_is_tried_once(monkeypatch, target, one_core):
         assert auto._choose(two, record) == both[2]
 
 
+def test_steps_of_calls_correct_a_profile_of_a_busy_moment(monkeypatch, target, one_core):
+    """The profile says an hour per step. The calls' own traces say what a step takes."""
+    kept = []
+    profile = chain(1.0, 3600.0, threads=1)
+    with pipeline(monkeypatch, [always_wrong(target), target], profile, table(0.0)) as pipe:
+        auto = pipe._driver
+        monkeypatch.setattr(auto, "_store", lambda: kept.append(auto.profile))
+        given, asked = reports(pipe, 1)[0], {"threads": 1, "context": 20}
+        assert auto.profile == profile  # one that is given stays
+        auto._key = "measured here"
+        first = reports(pipe, 1)[0]
+        assert given.schedule == first.schedule == "plain"
+        assert any("times as long as planned: planned again" in decision for decision in first.decisions)
+        assert kept[-1] == auto.profile
+        (steps,) = auto._call.driver.traces().values()
+        took = np.median((steps["end_ns"] - steps["launched_ns"])[steps["prefill"] == 0]) * 1e-9
+        assert auto.profile.target.seconds(1, **asked) == pytest.approx(took)
+        assert auto.profile.target.prompt_s(10, threads=1) < 3600
+        assert auto.traces() == {}  # the user asked for none
+        second = reports(pipe, 1)[0]
+        assert auto.profile.target.seconds(1, **asked) < 3600
+        assert second.schedule == "plain"
+
+
+def test_steps_of_a_rest_are_of_other_threads(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_wrong(target), target], chain(1.0, 3600.0, threads=1), table(0.0)) as pipe:
+        auto = pipe._driver
+        auto._key = "measured here"
+        monkeypatch.setattr(auto, "_store", lambda: None)
+        before = auto.profile
+        prepare = auto._prepare
+
+        def rested(request):
+            call = prepare(request)
+            call.rested_at = 0.0
+            return call
+
+        monkeypatch.setattr(auto, "_prepare", rested)
+        reports(pipe, 1)
+        assert auto.profile == before
+
+
 def test_no_processes_are_started_for_a_trial(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         auto, record = pipe._driver, pipe._driver.record(1, "greedy")

@@ -18,7 +18,7 @@ from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs
 from pipespec.errors import NotCapturable
 from pipespec.planning import agreement, measure, profile_store
-from pipespec.planning.profile import Profile, StageProfile, StepTimes
+from pipespec.planning.profile import Profile, StageProfile, StepTimes, without_outliers
 from pipespec.planning.profile_store import ProfileWarning, StoredProfile
 from tests.conftest import VOCABULARY, always_right, always_wrong, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
@@ -44,6 +44,38 @@ def test_between_the_measured_widths_it_is_interpolated():
     assert times.at([8]) == [5.0]  # extrapolated from the last two widths
     assert StepTimes(1, 1, 64, (1, 4), (2.0, 1.0)).at([9]) == [1.0]  # a wider step is never faster
     assert StepTimes(1, 1, 64, (1,), (2.0,)).at([9]) == [2.0]
+
+
+def test_what_else_runs_only_adds_to_a_time():
+    busy = (4.9, 5.3, 1.6, 5.3, 9.0, 4.7, 11.0)
+    found = without_outliers((1, 2, 5, 6, 8, 12, 17), busy)
+    assert found[:3] == (1.6, 1.6, 1.6)  # no more than the wider step took
+    assert found[3] == pytest.approx(1.1 * 2 * 1.6)  # no more than two steps of the half take
+    assert found[5] == 4.7
+    assert list(found) == sorted(found)
+    assert without_outliers((1, 2, 5, 6, 8, 12, 17), found) == pytest.approx(found)
+    plausible = (1.0, 1.0, 1.4, 1.6, 2.4, 2.9, 4.0)
+    assert without_outliers((1, 2, 4, 6, 8, 9, 17), plausible) == plausible
+
+
+def test_steps_of_a_call_correct_the_times():
+    short, far = (
+        StepTimes(2, 1, 64, (1, 2, 4), (1.0, 1.2, 1.4), 0.1),
+        StepTimes(2, 1, 256, (1, 2, 4), (2.0, 2.2, 2.4), 0.1),
+    )
+    alone = StepTimes(1, 1, 64, (1, 2, 4), (3.0, 3.0, 3.0), 0.1)
+    stage = StageProfile("target", 1, (short, far, alone))
+    how = {"threads": 2, "rows": 1}
+    found = stage.refined({1: 3.0, 4: 2.8}, context=64, prefill_s=0.5, **how)
+    assert found.seconds(1, context=64, **how) == pytest.approx(2.8)  # a wider step took no longer
+    assert found.seconds(4, context=64, **how) == pytest.approx(2.8)
+    assert found.seconds(4, context=256, **how) == pytest.approx(4.8)  # as many times as long
+    assert found.prompt_s(10, **how) == pytest.approx(5.0)
+    assert found.times[2] == alone
+    half = stage.refined({1: 4.0}, context=64, weight=0.5, **how)
+    assert half.seconds(1, context=64, **how) == pytest.approx(2.0)
+    assert half.prompt_s(10, **how) == pytest.approx(1.0)
+    assert stage.refined({1: 4.0}, context=64, threads=4, rows=1) is stage  # nothing was measured with four
 
 
 def test_context_threads_and_rows():
