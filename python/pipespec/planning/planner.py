@@ -17,7 +17,7 @@ import numpy as np
 from pipespec.config import WIDTH
 from pipespec.planning.profile import Profile
 from pipespec.planning.simulator import Answers, SimulatedPolicy, StageModel, simulate
-from pipespec.planning.validation import positive
+from pipespec.planning.validation import all_positive, positive
 from pipespec.process.table import aligned
 
 MARGIN = 1.05
@@ -262,10 +262,9 @@ def predict(
             continue
         threads = candidate.threads if i == target or not in_processes else 1
         fed = range(1, 2 if candidate.schedule == "plain" else _MOST_WIDTH + 1)
-        widths = [columns(candidate, place, w) for w in fed]
+        widths = [columns(candidate, place, w) for w in fed] if candidate.captured else fed
         seconds = stage.step_times(widths, context=call.context, threads=threads, **shape)
-        for t in seconds:
-            positive(t, f"a step time of {stage.name}")
+        all_positive(seconds, f"a step time of {stage.name}")
         beside = [profile.stages[j].burden for j in models] if i == target else [stage.contention]
         stages.append(
             StageModel(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipespec.config import PATIENCE, WIDTH
-from pipespec.planning.validation import non_negative, positive, probability, same_length
+from pipespec.planning.validation import all_positive, non_negative, probability, same_length
 
 Schedule = Literal["workers", "lockstep", "reference", "reference-lockstep"]
 
@@ -52,10 +52,10 @@ class StageModel:
         Raises:
             ValueError: A time is not positive, or there is none.
         """
-        values = [self.step_s] if isinstance(self.step_s, (int, float)) else list(self.step_s)
-        if not values:
+        values = [self.step_s] if isinstance(self.step_s, (int, float)) else self.step_s
+        if not len(values):
             raise ValueError("a stage needs at least one step time")
-        return [positive(t, "a step time") for t in values]
+        return all_positive(values, "a step time")
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ def simulate_spd(
     from pipespec_kernels import _native
 
     result = _native.simulate_spd(
-        [positive(t, "the time of a stage") for t in stage_s],
+        all_positive(stage_s, "the time of a stage"),
         non_negative(draft_s, "draft_s"),
         non_negative(cycle_s, "cycle_s"),
         shared,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
 
 
 def probability(value: float, name: str) -> float:
@@ -18,6 +21,15 @@ def positive(value: float, name: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a positive number, not {value}")
     return float(value)
+
+
+def all_positive(values: Sequence[float] | np.ndarray, name: str) -> list[float]:
+    """:func:`positive` of each value."""
+    found = np.asarray(values, dtype=np.float64)
+    wrong = ~(np.isfinite(found) & (found > 0))
+    if wrong.any():
+        positive(float(found[wrong][0]), name)
+    return cast(list[float], found.tolist())
 
 
 def non_negative(value: float, name: str) -> float:
