@@ -384,6 +384,33 @@ def test_steps_of_calls_correct_a_profile_of_a_busy_moment(monkeypatch, target, 
         assert second.schedule == "plain"
 
 
+def test_all_settings_are_compared_rarely(monkeypatch, target, one_core):
+    """Where agreement or step times change soon after a plan, only its candidates are predicted again."""
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        auto, record, shape = pipe._driver, pipe._driver.record(1, "greedy"), planner.CallShape()
+        whole = []
+        plan = planner.plan
+        monkeypatch.setattr(planner, "plan", lambda *args, **more: whole.append(1) or plan(*args, **more))
+        auto._in_calls_s = 1.0
+        record.is_stale = True
+        first = auto._planned(shape, "greedy")
+        assert len(whole) == 1
+        assert auto._planned(shape, "greedy") == first
+        auto.profile = replace(chain(1e-3, 2e-2), threads=2)
+        record.is_stale = True
+        again = auto._planned(shape, "greedy")
+        assert len(whole) == 1
+        assert again.plain.rate == pytest.approx(first.plain.rate / 2, rel=0.01)
+        assert (
+            again.chosen.lookahead
+            == plan(auto.profile, auto.answers("greedy"), shape, schedules=("lockstep",)).chosen.lookahead
+        )
+        auto._in_calls_s = record.whole_s
+        record.is_stale = True
+        auto._planned(shape, "greedy")
+        assert len(whole) == 2
+
+
 def test_steps_of_a_rest_are_of_other_threads(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_wrong(target), target], chain(1.0, 3600.0, threads=1), table(0.0)) as pipe:
         auto = pipe._driver
@@ -549,9 +576,9 @@ def test_texts_that_give_less_than_predicted_count(measured_auto):
         auto._record_rate(ended_call(auto, chosen, 100, seconds, record), None)
     assert record.factors()[chosen.key] == pytest.approx(0.5, rel=0.01)
     assert record.speeds() == {}
-    auto._forget_plans("greedy")  # graphs or processes are lost: the texts are the same
+    auto._forget_plans()  # graphs or processes are lost: the texts are the same
     assert chosen.key in record.factors()
-    auto._forget_plans("greedy", texts=True)
+    auto._agreement_moved("greedy")
     assert chosen.key not in record.factors()
 
 

@@ -91,7 +91,8 @@ class _Agreement:
 @dataclass
 class _ShapeRecord:
     """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: candidates near the best that were tried.
-    ``profile`` and ``followed``: the profile and the :attr:`_Agreement.recent` of the plan. ``calls``: that ended. ``next_s``: time in calls at which the next is learnt from."""
+    ``profile`` and ``followed``: the profile and the :attr:`_Agreement.recent` of the plan. ``calls``: that ended. ``next_s``: time in calls at which the next is learnt from.
+    ``is_stale``: step times or agreement have changed since. ``whole_s``: time in calls from which all settings are compared again."""
 
     plan: Plan | None = None
     profile: Profile | None = None
@@ -100,6 +101,8 @@ class _ShapeRecord:
     trials: int = 0
     calls: int = 0
     next_s: float = 0.0
+    is_stale: bool = False
+    whole_s: float = 0.0
     _decided: tuple[tuple[Any, ...], Plan] | None = None
 
     def rate(self, key: Key) -> MeasuredRate:
@@ -466,26 +469,37 @@ class AutoDriver(Decoder):
     def _planned(self, shape: CallShape, mode: str, *, graphs: bool = True) -> Plan:
         """The plan for calls of this number of rows. It is made for the lengths of the first of them."""
         record, began = self.record(shape.rows, mode), self.clock()
-        before = record.plan
-        if record.plan is None:
-            record.plan = planner.plan(
-                self.profile,
-                self.answers(mode),
-                replace(shape, rows=_bucket(shape.rows)),
-                schedules=("lockstep", "workers") if self.cores > 1 else ("lockstep",),
-                captured=self.captured,
-                cores=self.cores,
-            )
-            record.profile, record.followed = self.profile, None
+        plan = before = record.plan
+        if plan is None or record.is_stale:
+            plan = self._plan_anew(record, shape, mode)
+            record.profile, record.followed, record.is_stale = self.profile, None, False
         known = self._agreement.get(mode)
         recent = known.recent if known is not None else None
-        if recent is not None and (before is None or self._is_due(record)) and self._differs(recent, record.followed):
+        is_open = record.followed is None or self._is_due(record)
+        if recent is not None and is_open and self._differs(recent, record.followed):
             assert record.profile is not None
-            record.plan = planner.following(record.profile, recent, record.plan)
-            record.followed = recent
-        if record.plan is not before:
+            plan, record.followed = planner.following(record.profile, recent, plan), recent
+        if plan is not before:
+            record.plan = plan
             self._spent(record, began)
-        return record.decided(record.plan if graphs else planner.eager_only(record.plan))
+        return record.decided(plan if graphs else planner.eager_only(plan))
+
+    def _plan_anew(self, record: _ShapeRecord, shape: CallShape, mode: str) -> Plan:
+        """Compare all settings. If that was done not long ago, predict the candidates of the present plan again."""
+        if record.plan is not None and self._in_calls_s < record.whole_s:
+            return planner.again(self.profile, self.answers(mode), record.plan, cores=self.cores)
+        began = self.clock()
+        found = planner.plan(
+            self.profile,
+            self.answers(mode),
+            replace(shape, rows=_bucket(shape.rows)),
+            schedules=("lockstep", "workers") if self.cores > 1 else ("lockstep",),
+            captured=self.captured,
+            cores=self.cores,
+        )
+        if self._in_calls_s > 0:  # what the constructor planned does not know this user's texts
+            record.whole_s = self._in_calls_s + (self.clock() - began) / _SHARE
+        return found
 
     def _differs(self, recent: np.ndarray, followed: np.ndarray | None) -> bool:
         """Whether the n-gram index finds more or less in the newest texts than where its rate was predicted, or it was not predicted."""
@@ -494,19 +508,18 @@ class AutoDriver(Decoder):
         changes = (abs((recent == answer).mean() - (followed == answer).mean()) for answer in (0, NOTHING))
         return bool(max(changes) > _MOVED / 2)
 
-    def _forget_plans(self, mode: str | None = None, *, texts: bool = False) -> None:
-        """Forget the plans of one mode, or all. Greedy agreement stands for the sampled one until that is measured.
+    def _forget_plans(self) -> None:
+        """Forget all plans: there are other candidates."""
+        for record in self._records.values():
+            record.plan = None
 
-        Args:
-            mode: ``"greedy"`` or ``"sampled"``. None: both.
-            texts: Also forget what texts gave against these plans, because the agreement is another.
-        """
+    def _agreement_moved(self, mode: str) -> None:
+        """Plan again in a mode, and forget what texts gave against its plans. Greedy agreement stands for the sampled one until that is measured."""
         for (_, other), record in self._records.items():
-            if mode in (None, other) or (mode == "greedy" and "sampled" not in self.tables):
-                record.plan = None
-                if texts:
-                    for rate in record.measured.values():
-                        rate.forget_texts()
+            if mode == other or (mode == "greedy" and "sampled" not in self.tables):
+                record.is_stale = True
+                for rate in record.measured.values():
+                    rate.forget_texts()
 
     def _choose(self, plan: Plan, record: _ShapeRecord) -> Candidate:
         """The plan's choice, or a candidate of about the same rate that was not tried, or that needs no new graphs."""
@@ -682,7 +695,7 @@ class AutoDriver(Decoder):
         if not 1 / _CHANGED < change < _CHANGED:
             for record in self._records.values():
                 record.measured.clear()
-            self._forget_plans()
+                record.is_stale = True
             self._decisions.append(f"steps take {change:.2f} times as long as planned: planned again")
             self._store()
 
@@ -754,7 +767,7 @@ class AutoDriver(Decoder):
         known.patience = 1 if has_moved else min(2 * known.patience, _MOST_PATIENCE)
         known.next_s = self._in_calls_s + known.patience * (self.clock() - began) / _SHARE
         if has_moved:
-            self._forget_plans(mode, texts=True)
+            self._agreement_moved(mode)
             rates = ", ".join(f"{a:.2f}" for a in after)
             self._decisions.append(f"agreement with the target is {rates}: planned again")
             self._store()

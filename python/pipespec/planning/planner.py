@@ -443,12 +443,7 @@ def plan(
                     own = replace(own, threads=max(1, profile.threads - len(models)))
                 without = best.get((schedule, models))
                 settings = _over_ngram(without) if has_ngram else _grid(schedule, len(models))
-                tried = [
-                    predicted(
-                        replace(own, lookahead=lookahead, min_draft_tokens=min_draft_tokens, decode_meanwhile=meanwhile)
-                    )
-                    for lookahead, min_draft_tokens, meanwhile in settings
-                ]
+                tried = [predicted(_with(own, setting)) for setting in settings]
                 best[schedule, drafts] = _best(tried)
                 found.append(predicted(best[schedule, drafts], answers))
                 if schedule == "lockstep" and not is_captured:
@@ -456,6 +451,33 @@ def plan(
                     found += [predicted(replace(best[schedule, drafts], threads=n), answers) for n in others]
     found = [replace(c, ideal=predict(profile, answers, c, call, seed=seed, ideal=True).rate) for c in found]
     return decide(Plan(plain, plain, tuple(found), names, call, ""), {})
+
+
+def again(profile: Profile, answers: Answers, made: Plan, *, cores: int | None = None, seed: int = 0) -> Plan:
+    """The plan with new predictions of its candidates, after step times or agreement have changed. It takes a tenth of the time of :func:`plan`.
+
+    The settings are those of the plan, except for the fastest candidate's, which are chosen anew. :func:`decide` makes the choice.
+
+    Args:
+        profile: As the other arguments: see :func:`plan`.
+        made: From :func:`plan`.
+    """
+
+    def predicted(c: Candidate, *, ideal: bool = False) -> Candidate:
+        return predict(profile, answers, c, made.call, seed=seed, ideal=ideal, cores=cores)
+
+    found = [predicted(c) for c in made.candidates]
+    best = max((c for c in found if c.schedule != "plain"), key=lambda c: c.rate, default=None)
+    if best is not None:
+        models = profile.models(best.drafts)
+        if len(models) < len(best.drafts):
+            without = [c for c in found if c.drafts == models and c.schedule == best.schedule and models]
+            settings = _over_ngram(max(without, key=lambda c: c.rate)) if without else _over_ngram(None)
+        else:
+            settings = _grid(best.schedule, len(models))
+        tried = [predicted(_with(best, setting)) for setting in settings]
+        found[found.index(best)] = _best([best, *tried])
+    return replace(made, candidates=tuple(replace(c, ideal=predicted(c, ideal=True).rate) for c in found))
 
 
 def following(profile: Profile, recent: np.ndarray, made: Plan, *, seed: int = 0) -> Plan:
@@ -480,6 +502,11 @@ def following(profile: Profile, recent: np.ndarray, made: Plan, *, seed: int = 0
     return replace(
         made, candidates=tuple(best(c) if profile.has_ngram and c.drafts == (0,) else c for c in made.candidates)
     )
+
+
+def _with(candidate: Candidate, setting: Setting) -> Candidate:
+    lookahead, min_draft_tokens, decode_meanwhile = setting
+    return replace(candidate, lookahead=lookahead, min_draft_tokens=min_draft_tokens, decode_meanwhile=decode_meanwhile)
 
 
 def _best(tried: Sequence[Candidate]) -> Candidate:
