@@ -123,6 +123,7 @@ class StagePort {
     for (std::uint32_t row = 0; row < decided_.size(); ++row)
       decided_[row] = Sequence(block_, stage_ - 1, row).announced();
     is_decided_ = true;
+    decides_again_ = false;
   }
   // Whether upstream has published what decide() has taken, or rolled it back. If not, a park()
   // ends when it publishes.

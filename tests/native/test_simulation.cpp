@@ -59,7 +59,8 @@ struct Coverage {
   u64 crashes = 0, corrupt = 0, restarts = 0, rests = 0, waits = 0, parks = 0, tokens = 0,
       rollbacks = 0;
   u64 observed = 0, torn = 0, copies = 0, batches = 0, eos = 0, choices = 0;
-  u64 rejecting = 0, decisions = 0, verified = 0, rolled_back = 0, undrawn = 0, given_up = 0;
+  u64 rejecting = 0, decisions = 0, verified = 0, rolled_back = 0, undrawn = 0, given_up = 0,
+      killed = 0;
   u64 stages[kStages + 1] = {};
 };
 
@@ -193,6 +194,7 @@ class Simulation final : public simulated::Watch {
     }
     is_confident_ = !rejects_ && random_.chance(50);
     accepts_percent_ = random_.pick({30u, 80u, 100u});
+    dies_percent_ = random_.pick({0u, 0u, 10u});
     room_ = random_.pick({2u, 4u, 9u});
     awaits_draws_ = true;
     pipespec::reset(block_, starts, limits, last, truth_.eos);
@@ -508,11 +510,14 @@ class Simulation final : public simulated::Watch {
     const u32 up = target() - 1;
     StagePort& port = *ports_[target()];
     const std::array<u64, kRows> begun = has_begun_;
+    auto& seen_announced = machine_->thread(target()).seen_announced;
+    std::fill(std::begin(seen_announced), std::end(seen_announced), Machine::kNever);
     port.decide();
     ++coverage.decisions;
     for (u32 r = 0; r < rows_; ++r) {
-      const u64 seen = machine_->thread(target()).seen_announced[r];
+      const u64 seen = seen_announced[r];
       taken_[r] = unpack(seen);
+      check(seen != Machine::kNever, "the target decides about row %u unseen", r);
       check(is_corrupt_[up] || seen >= begun[r],
             "the target decides by %u tokens of epoch %u, while one more is drawn",
             taken_[r].length, taken_[r].epoch);
@@ -581,6 +586,8 @@ class Simulation final : public simulated::Watch {
     };
     each_row([&](u32 r, Word at) { drawn_[r][at.length % room_] = pack(at); });
     ports_[s]->announce();
+    if (!is_calm_ && random_.chance(dies_percent_))
+      machine_->thread(s).crashes_in = random_.below(10);
     each_row([&](u32 r, Word at) { has_begun_[r] = pack({at.epoch, at.length + 1}); });
   }
   std::int32_t draw() {
@@ -634,6 +641,8 @@ class Simulation final : public simulated::Watch {
                         : fed > 0                   ? Action::kCatchUp
                                                     : Action::kIdle,
                         number(port.kv()), fed, number(port.num_draft_tokens())};
+      check(planned_[s][r].action != Action::kStep || number(port.n_select()) == fed,
+            "stage %u selects %u of %u tokens", s, number(port.n_select()), fed);
       check_plan(s, r, policy, action);
       if (rejects_ && s == target()) check_verified(r, policy);
     }
@@ -884,6 +893,9 @@ class Simulation final : public simulated::Watch {
   void crashed(u32 s) override {
     is_lost_[s] = true;
     ++coverage.crashes;
+    bool draws = false;
+    for (u32 r = 0; r < rows_; ++r) draws |= ghosts_[s][r].announced > pack(ghosts_[s][r].word);
+    coverage.killed += draws;
     if (!becomes_corrupt_[s]) return;
     is_corrupt_[s] = true;
     ++coverage.corrupt;
@@ -1037,7 +1049,7 @@ class Simulation final : public simulated::Watch {
   bool is_confident_ = false;  // stages use the confidence of tokens
   // Rejection sampling. The draft keeps what it has drawn its newest `room_` tokens from.
   bool rejects_ = false, awaits_draws_ = true;
-  u32 accepts_percent_ = 0, room_ = 1;
+  u32 accepts_percent_ = 0, dies_percent_ = 0, room_ = 1;
   std::array<u64, kRows> has_begun_{};  // announced by the draft, which has gone on to draw
   std::array<Word, kRows> taken_{};     // what the target has decided by
   std::array<std::array<u64, 9>, kRows> drawn_{};  // by position: epoch and position of the token
@@ -1084,9 +1096,9 @@ void print_coverage(const char* when) {
       number(c.observed), number(c.torn), number(c.choices));
   std::printf(
       "    rejection sampling %llu: decisions %llu, draft tokens %llu, waits for a draw %llu, %llu "
-      "given up; steps after a rollback %llu\n",
+      "given up; crashes during a draw %llu, steps after a rollback %llu\n",
       number(c.rejecting), number(c.decisions), number(c.verified), number(c.undrawn),
-      number(c.given_up), number(c.rolled_back));
+      number(c.given_up), number(c.killed), number(c.rolled_back));
   std::fflush(stdout);
 }
 
