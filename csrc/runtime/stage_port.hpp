@@ -109,7 +109,8 @@ class StagePort {
   // are there in time would not have the draft's distribution. So the draft announces each draw
   // before it draws, and the target verifies exactly the draws that were announced when it decides.
 
-  // The draft, when its logits are stored: announces the tokens that the planned step selects.
+  // The draft, when its logits are stored: announces the tokens that the planned step selects. When
+  // it returns, decide() takes them (L9).
   void announce() {
     const std::size_t active = block_.active_rows();
     for (std::uint32_t row = 0; row < active && row < n_select_.size(); ++row)
@@ -252,7 +253,8 @@ class StagePort {
     return lookahead;
   }
 
-  // Than decide() has taken. Not in damaged memory, where tokens are published unannounced.
+  // Whether upstream has announced more than decide() has taken. Not in damaged memory, where
+  // tokens may be published unannounced.
   bool announces_more() const {
     for (std::uint32_t row = 0; row < decided_.size(); ++row)
       if (pack(Sequence(block_, stage_ - 1, row).announced()) != pack(decided_[row])) return true;
