@@ -186,7 +186,7 @@ class Simulation final : public simulated::Watch {
       const bool starts_now = !is_lost_[s] || number == 1 || s == target() || random_.chance(80);
       coverage.restarts += is_lost_[s] && starts_now && number > 1;
       is_here_[s] = starts_now;
-      is_corrupt_[s] = is_lost_[s] = is_announcing_[s] = false;
+      is_corrupt_[s] = is_lost_[s] = is_ringing_[s] = false;
       block_.control(s).alive = starts_now;
       block_.control(s).lookahead = random_.pick({1u, 2u, 3u, 5u, 8u, ~0u});
       if (random_.chance(5)) block_.control(s).lookahead = 0;
@@ -344,7 +344,7 @@ class Simulation final : public simulated::Watch {
   // only time wakes them. All other sleepers need no such help. Returns whether there was one.
   bool wake_the_forgotten() {
     bool forgotten = false;
-    for (u32 s = 0; s < target(); ++s) forgotten |= is_lost_[s] && is_announcing_[s];
+    for (u32 s = 0; s < target(); ++s) forgotten |= is_lost_[s] && is_ringing_[s];
     for (u32 s = 0; forgotten && s < stages_; ++s) machine_->wake(s);
     return forgotten;
   }
@@ -631,7 +631,7 @@ class Simulation final : public simulated::Watch {
     machine_->thread(s).look();
     const Action action =
         port.plan(policy.lookahead, policy.max_draft_tokens, policy.min_draft_tokens);
-    is_announcing_[s] = false;
+    is_ringing_[s] = false;
     for (u32 r = 0; r < rows_; ++r) {
       const auto number = [r](const std::vector<std::int32_t>& of) {
         return static_cast<u32>(of[r]);
@@ -731,7 +731,7 @@ class Simulation final : public simulated::Watch {
     for (std::uint8_t& each : confidence) each = static_cast<std::uint8_t>(random_.below(256));
     const u32 appended =
         ports_[s]->commit(selected_[s].data(), kWidth, is_confident_ ? confidence.data() : nullptr);
-    is_announcing_[s] = false;
+    is_ringing_[s] = false;
     for (u32 r = 0; r < rows_; ++r) {
       const Step& step = planned_[s][r];
       const std::int32_t* selected = &selected_[s][r * kWidth];
@@ -904,8 +904,8 @@ class Simulation final : public simulated::Watch {
 
   void stored(u32 thread, const Place& place, u64 bits) override {
     const u32 s = place.stage, r = place.row;
-    const bool announces = (place.kind == Kind::kWord && !place.copy) || place.kind == Kind::kBell;
-    if (announces && thread < target()) is_announcing_[thread] = true;
+    const bool rings = (place.kind == Kind::kWord && !place.copy) || place.kind == Kind::kBell;
+    if (rings && thread < target()) is_ringing_[thread] = true;
     if (place.kind == Kind::kNone || place.kind >= Kind::kLimit) return;
     check(thread == s, "thread %u writes what is stage %u's", thread, s);
     if (place.copy || is_corrupt_[s]) return;
@@ -1055,7 +1055,7 @@ class Simulation final : public simulated::Watch {
   std::array<std::array<u64, 9>, kRows> drawn_{};  // by position: epoch and position of the token
   GainPolicy policies_;
   std::array<bool, kStages> is_here_{}, is_lost_{}, is_corrupt_{}, becomes_corrupt_{};
-  std::array<bool, kStages> is_announcing_{};  // has published, and not yet woken all others
+  std::array<bool, kStages> is_ringing_{};  // has published, and not yet woken all others
   std::array<u32, kStages> pause_{};
   std::array<std::array<Ghost, kRows>, kStages> ghosts_;
   std::array<std::array<Cache, kRows>, kStages> caches_;
