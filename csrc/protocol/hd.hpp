@@ -107,8 +107,8 @@ PIPESPEC_HD inline T load_acquire(const T* p, Scope scope = Scope::kSystem) {
   return memory::load<Order::kAcquire>(p, scope);
 }
 
-// An acquire that, once a thread has passed fence_seq_cst(), gets none but the newest value of what
-// that thread had stored.
+// An acquire. Where another thread has passed fence_seq_cst(), it gets what that thread stored
+// before the fence, or a newer value.
 template <typename T>
 PIPESPEC_HD inline T load_seq_cst(const T* p, Scope scope = Scope::kSystem) {
   return memory::load<Order::kSeqCst>(p, scope);
@@ -128,7 +128,7 @@ PIPESPEC_HD inline void store_release(T* p, T value, Scope scope = Scope::kSyste
 PIPESPEC_HD inline void fence_acquire(Scope scope) { memory::fence<Order::kAcquire>(scope); }
 // A thread that sees a store after the fence also sees, after an acquire, the stores before it.
 PIPESPEC_HD inline void fence_release(Scope scope) { memory::fence<Order::kRelease>(scope); }
-// Both, and the thread goes on only when its stores before the fence are visible.
+// Both. The thread goes on when load_seq_cst() of any other thread gets what it stored before.
 PIPESPEC_HD inline void fence_seq_cst(Scope scope) { memory::fence<Order::kSeqCst>(scope); }
 
 }  // namespace pipespec
