@@ -93,7 +93,7 @@ struct alignas(kLine) Calibration {
 // one epoch the tokens below the length never change. Tokens below `committed` equal the target's
 // and never change again. `announced` is the word that the stage's present step will publish, or
 // its last one has: a draft whose tokens are verified by rejection sampling stores it before it
-// draws (runtime/stage_port.hpp).
+// draws (OwnSequence::announce()).
 struct alignas(kLine) Published {
   std::uint64_t word;
   std::uint32_t committed;

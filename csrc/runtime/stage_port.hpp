@@ -48,12 +48,13 @@ class StagePort {
       throw std::logic_error(
           "the state block has grown, or something has overwritten it: make a new port");
     bool waits = false, works = false, all_finished = true;
+    decides_again_ = false;
     columns_ = 0;
     for (std::uint32_t row = 0; row < active; ++row) {
       const Word before = Sequence(block_, stage_, row).word();
       if (is_confident_) bounded.lookahead = hopeful_lookahead(row, lookahead);
       Step step = plan_row(block_, stage_, row, bounded, arrays_, {}, kv_of_);
-      if (is_decided_) waits |= keep_decided(row, step, min_draft_tokens);
+      if (is_decided_) decides_again_ |= keep_decided(row, step, min_draft_tokens);
       if (is_confident_) note_confidence(row, step);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
       columns_ = detail::max(columns_, step.query_len);
@@ -65,10 +66,10 @@ class StagePort {
     // The neighbours must see the rollback or adoption of plan().
     if (published_) bells_.ring();
     published_ = false;
-    const Action action = waits          ? Action::kWait
-                          : works        ? Action::kStep
-                          : all_finished ? Action::kFinished
-                                         : Action::kIdle;
+    const Action action = waits || decides_again_ ? Action::kWait
+                          : works                 ? Action::kStep
+                          : all_finished          ? Action::kFinished
+                                                  : Action::kIdle;
     if (trace_ != nullptr) {
       start_ns_ = now_ns();
       if (action != Action::kStep) record_rollback();
@@ -108,17 +109,12 @@ class StagePort {
   // are there in time would not have the draft's distribution. So the draft announces each draw
   // before it draws, and the target verifies exactly the draws that were announced when it decides.
 
-  // The draft, when its logits are stored: announces the tokens that the planned step selects.
+  // The draft, when its logits are stored: announces the tokens that the planned step selects. When
+  // it returns, decide() takes them (L9).
   void announce() {
     const std::size_t active = block_.active_rows();
-    for (std::uint32_t row = 0; row < active && row < n_select_.size(); ++row) {
-      if (n_select_[row] == 0) continue;
-      Word next = Sequence(block_, stage_, row).word();
-      ++next.length;
-      // On x86 a full barrier: it is visible before the draw begins. A release alone could become
-      // visible when the token is known.
-      __atomic_store_n(&block_.published(stage_, row).announced, pack(next), __ATOMIC_SEQ_CST);
-    }
+    for (std::uint32_t row = 0; row < active && row < n_select_.size(); ++row)
+      if (n_select_[row] > 0) OwnSequence(block_, stage_, row).announce();
   }
   // The target, before plan(): from here on plan() takes the draft tokens that upstream has
   // announced by now, and no others.
@@ -126,9 +122,9 @@ class StagePort {
     if (stage_ == 0) throw std::logic_error("the first stage has no draft tokens to decide about");
     decided_.resize(block_.rows());
     for (std::uint32_t row = 0; row < decided_.size(); ++row)
-      decided_[row] =
-          unpack(__atomic_load_n(&block_.published(stage_ - 1, row).announced, __ATOMIC_SEQ_CST));
+      decided_[row] = Sequence(block_, stage_ - 1, row).announced();
     is_decided_ = true;
+    decides_again_ = false;
   }
   // Whether upstream has published what decide() has taken, or rolled it back. If not, a park()
   // ends when it publishes.
@@ -182,8 +178,10 @@ class StagePort {
 
   // Also returns true when the generation or the lookahead is no longer the one that generation()
   // or lookahead() last returned: a stage reads them before plan() notes the bells, and must not
-  // sleep through a stop or at an old bound if they change in between.
+  // sleep through a stop or at an old bound if they change in between. Likewise if the plan waits
+  // for draft tokens that have come since decide(): perhaps upstream has nothing more to publish.
   bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
+    if (decides_again_ && announces_more()) return true;
     if (asked_ && load_acquire(&block_.header().generation) != generation_) return true;
     if (is_bounded_ && load_acquire(&block_.control(stage_).lookahead) != lookahead_) return true;
     return bells_.park(timeout_ns, awaited);
@@ -255,6 +253,13 @@ class StagePort {
     return lookahead;
   }
 
+  // Whether upstream has announced more than decide() has taken. Not in damaged memory, where
+  // tokens may be published unannounced.
+  bool announces_more() const {
+    for (std::uint32_t row = 0; row < decided_.size(); ++row)
+      if (pack(Sequence(block_, stage_ - 1, row).announced()) != pack(decided_[row])) return true;
+    return false;
+  }
   // Leaves a planned row the draft tokens that decide() has taken. Returns whether these are too
   // few now that more have come.
   bool keep_decided(std::uint32_t row, Step& step, std::uint32_t min_draft_tokens) {
@@ -339,7 +344,8 @@ class StagePort {
   bool published_ = false;
   bool is_confident_ = false;
   bool is_decided_ = false;
-  std::vector<Word> decided_;  // per row, what upstream had announced at decide()
+  bool decides_again_ = false;  // the plan waits for draft tokens that have come since
+  std::vector<Word> decided_;   // per row, what upstream had announced at decide()
   KvOf kv_of_ = KvOf::kStage;
   bool asked_ = false;
   std::uint32_t generation_ = 0;

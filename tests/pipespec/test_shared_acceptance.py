@@ -298,7 +298,9 @@ def test_what_a_step_verifies(target) -> None:
     assert verifier.columns == 1
     assert verifier.tokens[0, 1] == 0
     assert verifier.plan(0, LOOKAHEAD, 1) == Action.WAIT  # one is missing, and one has come
+    assert verifier.park(1)  # it does not wait for another publication
     verifier.decide()
+    assert not verifier.park(1)
     assert pair.drafts() == Action.STEP
     assert verifier.plan(0, LOOKAHEAD, 1) == Action.STEP
     assert verifier.num_draft_tokens.tolist() == [1]
