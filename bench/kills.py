@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import os
 import random
 import signal
@@ -45,6 +46,9 @@ NEW_TOKENS = 32
 PROMPTS = 6
 CALLS = 20
 """Of a pipeline, before the next one is made."""
+
+SHARES = {"ranks": 0.2, "spd-ranks": 0.1, "workers": 0.4, "auto": 0.15, "spd-workers": 0.15}
+"""Of the strikes, by schedule. The ranks are forks of this process, so they come before whatever leaves threads in it."""
 
 _TEMPLATE = 0.02
 """Share of the strikes that hit the template that starts workers."""
@@ -212,15 +216,15 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    # The ranks are forks of this process, so they come before whatever leaves threads in it.
-    schedules = ("ranks", "spd-ranks", "workers", "auto", "spd-workers")
     options = argparse.ArgumentParser(description="Texts of calls whose processes are killed and stopped.")
     options.add_argument("--json", type=Path, help="write the figures here, after each schedule")
     options.add_argument("--docs", type=Path, help="write the table into this page, between its marks")
-    options.add_argument("--seconds", type=float, default=300.0, help="for all schedules together, at most")
-    options.add_argument("--strikes", type=int, help="for each schedule; it ends earlier when its seconds are over")
+    options.add_argument("--seconds", type=float, default=300.0, help="for all schedules together, evenly")
+    options.add_argument(
+        "--strikes", type=int, help="for all schedules together; each ends earlier if its seconds are over"
+    )
     options.add_argument("--seed", type=int, default=0, help="of moments, victims and signals")
-    options.add_argument("--schedules", nargs="+", choices=schedules, default=schedules)
+    options.add_argument("--schedules", nargs="+", choices=SHARES, default=list(SHARES))
     given = options.parse_args()
     torch.set_num_threads(1)
     # Its own lock is one for all forks: a rank that is killed while it loads would keep it for ever.
@@ -233,12 +237,14 @@ def main() -> int:
     figures = Figures(given.json)
     figures.record["machine"] = provenance()
     made = makers(models)
-    for name in sorted(given.schedules, key=schedules.index):
+    shares = {name: share for name, share in SHARES.items() if name in given.schedules}
+    for name, share in shares.items():
+        strikes = None if given.strikes is None else math.ceil(given.strikes * share / sum(shares.values()))
 
-        def measure(figures: Figures, name: str = name) -> None:
+        def measure(figures: Figures, name: str = name, strikes: int | None = strikes) -> None:
             tally = Tally()
             try:
-                with Amount(name, tally, given.seconds / len(given.schedules), given.strikes) as amount:
+                with Amount(name, tally, given.seconds / len(shares), strikes) as amount:
                     if name in made:
                         measure_workers(tally, amount, made[name], calls, given.seed)
                     else:

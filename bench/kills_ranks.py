@@ -38,7 +38,7 @@ from pipespec.spd import RanksPipeline
 END_S = 45.0
 """Longest time in which ranks notice that another one has ended or stopped: the limits in the documents, on a busy machine."""
 
-_START_S = 30.0
+_START_S = 20.0
 """``start_s`` of the ranks of a target."""
 
 _READY_S = 180.0
@@ -57,7 +57,7 @@ class Rank:
     def __init__(self, rank: int, world: int, port: int, folder: str, work: Callable[[Say], None]) -> None:
         self.rank, self.log = rank, Path(folder, f"{rank}.log")
         self.status: int | None = None
-        self.is_ready = self.is_stopped = False
+        self.is_ready = self.is_stopped = self.is_struck = False
         read, write = os.pipe()
         sys.stdout.flush()
         self.pid = os.fork()
@@ -232,11 +232,12 @@ class _Chain:
 
     def strike(self) -> None:
         """Strike a draft that runs, if one does."""
-        running = [rank for rank in self.ranks[1:] if not rank.has_ended and not rank.is_stopped]
+        running = [rank for rank in self.ranks[1:] if not (rank.is_struck or rank.is_stopped)]
         if not running:
             return
         rank, number = self._numbers.choice(running), draw_signal(self._numbers)
         strike(self._tally, "draft", rank.pid, number)
+        rank.is_struck = number != signal.SIGSTOP  # its end takes a moment
         if number == signal.SIGSTOP:
             rank.is_stopped = True
             # Shorter and longer than the time after which it counts as lost.
@@ -245,7 +246,7 @@ class _Chain:
     def settle(self) -> None:
         """Wait until all ranks serve."""
         deadline = time.monotonic() + _READY_S
-        while not all(rank.is_ready and not rank.has_ended and not rank.is_stopped for rank in self.ranks):
+        while not all(rank.is_ready and not (rank.is_struck or rank.is_stopped) for rank in self.ranks):
             self.tend()
             if time.monotonic() > deadline:
                 raise _hang(next(rank for rank in self.ranks if not rank.is_ready), "while it starts")
