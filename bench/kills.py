@@ -104,8 +104,9 @@ def makers(models: Sequence[PreTrainedModel]) -> dict[str, Maker]:
     *drafts, target = models
 
     def workers(number: int) -> tuple[Any, bool]:
-        acceptance = "rejection" if number % 4 == 3 else "coupled"
-        return Pipeline(target, drafts, schedule="workers", acceptance=acceptance), acceptance == "coupled"
+        if number % 4 == 3:
+            return Pipeline(target, drafts[-1], schedule="workers", acceptance="rejection"), False
+        return Pipeline(target, drafts, schedule="workers"), True
 
     return {
         "workers": workers,

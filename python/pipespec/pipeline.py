@@ -58,7 +58,7 @@ from pipespec.planning.drafts import make_drafts
 from pipespec.planning.planner import Plan
 from pipespec.preflight.checks import check_chain, check_exact, check_recurrent, check_rope
 from pipespec.preflight.devices import Devices
-from pipespec.preflight.memory import check_memory
+from pipespec.preflight.memory import check_memory, shortage_explained
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
 from pipespec.preflight.tokenizers import tokenizer_digest, translation_for
@@ -332,7 +332,7 @@ class BasePipeline:
         for name in model_kwargs.keys() - _PREPARED:
             if model_kwargs[name] is not None:
                 raise for_forward(name)
-        with self._turn("generate()", "use another Pipeline there"):
+        with self._turn("generate()", "use another Pipeline there"), shortage_explained():
             shutdown.check()
             self._leave_parent()
             # They may have been moved, cast or hooked since.
