@@ -155,6 +155,7 @@ class BasePipeline:
         return generation.report(self._driver)
 
     @_notifying_reader
+    @shortage_explained()
     @torch.no_grad()
     def generate(
         self,
@@ -282,7 +283,7 @@ class BasePipeline:
     ) -> Any:
         """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
         lost = lost_arguments()
-        with shutdown.call(), notify_reader_of_failure(lost.get("streamer")):
+        with shutdown.call(), notify_reader_of_failure(lost.get("streamer")), shortage_explained():
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
@@ -332,7 +333,7 @@ class BasePipeline:
         for name in model_kwargs.keys() - _PREPARED:
             if model_kwargs[name] is not None:
                 raise for_forward(name)
-        with self._turn("generate()", "use another Pipeline there"), shortage_explained():
+        with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()
             # They may have been moved, cast or hooked since.
