@@ -54,6 +54,10 @@ _TEMPLATE = 0.02
 """Share of the strikes that hit the template that starts workers."""
 
 
+_WHILE_STARTING = 0.1
+"""Share of the strikes at a pipeline that starts which are carried out."""
+
+
 class Strikes(threading.Thread):
     """Signals descendants of this process at random moments until :meth:`stop`.
 
@@ -65,8 +69,9 @@ class Strikes(threading.Thread):
 
     def __init__(self, tally: Tally, random_numbers: random.Random, gap: float) -> None:
         super().__init__(name="strikes", daemon=True)
-        self.stops = False
-        """Whether SIGSTOP is sent, too: a start waits minutes for a worker that stops before it is ready."""
+        self.has_started = False
+        """Whether the pipeline serves. While it starts, strikes are rare, since most starts would fail, and none is SIGSTOP: a start waits minutes for a
+        worker that stops before it is ready."""
         self._tally, self._random, self._gap, self._over = tally, random_numbers, gap, threading.Event()
 
     def run(self) -> None:
@@ -86,7 +91,7 @@ class Strikes(threading.Thread):
         if not workers:
             return
         number = draw_signal(self._random)
-        if number == signal.SIGSTOP and not self.stops:
+        if not self.has_started and (number == signal.SIGSTOP or self._random.random() > _WHILE_STARTING):
             return
         if templates and self._random.random() < _TEMPLATE:
             strike(self._tally, "template", self._random.choice(templates), number)
@@ -136,7 +141,7 @@ def measure_workers(tally: Tally, amount: Amount, make: Maker, calls: Sequence[C
                 tally.unstarted += 1
                 continue
             tally.starts += 1
-            strikes.stops = True
+            strikes.has_started = True
             with started as pipe:
                 for _ in range(CALLS):
                     ids, options, text = calls[tally.calls % len(calls)]
@@ -152,7 +157,7 @@ def measure_workers(tally: Tally, amount: Amount, make: Maker, calls: Sequence[C
                     tally.call(same, time.monotonic() - began, gaps.longest if gaps else 0.0)
                     if amount.is_over():
                         break
-                strikes.stops = False
+                strikes.has_started = False
             tally.warnings += len(caught)
             caught.clear()
         strikes.stop()
