@@ -58,7 +58,7 @@ from pipespec.planning.drafts import make_drafts
 from pipespec.planning.planner import Plan
 from pipespec.preflight.checks import check_chain, check_exact, check_recurrent, check_rope
 from pipespec.preflight.devices import Devices
-from pipespec.preflight.memory import check_memory
+from pipespec.preflight.memory import check_memory, shortage_explained
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
 from pipespec.preflight.tokenizers import tokenizer_digest, translation_for
@@ -155,6 +155,7 @@ class BasePipeline:
         return generation.report(self._driver)
 
     @_notifying_reader
+    @shortage_explained()
     @torch.no_grad()
     def generate(
         self,
@@ -282,7 +283,7 @@ class BasePipeline:
     ) -> Any:
         """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
         lost = lost_arguments()
-        with shutdown.call(), notify_reader_of_failure(lost.get("streamer")):
+        with shutdown.call(), notify_reader_of_failure(lost.get("streamer")), shortage_explained():
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "

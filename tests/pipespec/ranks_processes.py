@@ -16,7 +16,7 @@ from pipespec import Pipeline
 from pipespec.drivers.ranks import link
 from tests.conftest import left_pad, random_llama, random_prompts
 from tests.pipespec.test_ranks_schedule import CALLS, NEW, Between
-from tests.spd.ranks_harness import fork_ranks, wait_all
+from tests.spd.ranks_harness import fork_ranks, last_error, wait_all
 from tests.waiting import until
 
 
@@ -69,6 +69,31 @@ def killed(paths: list[str], out: str) -> None:
 
     ended = run(work)
     print(json.dumps(json.loads(Path(out, "said").read_text()) | {"ended": ended}), flush=True)
+
+
+def target_dies(paths: list[str]) -> None:
+    """Rank 0 is killed in the middle of a call. The drafts end by themselves."""
+
+    def work(rank: int) -> None:
+        with chain(paths) as pipe:
+            if not pipe.is_controller:
+                pipe.serve()
+                return
+
+            def die() -> None:
+                party = pipe._driver._party
+
+                def take_part() -> bool:
+                    return all(party._theirs.get(draft) == pipe._driver._generation for draft in (1, 2))
+
+                until(take_part, "both drafts take part in the call")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, do_sample=False, streamer=Between(9, die))
+
+    with tempfile.TemporaryDirectory() as logs:
+        ended = wait_all(fork_ranks(3, work, logs))
+        print(json.dumps({"ended": ended, "errors": [last_error(logs, rank) for rank in (1, 2)]}), flush=True)
 
 
 def run(work) -> dict[int, int]:
@@ -128,6 +153,7 @@ def main(paths: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         texts(paths, f"{folder}/texts")
         killed(paths, folder)
+        target_dies(paths)
         refused(paths, f"{folder}/other")
         wrong(paths)
 

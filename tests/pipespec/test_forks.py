@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -392,3 +393,44 @@ os.write(writing, b"x")
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "streams", "workers", "spd"])
+def test_forks_at_random_moments_while_threads_generate(models, schedule):
+    """Two threads take turns with the pipeline while a third one forks. Each child generates with it, too."""
+    target, draft, texts = models
+    over, errors, numbers = threading.Event(), [], random.Random(5)
+    children: list[Child] = []
+
+    def generate() -> None:
+        try:
+            while not over.is_set():
+                generates(pipe, texts, 3)
+        except BaseException as error:
+            errors.append(error)
+
+    def fork() -> None:
+        try:
+            # Each child starts workers of its own, which import everything.
+            for _ in range(trials(ci=1 if schedule == "workers" else 3, nightly=12 if schedule == "workers" else 60)):
+                over.wait(numbers.uniform(0, 0.05))
+                children.append(Child(lambda: generates(pipe, texts, 3)))
+                if len(children) % 3 == 0:
+                    while children:
+                        children.pop().check()
+        except BaseException as error:
+            errors.append(error)
+
+    with make(target, draft, schedule) as pipe:
+        generates(pipe, texts, 1)
+        threads = [threading.Thread(target=what) for what in (generate, generate, fork)]
+        for thread in threads:
+            thread.start()
+        threads[-1].join()
+        over.set()
+        for thread in threads:
+            thread.join()
+        for child in children:
+            child.check()
+        assert errors == []
+        generates(pipe, texts, 3)

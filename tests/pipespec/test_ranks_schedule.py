@@ -447,7 +447,7 @@ def test_a_chain_needs_its_ranks(monkeypatch, target):
 
 
 def test_processes(target, tmp_path):
-    """Three processes: several calls, a draft killed in the middle of one, models that do not fit, and wrong methods."""
+    """Three processes: several calls, a draft or the target killed in the middle of one, models that do not fit, and wrong methods."""
     paths = []
     for i, model in enumerate([noisy(target, 0.1, 1), noisy(target, 0.02), target]):
         paths.append(tmp_path / str(i))
@@ -456,7 +456,7 @@ def test_processes(target, tmp_path):
     command = [sys.executable, "-m", "tests.pipespec.ranks_processes", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    texts, killed, refused, wrong = (json.loads(line) for line in done.stdout.splitlines())
+    texts, killed, target_dies, refused, wrong = (json.loads(line) for line in done.stdout.splitlines())
     ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
     for text, options in zip(texts, CALLS.values(), strict=True):
         assert text == plain(target, ids, attention_mask=mask, max_new_tokens=NEW, **options).tolist()
@@ -465,6 +465,8 @@ def test_processes(target, tmp_path):
     assert killed["warnings"] == 1
     assert "draft stage 1 (rank 2) is lost (its connection broke" in killed["first"]
     assert killed["ended"] == {"0": 0, "1": 0, "2": -9}
+    assert target_dies["ended"] == {"0": -9, "1": 1, "2": 1}
+    assert all("RankError: " in error and "rank 0" in error for error in target_dies["errors"])
     assert all("vocabulary of 100 tokens" in error for error in refused), refused
     assert "call serve() there, and generate() on rank 0" in wrong[1]
     assert "call generate() here" in wrong[0]

@@ -7,8 +7,11 @@ it takes at most half of the free memory, see :class:`pipespec.engine.native.Nat
 
 from __future__ import annotations
 
+import errno
+import resource
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +33,24 @@ HEADROOM = 256 << 20
 Fixed: it grows neither with the model nor with the batch. Assumed, not measured. A worker process on a GPU counts it twice, for its CUDA
 context.
 """
+
+
+@contextmanager
+def shortage_explained() -> Iterator[None]:
+    """Add to an error for lack of memory what helps. The check before a call sees neither limits of a process nor what others take meanwhile."""
+    try:
+        yield
+    except BaseException as error:
+        if (
+            isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+            or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))  # of torch on a CPU
+        ):
+            limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+            is_limited = limit != resource.RLIM_INFINITY
+            limited = f", or raise this process's limit of {_gib(limit)} GiB (ulimit -v)" if is_limited else ""
+            error.add_note(f"There was not enough memory for this call: lower max_new_tokens or the batch{limited}")
+        raise
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
 def replace(path: Path, text: str) -> None:
     """Write a file in one step, so that an interrupted process leaves the earlier or the new contents."""
     half = path.with_name(f"{path.name}.{os.getpid()}.half")
-    half.write_text(text, encoding="utf-8")
-    half.replace(path)
+    try:
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except BaseException:
+        with suppress(OSError):  # on a full disk it would take the last room
+            half.unlink()
+        raise

@@ -172,17 +172,23 @@ class DraftRank(Decoder):
         Raises:
             RankError: Rank 0 has ended, or has been cut off for longer than ``RETURN_S`` with a broken connection.
         """
-        party, link = self._party, self._party.links[0]
+        party = self._party
         while not party.is_over and not party.closed:
             call = party.next_call()
             if call is not None:
                 self._take_part(*call)
-            elif link.store_has_ended:
-                raise RankError(f"rank {self.rank}: the ranks' store has ended, and so rank 0, or torchrun")
-            elif link.cause is not None and not link.is_over and time.monotonic() - link.since > RETURN_S:
-                raise RankError(
-                    f"rank {self.rank}: rank 0, the target, is gone ({link.cause}) and has not come back within {RETURN_S:g} s"
-                )
+            else:
+                self._require_target()
+
+    def _require_target(self) -> None:
+        """Raises ``RankError`` if rank 0 has ended, or has been cut off for too long."""
+        link = self._party.links[0]
+        if link.store_has_ended:
+            raise RankError(f"rank {self.rank}: the ranks' store has ended, and so rank 0, or torchrun")
+        if link.cause is not None and not link.is_over and time.monotonic() - link.since > RETURN_S:
+            raise RankError(
+                f"rank {self.rank}: rank 0, the target, is gone ({link.cause}) and has not come back within {RETURN_S:g} s"
+            )
 
     def _take_part(self, generation: int, call: Call) -> None:
         party, inputs = self._party, call.inputs
@@ -200,9 +206,12 @@ class DraftRank(Decoder):
             self._stage.prefill(inputs)
             form = ""
             for _ in drafting(self._stage, generation, _SLEEP_NS):
+                self._require_target()  # one that dies within a call does not end the generation
                 party.publish()
                 if not form and (form := self._stage.form):
                     party.say(FORM, generation, form)
+        except RankError:
+            raise
         except Exception as error:
             pass_on(error)
             party.say(FAILED, generation, f"{type(error).__name__}: {error}")
