@@ -163,6 +163,7 @@ OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "grammar",
 
 MOST_TOKENS = 2**30  # positions are 32-bit numbers
 
+_LARGEST = torch.finfo(torch.float32).max
 _SEE = "docs/generate.md lists what is supported"
 
 
@@ -233,15 +234,15 @@ def check_penalties(
 
     Raises:
         TypeError: A value has the wrong type.
-        ValueError: A number is not finite, or a bias is NaN or +inf.
+        ValueError: A number is not finite in float32, the type of the scores, or a bias is NaN or +inf.
     """
     found: dict[str, Any] = {}
     for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
         number = plain_number(value)
         if number is not None and (not isinstance(number, (int, float)) or isinstance(number, bool)):
             raise TypeError(f"{name} must be a number, not {value!r}")
-        if number is not None and not math.isfinite(number):
-            raise ValueError(f"{name} must be finite, not {value!r}")
+        if number is not None and not abs(number) <= _LARGEST:
+            raise ValueError(f"{name} must be a finite number of float32, not {value!r}")
         found[name] = number
     if logit_bias is not None:
         if not isinstance(logit_bias, Mapping):
@@ -253,9 +254,9 @@ def check_penalties(
                 raise TypeError(f"logit_bias: {token!r} is not a token id")
             if not isinstance(number, (int, float)) or isinstance(number, bool):
                 raise TypeError(f"logit_bias: the bias of token {token} must be a number, not {bias!r}")
-            if not number < math.inf:
+            if not (abs(number) <= _LARGEST or number == -math.inf):
                 raise ValueError(
-                    f"logit_bias: the bias of token {token} is {number}; it must be finite, or -inf to forbid the token"
+                    f"logit_bias: the bias of token {token} is {number}; it must be a finite number of float32, or -inf to forbid the token"
                 )
             biases[token] = float(number)
         logit_bias = biases
