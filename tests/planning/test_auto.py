@@ -384,6 +384,30 @@ def test_steps_of_calls_correct_a_profile_of_a_busy_moment(monkeypatch, target, 
         assert second.schedule == "plain"
 
 
+def test_wide_steps_are_tried_once_where_no_call_had_any(monkeypatch, target, one_core):
+    """In a profile of a busy moment they may look so slow that no plan ever drafts more than two tokens."""
+    models = [always_right(target), target]
+    with pipeline(monkeypatch, models, chain(1e-3, 1e-2, threads=1), table(0.9)) as pipe:
+        auto, record = pipe._driver, pipe._driver.record(1, "greedy")
+        plan = auto._planned(planner.CallShape(), "greedy")
+        short = replace(plan.chosen, lookahead=(2,), min_draft_tokens=2)
+        record.plan = plan = replace(plan, chosen=short)
+        assert auto._choose(plan, record) == short
+        record.rate(short.key).add(1.0)
+        assert auto._choose(plan, record) == short  # calls do not correct the step times of a profile that is given
+        auto._key, record.profile = "measured here", auto.profile
+        monkeypatch.setattr(auto, "_store", lambda: None)
+        with monkeypatch.context() as patched:
+            patched.setattr(auto, "_choose", lambda plan, record: short)
+            reports(pipe, 1)
+        record.rate(short.key).add(1.0)
+        assert auto._choose(plan, record) == replace(short, lookahead=(autos._WIDE,))
+        assert auto._choose(plan, record) == short  # the trial had its turn
+        record.wide.clear()
+        auto._widest = dict.fromkeys(auto._widest, autos._WIDE)
+        assert auto._choose(plan, record) == short
+
+
 def test_all_settings_are_compared_rarely(monkeypatch, target, one_core):
     """Where agreement or step times change soon after a plan, only its candidates are predicted again."""
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:

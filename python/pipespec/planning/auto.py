@@ -45,6 +45,8 @@ _SHARE = 0.005
 """Share of the time in calls that measurements of agreement may take, and all else that is learnt from calls."""
 _LEARNT_CALLS = 8
 """Calls of one shape and mode that all are learnt from, without regard to the time."""
+_WIDE = 8
+"""Draft tokens of a trial that shows what wide steps take, where no call had any. What a busy moment added to them in the profile may keep drafts short."""
 _LEAST = 16
 """Fewest positions of a measurement of agreement."""
 _ENOUGH = 256
@@ -92,7 +94,7 @@ class _Agreement:
 class _ShapeRecord:
     """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: candidates near the best that were tried.
     ``profile`` and ``followed``: the profile and the :attr:`_Agreement.recent` of the plan. ``calls``: that ended. ``next_s``: time in calls at which the next is learnt from.
-    ``is_stale``: step times or agreement have changed since. ``whole_s``: time in calls from which all settings are compared again."""
+    ``wide``: candidates that were tried with wide steps. ``is_stale``: step times or agreement have changed since. ``whole_s``: time in calls from which all settings are compared again."""
 
     plan: Plan | None = None
     profile: Profile | None = None
@@ -101,6 +103,7 @@ class _ShapeRecord:
     trials: int = 0
     calls: int = 0
     next_s: float = 0.0
+    wide: set[Key] = field(default_factory=set)
     is_stale: bool = False
     whole_s: float = 0.0
     _decided: tuple[tuple[Any, ...], Plan] | None = None
@@ -225,7 +228,8 @@ class AutoDriver(Decoder):
         self.pool = DriverPool(self.models, trace, native, ngram)
         self._records: dict[tuple[int, str], _ShapeRecord] = {}
         self._trace = trace
-        self._refined: set[tuple[int, int, int]] = set()  # stage, threads and rows of times that calls have corrected
+        # The widest step of a call that has corrected the profile, by stage, threads and rows.
+        self._widest: dict[tuple[int, int, int], int] = {}
         self._unmeasurable: set[tuple[int, bool]] = set()  # rows, and whether steps are captured
         self._in_calls_s = 0.0
         self._static_caches_fit = True
@@ -530,6 +534,10 @@ class AutoDriver(Decoder):
             return other
         if not plan.speculates:
             return plan.chosen
+        wide = self._with_wide_steps(plan, record) if plan.chosen.key in known else None
+        if wide is not None:
+            self._decisions.append(f"{wide.way} {plan.label(wide)} is tried with {_WIDE} draft tokens")
+            return wide
         if plan.chosen.key in known and record.trials < _MOST_TRIALS:
             for candidate in plan.candidates:
                 if candidate.rate < max(_NEAR * plan.chosen.rate, planner.MARGIN * plan.plain.rate):
@@ -561,6 +569,16 @@ class AutoDriver(Decoder):
             return None
         alike = (chosen.way, chosen.drafts, threads)
         return next((c for c in plan.candidates if c.key == alike and c.key not in known), None)
+
+    def _with_wide_steps(self, plan: Plan, record: _ShapeRecord) -> Candidate | None:
+        """The plan's choice with a long lookahead, once, where calls correct the step times and none had wide steps."""
+        chosen = plan.chosen
+        widest = self._widest.get((len(self.profile.stages) - 1, chosen.threads, plan.call.rows))
+        if widest is None or widest >= _WIDE or chosen.key in record.wide:
+            return None
+        record.wide.add(chosen.key)
+        *first, last = chosen.lookahead
+        return replace(chosen, lookahead=(*first, max(last, _WIDE)))
 
     def _driver_for(
         self, plan: Plan, candidate: Candidate, mode: str, *, graphs: bool = True
@@ -685,8 +703,9 @@ class AutoDriver(Decoder):
             observed, prefill_s = ({}, None) if stages[i].ngram else _observed(own, rows)
             if not observed:
                 continue
-            weight = _REFINED if (i, candidate.threads, rows) in self._refined else 1.0
-            self._refined.add((i, candidate.threads, rows))
+            at = (i, candidate.threads, rows)
+            weight = _REFINED if at in self._widest else 1.0
+            self._widest[at] = max(self._widest.get(at, 0), *observed)
             stages[i] = stages[i].refined(observed, prefill_s=prefill_s, weight=weight, **how)
             before, now = (_call_times(p, call, list(observed), how) for p in (planned.stages[i], stages[i]))
             changes += [b / a for a, b in zip(before, now, strict=True)]
