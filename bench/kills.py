@@ -18,7 +18,6 @@ import faulthandler
 import math
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -53,7 +52,6 @@ SHARES = {"ranks": 0.2, "spd-ranks": 0.1, "workers": 0.4, "auto": 0.15, "spd-wor
 _TEMPLATE = 0.02
 """Share of the strikes that hit the template that starts workers."""
 
-
 _WHILE_STARTING = 0.1
 """Share of the strikes at a pipeline that starts which are carried out."""
 
@@ -70,8 +68,7 @@ class Strikes(threading.Thread):
     def __init__(self, tally: Tally, random_numbers: random.Random, gap: float) -> None:
         super().__init__(name="strikes", daemon=True)
         self.has_started = False
-        """Whether the pipeline serves. While it starts, strikes are rare, since most starts would fail, and none is SIGSTOP: a start waits minutes for a
-        worker that stops before it is ready."""
+        """Whether the pipeline serves. While it starts, strikes are rare, since most starts would fail."""
         self._tally, self._random, self._gap, self._over = tally, random_numbers, gap, threading.Event()
 
     def run(self) -> None:
@@ -91,7 +88,7 @@ class Strikes(threading.Thread):
         if not workers:
             return
         number = draw_signal(self._random)
-        if not self.has_started and (number == signal.SIGSTOP or self._random.random() > _WHILE_STARTING):
+        if not self.has_started and self._random.random() > _WHILE_STARTING:
             return
         if templates and self._random.random() < _TEMPLATE:
             strike(self._tally, "template", self._random.choice(templates), number)

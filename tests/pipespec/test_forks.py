@@ -22,7 +22,8 @@ from pipespec import Pipeline, attach, detach
 from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
-from pipespec.process.threads import target_threads, threads_set
+from pipespec.models.loading import load_model
+from pipespec.process.threads import renew_pool, target_threads, threads_set
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import noisy, random_llama, random_prompts
@@ -315,6 +316,22 @@ def test_a_fork_while_another_thread_has_lowered_torchs_threads(two_threads):
     finally:
         go_on.set()
         thread.join(SECONDS)
+
+
+def test_a_fork_renews_torchs_pool_once_before_it_loads(monkeypatch, tmp_path):
+    """torch does that unlocked in whatever threads come first, and transformers loads with several."""
+    random_llama(3).save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    renew_pool()
+    assert not asked
+
+    def load() -> None:
+        for _ in range(2):
+            load_model(tmp_path)
+        assert asked == [torch.get_num_threads()]
+
+    Child(load).check()
 
 
 def test_a_child_that_closes_does_not_close_its_parents(models):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import types
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -340,6 +342,46 @@ def test_learning_takes_a_small_share_of_the_time(monkeypatch, target, one_core)
     assert 20.0 * (later - 1) <= 0.1 * in_calls
 
 
+@pytest.mark.parametrize("new", [4, 32])  # 4: too few to be measured
+def test_learning_takes_a_small_share_where_step_times_change_with_each_call(monkeypatch, target, one_core, new):
+    now, spent = [0.0], [0.0]
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    def timed(method):
+        def run(*args, **more):
+            began = now[0]
+            try:
+                return method(*args, **more)
+            finally:
+                spent[0] += now[0] - began
+
+        return run
+
+    monkeypatch.setattr(autos, "_SHARE", 0.1)
+    monkeypatch.setattr(agreement, "agreement_on", lambda *a, **k: np.zeros((16, 1), dtype=np.uint8))
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(1.0), clock=clock) as pipe:
+        auto, record = pipe._driver, pipe._driver.record(1, "greedy")
+
+        def refine(call):
+            now[0] += 20.0
+            record.measured.clear()
+            record.is_stale = True
+
+        monkeypatch.setattr(auto, "_refine", refine)
+        for name in ("learn", "_planned"):
+            monkeypatch.setattr(auto, name, timed(getattr(auto, name)))
+        for _ in range(300):
+            pipe.generate(torch.tensor([[5, 9, 3]]), max_new_tokens=new, do_sample=False)
+            if record.calls == autos._LEARNT_CALLS:
+                before, spent[0] = auto._in_calls_s, 0.0
+        in_calls = auto._in_calls_s - before
+    # Two readings of the clock per call that is not learnt from.
+    assert spent[0] - 2 * 300 <= 0.1 * in_calls + 50
+
+
 def test_another_number_of_threads_is_tried_once(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
         auto, record = pipe._driver, pipe._driver.record(1, "greedy")
@@ -358,6 +400,36 @@ def test_another_number_of_threads_is_tried_once(monkeypatch, target, one_core):
         record.measured.clear()
         record.rate(both[2].key).add(0.5)
         assert auto._choose(two, record) == both[2]
+
+
+def test_a_trial_takes_a_small_share_of_the_time(monkeypatch, target, one_core):
+    """It is repeated where nothing was measured, or the measurements are old."""
+    now, tried = [0.0], []
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    models = [always_right(target), target]
+    with pipeline(monkeypatch, models, chain(1e-3, 1e-2), table(0.9), clock=clock) as pipe:
+        auto, record = pipe._driver, pipe._driver.record(1, "greedy")
+        auto.profile = replace(auto.profile, threads=2)
+        plan = planner.plan(auto.profile, auto.answers("greedy"), schedules=("lockstep",))
+        one = replace(plan, chosen=next(c for c in plan.candidates if c.schedule == "lockstep" and c.threads == 1))
+        monkeypatch.setattr(auto, "_planned", lambda *a, **k: one)
+        record.trials = autos._MOST_TRIALS
+        monkeypatch.setattr(
+            autos.AutoDriver, "_driver_for", lambda self, *a, **k: (one, a[1], auto.pool.get(one.chosen))
+        )
+        record.rate(one.chosen.key).add(1.0)
+        for _ in range(300):
+            before = auto._in_calls_s
+            pipe.generate(torch.tensor([[5, 9, 3]]), max_new_tokens=4, do_sample=False)  # too few to be measured
+            if auto._call.candidate.threads == 2:
+                tried.append((before, auto._in_calls_s))
+        assert len(tried) >= 2
+        for (began, ended), (again, _) in itertools.pairwise(tried):
+            assert again - ended >= (ended - began) / autos._TRIALS - 1e-6
 
 
 def test_steps_of_calls_correct_a_profile_of_a_busy_moment(monkeypatch, target, one_core):
@@ -401,9 +473,23 @@ def test_wide_steps_are_tried_once_where_no_call_had_any(monkeypatch, target, on
             patched.setattr(auto, "_choose", lambda plan, record: short)
             reports(pipe, 1)
         record.rate(short.key).add(1.0)
-        assert auto._choose(plan, record) == replace(short, lookahead=(autos._WIDE,))
+        wide = auto._choose(plan, record)
+        assert wide.lookahead == (autos._WIDE,)
+        assert wide.key == short.key
+        # Its rate is compared with the prediction for its own lookahead.
+        alone = planner.predict(
+            auto.profile, auto.answers("greedy"), replace(short, lookahead=(autos._WIDE,)), plan.call
+        )
+        assert wide.tokens_per_step == alone.tokens_per_step > short.tokens_per_step
+        record.trial_s["width", short.key] = auto._in_calls_s + 1.0
         assert auto._choose(plan, record) == short  # the trial had its turn
-        record.wide.clear()
+        auto._in_calls_s += 1.0
+        assert auto._choose(plan, record) == wide
+        long = replace(short, lookahead=(autos._WIDE,))
+        assert auto._choose(replace(plan, chosen=long), record) == long
+        elsewhere = replace(short, schedule="workers")
+        record.rate(elsewhere.key).add(1.0)
+        assert auto._choose(replace(plan, chosen=elsewhere), record) == elsewhere  # its steps have no times
         auto._widest = dict.fromkeys(auto._widest, autos._WIDE)
         assert auto._choose(plan, record) == short
 
@@ -433,6 +519,22 @@ def test_all_settings_are_compared_rarely(monkeypatch, target, one_core):
         record.is_stale = True
         auto._planned(shape, "greedy")
         assert len(whole) == 2
+
+
+def test_steps_with_fewer_threads_than_planned_correct_nothing(monkeypatch, target, one_core):
+    """The user may allow fewer threads by now, and a fork has one."""
+    with pipeline(monkeypatch, [always_wrong(target), target], chain(1.0, 3600.0, threads=1), table(0.0)) as pipe:
+        auto = pipe._driver
+        auto._key = "measured here"
+        monkeypatch.setattr(auto, "_store", lambda: None)
+        before = auto.profile
+        with monkeypatch.context() as patched:
+            patched.setattr(autos, "threads_set", lambda count: nullcontext())
+            patched.setattr(autos.torch, "get_num_threads", lambda: 4)
+            reports(pipe, 1)
+        assert auto.profile == before
+        reports(pipe, 1)
+        assert auto.profile != before
 
 
 def test_steps_of_a_rest_are_of_other_threads(monkeypatch, target, one_core):

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pipespec.errors import DoesNotFit
 from pipespec.models.adapters import without_wrapper
 from pipespec.process.signals import pass_on
+from pipespec.process.threads import renew_pool
 
 DAMAGE = (SafetensorError, StrictDataclassError, RuntimeError, ArithmeticError, LookupError)
 """Errors of transformers for damaged files. For example, a size of 0 in config.json fails in the arithmetic of a constructor."""
@@ -100,6 +101,7 @@ def load_model(
             f"{model}: a model over several devices needs the package accelerate, which moves its hidden states between them: pip install "
             "accelerate"
         )
+    renew_pool()  # transformers reads weights with several threads
     try:
         with _logged() as logged:
             loaded, found = AutoModelForCausalLM.from_pretrained(

@@ -31,7 +31,7 @@ from pipespec.planning import agreement, measure, planner, profile_store
 from pipespec.planning.drafts import written
 from pipespec.planning.driver_pool import DriverPool
 from pipespec.planning.planner import CallShape, Candidate, Key, Plan
-from pipespec.planning.profile import Profile, StageProfile, StepTimes
+from pipespec.planning.profile import SHORT_CONTEXT, Profile, StepTimes
 from pipespec.planning.profile_store import StoredProfile
 from pipespec.planning.simulator import NOTHING, Answers
 from pipespec.planning.steering import CallSteering, MeasuredRate
@@ -45,6 +45,8 @@ _SHARE = 0.005
 """Share of the time in calls that measurements of agreement may take, and all else that is learnt from calls."""
 _LEARNT_CALLS = 8
 """Calls of one shape and mode that all are learnt from, without regard to the time."""
+_TRIALS = 0.01
+"""Share of the time in calls that repetitions of one trial may take."""
 _WIDE = 8
 """Draft tokens of a trial that shows what wide steps take, where no call had any. What a busy moment added to them in the profile may keep drafts short."""
 _LEAST = 16
@@ -93,19 +95,21 @@ class _Agreement:
 @dataclass
 class _ShapeRecord:
     """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: candidates near the best that were tried.
-    ``profile`` and ``followed``: the profile and the :attr:`_Agreement.recent` of the plan. ``calls``: that ended. ``next_s``: time in calls at which the next is learnt from.
-    ``wide``: candidates that were tried with wide steps. ``is_stale``: step times or agreement have changed since. ``whole_s``: time in calls from which all settings are compared again."""
+    ``profile`` and ``followed``: the profile and the :attr:`_Agreement.recent` of the plan. ``calls``: that ended. ``is_stale``: step times or agreement
+    have changed since. ``whole_s``: time in calls from which all settings are compared again. ``trial_s``: the same for trials of other threads and
+    of wide steps, by what is tried. ``trial``: of the call that runs."""
 
+    mode: str = "greedy"
     plan: Plan | None = None
     profile: Profile | None = None
     followed: np.ndarray | None = None
     measured: dict[Key, MeasuredRate] = field(default_factory=dict)
     trials: int = 0
     calls: int = 0
-    next_s: float = 0.0
-    wide: set[Key] = field(default_factory=set)
     is_stale: bool = False
     whole_s: float = 0.0
+    trial_s: dict[tuple[str, Key], float] = field(default_factory=dict)
+    trial: tuple[str, Key] | None = None
     _decided: tuple[tuple[Any, ...], Plan] | None = None
 
     def rate(self, key: Key) -> MeasuredRate:
@@ -130,7 +134,8 @@ class _ShapeRecord:
 @dataclass
 class _RunningCall:
     """One call. ``parts``: what is measured, since the target's first step and without the time in which drafts rest: first and last token of the
-    row with most tokens, and seconds. ``drafted``: the drafts were alive in all parts. ``rested_at``: when the drafts began to rest."""
+    row with most tokens, and seconds. ``drafted``: the drafts were alive in all parts. ``rested_at``: when the drafts began to rest.
+    ``threads``: that the target's steps had, fewer than the candidate's where the user allows fewer by now, and in a fork."""
 
     inputs: StageInputs
     mode: str
@@ -143,6 +148,7 @@ class _RunningCall:
     has_begun: bool = False
     drafted: bool = True
     rested_at: float = math.inf
+    threads: int = 1
     parts: list[tuple[int, int, float]] = field(default_factory=list)
     _part: tuple[int, float] | None = None
 
@@ -231,7 +237,7 @@ class AutoDriver(Decoder):
         # The widest step of a call that has corrected the profile, by stage, threads and rows.
         self._widest: dict[tuple[int, int, int], int] = {}
         self._unmeasurable: set[tuple[int, bool]] = set()  # rows, and whether steps are captured
-        self._in_calls_s = 0.0
+        self._in_calls_s, self._next_s = 0.0, 0.0  # time in calls, and at which of it the next call is learnt from
         self._static_caches_fit = True
         self._decisions: list[str] = []
         self._call: _RunningCall | None = None
@@ -326,10 +332,14 @@ class AutoDriver(Decoder):
             call.driver.run(steered)
         else:
             with threads_set(min(call.candidate.threads, torch.get_num_threads())):
+                call.threads = torch.get_num_threads()
                 call.driver.run(steered)
         ended = self.clock()
         call.end_part(ended)
         self._in_calls_s += ended - began
+        if call.record.trial is not None:
+            call.record.trial_s[call.record.trial] = self._in_calls_s + (ended - began) / _TRIALS
+            call.record.trial = None
         self.ran_as, self._has_new_call = call.driver.ran_as, True
 
     def learn(self) -> None:
@@ -339,15 +349,17 @@ class AutoDriver(Decoder):
         self._check_captured(call)
         record = call.record
         record.calls += 1
-        if self._is_due(record) or not record.rate(call.candidate.key).is_measured:
+        is_due = self._is_due(record)
+        if is_due or (call.rate() is not None and not record.rate(call.candidate.key).is_measured):
             began = self.clock()
-            own = self._measure_agreement(call)
+            own = self._measure_agreement(call) if is_due else None
             try:
                 self._record_rate(call, own)
+                if is_due:
+                    self._refine(call)
             except Exception as error:  # the text is finished, and the caller gets it
                 pass_on(error)
-                _warn(f"the rate of a call could not be compared with its prediction ({type(error).__name__}: {error})")
-            self._refine(call)
+                _warn(f"a call could not be compared with its prediction ({type(error).__name__}: {error})")
             self._spent(record, began)
         steered = call.steering.decisions if call.steering is not None else []
         self.remarks = (call.plan.why, *self._decisions, *steered, *call.driver.remarks)
@@ -355,11 +367,15 @@ class AutoDriver(Decoder):
 
     def _is_due(self, record: _ShapeRecord) -> bool:
         """Whether the next call of this shape is learnt from, see :data:`_SHARE`."""
-        return record.calls <= _LEARNT_CALLS or self._in_calls_s >= record.next_s
+        return record.calls <= _LEARNT_CALLS or self._in_calls_s >= self._next_s
 
     def _spent(self, record: _ShapeRecord, began: float) -> None:
         """Let nothing be learnt until the time since ``began`` is a small share of the time in calls."""
-        record.next_s = self._in_calls_s + (self.clock() - began) / _SHARE
+        pause = (self.clock() - began) / _SHARE
+        if record.calls > _LEARNT_CALLS:
+            self._next_s = max(self._next_s, self._in_calls_s) + pause
+        else:
+            self._next_s = max(self._next_s, self._in_calls_s + pause)
 
     # ---- measurement of the models
 
@@ -468,7 +484,7 @@ class AutoDriver(Decoder):
 
     def record(self, rows: int, mode: str) -> _ShapeRecord:
         """Predicted and measured rates of calls of this shape."""
-        return self._records.setdefault((_bucket(rows), mode), _ShapeRecord())
+        return self._records.setdefault((_bucket(rows), mode), _ShapeRecord(mode))
 
     def _planned(self, shape: CallShape, mode: str, *, graphs: bool = True) -> Plan:
         """The plan for calls of this number of rows. It is made for the lengths of the first of them."""
@@ -528,16 +544,12 @@ class AutoDriver(Decoder):
     def _choose(self, plan: Plan, record: _ShapeRecord) -> Candidate:
         """The plan's choice, or a candidate of about the same rate that was not tried, or that needs no new graphs."""
         known = record.factors()
-        other = self._with_all_threads(plan, known) if plan.chosen.key in known else None
-        if other is not None:
-            self._decisions.append(f"{other.way} {plan.label(other)} is tried with {other.threads} threads")
-            return other
+        if plan.chosen.key in known:
+            other = self._with_all_threads(plan, record, known) or self._with_wide_steps(plan, record)
+            if other is not None:
+                return other
         if not plan.speculates:
             return plan.chosen
-        wide = self._with_wide_steps(plan, record) if plan.chosen.key in known else None
-        if wide is not None:
-            self._decisions.append(f"{wide.way} {plan.label(wide)} is tried with {_WIDE} draft tokens")
-            return wide
         if plan.chosen.key in known and record.trials < _MOST_TRIALS:
             for candidate in plan.candidates:
                 if candidate.rate < max(_NEAR * plan.chosen.rate, planner.MARGIN * plan.plain.rate):
@@ -546,7 +558,7 @@ class AutoDriver(Decoder):
                 can_run = (
                     self.pool.has(candidate)
                     if candidate.schedule == "workers"
-                    else candidate.threads == plan.plain.threads
+                    else candidate.captured or candidate.threads == plan.plain.threads
                 )
                 if candidate.key not in known and candidate.schedule != "plain" and can_run:
                     record.trials += 1
@@ -559,26 +571,39 @@ class AutoDriver(Decoder):
                 return best
         return plan.chosen
 
-    def _with_all_threads(self, plan: Plan, known: Mapping[Key, float]) -> Candidate | None:
-        """The plan's choice with all threads, where it has fewer and that was not tried.
+    def _with_all_threads(self, plan: Plan, record: _ShapeRecord, known: Mapping[Key, float]) -> Candidate | None:
+        """The plan's choice with all threads, where it has fewer and that was not measured.
 
         What else the machine runs decides how many are best, and the profile may be of a busy moment.
         """
         chosen, threads = plan.chosen, self.profile.threads
-        if chosen.threads == threads:
-            return None
         alike = (chosen.way, chosen.drafts, threads)
-        return next((c for c in plan.candidates if c.key == alike and c.key not in known), None)
+        found = next((c for c in plan.candidates if c.key == alike and c.key not in known), None)
+        if chosen.threads == threads or found is None or not self._may_try(record, "threads", alike):
+            return None
+        self._decisions.append(f"{found.way} {plan.label(found)} is tried with {threads} threads")
+        return found
 
     def _with_wide_steps(self, plan: Plan, record: _ShapeRecord) -> Candidate | None:
-        """The plan's choice with a long lookahead, once, where calls correct the step times and none had wide steps."""
+        """The plan's choice with a long lookahead, where calls correct the step times and none had wide steps."""
         chosen = plan.chosen
         widest = self._widest.get((len(self.profile.stages) - 1, chosen.threads, plan.call.rows))
-        if widest is None or widest >= _WIDE or chosen.key in record.wide:
+        if not plan.speculates or not chosen.is_timed or widest is None or max(widest, chosen.lookahead[-1]) >= _WIDE:
             return None
-        record.wide.add(chosen.key)
-        *first, last = chosen.lookahead
-        return replace(chosen, lookahead=(*first, max(last, _WIDE)))
+        if not self._may_try(record, "width", chosen.key):
+            return None
+        self._decisions.append(f"{chosen.way} {plan.label(chosen)} is tried with {_WIDE} draft tokens")
+        wide = replace(chosen, lookahead=(*chosen.lookahead[:-1], _WIDE))
+        return planner.predict(
+            record.profile or self.profile, self.answers(record.mode), wide, plan.call, cores=self.cores
+        )
+
+    def _may_try(self, record: _ShapeRecord, what: str, key: Key) -> bool:
+        """Whether a trial does not take too large a share of the time. If so, the next call is it."""
+        if self._in_calls_s < record.trial_s.get((what, key), 0.0):
+            return False
+        record.trial = what, key
+        return True
 
     def _driver_for(
         self, plan: Plan, candidate: Candidate, mode: str, *, graphs: bool = True
@@ -691,7 +716,8 @@ class AutoDriver(Decoder):
         planned = call.record.profile
         # On a GPU the host only queues a step.
         on_host = candidate.is_timed and all(model.device.type == "cpu" for model in self.models)
-        if not (self._key and on_host and planned is not None and rows == call.shape.rows):
+        is_as_planned = call.threads == candidate.threads and rows == call.shape.rows
+        if not (self._key and on_host and planned is not None and is_as_planned):
             return
         context = max(map(len, call.inputs.prompts)) + max(call.new_tokens()) / 2
         how: dict[str, Any] = {"threads": candidate.threads, "rows": rows, "context": context}
@@ -707,7 +733,7 @@ class AutoDriver(Decoder):
             weight = _REFINED if at in self._widest else 1.0
             self._widest[at] = max(self._widest.get(at, 0), *observed)
             stages[i] = stages[i].refined(observed, prefill_s=prefill_s, weight=weight, **how)
-            before, now = (_call_times(p, call, list(observed), how) for p in (planned.stages[i], stages[i]))
+            before, now = (p.step_times(list(observed), **how) for p in (planned.stages[i], stages[i]))
             changes += [b / a for a, b in zip(before, now, strict=True)]
         self.profile = replace(self.profile, stages=tuple(stages))
         change = max(changes, key=lambda change: abs(math.log(change)))
@@ -739,7 +765,7 @@ class AutoDriver(Decoder):
     def _measure_agreement(self, call: _RunningCall) -> np.ndarray | None:
         """Measure the drafts' agreement with the text of a call, within :data:`_SHARE` of the time, and plan again if it has changed.
 
-        The n-gram index is replayed along the text of each call.
+        The n-gram index is replayed along the text of each call that is learnt from.
 
         Returns:
             Agreement of the drafts that ran, uint8 [positions, drafts], or None where it is not measured.
@@ -826,19 +852,12 @@ def _capturable(models: Sequence[PreTrainedModel]) -> tuple[str, ...]:
 
 def _observed(steps: np.ndarray, rows: int) -> tuple[dict[int, float], float | None]:
     """Times of a call, from the trace of a stage: median seconds of its steps by width, and seconds of the prefill per token of a row. Widths of few
-    steps are left out, as is a prefill of few tokens."""
+    steps are left out, as is a prefill of fewer tokens than a profile's: its time per token is longer."""
     seconds = (steps["end_ns"] - steps["launched_ns"]) * 1e-9
     is_step, tokens = (steps["prefill"] == 0) & (steps["fed"] > 0), steps["prefill"].sum() / rows
     widths, counts = np.unique(steps["width"][is_step], return_counts=True)
     found = {int(w): float(np.median(seconds[is_step & (steps["width"] == w)])) for w in widths[counts >= _ALIKE_STEPS]}
-    return found, float(seconds[steps["prefill"] > 0].sum() / tokens) if tokens >= _LEAST else None
-
-
-def _call_times(stage: StageProfile, call: _RunningCall, widths: Sequence[int], how: dict[str, Any]) -> list[float]:
-    """Seconds of steps of these widths, each with its share of the call's prefill."""
-    tokens = max(1, *call.new_tokens())
-    prefill = stage.prompt_s(call.shape.prompt, threads=how["threads"], rows=how["rows"])
-    return [s + prefill / tokens for s in stage.step_times(widths, **how)]
+    return found, float(seconds[steps["prefill"] > 0].sum() / tokens) if tokens >= SHORT_CONTEXT / 2 else None
 
 
 def _ran_uncaptured(call: _RunningCall) -> bool:

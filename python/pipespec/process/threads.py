@@ -18,6 +18,8 @@ _before_all = 0
 """The setting before the first of them entered."""
 _has_one = False
 """In a fork: torch keeps to one thread."""
+_has_old_pool = False
+"""In a fork: torch has not replaced the pool of threads of its parent yet."""
 
 
 def set_threads(count: int) -> None:
@@ -30,15 +32,27 @@ def keep_to_one() -> bool:
 
     The threads of OpenMP do not survive a fork, and a child that gives them work hangs. A single thread needs none of them.
     """
-    global _has_one
+    global _has_one, _has_old_pool
     with _lock:
+        _has_old_pool = False
         _has_one, before = True, _before_all if _lowering else torch.get_num_threads()
         torch.set_num_threads(1)
     return before > 1
 
 
+def renew_pool() -> None:
+    """In a fork, let torch replace its pool of threads, before several threads do. It does that unlocked, and one of them fails: "Invalid thread pool!"."""
+    global _has_old_pool
+    with _lock:
+        if _has_old_pool:
+            _has_old_pool = False
+            torch.set_num_threads(torch.get_num_threads())
+
+
 def _after_fork() -> None:
     """In the child of a fork, restore the number of threads that calls of other threads have lowered. Those calls do not exist in the child."""
+    global _has_old_pool
+    _has_old_pool = True
     if _lowering and threading.get_ident() not in _lowering:
         set_threads(_before_all)
     _lowering.intersection_update({threading.get_ident()})
