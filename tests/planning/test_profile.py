@@ -72,9 +72,12 @@ def test_steps_of_a_call_correct_the_times():
     assert found.seconds(4, context=256, **how) == pytest.approx(4.8)  # as many times as long
     assert found.prompt_s(10, **how) == pytest.approx(5.0)
     assert found.times[2] == alone
-    half = stage.refined({1: 4.0}, context=64, weight=0.5, **how)
+    half = stage.refined({1: 4.0}, context=64, weight=0.5, known=1, **how)
     assert half.seconds(1, context=64, **how) == pytest.approx(2.0)
     assert half.prompt_s(10, **how) == pytest.approx(1.0)
+    wide = stage.refined({1: 1.0, 4: 2.8}, context=64, prefill_s=0.3, weight=0.5, known=1, **how)
+    assert wide.seconds(4, context=64, **how) == pytest.approx(2.8)  # the first step so wide counts in full
+    assert wide.prompt_s(10, **how) == pytest.approx(2.0)
     assert stage.refined({1: 4.0}, context=64, threads=4, rows=1) is stage  # nothing was measured with four
 
 

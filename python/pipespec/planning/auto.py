@@ -135,7 +135,8 @@ class _ShapeRecord:
 class _RunningCall:
     """One call. ``parts``: what is measured, since the target's first step and without the time in which drafts rest: first and last token of the
     row with most tokens, and seconds. ``drafted``: the drafts were alive in all parts. ``rested_at``: when the drafts began to rest.
-    ``threads``: that the target's steps had, fewer than the candidate's where the user allows fewer by now, and in a fork."""
+    ``threads``: that the target's steps had, fewer than the candidate's where the user allows fewer by now, and in a fork.
+    ``is_trial``: of other threads or of wide steps; it is always learnt from."""
 
     inputs: StageInputs
     mode: str
@@ -149,6 +150,7 @@ class _RunningCall:
     drafted: bool = True
     rested_at: float = math.inf
     threads: int = 1
+    is_trial: bool = False
     parts: list[tuple[int, int, float]] = field(default_factory=list)
     _part: tuple[int, float] | None = None
 
@@ -339,7 +341,7 @@ class AutoDriver(Decoder):
         self._in_calls_s += ended - began
         if call.record.trial is not None:
             call.record.trial_s[call.record.trial] = self._in_calls_s + (ended - began) / _TRIALS
-            call.record.trial = None
+            call.is_trial, call.record.trial = True, None
         self.ran_as, self._has_new_call = call.driver.ran_as, True
 
     def learn(self) -> None:
@@ -349,7 +351,7 @@ class AutoDriver(Decoder):
         self._check_captured(call)
         record = call.record
         record.calls += 1
-        is_due = self._is_due(record)
+        is_due = call.is_trial or self._is_due(record)
         if is_due or (call.rate() is not None and not record.rate(call.candidate.key).is_measured):
             began = self.clock()
             own = self._measure_agreement(call) if is_due else None
@@ -730,9 +732,9 @@ class AutoDriver(Decoder):
             if not observed:
                 continue
             at = (i, candidate.threads, rows)
-            weight = _REFINED if at in self._widest else 1.0
-            self._widest[at] = max(self._widest.get(at, 0), *observed)
-            stages[i] = stages[i].refined(observed, prefill_s=prefill_s, weight=weight, **how)
+            known = self._widest.get(at, 0)
+            stages[i] = stages[i].refined(observed, prefill_s=prefill_s, weight=_REFINED, known=known, **how)
+            self._widest[at] = max(known, *observed)
             before, now = (p.step_times(list(observed), **how) for p in (planned.stages[i], stages[i]))
             changes += [b / a for a, b in zip(before, now, strict=True)]
         self.profile = replace(self.profile, stages=tuple(stages))

@@ -163,6 +163,7 @@ class StageProfile:
         context: float,
         prefill_s: float | None = None,
         weight: float = 1.0,
+        known: int = 0,
     ) -> StageProfile:
         """The profile with what uncaptured steps of a call took. The same where no steps of these threads and rows were measured.
 
@@ -173,18 +174,21 @@ class StageProfile:
             threads: Of the steps, as ``rows``.
             context: Mean tokens in the cache.
             prefill_s: See :class:`StepTimes`. None: not observed.
-            weight: Of the observation, against the profile: 0 to 1.
+            weight: Of an observation that is not the first, against the profile: 0 to 1.
+            known: The widest step that was observed before, 0 if none was.
         """
         old = [t for t in self.times if (t.threads, t.rows, t.captured) == (threads, rows, False)]
         if not old:
             return self
         widths = sorted(observed)
         expected = self.step_times(widths, threads=threads, rows=rows, context=context)
-        quotients = (np.array([observed[w] for w in widths]) / expected) ** weight
+        weights = [weight if w <= known else 1.0 for w in widths]
+        quotients = (np.array([observed[w] for w in widths]) / expected) ** weights
 
         def scaled(t: StepTimes) -> StepTimes:
             seconds = np.interp(t.widths, widths, quotients) * t.seconds
-            prefill = t.prefill_s if prefill_s is None else t.prefill_s + weight * (prefill_s - t.prefill_s)
+            share = weight if known else 1.0
+            prefill = t.prefill_s if prefill_s is None else t.prefill_s + share * (prefill_s - t.prefill_s)
             return replace(t, seconds=without_outliers(t.widths, seconds.tolist()), prefill_s=prefill)
 
         return replace(self, times=tuple(scaled(t) if t in old else t for t in self.times))
