@@ -123,41 +123,54 @@ def makers(models: Sequence[PreTrainedModel]) -> dict[str, Maker]:
 def measure_workers(tally: Tally, amount: Amount, make: Maker, calls: Sequence[Call], seed: int) -> None:
     """Strike worker processes of this process."""
     strikes = Strikes(tally, random.Random(seed), gap=0.2)
-    made = 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SpeedWarning)
         strikes.start()
-        # A draft that ended is started again after a pause that grows, so a new pipeline has more processes to strike.
-        while not amount.is_over():
-            made += 1
-            try:
-                started, is_coupled = make(made - 1)
-            except RuntimeError as error:  # a worker was struck before it was ready
-                if "could not start" not in str(error):
-                    raise
-                tally.unstarted += 1
-                continue
-            tally.starts += 1
-            strikes.has_started = True
-            with started as pipe:
-                for _ in range(CALLS):
-                    ids, options, text = calls[tally.calls % len(calls)]
-                    gaps, began = Gaps() if len(ids) == 1 else None, time.monotonic()
-                    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-                    same = True
-                    try:
-                        out = pipe.generate(ids, streamer=gaps, **options)
-                        same = torch.equal(out, text) or (options["do_sample"] and not is_coupled)
-                    except Exception as error:
-                        tally.error(f"{type(error).__name__}: {error}")
-                    faulthandler.cancel_dump_traceback_later()
-                    tally.call(same, time.monotonic() - began, gaps.longest if gaps else 0.0)
-                    if amount.is_over():
-                        break
-                strikes.has_started = False
-            tally.warnings += len(caught)
-            caught.clear()
-        strikes.stop()
+        try:
+            _measure_struck(tally, amount, make, calls, strikes, caught)
+        finally:
+            strikes.stop()
+
+
+def _measure_struck(
+    tally: Tally,
+    amount: Amount,
+    make: Maker,
+    calls: Sequence[Call],
+    strikes: Strikes,
+    caught: list[warnings.WarningMessage],
+) -> None:
+    # A draft that ended is started again after a pause that grows, so a new pipeline has more processes to strike.
+    made = 0
+    while not amount.is_over():
+        made += 1
+        try:
+            started, is_coupled = make(made - 1)
+        except RuntimeError as error:  # a worker was struck before it was ready
+            if "could not start" not in str(error):
+                raise
+            tally.unstarted += 1
+            continue
+        tally.starts += 1
+        strikes.has_started = True
+        with started as pipe:
+            for _ in range(CALLS):
+                ids, options, text = calls[tally.calls % len(calls)]
+                gaps, began = Gaps() if len(ids) == 1 else None, time.monotonic()
+                faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+                same = True
+                try:
+                    out = pipe.generate(ids, streamer=gaps, **options)
+                    same = torch.equal(out, text) or (options["do_sample"] and not is_coupled)
+                except Exception as error:
+                    tally.error(f"{type(error).__name__}: {error}")
+                faulthandler.cancel_dump_traceback_later()
+                tally.call(same, time.monotonic() - began, gaps.longest if gaps else 0.0)
+                if amount.is_over():
+                    break
+            strikes.has_started = False
+        tally.warnings += len(caught)
+        caught.clear()
 
 
 def calls_of(target: PreTrainedModel) -> list[Call]:
