@@ -236,6 +236,17 @@ def one_core(monkeypatch):
     monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0})
 
 
+class Readings:
+    """A clock that counts how often it is read, as seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
 def reports(pipe, count, new=24, **more):
     out = []
     for prompt in random_prompts(count, seed=8):
@@ -278,11 +289,7 @@ def test_a_plan_for_something_learns_better(monkeypatch, target, one_core):
 
 def test_agreement_that_does_not_change_is_measured_less_often(monkeypatch, target, one_core):
     """The test's clock: each measurement takes a second and each call ten."""
-    now, asked = [0.0], []
-
-    def clock():
-        now[0] += 1.0
-        return now[0]
+    clock, asked = Readings(), []
 
     monkeypatch.setattr(autos, "_SHARE", 0.5)
     monkeypatch.setattr(
@@ -313,11 +320,7 @@ def test_agreement_that_does_not_change_is_measured_less_often(monkeypatch, targ
 
 def test_learning_takes_a_small_share_of_the_time(monkeypatch, target, one_core):
     """The test's clock counts its readings, so that learning from a call takes as long as some steps. The first calls are all learnt from."""
-    now, learnt = [0.0], []
-
-    def clock():
-        now[0] += 1.0
-        return now[0]
+    clock, learnt = Readings(), []
 
     monkeypatch.setattr(autos, "_SHARE", 0.1)
     monkeypatch.setattr(agreement, "agreement_on", lambda *a, **k: np.zeros((16, 1), dtype=np.uint8))
@@ -327,7 +330,7 @@ def test_learning_takes_a_small_share_of_the_time(monkeypatch, target, one_core)
 
         def measured(*args):
             learnt.append(record.calls)
-            now[0] += 20.0
+            clock.now += 20.0
             measure(*args)
 
         monkeypatch.setattr(auto, "_record_rate", measured)
@@ -344,19 +347,15 @@ def test_learning_takes_a_small_share_of_the_time(monkeypatch, target, one_core)
 
 @pytest.mark.parametrize("new", [4, 32])  # 4: too few to be measured
 def test_learning_takes_a_small_share_where_step_times_change_with_each_call(monkeypatch, target, one_core, new):
-    now, spent = [0.0], [0.0]
-
-    def clock():
-        now[0] += 1.0
-        return now[0]
+    clock, spent = Readings(), [0.0]
 
     def timed(method):
         def run(*args, **more):
-            began = now[0]
+            began = clock.now
             try:
                 return method(*args, **more)
             finally:
-                spent[0] += now[0] - began
+                spent[0] += clock.now - began
 
         return run
 
@@ -366,7 +365,7 @@ def test_learning_takes_a_small_share_where_step_times_change_with_each_call(mon
         auto, record = pipe._driver, pipe._driver.record(1, "greedy")
 
         def refine(call):
-            now[0] += 20.0
+            clock.now += 20.0
             record.measured.clear()
             record.is_stale = True
 
@@ -404,11 +403,7 @@ def test_another_number_of_threads_is_tried_once(monkeypatch, target, one_core):
 
 def test_a_trial_takes_a_small_share_of_the_time(monkeypatch, target, one_core):
     """It is repeated where nothing was measured, or the measurements are old."""
-    now, tried = [0.0], []
-
-    def clock():
-        now[0] += 1.0
-        return now[0]
+    clock, tried = Readings(), []
 
     models = [always_right(target), target]
     with pipeline(monkeypatch, models, chain(1e-3, 1e-2), table(0.9), clock=clock) as pipe:
