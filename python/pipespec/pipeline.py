@@ -65,7 +65,7 @@ from pipespec.preflight.tokenizers import tokenizer_digest, translation_for
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
 from pipespec.process.signals import pass_on
-from pipespec.process.threads import keep_to_one
+from pipespec.process.threads import keep_to_one, renew_pool
 from pipespec.process.warnings import user_stacklevel
 
 
@@ -217,6 +217,7 @@ class BasePipeline:
             RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
         """
         with shutdown.call():
+            renew_pool()
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
             check_callables(logits_processor, stopping_criteria, streamer)

@@ -26,7 +26,7 @@ from pipespec import Pipeline
 from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
-from pipespec.drivers.workers.process import NICE
+from pipespec.drivers.workers.process import NICE, Failed
 from pipespec.process.signals import is_stopped
 from pipespec.process.threads import restored_threads, target_threads
 from pipespec_kernels.state import SharedMemory
@@ -458,10 +458,10 @@ def test_a_stopped_worker(rig, monkeypatch):
     assert alive(stopped)
     assert rig.pipeline._driver._workers[0].await_idle()  # the other one does not answer
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "_FINISH_TIMEOUT_S", 1.0)
+        patch.setattr(workers, "_STOPPED_S", 0.1)
         messages = rig.generate(1)
     assert len(messages) == 1
-    assert "draft stage 1 has ended since the last call (it did not answer)" in messages[0]
+    assert f"draft stage 1 does not answer (a signal has stopped its process {stopped})" in messages[0]
     assert not alive(stopped)
     rig.check_recovered()
 
@@ -807,6 +807,38 @@ def test_a_stopped_template_is_given_up(rig, monkeypatch, killed):
     else:
         rig.kill(0)
     rig.generate()
+    rig.check_recovered()
+
+
+def test_a_fork_whose_caller_has_given_up_ends(monkeypatch):
+    """The caller has started a command with the same descriptors: two processes would read one connection, and write one block."""
+    monkeypatch.setattr(template, "_templates", [])
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs:
+            before = template._current_template()
+            before.fork([theirs.fileno()], SECONDS).kill()  # it has done its imports
+            os.kill(before.process.pid, signal.SIGSTOP)
+            monkeypatch.setattr(template, "_ANSWER_TIMEOUT_S", 0.1)
+            with pytest.raises(OSError, match="."):
+                before.fork([theirs.fileno()], SECONDS)
+            theirs.close()
+            os.kill(before.process.pid, signal.SIGCONT)
+            before.process.wait(SECONDS)  # it accepts no further requests, and its last fork has ended
+            ours.settimeout(SECONDS)
+            assert ours.recv(1) == b""
+    finally:
+        template._end_templates()
+
+
+def test_a_failure_that_does_not_end_its_process_does_not_hold_up_a_call(rig, monkeypatch):
+    monkeypatch.setattr(workers, "_EXIT_TIMEOUT_S", 0.2)
+    worker = rig.pipeline._driver._workers[0]
+    rig.generate()
+    worker.last_error = Failed("as if it had said so", "")
+    messages = rig.generate(1)
+    assert len(messages) == 1
+    assert "draft stage 0 has ended since the last call (as if it had said so)" in messages[0]
     rig.check_recovered()
 
 

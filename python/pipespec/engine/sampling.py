@@ -60,7 +60,7 @@ _STATELESS = {
 }  # fmt: skip
 
 _LEAST = 1e-37
-"""Below this a temperature's inverse is near the end of float32; above 1 / this, too."""
+"""Below this the inverse of a temperature or a repetition penalty is near the end of float32; above 1 / this, too."""
 
 _FUSED_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
 
@@ -131,6 +131,8 @@ class FusedPenalties(NamedTuple):
                 bias |= single
             # An int is the user's own number of ignored tokens. transformers sets a tensor to leave out the padding.
             elif kind is hf.RepetitionPenaltyLogitsProcessor and place < 1 and not isinstance(_ignored(processor), int):
+                if not _LEAST < given.penalty < 1 / _LEAST:
+                    return None
                 place, fused["repetition"] = 1, float(given.penalty)
             elif kind is OutputPenaltyLogitsProcessor and place < 2:
                 place = 2

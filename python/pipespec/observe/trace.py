@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from pipespec.process.files import replace
+
 _SUMS = ("fed", "draft_tokens", "accepted", "rollbacks", "rolled_back")
 _NUMBERS = ("step", "width", "fed", "draft_tokens", "accepted", "rolled_back", "in_flight", "rollbacks", "prefill")
 
@@ -63,7 +65,7 @@ def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> d
 
 def save_trace(path: Path | str, stages: Mapping[str, np.ndarray], title: str = "pipespec") -> None:
     """Write :func:`chrome_trace` to ``path``."""
-    Path(path).write_text(json.dumps(chrome_trace(stages, title)), encoding="utf-8")
+    replace(Path(path), json.dumps(chrome_trace(stages, title)))
 
 
 def not_kept(steps: np.ndarray) -> int:

@@ -206,6 +206,8 @@ def options_of(plan: Plan, drafts: Sequence[Draft], plain: float) -> list[Option
         plain: Rate of plain decoding. The plan's rates are scaled to it, since profiles that were measured one after the other saw a machine of
             different speed.
     """
+    # Who follows a recommendation has all threads.
+    most = {(c.schedule, c.drafts): c.threads for c in sorted(plan.candidates, key=lambda c: c.threads)}
     return [
         Option(
             tuple(drafts[i] for i in c.drafts),
@@ -217,7 +219,7 @@ def options_of(plan: Plan, drafts: Sequence[Draft], plain: float) -> list[Option
             c.rate * plain / plan.plain.rate,
         )
         for c in plan.candidates
-        if c.schedule != "plain"
+        if c.schedule != "plain" and c.threads == most[c.schedule, c.drafts]
     ]
 
 

@@ -18,13 +18,18 @@ _before_all = 0
 """The setting before the first of them entered."""
 _has_one = False
 """In a fork: torch keeps to one thread."""
+_has_set = False
+"""torch has a pool of threads, since its number was set here."""
 _has_old_pool = False
-"""In a fork: torch has not replaced the pool of threads of its parent yet."""
+"""In a fork: torch has not replaced its parent's pool yet."""
 
 
 def set_threads(count: int) -> None:
     """``torch.set_num_threads``; a fork that keeps to one thread stays at one."""
-    torch.set_num_threads(1 if _has_one else count)
+    global _has_set
+    with _lock:
+        _has_set = True
+        torch.set_num_threads(1 if _has_one else count)
 
 
 def keep_to_one() -> bool:
@@ -53,11 +58,15 @@ def _after_fork() -> None:
     """In the child of a fork, restore the number of threads that calls of other threads have lowered. Those calls do not exist in the child."""
     global _has_old_pool
     _has_old_pool = True
+    if _has_set:
+        renew_pool()
     if _lowering and threading.get_ident() not in _lowering:
         set_threads(_before_all)
     _lowering.intersection_update({threading.get_ident()})
 
 
+# No thread sets the number during a fork: the child would wait for ever for the lock of its parent's pool.
+os.register_at_fork(before=_lock.__enter__, after_in_parent=_lock.__exit__, after_in_child=_lock.__exit__)
 os.register_at_fork(after_in_child=_after_fork)
 
 

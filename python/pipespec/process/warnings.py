@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-_INSIDE = {"pipespec", "pipespec_kernels", "transformers", "torch"}
+_INSIDE = {"pipespec", "pipespec_kernels", "transformers", "torch", "contextlib"}
 """Packages that may stand between the user's line and a warning."""
 
 

@@ -46,8 +46,11 @@ _READY_TIMEOUT_S = 120.0
 """A worker without a template imports torch and transformers, which takes many seconds on a busy machine. A pipeline waits so long for its first workers.
 One that is started again counts as hung after this time."""
 
-_STOPPED_S = 5.0
-"""A worker that is stopped (SIGSTOP) for so long while it starts counts as lost."""
+_STOPPED_S = 2.0
+"""A worker that is stopped (SIGSTOP) for so long while a call or a start waits for it counts as lost."""
+
+_EXIT_TIMEOUT_S = 5.0
+"""A worker that has reported its failure, or closed its connection, ends within this time, or is killed."""
 
 _RESTART_TIMEOUT_S = 10.0
 """A call waits at most this long for workers that are started again. It takes in the others when they are ready."""
@@ -141,7 +144,7 @@ class _Worker:
         while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
             if self._is_held_up():
                 self.kill()
-                raise RuntimeError(f"{self.name} could not start: a signal has stopped its process {self.process.pid}")
+                raise RuntimeError(f"{self.name} could not start: {self.stopped}")
             if time.monotonic() >= deadline:
                 return False
         try:
@@ -178,15 +181,29 @@ class _Worker:
         self._stopped_at = self._stopped_at or now
         return now - self._stopped_at > _STOPPED_S
 
+    @property
+    def stopped(self) -> str:
+        """What is said of a process that is held up."""
+        return f"a signal has stopped its process {self.process.pid}"
+
     def is_dead(self) -> bool:
         return self.process.poll() is not None
 
     def exit_reason(self) -> str:
         """The worker's last error, or else the exit status of its process."""
-        code = self.process.wait()
+        try:
+            code = self.process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = None
         self.receive_sent()
         if self.last_error is not None:
             return self.last_error.cause
+        if code is None:
+            return (
+                self.stopped
+                if is_stopped(self.process.pid)
+                else "its process has closed its connection, but has not ended"
+            )
         if code == template.LOST:
             return "its process ended together with the template that started it"
         return f"killed by {_signal_name(-code)}" if code < 0 else f"its process ended with status {code}"
@@ -222,12 +239,17 @@ class _Worker:
                 self._receive()
 
     def await_idle(self, deadline: float | None = None) -> bool:
-        """Wait until the worker has ended its last generation. Return False if it is dead or does not answer until ``deadline``."""
+        """Wait until the worker has ended its last generation. Return False if it is dead, stopped, or does not answer until ``deadline``."""
         if deadline is None:
             deadline = time.monotonic() + _FINISH_TIMEOUT_S
+        self._stopped_at = None  # between two calls it may have run, unseen
         try:
-            while self.busy and not self.last_error and self.conn.poll(max(0.0, deadline - time.monotonic())):
-                self._receive()
+            while self.busy and not self.last_error:
+                left = max(0.0, deadline - time.monotonic())
+                if self.conn.poll(min(_STOPPED_S / 5, left)):
+                    self._receive()
+                elif left == 0 or self._is_held_up():
+                    break
         except (EOFError, OSError) as error:
             pass_on(error)
             with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
@@ -367,11 +389,15 @@ class WorkersDriver(Driver):
                     self._workers.pop(i).kill()
                     self._lost(i, f"was not ready within {_READY_TIMEOUT_S:.0f} s; it is started again")
             elif not worker.await_idle(deadline):
-                cause = worker.exit_reason() if worker.is_dead() or worker.last_error else "it did not answer"
+                if worker.is_dead() or worker.last_error:
+                    what = f"has ended since the last call ({worker.exit_reason()})"
+                else:
+                    held = is_stopped(worker.process.pid)
+                    what = f"does not answer ({worker.stopped if held else f'for {_FINISH_TIMEOUT_S:.0f} s'})"
                 worker.kill()
                 del self._workers[i]
                 if self.block.is_alive(i):  # otherwise the user has been warned
-                    self._lost(i, f"has ended since the last call ({cause}); it is started again")
+                    self._lost(i, f"{what}; it is started again")
         self._start_missing(_TEMPLATE_TIMEOUT_S)
         self._warn_missing(self._await_ready(time.monotonic() + _RESTART_TIMEOUT_S))
         for i, worker in self._workers.items():

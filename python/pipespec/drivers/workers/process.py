@@ -118,6 +118,8 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
                 stage = Stage(*at, native=setup.native, ngram=ngram, **shared)
         stage.block.refresh()
         _take_part(stage, call, conn, parent)
+        if os.getppid() != parent:
+            return
         if isinstance(stage, TranslatedStage):
             # For the caller's report.
             conn.send(stage.translated)

@@ -35,6 +35,9 @@ _CHECK_S = 0.5
 _IDLE_S = 300.0
 """A template without workers ends after this time, since it occupies as much memory as a worker."""
 
+_WANTED = b"\1"
+"""The caller's answer to a fork. Without it the fork ends."""
+
 LOST = 255
 """Exit status of a worker whose template ended before it could report the true one."""
 
@@ -130,6 +133,9 @@ class _Template:
             pid, pidfds = _receive(self._socket)
             if not pidfds:  # the kernel drops what this process has no descriptor for
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            failed.callback(os.close, *pidfds)
+            # A fork whose caller has given up must not run: the caller has started a command with the same descriptors by then.
+            self._socket.sendall(_WANTED)
             failed.pop_all()
         self._has_answered = True
         return ForkedProcess(pid, pidfds[0], status, self)
@@ -312,6 +318,7 @@ def main(fd: int) -> None:
 
 def _serve(requests: socket.socket, caller: int) -> None:
     workers: dict[int, tuple[int, int]] = {}  # pidfd -> pid, status pipe
+    gate: int | None = None  # of the newest worker, until its caller has answered
     last_use = time.monotonic()
     accepts = True
     # The workers end with their parent, so it must not outlive the caller.
@@ -327,26 +334,40 @@ def _serve(requests: socket.socket, caller: int) -> None:
         if accepts and requests.fileno() in ready:
             last_use = time.monotonic()
             try:
-                request, fds = _receive(requests)
-                pid = _fork(request, fds, [requests.fileno(), *workers, *(status for _, status in workers.values())])
-                pidfd = os.pidfd_open(pid)
-                workers[pidfd] = pid, fds[0]
-                _send(requests, pid, [pidfd])
+                if gate is None:
+                    request, fds = _receive(requests)
+                    others = [requests.fileno(), *workers, *(status for _, status in workers.values())]
+                    pid, gate = _fork(request, fds, others)
+                    pidfd = os.pidfd_open(pid)
+                    workers[pidfd] = pid, fds[0]
+                    _send(requests, pid, [pidfd])
+                    continue
+                if not requests.recv(len(_WANTED)):
+                    raise EOFError
+                with suppress(BrokenPipeError):  # it has ended
+                    os.write(gate, _WANTED)
             except (EOFError, ConnectionError):
                 accepts = False
+            if gate is not None:
+                os.close(gate)
+                gate = None
 
 
-def _fork(request: _Request, fds: Sequence[int], templates_fds: Sequence[int]) -> int:
-    """Fork a worker. Returns its process id, and closes ``fds`` but for the first, the status pipe."""
+def _fork(request: _Request, fds: Sequence[int], templates_fds: Sequence[int]) -> tuple[int, int]:
+    """Fork a worker, which waits for :data:`_WANTED`. Returns its process id and the pipe for that, and closes ``fds`` but for the first, the status pipe."""
+    gate, ours = os.pipe()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
-            _run(request, fds, templates_fds, parent)
+            os.close(ours)
+            if os.read(gate, len(_WANTED)):
+                os.close(gate)
+                _run(request, fds, templates_fds, parent)
         finally:
             os._exit(1)
-    for fd in fds[1:]:
+    for fd in (gate, *fds[1:]):
         os.close(fd)
-    return pid
+    return pid, ours
 
 
 def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], parent: int) -> None:
