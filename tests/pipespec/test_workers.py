@@ -820,7 +820,7 @@ def test_a_fork_whose_caller_has_given_up_ends(monkeypatch):
             before.fork([theirs.fileno()], SECONDS).kill()  # it has done its imports
             os.kill(before.process.pid, signal.SIGSTOP)
             monkeypatch.setattr(template, "_ANSWER_TIMEOUT_S", 0.1)
-            with pytest.raises(OSError, match="."):
+            with pytest.raises(OSError):  # noqa: PT011  a time limit, or a broken connection
                 before.fork([theirs.fileno()], SECONDS)
             theirs.close()
             os.kill(before.process.pid, signal.SIGCONT)
