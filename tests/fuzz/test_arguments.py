@@ -88,6 +88,8 @@ def call(pipeline: Pipeline, given_: dict[str, Any]) -> Any:
 @example(name="eos_token_id", value=2**31, sampled=False)
 @example(name="pad_token_id", value=[1, 2], sampled=False)
 @example(name="frequency_penalty", value=1e300, sampled=False)
+@example(name="repetition_penalty", value=1e300, sampled=False)
+@example(name="repetition_penalty", value=1e-300, sampled=False)
 @example(name="decoder_start_token_id", value=torch.tensor(float("nan")), sampled=False)
 def test_one_argument_of_generate(pipeline, target, name, value, sampled) -> None:
     given_ = {name: value} | ({"do_sample": True, "seed": 7} if sampled and name not in ("do_sample", "seed") else {})

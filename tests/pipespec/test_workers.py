@@ -787,6 +787,16 @@ def test_a_killed_template_is_started_again(rig):
     rig.check_recovered()
 
 
+def test_workers_of_a_killed_template_end_although_call_follows_call(rig):
+    """Else they would take part in each call, see that they are orphans, and draft nothing."""
+    pids, told = rig.pids, []
+    os.kill(template_pid(), signal.SIGKILL)
+    until(lambda: told.extend(rig.generate(new=10)) or not any(map(alive, pids)), "the orphans have ended")
+    told += rig.generate()
+    assert any("its process ended together with the template" in message for message in told)
+    rig.check_recovered()
+
+
 @pytest.mark.parametrize("killed", [True, False], ids=["with its workers", "idle"])
 def test_a_stopped_template_is_given_up(rig, monkeypatch, killed):
     """It neither reports the end of a worker nor starts one. The call has its workers from elsewhere, and the next one a new template."""

@@ -516,12 +516,17 @@ def test_all_settings_are_compared_rarely(monkeypatch, target, one_core):
         assert len(whole) == 2
 
 
+def calls_correct(monkeypatch, auto) -> None:
+    """Let calls correct the given profile, which is not stored."""
+    auto._key = "measured here"
+    monkeypatch.setattr(auto, "_store", lambda: None)
+
+
 def test_steps_with_fewer_threads_than_planned_correct_nothing(monkeypatch, target, one_core):
     """The user may allow fewer threads by now, and a fork has one."""
     with pipeline(monkeypatch, [always_wrong(target), target], chain(1.0, 3600.0, threads=1), table(0.0)) as pipe:
         auto = pipe._driver
-        auto._key = "measured here"
-        monkeypatch.setattr(auto, "_store", lambda: None)
+        calls_correct(monkeypatch, auto)
         before = auto.profile
         with monkeypatch.context() as patched:
             patched.setattr(autos, "threads_set", lambda count: nullcontext())
@@ -535,8 +540,7 @@ def test_steps_with_fewer_threads_than_planned_correct_nothing(monkeypatch, targ
 def test_steps_of_a_rest_are_of_other_threads(monkeypatch, target, one_core):
     with pipeline(monkeypatch, [always_wrong(target), target], chain(1.0, 3600.0, threads=1), table(0.0)) as pipe:
         auto = pipe._driver
-        auto._key = "measured here"
-        monkeypatch.setattr(auto, "_store", lambda: None)
+        calls_correct(monkeypatch, auto)
         before = auto.profile
         prepare = auto._prepare
 

@@ -108,6 +108,15 @@ def test_predictions_of_different_profiles_are_scaled_to_one():
         assert option.rate == pytest.approx(by_schedule[option.schedule], rel=0.05)
 
 
+def test_an_option_has_all_threads():
+    """A plan compares lockstep with one thread and with all. Who follows a recommendation has all."""
+    found = planner.plan(replace(chain(1e-3, 1e-2), threads=2), Answers(acceptance=(0.8,)), schedules=("lockstep",))
+    both = [c for c in found.candidates if c.schedule == "lockstep"]
+    assert {c.threads for c in both} == {1, 2}
+    (option,) = options_of(found, [SMALL], found.plain.rate)
+    assert option.rate == pytest.approx(next(c.rate for c in both if c.threads == 2))
+
+
 def test_the_order_follows_agreement_and_step_time():
     """Of equally fast drafts the one that agrees more is faster, and of equally good ones the one with the shorter step."""
 

@@ -454,9 +454,9 @@ def plan(
 
 
 def again(profile: Profile, answers: Answers, made: Plan, *, cores: int | None = None, seed: int = 0) -> Plan:
-    """The plan with new predictions of its candidates, after step times or agreement have changed. It takes a tenth of the time of :func:`plan`.
+    """Predict the candidates of a plan again, after step times or agreement have changed. :func:`plan` predicts many more.
 
-    The settings are those of the plan, except for the fastest candidate's, which are chosen anew. :func:`decide` makes the choice.
+    Each candidate keeps its lookahead. Only that of the fastest candidate is searched again. The plan's choice stays: :func:`decide` makes the next one.
 
     Args:
         profile: As the other arguments: see :func:`plan`.

@@ -242,7 +242,7 @@ class _Worker:
         """Wait until the worker has ended its last generation. Return False if it is dead, stopped, or does not answer until ``deadline``."""
         if deadline is None:
             deadline = time.monotonic() + _FINISH_TIMEOUT_S
-        self._stopped_at = None  # between two calls it may have run, unseen
+        self.look_again()
         try:
             while self.busy and not self.last_error:
                 left = max(0.0, deadline - time.monotonic())
