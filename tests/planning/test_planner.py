@@ -278,6 +278,15 @@ def test_it_explains_itself_in_one_table():
     assert found.to_dict()["chosen"]["schedule"] == found.chosen.schedule
 
 
+def test_why_names_the_plain_decoding_that_was_compared():
+    made = plan(replace(chain(1e-3, 1e-2), threads=1), Answers((0.8,)), schedules=("lockstep",))
+    assert made.why.startswith("lockstep: predicted ")
+    assert "x of plain decoding with 1 thread, predicted " in made.why
+    measured = {made.chosen.key: 1.0, made.plain.key: 0.5}
+    gain = 2 * made.chosen.rate / made.plain.rate
+    assert planner.decide(made, measured).why.startswith(f"lockstep: measured {gain:.2f}x of plain decoding with 1 thr")
+
+
 def test_the_same_again():
     assert plan(chain(1e-3, 1e-2), Answers((0.7,))) == plan(chain(1e-3, 1e-2), Answers((0.7,)))
 

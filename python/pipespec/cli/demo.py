@@ -22,7 +22,9 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         default="pipespec",
         help="a chain of models (default), or one model in stages with a draft module",
     )
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
+    parser.add_argument(
+        "--quick", action="store_true", help="seconds instead of a minute or more; the figures mean little"
+    )
     parser.add_argument("--prompt", metavar="FILE", help="use this text as the prompt; - for standard input")
     parser.add_argument("--prompts", metavar="N", type=int, help="number of prompts to measure")
     parser.add_argument("--new-tokens", metavar="N", type=int, help="most new tokens per prompt")

@@ -573,8 +573,11 @@ def decide(plan: Plan, factors: Mapping[Key, float], speeds: Mapping[Key, float]
     plain = _plain(corrected)
     best = max((plain, *(c for c in corrected if c.schedule != "plain")), key=lambda c: c.rate)
     # Beside workers the target has fewer threads. A gain of fewer threads alone is not a gain of the drafts.
-    alone = max(c.rate for c in corrected if c.schedule == "plain" and c.threads in (plain.threads, best.threads))
-    gain = best.rate / alone
+    alone = max(
+        (c for c in corrected if c.schedule == "plain" and c.threads in (plain.threads, best.threads)),
+        key=lambda c: c.rate,
+    )
+    gain = best.rate / alone.rate
     if best.schedule == "plain":
         chosen = plain
         others = [c for c in corrected if c.schedule != "plain"]
@@ -587,7 +590,9 @@ def decide(plan: Plan, factors: Mapping[Key, float], speeds: Mapping[Key, float]
         )
     else:
         chosen = best
-        gained = f"predicted {gain:.2f}x of plain decoding, {best.tokens_per_step:.2f} tokens per verification"
-        why = f"{best.way}: {gained}, with {plan.label(best)}"
+        kind = "measured" if {best.key, alone.key} <= factors.keys() else "predicted"
+        threads = f"{alone.threads} thread{'s' if alone.threads > 1 else ''}"
+        gained = f"{kind} {gain:.2f}x of plain decoding with {threads}"
+        why = f"{best.way}: {gained}, predicted {best.tokens_per_step:.2f} tokens per verification, with {plan.label(best)}"
     corrected.sort(key=lambda c: -c.rate)
     return replace(plan, chosen=chosen, plain=plain, candidates=tuple(corrected), why=why)

@@ -159,7 +159,8 @@ class CallSteering:
             self._rests += 1
             self._rest(rate, probing=False)
             self._note(
-                tokens, f"drafting gives {rate:.0f} tokens/s, plain decoding {plain:.0f}: changed to plain decoding"
+                tokens,
+                f"drafting gives {rate:.0f} tokens/s per row, plain decoding {plain:.0f}: changed to plain decoding",
             )
         else:
             # How many draft tokens are right varies along a text, so that what a rest loses is the gain over all of it.
@@ -186,7 +187,7 @@ class CallSteering:
                 self._rests += 1
                 self._note(
                     tokens,
-                    f"plain decoding gives {rate:.0f} tokens/s, drafting less: the drafts rest",
+                    f"plain decoding gives {rate:.0f} tokens/s per row, drafting less: the drafts rest",
                 )
             self._is_probing = False
             self._rest_until = tokens + self._rest_length

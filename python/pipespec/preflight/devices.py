@@ -125,6 +125,8 @@ def device_name(device: Device) -> str:
     except RuntimeError:
         raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda', 'cuda:1', or 'auto'") from None
     if found.type == "cpu":
+        if found.index:
+            raise ValueError(f"device={str(device)!r}: all cores are one device; use 'cpu'")
         return "cpu"
     if found.type != "cuda":
         raise ValueError(f"device={str(device)!r}: stages run on cpu or cuda, not on {found.type}")
