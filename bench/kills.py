@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.std import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from bench.figures import Figures
 from bench.hang import _fields, with_descendants
@@ -244,7 +244,7 @@ def main() -> int:
     given = options.parse_args()
     torch.set_num_threads(1)
     # Its own lock is one for all forks: a rank that is killed while it loads would keep it for ever.
-    tqdm.set_lock(threading.RLock())
+    logging.tqdm.set_lock(threading.RLock())
     # In 32 bits: in 16 bits, two tokens may be equally likely, and schedules may choose differently.
     models = [
         AutoModelForCausalLM.from_pretrained(family_path(name), dtype=torch.float32).eval() for name in reversed(FAMILY)

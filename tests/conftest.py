@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +115,15 @@ def left_pad(prompts: list[torch.Tensor], pad: int = 0) -> tuple[torch.Tensor, t
         ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
     return ids, mask
+
+
+@pytest.fixture
+def full() -> Path:
+    """A device on which every write finds no room."""
+    device = Path("/dev/full")
+    if not device.is_char_device():
+        pytest.skip("needs the device /dev/full")
+    return device
 
 
 @pytest.fixture

@@ -294,12 +294,13 @@ def test_trace_refuses_before_it_generates(family, capsys, tmp_path, monkeypatch
     assert "--out" in capsys.readouterr().err
 
 
-def test_trace_onto_a_full_disk(family, capsys):
+def test_trace_onto_a_full_disk(family, full, capsys):
     arguments = ["trace", "--target", str(family / "target"), "--prompt", "xy", "--max-new-tokens", "4"]
-    assert main([*arguments, "--out", "/dev/full"]) == 2
+    assert main([*arguments, "--out", str(full)]) == 2
     captured = capsys.readouterr()
     assert "No space left on device" in captured.err
     assert "Traceback" not in captured.err
+    assert full.is_char_device()
 
 
 def test_debug_shows_where(capsys):
@@ -492,16 +493,18 @@ def test_demo_fails_where_a_row_does_not_run(family, capsys, monkeypatch):
     [
         ("2>&-", 0, True, ""),
         (">&-", 2, False, "standard output is closed"),
-        ("--report 2>/dev/full", 2, True, ""),
+        ("--report 2>{full}", 2, True, ""),
         ("--max-new-tokens 0 2>&-", 2, False, ""),
-        ("--max-new-tokens 0 2>/dev/full", 2, False, ""),
+        ("--max-new-tokens 0 2>{full}", 2, False, ""),
     ],
 )
-def test_streams_that_are_closed_or_full(family, redirected, status, text, message):
+def test_streams_that_are_closed_or_full(family, full, redirected, status, text, message):
     command = (
         f"{sys.executable} -m pipespec.cli.main generate --target {family / 'target'} --prompt xy --max-new-tokens 4"
     )
-    done = subprocess.run(["sh", "-c", f"exec {command} {redirected}"], capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        ["sh", "-c", f"exec {command} {redirected.format(full=full)}"], capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.returncode == status, done
     assert bool(done.stdout.strip()) == text
     assert message in done.stderr

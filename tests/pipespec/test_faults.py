@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,33 @@ def test_a_result_that_does_not_fit_a_disk_leaves_the_earlier_one(full_disk):
     assert sorted(path.name for path in full_disk.iterdir()) == ["other", "result.json"]
     replace(file, "later")
     assert file.read_text() == "later"
+
+
+def test_what_is_no_regular_file_is_written_in_place(full, tmp_path):
+    """A device would else become a file: ``--out /dev/null`` of root would take it from all programs."""
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    file.write_text("earlier")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    replace(link, "by the link")
+    assert link.is_symlink()
+    assert file.read_text() == "by the link"
+    replace(file, "later")
+    assert file.read_text() == "later"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        replace(pipe, "through the pipe")
+        assert os.read(reader, 100) == b"through the pipe"
+        assert pipe.is_fifo()
+    finally:
+        os.close(reader)
+    (tmp_path / "disk").symlink_to(full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        replace(tmp_path / "disk", "x")
+    assert caught.value.filename == str(tmp_path / "disk")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "file", "link", "pipe"]
 
 
 def test_a_trace_that_does_not_fit_a_disk_can_be_saved_elsewhere(full_disk, tmp_path):

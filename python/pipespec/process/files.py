@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,16 +11,31 @@ from pathlib import Path
 def replace(path: Path, text: str) -> None:
     """Write a file in one step, so that an interrupted process, or a full disk, leaves the earlier or the new contents.
 
+    A link, a device or a pipe is written in place and stays what it is. So is a file whose folder may not be written.
+
     Raises:
         OSError: With the name of the file.
     """
-    half = path.with_name(f"{path.name}.{os.getpid()}.half")
+    mode = _mode(path)
+    in_place = mode is not None and not (stat.S_ISREG(mode) and os.access(path.parent, os.W_OK))
+    written = path if in_place else path.with_name(f"{path.name}.{os.getpid()}.half")
     try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
+        written.write_text(text, encoding="utf-8")
+        if not in_place:
+            if mode is not None:
+                written.chmod(stat.S_IMODE(mode))
+            written.replace(path)
     except BaseException as error:
-        with suppress(OSError):  # on a full disk it would take the last room
-            half.unlink()
-        if isinstance(error, OSError) and error.filename in (None, str(half)):
+        if not in_place:
+            with suppress(OSError):  # on a full disk it would take the last room
+                written.unlink()
+        if isinstance(error, OSError) and error.filename in (None, str(written)):
             error.filename = str(path)
         raise
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return None
