@@ -756,9 +756,10 @@ class Pipeline(BasePipeline):
         sampling_params = request.inputs.sampling_params
         is_drawn = self.config.acceptance != "coupled" and sampling_params.seeds is not None
         if is_drawn and sampling_params.stepwise:
+            names = ", ".join(type(processor).__name__ for processor in sampling_params.processors)
             raise UnsupportedInput(
                 "logits_processor",
-                f"generate(): logits_processor runs position by position, which acceptance={self.config.acceptance!r} does not support: use "
+                f"generate(): {names}: runs position by position, which acceptance={self.config.acceptance!r} does not support: use "
                 "Pipeline(..., acceptance='coupled')",
             )
         if not self.config.exact:

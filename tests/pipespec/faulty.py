@@ -46,7 +46,7 @@ class Faulty(LlamaForCausalLM):
 
 
 class Telling(LlamaForCausalLM):
-    """A draft whose worker does not start: it exits (``deed`` is "exit"), or raises an error that describes its environment."""
+    """A draft whose worker does not start: it exits (``deed`` is "exit"), raises ``EOFError`` ("end"), or an error that describes its environment."""
 
     def __init__(self, config):
         if os.getpid() == config.caller:
@@ -54,6 +54,8 @@ class Telling(LlamaForCausalLM):
             return
         if config.deed == "exit":
             os._exit(7)
+        if config.deed == "end":
+            raise EOFError("of its own")
         os.write(1, b"to stdout")
         os.write(2, b"to stderr")
         raise RuntimeError([os.environ.get("DEED"), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getppid()])

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,14 @@ def test_what_is_no_regular_file_is_written_in_place(full, tmp_path):
         replace(tmp_path / "disk", "x")
     assert caught.value.filename == str(tmp_path / "disk")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "file", "link", "pipe"]
+
+
+def test_threads_that_write_one_file(tmp_path):
+    file, texts = tmp_path / "file", [letter * 5000 for letter in "ab"]
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(lambda i: replace(file, texts[i % 2]), range(400)):
+            assert file.read_text() in texts
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_trace_that_does_not_fit_a_disk_can_be_saved_elsewhere(full_disk, tmp_path):

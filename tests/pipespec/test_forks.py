@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
 from pipespec.models.loading import load_model
+from pipespec.process import shutdown
 from pipespec.process.threads import renew_pool, target_threads, threads_set
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
@@ -351,6 +352,26 @@ def test_a_child_that_closes_does_not_close_its_parents(models):
         assert [worker.process.pid for worker in pipe._driver._workers.values()] == pids
 
 
+def test_a_child_that_was_forked_within_a_call_while_another_call_ended():
+    """The other thread held the lock, and does not exist in the child."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold(lock) -> None:
+        with lock:
+            held.set()
+            release.wait(SECONDS)
+
+    with ExitStack() as call:
+        call.enter_context(shutdown.call())
+        other = threading.Thread(target=hold, args=(shutdown._calls.changed,))
+        other.start()
+        assert held.wait(SECONDS)
+        child = Child(call.close)
+        release.set()
+        other.join()
+        child.check()
+
+
 def test_a_fork_while_a_worker_starts(models, monkeypatch):
     """The child closes its copy of the socket to the worker that its parent starts."""
     target, draft, _ = models
@@ -360,9 +381,9 @@ def test_a_fork_while_a_worker_starts(models, monkeypatch):
         (worker,) = set(open_workers) - before
         assert worker.conn.closed
 
-    def forks(fds, *, fork, timeout_s):
+    def forks(fds, *, fork, deadline):
         Child(look).check()
-        return start(fds, fork=fork, timeout_s=timeout_s)
+        return start(fds, fork=fork, deadline=deadline)
 
     monkeypatch.setattr(template, "start", forks)
     with Pipeline(target, draft, schedule="workers"):

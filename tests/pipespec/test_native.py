@@ -578,12 +578,11 @@ def test_the_users_defaults_of_torch_are_not_the_forms(dtype):
     torch.set_default_dtype(torch.float64)
     try:
         got = [forward(model, tokens, cache, keep=9) for model, cache in zip(models, caches, strict=True)]
-        torch.set_default_device("meta")
-        for cache in caches:
-            cache.reset()
-        again = [forward(model, tokens, cache, keep=9) for model, cache in zip(models, caches, strict=True)]
+        with torch.device("meta"):
+            for cache in caches:
+                cache.reset()
+            again = [forward(model, tokens, cache, keep=9) for model, cache in zip(models, caches, strict=True)]
     finally:
-        torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
     for logits in (got, again):
         assert all(torch.equal(a, b) for a, b in zip(logits, wanted, strict=True))

@@ -190,11 +190,8 @@ def test_a_processor_may_use_gradients(model, chain):
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "seed": 1}, {"no_repeat_ngram_size": 2}], ids=str)
 def test_another_default_device(chain, kwargs):
     wanted = chain.generate(PROMPT, max_new_tokens=9, **kwargs)
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         got = chain.generate(PROMPT, max_new_tokens=9, **kwargs)
-    finally:
-        torch.set_default_device(None)
     assert torch.equal(got, wanted)
 
 

@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -524,3 +525,13 @@ def test_what_is_not_supported() -> None:
         of(1, confidence=True)
     with pytest.raises(ValueError, match="schedule='ranks': use 'lockstep' or 'workers'"):
         SpeculationConfig.of(1, schedule="ranks", acceptance="rejection")
+
+
+def test_what_runs_position_by_position_is_named():
+    """A penalty that float32 holds only in steps is no longer fused."""
+    target = random_llama(3)
+    with Pipeline(target, noisy(target, 0.02), acceptance="rejection", schedule="lockstep") as pipe:
+        call = partial(pipe.generate, PROMPT, max_new_tokens=4, do_sample=True, seed=3)
+        call(repetition_penalty=1.2)
+        with pytest.raises(ValueError, match=r"RepetitionPenaltyLogitsProcessor: runs position by position, which acc"):
+            call(repetition_penalty=1e38)

@@ -26,6 +26,7 @@ from pipespec import Pipeline
 from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
+from pipespec.drivers.workers.channel import Channel
 from pipespec.drivers.workers.process import NICE, Failed
 from pipespec.process.signals import is_stopped
 from pipespec.process.threads import restored_threads, target_threads
@@ -475,9 +476,114 @@ def test_a_worker_stopped_between_calls_does_not_block_the_caller(rig):
     with Pipeline(rig.target, schedule="plain") as plain:
         wanted = plain.generate(ids, max_new_tokens=2)
     rig.kill(0, signal.SIGSTOP)
-    with pytest.warns(StageFailure, match="draft stage 0"):
+    stopped = rig.pids[0]
+    with pytest.warns(StageFailure, match=f"draft stage 0 does not answer .a signal has stopped its process {stopped}"):
         assert torch.equal(rig.pipeline.generate(ids, max_new_tokens=2), wanted)
     rig.check_recovered()
+
+
+def test_a_worker_that_stops_before_it_has_all_of_a_call(rig, monkeypatch):
+    """The limit of a worker that runs is not awaited, and the message does not name the signal with which we end it."""
+    monkeypatch.setattr(workers, "_STOPPED_S", 0.1)
+    monkeypatch.setattr(workers, "_SEND_TIMEOUT_S", SECONDS)
+    stopped, send = rig.pids[0], Channel.send
+
+    def stop_and_send(channel, message, *args, **kwargs):
+        if channel is rig.pipeline._driver._workers[0].conn:
+            with socket.socket(fileno=os.dup(channel.fileno())) as sender:
+                sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            rig.kill(0, signal.SIGSTOP)
+            message = replace(message, sampling_params=bytes(1 << 20))
+        send(channel, message, *args, **kwargs)
+
+    monkeypatch.setattr(Channel, "send", stop_and_send)
+    (message,) = rig.generate()
+    assert f"has ended (it did not receive the call: a signal has stopped its process {stopped})" in message
+    monkeypatch.setattr(Channel, "send", send)
+    monkeypatch.undo()
+    rig.check_recovered()
+
+
+def test_a_worker_whose_caller_ends_within_a_call(rig):
+    """Also where its template lives on, stopped, and still is its parent."""
+    pids = rig.pids
+
+    def leave() -> None:
+        for worker in rig.pipeline._driver._workers.values():
+            worker.conn.close()
+        await_end_of(pids)
+
+    assert len(rig.generate(do=leave, at=5)) == 2
+    rig.check_recovered()
+
+
+@pytest.mark.parametrize("when", ["starts", "serves"])
+def test_a_dead_worker_whose_connection_another_process_holds(rig, monkeypatch, when):
+    """A fork of another thread, between the making of the socket and its close here."""
+    start, held = template.start, []
+
+    def hold(fds, **kwargs):
+        held.append(os.dup(fds[0]))
+        process = start(fds, **kwargs)
+        if when == "starts":
+            process.kill()
+        return process
+
+    rig.kill(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(template, "start", hold)
+        messages = rig.generate()
+    try:
+        if when == "starts":
+            assert "could not start: killed by SIGKILL" in messages[-1]
+        else:
+            rig.generate(do=lambda: rig.kill(0), at=3)
+        rig.generate()
+        rig.check_recovered()
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def test_without_free_descriptors_a_lost_draft_stays_lost_and_the_other_lives_on(rig):
+    other = rig.pids[1]
+    rig.kill(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
+    try:
+        ended, missing = rig.generate()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "draft stage 0 has ended" in ended
+    assert "could not start: [Errno 24] Too many open files (`ulimit -n` allows this process no more)" in missing
+    assert alive(other)
+    rig.generate()
+    rig.check_recovered()
+    assert rig.pids[1] == other
+
+
+def test_a_setup_that_the_socket_does_not_take_at_once(monkeypatch):
+    """It is sent when the worker reads."""
+    monkeypatch.setattr(workers, "_UNREAD_BYTES", 0)
+    target = random_llama(3)
+    with Pipeline(target, noisy(target, 0.02), schedule="workers") as pipe:
+        assert pipe._driver._workers[0].is_ready
+
+
+def test_processes_of_another_user_do_not_disturb_close(rig, monkeypatch):
+    """A program may drop its rights. Then its workers end with their connections."""
+    pids = rig.pids
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            signal, "pidfd_send_signal", lambda *args: os.kill(pids[0], 0) or (_ for _ in ()).throw(PermissionError)
+        )
+        rig.pipeline.close()
+    await_end_of(pids)
+    before = template._current_template()
+    monkeypatch.setattr(os, "getresuid", lambda: (1, 1, 1))
+    assert template._Origin.present() != before.origin
 
 
 def test_a_worker_stopped_for_a_while_goes_on(rig):
@@ -692,6 +798,7 @@ def test_a_worker_is_a_fork_of_the_template(rig):
     assert all(psutil.Process(pid).ppid() == template_pid() for pid in rig.pids)
     assert all(os.getpgid(pid) == pid for pid in (template_pid(), *rig.pids))
     assert start_telling("exit") == "its process ended with status 7"
+    assert start_telling("end") == "EOFError: of its own"
 
 
 def test_a_fork_has_what_the_caller_has_at_present(rig, monkeypatch, tmp_path, capfd):
@@ -716,6 +823,78 @@ def deleted_directory(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
+
+
+@pytest.fixture
+def new_template(monkeypatch):
+    monkeypatch.setattr(template, "_templates", [])
+    yield
+    template._end_templates()
+
+
+def forked(held: contextlib.ExitStack) -> template.ForkedProcess:
+    """A worker that waits for its setup, while ``held`` is open."""
+    ours, theirs = socket.socketpair()
+    held.enter_context(ours)
+    with theirs:
+        return template._current_template().fork([theirs.fileno()])
+
+
+def test_a_template_survives_what_happens_to_its_workers(new_template):
+    """Its caller ignores SIGCHLD; it has no room for more descriptors; a caller did not wait for its imports."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        own = template._current_template()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = template.start([theirs.fileno()], fork=True, deadline=0.0)
+        command.kill()
+        command.wait()
+    assert isinstance(command, subprocess.Popen)
+    until(own.is_ready, "it has done its imports")
+    assert template._current_template() is own
+    pid = own.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as held:
+        first, second = forked(held), forked(held)
+        first.kill()
+        assert first.wait(SECONDS) == -signal.SIGKILL
+        used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+        lowest = next(fd for fd in range(1000) if fd not in used)
+        for free in range(7):  # a fork needs five for the request, two for its gate, and one for the process
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest + free, hard))
+            with pytest.raises(OSError, match="Too many open files"):
+                forked(held)
+            assert own.is_usable()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        third = forked(held)
+        assert second.poll() is third.poll() is None
+        for process in (second, third):
+            process.kill()
+            assert process.wait(SECONDS) == -signal.SIGKILL
+    assert template._current_template() is own
+
+
+def test_a_template_that_imports_delays_no_other_thread(new_template, monkeypatch):
+    monkeypatch.setattr(template, "_Template", Silent)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        started = []
+        patient = threading.Thread(
+            target=lambda: started.append(template.start([theirs.fileno()], fork=True, deadline=time.monotonic() + 1e3))
+        )
+        patient.start()
+        until(lambda: template._templates, "it waits")
+        started.append(template.start([theirs.fileno()], fork=True, deadline=0.0))
+        assert patient.is_alive()
+        template._templates[0].theirs.close()  # it has failed
+        patient.join(SECONDS)
+    assert len(started) == 2
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def test_a_callers_directory_that_was_deleted(rig, deleted_directory, monkeypatch):
@@ -749,11 +928,12 @@ def test_without_free_descriptors_none_leaks(monkeypatch):
     monkeypatch.setattr(template, "_templates", [])
     try:
         own = template._current_template()
+        until(own.is_ready, "it has done its imports")
         before = count()
         for free in range(5):
             fail(free, lambda: SharedMemory.create([1 << 12] * 6))
             assert count() == before
-            fail(free, lambda: own.fork([], 120.0))
+            fail(free, lambda: own.fork([]))
             assert count() == before - (not own.is_usable())
         assert not own.is_usable()  # the last request reached the template
     finally:
@@ -827,11 +1007,11 @@ def test_a_fork_whose_caller_has_given_up_ends(monkeypatch):
     try:
         with ours, theirs:
             before = template._current_template()
-            before.fork([theirs.fileno()], SECONDS).kill()  # it has done its imports
+            until(before.is_ready, "it has done its imports")
             os.kill(before.process.pid, signal.SIGSTOP)
             monkeypatch.setattr(template, "_ANSWER_TIMEOUT_S", 0.1)
             with pytest.raises(OSError):  # noqa: PT011  a time limit, or a broken connection
-                before.fork([theirs.fileno()], SECONDS)
+                before.fork([theirs.fileno()])
             theirs.close()
             os.kill(before.process.pid, signal.SIGCONT)
             before.process.wait(SECONDS)  # it accepts no further requests, and its last fork has ended
@@ -866,12 +1046,13 @@ def test_a_template_that_never_answers_delays_no_call(rig, monkeypatch):
 
 
 class Silent(template._Template):
-    """Reads its requests and answers none."""
+    """Never ends its imports."""
 
     def __init__(self, origin) -> None:
         super().__init__(origin)
-        self._socket.close()
-        self._socket, self.theirs = socket.socketpair()
+        self._channel.close()
+        ours, self.theirs = socket.socketpair()
+        self._channel = Channel(ours)
 
     def close(self) -> None:
         super().close()
@@ -883,7 +1064,7 @@ def test_without_a_template_a_worker_is_a_command(rig, monkeypatch, lacking):
     if lacking == "pidfd":
         monkeypatch.setattr(template, "_has_pidfd", lambda: False)
     else:
-        monkeypatch.setattr(template._Template, "fork", lambda *args: (_ for _ in ()).throw(EOFError))
+        monkeypatch.setattr(template._Template, "fork", lambda *args: (_ for _ in ()).throw(OSError))
     rig.kill(1)
     assert len(rig.generate()) == 1
     assert isinstance(rig.pipeline._driver._workers[1].process, subprocess.Popen)
@@ -904,7 +1085,7 @@ def test_an_idle_template_ends(monkeypatch):
     monkeypatch.setattr(template, "_CHECK_S", 0.01)
     requests, caller = socket.socketpair()
     with requests, caller:
-        template._serve(requests, os.getppid())
+        template._serve(Channel(requests), os.getppid())
 
 
 # ---- the end

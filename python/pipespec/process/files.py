@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def replace(path: Path, text: str) -> None:
     """
     mode = _mode(path)
     in_place = mode is not None and not (stat.S_ISREG(mode) and os.access(path.parent, os.W_OK))
-    written = path if in_place else path.with_name(f"{path.name}.{os.getpid()}.half")
+    written = path if in_place else path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.half")
     try:
         written.write_text(text, encoding="utf-8")
         if not in_place:

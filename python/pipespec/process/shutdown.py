@@ -76,9 +76,11 @@ def call() -> Iterator[None]:
     try:
         yield
     finally:
-        with calls.changed:
-            calls.threads.discard(thread)
-            calls.changed.notify_all()
+        # Not in a child that was forked within the call: another thread of the parent may have held the lock.
+        if calls is _calls:
+            with calls.changed:
+                calls.threads.discard(thread)
+                calls.changed.notify_all()
         if calls.are_over():
             threading.Event().wait(_HOLD_S)
             # The exception itself: threading ends a thread that raises it without a message.

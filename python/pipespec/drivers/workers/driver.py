@@ -5,10 +5,11 @@ A worker that dies, hangs or fails costs speed and never changes the text: the t
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import signal
 import socket
-import struct
 import subprocess
 import time
 import warnings
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
-from multiprocessing.connection import Connection
 
 from transformers import PreTrainedModel
 
@@ -26,7 +26,8 @@ from pipespec.config import SpeculationConfig
 from pipespec.drivers.asynchronous import target_step
 from pipespec.drivers.base import Driver, GenerationRequest, StageFailure
 from pipespec.drivers.workers import template
-from pipespec.drivers.workers.process import Failed, Setup, WorkerCall
+from pipespec.drivers.workers.channel import Channel
+from pipespec.drivers.workers.process import STARTED, Failed, Setup, WorkerCall
 from pipespec.drivers.workers.weights import SharedWeights, share
 from pipespec.engine.acceptance import SharedAcceptance
 from pipespec.engine.cache import RowCache
@@ -55,13 +56,17 @@ _EXIT_TIMEOUT_S = 5.0
 _RESTART_TIMEOUT_S = 10.0
 """A call waits at most this long for workers that are started again. It takes in the others when they are ready."""
 
-_TEMPLATE_TIMEOUT_S = 2.0
+_TEMPLATE_TIMEOUT_S = 5.0
 """A call waits at most this long for a template that is started again. Its workers import by themselves then, while the call goes on."""
 
 _ENDLESS = 2**20
 """A lookahead that is larger than any text."""
 
-_SEND_TIMEOUT_S = 5
+_SEND_TIMEOUT_S = 5.0
+"""A worker that waits for a message reads it within this time, or counts as hung."""
+
+_UNREAD_BYTES = 1 << 16
+"""A socket takes a message of this size before anyone reads it."""
 
 _FINISH_TIMEOUT_S = 10.0
 """A worker finishes its current forward when a call ends. One that needs longer than this counts as hung."""
@@ -82,7 +87,10 @@ class _Worker:
         upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
         confidence: Whether the draft uses the confidence of its tokens.
         acceptance: Rule, lookahead and memory of the distributions, if the target accepts draft tokens by them; None: sampling is coupled.
-        timeout_s: Longest wait for the template, see :func:`pipespec.drivers.workers.template.start`.
+        deadline: For the template, see :func:`pipespec.drivers.workers.template.start`.
+
+    Raises:
+        RuntimeError: No process can be started.
     """
 
     def __init__(
@@ -98,10 +106,9 @@ class _Worker:
         upstream: NgramDraft | Translation | None,
         confidence: bool,
         acceptance: tuple[str, int, SharedMemory] | None,
-        timeout_s: float,
+        deadline: float,
     ) -> None:
         self.index, self.name, self._upstream = index, name, upstream
-        ours, theirs = socket.socketpair()
         assert isinstance(block.memory, SharedMemory)
         # An n-gram index upstream runs in the same process.
         stages = {0, index} if isinstance(upstream, NgramDraft) else {index}
@@ -110,16 +117,30 @@ class _Worker:
             parts.append((acceptance[2], {0}))
         if trace is not None:
             parts.append((trace.memory, stages))
-        # A stopped worker reads nothing, and prompts larger than the socket's buffer must not block the caller.
-        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self.conn = Connection(ours.detach())
-        _open_workers.add(self)  # before the start, because another thread may fork
-        with theirs, ExitStack() as stack:
-            lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
-            # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
-            ends = [theirs.fileno(), *chain(*lent)]
-            self.process = template.start(ends, fork=weights.device.type == "cpu", timeout_s=timeout_s)
+        with ExitStack() as failed:
+            try:
+                ours, theirs = socket.socketpair()
+                self.conn = Channel(ours)
+                failed.callback(self.conn.close)
+                _open_workers.add(self)  # before the start, because another thread may fork
+                with theirs, ExitStack() as stack:
+                    lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
+                    # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
+                    ends = [theirs.fileno(), *chain(*lent)]
+                    self.process = template.start(ends, fork=weights.device.type == "cpu", deadline=deadline)
+            except OSError as error:
+                pass_on(error)
+                raise RuntimeError(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
+            failed.pop_all()
+        entries = trace.entries if trace is not None else 0
+        shared = confidence, None if acceptance is None else acceptance[:2]
+        counts = [len(fds) for fds in lent]
+        self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None, *shared)
+        # At once, so that several workers build their models together; unless it would have to wait for the imports of a command.
+        self._has_setup = len(pickle.dumps(self._setup)) <= _UNREAD_BYTES
+        if self._has_setup:
+            with suppressed(OSError):  # the worker is dead: await_ready() raises
+                self.conn.send(self._setup, timeout_s=_SEND_TIMEOUT_S)
         self.cache = (0, 0)  # rows, and a lower bound of the positions
         self.is_ready = False  # has built its model
         self.is_late = False  # a call has waited for it in vain
@@ -129,11 +150,6 @@ class _Worker:
         self.last_error: Failed | None = None
         self.form = ""
         self.translated = (0, 0)
-        with suppressed(OSError):  # the worker is dead: await_ready() raises
-            entries = trace.entries if trace is not None else 0
-            counts = [len(fds) for fds in lent]
-            shared = confidence, None if acceptance is None else acceptance[:2]
-            self.conn.send(Setup(index, weights, threads, counts, entries, native, upstream is not None, *shared))
 
     def await_ready(self, deadline: float) -> bool:
         """Wait until the worker has built its model. Return False if it has not until ``deadline``.
@@ -141,32 +157,44 @@ class _Worker:
         Raises:
             RuntimeError: The worker cannot start. The message has the worker's own error.
         """
-        while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
-            if self._is_held_up():
-                self.kill()
-                raise RuntimeError(f"{self.name} could not start: {self.stopped}")
-            if time.monotonic() >= deadline:
-                return False
-        try:
-            answer = self.conn.recv()
-        except (EOFError, OSError) as error:
-            pass_on(error)
-            answer = Failed(self.exit_reason(), "")
-        if isinstance(answer, Failed):
-            self.kill()
-            raise RuntimeError(f"{self.name} could not start: {answer.cause}\n{answer.details}")
-        if self._upstream is not None:
+        while not self.is_ready:
+            while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
+                if self._is_held_up():
+                    raise self._cannot_start(self.stopped)
+                # A fork of another thread may keep the connection open.
+                if self.is_dead() and not self.conn.poll():
+                    raise self._cannot_start(self.exit_reason())
+                if time.monotonic() >= deadline:
+                    return False
             try:
-                # Not in the setup: a corpus or a tokenizer is larger than the socket's buffer, and now the worker reads.
-                self.conn.send(self._upstream)
+                answer, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
             except OSError as error:
                 pass_on(error)
-                self.kill()
-                raise RuntimeError(
-                    f"{self.name} could not start: it did not receive the n-gram draft or the tokenizers"
-                ) from error
-        self.is_ready = True
+                raise self._cannot_start(self.exit_reason()) from error
+            if isinstance(answer, Failed):
+                raise self._cannot_start(f"{answer.cause}\n{answer.details}")
+            # Only now, because a message may be larger than the socket's buffer, and the worker reads from here on.
+            if answer == STARTED:
+                if not self._has_setup:
+                    self._send_part(self._setup, "its setup")
+                self._has_setup = True
+            else:
+                if self._upstream is not None:
+                    self._send_part(self._upstream, "the n-gram draft or the tokenizers")
+                self.is_ready = True
         return True
+
+    def _send_part(self, part: object, name: str) -> None:
+        try:
+            self.conn.send(part, timeout_s=_SEND_TIMEOUT_S)
+        except OSError as error:
+            pass_on(error)
+            reason = self.exit_reason() if self.is_dead() else f"it did not receive {name}"
+            raise self._cannot_start(reason) from error
+
+    def _cannot_start(self, reason: str) -> RuntimeError:
+        self.kill()
+        return RuntimeError(f"{self.name} could not start: {reason}")
 
     def look_again(self) -> None:
         """Measure anew for how long the process is stopped. Between two calls it may have run, unseen."""
@@ -214,15 +242,24 @@ class _Worker:
         self.cache = (rows, max(capacity, self.cache[1]) if rows == self.cache[0] else capacity)
         try:
             self.busy = call.generation
-            self.conn.send(call)
+            self.conn.send(call, timeout_s=_SEND_TIMEOUT_S, check=self._check_runs)
         except BaseException as error:  # the worker is dead, or has half of the message
-            self.process.kill()
-            self.process.wait()
-            if not isinstance(error, OSError) or from_handler(error):
+            is_the_workers = isinstance(error, OSError) and not from_handler(error)
+            if not is_the_workers:
+                self.last_error = Failed("it has a part of a call that was interrupted", "")
+            elif isinstance(error, TimeoutError):
+                why = self.stopped if is_stopped(self.process.pid) else "it does not read its connection"
+                self.last_error = Failed(f"it did not receive the call: {why}", "")
+            self._end_process()
+            if not is_the_workers:
                 raise
 
+    def _check_runs(self) -> None:
+        if self._is_held_up():
+            raise TimeoutError
+
     def _receive(self) -> None:
-        message = self.conn.recv()
+        message, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
         if isinstance(message, Failed):
             self.last_error = message
         elif isinstance(message, str):
@@ -234,8 +271,8 @@ class _Worker:
 
     def receive_sent(self) -> None:
         """Receive the messages that the worker has sent, without waiting for more."""
-        with suppressed(EOFError, OSError):
-            while self.last_error is None and self.conn.poll(0):
+        with suppressed(OSError):
+            while self.last_error is None and self.conn.poll():
                 self._receive()
 
     def await_idle(self, deadline: float | None = None) -> bool:
@@ -243,24 +280,40 @@ class _Worker:
         if deadline is None:
             deadline = time.monotonic() + _FINISH_TIMEOUT_S
         self.look_again()
+        is_held_up = False
         try:
-            while self.busy and not self.last_error:
+            # An idle one that is stopped would not take part in the next call, unseen.
+            while not self.last_error and not is_held_up and (self.busy or is_stopped(self.process.pid)):
                 left = max(0.0, deadline - time.monotonic())
                 if self.conn.poll(min(_STOPPED_S / 5, left)):
                     self._receive()
-                elif left == 0 or self._is_held_up():
+                elif left == 0 or self.is_dead():
                     break
-        except (EOFError, OSError) as error:
+                is_held_up = self._is_held_up()
+        except OSError as error:
             pass_on(error)
             with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
                 self.process.wait(1)
             return False
-        return self.busy == 0 and not self.is_dead()
+        return self.busy == 0 and not is_held_up and not self.is_dead()
 
     def kill(self) -> None:
         self.conn.close()
-        self.process.kill()
-        self.process.wait()
+        self._end_process()
+
+    def _end_process(self) -> None:
+        # A process of another user, from before this one dropped its rights, ends by itself: its connection is closed.
+        with suppress(PermissionError):
+            self.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_EXIT_TIMEOUT_S)
+
+
+_REMEDIES = {
+    errno.EMFILE: " (`ulimit -n` allows this process no more)",
+    errno.ENFILE: " (fs.file-max allows this machine no more)",
+    errno.EAGAIN: " (`ulimit -u`, or the control group, allows no more processes)",
+}
 
 
 def _signal_name(number: int) -> str:
@@ -309,8 +362,8 @@ class WorkersDriver(Driver):
         self._workers: dict[int, _Worker] = {}
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _shut_down, self._workers)
-        self._start_missing(_READY_TIMEOUT_S)
-        for failure in self._await_ready(time.monotonic() + _READY_TIMEOUT_S).values():
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        for failure in (self._start_missing(deadline) or self._await_ready(deadline)).values():
             self.close()
             raise failure
         for worker in list(self._workers.values()):
@@ -325,31 +378,37 @@ class WorkersDriver(Driver):
     def target(self) -> Stage:
         return self._target
 
-    def _start_missing(self, timeout_s: float) -> None:
-        """Start the missing workers together. ``timeout_s``: for the template."""
+    def _start_missing(self, deadline: float) -> dict[int, RuntimeError]:
+        """Start the missing workers together. Return the errors of those that cannot be started. ``deadline``: for the template."""
+        failures = {}
         try:
             for i, (weights, memory) in self._weights.items():
                 if i in self._workers:
                     continue
                 self.block.set_alive(i, False)
                 upstream = (self.config.ngram or self.config.translation) if i == self._first else None
-                self._workers[i] = _Worker(
-                    i,
-                    self._draft_name(i),
-                    weights,
-                    memory,
-                    self.block,
-                    threads=1,
-                    trace=self._trace_memory,
-                    native=self.config.native,
-                    upstream=upstream,
-                    confidence=self.config.confidence,
-                    acceptance=self._shared,
-                    timeout_s=timeout_s,
-                )
+                try:
+                    self._workers[i] = _Worker(
+                        i,
+                        self._draft_name(i),
+                        weights,
+                        memory,
+                        self.block,
+                        threads=1,
+                        trace=self._trace_memory,
+                        native=self.config.native,
+                        upstream=upstream,
+                        confidence=self.config.confidence,
+                        acceptance=self._shared,
+                        deadline=deadline,
+                    )
+                except RuntimeError as failure:
+                    pass_on(failure)
+                    failures[i] = failure
         except BaseException:
             self.close()
             raise
+        return failures
 
     def _await_ready(self, deadline: float) -> dict[int, RuntimeError]:
         """Wait for the workers that start, until ``deadline``. Return the errors of those that cannot start, which are removed."""
@@ -398,7 +457,7 @@ class WorkersDriver(Driver):
                 del self._workers[i]
                 if self.block.is_alive(i):  # otherwise the user has been warned
                     self._lost(i, f"{what}; it is started again")
-        self._start_missing(_TEMPLATE_TIMEOUT_S)
+        self._warn_missing(self._start_missing(time.monotonic() + _TEMPLATE_TIMEOUT_S))
         self._warn_missing(self._await_ready(time.monotonic() + _RESTART_TIMEOUT_S))
         for i, worker in self._workers.items():
             if not worker.is_ready and not worker.is_late:

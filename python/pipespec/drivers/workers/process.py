@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch
 
 from pipespec.drivers.asynchronous import drafting
+from pipespec.drivers.workers.channel import Channel, Closed
 from pipespec.drivers.workers.weights import SharedWeights
 from pipespec.engine.acceptance import SharedAcceptance
 from pipespec.engine.ngram import NgramDraft, NgramStage
@@ -29,6 +30,10 @@ from pipespec_kernels.state import SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
 _ORPHAN_CHECK_NS = 500_000_000
+_REPORT_TIMEOUT_S = 5.0
+
+STARTED = "started"
+READY = "ready"
 
 NICE = 5
 """Added to the niceness of a draft, whose priority is lower than the target's.
@@ -84,8 +89,9 @@ class Failed:
     details: str
 
 
-def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
-    setup: Setup = conn.recv()
+def _serve(conn: Channel, fds: Sequence[int], parent: int) -> None:
+    conn.send(STARTED)
+    setup: Setup = _received(conn)
     torch.set_num_threads(setup.threads)
     left = iter(fds)
     memories = iter([SharedMemory(list(islice(left, count))) for count in setup.parts])
@@ -93,14 +99,14 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
     acceptance = None if setup.acceptance is None else SharedAcceptance(*setup.acceptance, next(memories))
     shared_trace = next(memories, None)
     model = setup.weights.build(weights)
-    conn.send("ready")
-    upstream: NgramDraft | Translation | None = conn.recv() if setup.has_upstream else None
+    conn.send(READY)
+    upstream: NgramDraft | Translation | None = _received(conn) if setup.has_upstream else None
     stage: Stage | None = None
     while True:
         while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
             if os.getppid() != parent:
                 return
-        call: WorkerCall = conn.recv()
+        call: WorkerCall = _received(conn)
         if stage is None:
             # Not earlier: before the first call of a worker, the caller may still change the layout of the block.
             block = StateBlock(shared_block)
@@ -126,14 +132,19 @@ def _serve(conn: Connection, fds: Sequence[int], parent: int) -> None:
         conn.send(call.generation)
 
 
-def _take_part(stage: Stage, call: WorkerCall, conn: Connection, parent: int) -> None:
+def _received(conn: Channel) -> Any:
+    return conn.receive()[0]
+
+
+def _take_part(stage: Stage, call: WorkerCall, conn: Channel, parent: int) -> None:
     stage.prefill(replace(call.inputs, sampling_params=pickle.loads(call.sampling_params)))
     form = ""
     for _ in drafting(stage, call.generation, _ORPHAN_CHECK_NS):
         if not form and (form := stage.form):
             # For the caller's report.
             conn.send(form)
-        if os.getppid() != parent:
+        # The parent may live on, stopped, without the caller, which sends nothing before the call has ended.
+        if conn.poll() or os.getppid() != parent:
             return
 
 
@@ -148,15 +159,21 @@ def main(conn_fd: int, *memory_fds: int, parent: int | None = None) -> NoReturn:
     parent = parent or os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     os.nice(NICE)
-    conn = Connection(conn_fd)
+    conn = Channel(socket.socket(fileno=conn_fd))
     status = 0
     try:
         _serve(conn, memory_fds, parent)
-    except (EOFError, ConnectionError):
+    except Closed:
         pass  # the caller closed the pipeline, or died
     except BaseException as error:
-        with suppress(ConnectionError):
-            conn.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        report(conn, error)
         status = 1
     # At once: with torch, the interpreter needs a second to shut down, and there is no state to save.
     os._exit(status)
+
+
+def report(conn: Channel, error: BaseException) -> None:
+    """Send the caller the error that ends this worker."""
+    with suppress(OSError):
+        details = "".join(traceback.format_exception(error))
+        conn.send(Failed(f"{type(error).__name__}: {error}", details), timeout_s=_REPORT_TIMEOUT_S)

@@ -11,7 +11,6 @@ import atexit
 import errno
 import gc
 import os
-import pickle
 import select
 import signal
 import socket
@@ -19,12 +18,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from pipespec.drivers.workers.channel import Channel, Closed
 from pipespec.process.forks import Lock
 from pipespec.process.signals import suppressed
 
@@ -32,6 +32,8 @@ _ANSWER_TIMEOUT_S = 5.0
 """A template that has done its imports answers in milliseconds. One that takes longer than this is stopped or hangs, and is given up."""
 
 _CHECK_S = 0.5
+_LOOK_S = 0.01
+"""Time between two looks whether a template has done its imports."""
 _IDLE_S = 300.0
 """A template without workers ends after this time, since it occupies as much memory as a worker."""
 
@@ -41,8 +43,6 @@ _WANTED = b"\1"
 LOST = 255
 """Exit status of a worker whose template ended before it could report the true one."""
 
-_MAX_FDS = 64
-
 _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "DNNL_", "ONEDNN_"),
     *("TORCH", "PYTORCH", "TRITON_", "CUDA_", "NVIDIA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
@@ -51,7 +51,7 @@ _READ_AT_IMPORT = (
 """Prefixes of the environment variables that libraries read when they are loaded: a fork cannot change them any more."""
 
 
-def start(fds: Sequence[int], *, fork: bool, timeout_s: float) -> Process:
+def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
     """Start a worker process that runs :func:`pipespec.drivers.workers.process.main`.
 
     The worker has the caller's present environment, ``sys.path``, directory, output, priority and processor affinity. It has a process
@@ -60,11 +60,22 @@ def start(fds: Sequence[int], *, fork: bool, timeout_s: float) -> Process:
     Args:
         fds: File descriptors. The worker receives copies of them as its arguments, in this order.
         fork: Fork the template where possible, else always run a command.
-        timeout_s: Longest wait for a template that is still importing. After that the worker is a command, too.
+        deadline: Of ``time.monotonic``, for a template that is still importing. After that the worker is a command, too.
+
+    Raises:
+        OSError: No process can be started.
     """
     if fork and _has_pidfd():
-        with _lock, suppressed(OSError, EOFError):
-            return _current_template().fork(fds, timeout_s)
+        with suppressed(OSError):
+            while True:
+                # Not during the wait: another thread may have less time.
+                with _lock:
+                    template = _current_template()
+                    if template.is_ready():
+                        return template.fork(fds)
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(_LOOK_S)
     return _command("pipespec.drivers.workers.process", fds, _environment())
 
 
@@ -82,11 +93,13 @@ class _Origin:
     pid: int
     executable: str
     environment: dict[str, str]
+    owner: tuple[object, ...]
 
     @staticmethod
     def present() -> _Origin:
         environment = {k: v for k, v in _environment().items() if k.startswith(_READ_AT_IMPORT)}
-        return _Origin(os.getpid(), sys.executable, environment)
+        owner = (os.getresuid(), os.getresgid(), os.getgroups())
+        return _Origin(os.getpid(), sys.executable, environment, owner)
 
 
 @dataclass(frozen=True)
@@ -103,21 +116,28 @@ class _Template:
 
     def __init__(self, origin: _Origin) -> None:
         self.origin = origin
-        self._socket, theirs = socket.socketpair()
-        self._has_answered = False
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._is_ready = False
         # numpy's OpenBLAS would start threads.
         environment = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             # Not in the caller's directory, which may have been deleted: transformers cannot be imported there.
             self.process = _command("pipespec.drivers.workers.template", [theirs.fileno()], environment, directory="/")
 
-    def fork(self, fds: Sequence[int], timeout_s: float) -> ForkedProcess:
-        """Fork a worker. Raises ``OSError`` or ``EOFError`` if the template does not answer; it is closed then."""
-        seconds = _ANSWER_TIMEOUT_S if self._has_answered else timeout_s
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._socket.setsockopt(
-                socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(1e6 * (seconds % 1)))
-            )
+    def is_ready(self) -> bool:
+        """Whether it has done its imports. Raises ``OSError`` if it has ended."""
+        if not self._is_ready and self._channel.poll():
+            self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
+            self._is_ready = True
+        return self._is_ready
+
+    def fork(self, fds: Sequence[int]) -> ForkedProcess:
+        """Fork a worker. The template is ready.
+
+        Raises:
+            OSError: The template cannot fork, or it does not answer; then it is closed.
+        """
         with ExitStack() as lent, ExitStack() as failed:
             status, theirs = os.pipe()
             failed.callback(os.close, status)
@@ -128,29 +148,38 @@ class _Template:
             lent.callback(os.close, null)
             output = [fd if _is_open(fd) else null for fd in (1, 2)]
             request = _Request(dict(_environment()), os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0))
-            failed.callback(self.close)  # a later answer would be taken for that of the next request
-            _send(self._socket, request, [theirs, directory, *output, *fds])
-            pid, pidfds = _receive(self._socket)
-            if not pidfds:  # the kernel drops what this process has no descriptor for
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            with self._closed_on_error():
+                self._channel.send(request, [theirs, directory, *output, *fds], timeout_s=_ANSWER_TIMEOUT_S)
+                answer, pidfds = self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
+            if isinstance(answer, OSError):
+                raise answer
             failed.callback(os.close, *pidfds)
             # A fork whose caller has given up must not run: the caller has started a command with the same descriptors by then.
-            self._socket.sendall(_WANTED)
+            with self._closed_on_error():
+                self._channel.send(_WANTED, timeout_s=_ANSWER_TIMEOUT_S)
             failed.pop_all()
-        self._has_answered = True
-        return ForkedProcess(pid, pidfds[0], status, self)
+        return ForkedProcess(answer, pidfds[0], status, self)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """A later answer would be taken for that of the next request."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def is_usable(self) -> bool:
-        return self._socket.fileno() >= 0 and self.process.poll() is None
+        return not self._channel.closed and self.process.poll() is None
 
     @property
     def answer_timeout_s(self) -> float:
         """Longest wait for a report. One that was given up has none, unless it reports at once."""
-        return _ANSWER_TIMEOUT_S if self._socket.fileno() >= 0 else _CHECK_S
+        return _CHECK_S if self._channel.closed else _ANSWER_TIMEOUT_S
 
     def close(self) -> None:
         """Accept no further requests. The process ends with its last worker."""
-        self._socket.close()
+        self._channel.close()
 
 
 class ForkedProcess:
@@ -220,8 +249,10 @@ def _current_template() -> _Template:
 def _end_templates() -> None:
     for template in _templates:
         template.close()
-        template.process.kill()
-        template.process.wait()
+        # It ends with its last worker if it belongs to another user by now.
+        with suppress(PermissionError, subprocess.TimeoutExpired):
+            template.process.kill()
+            template.process.wait(_ANSWER_TIMEOUT_S)
 
 
 def _leave_templates() -> None:
@@ -284,20 +315,6 @@ def _readable(fds: Sequence[int], timeout: float | None) -> list[int]:
     return [fd for fd, _ in poll.poll(None if timeout is None else 1e3 * timeout)]
 
 
-def _send(to: socket.socket, message: object, fds: Sequence[int]) -> None:
-    data = pickle.dumps(message)
-    socket.send_fds(to, [struct.pack("I", len(data))], fds)
-    to.sendall(data)
-
-
-def _receive(sender: socket.socket) -> tuple[Any, list[int]]:
-    head, fds, _, _ = socket.recv_fds(sender, 4, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-    data = sender.recv(struct.unpack("I", head)[0], socket.MSG_WAITALL) if head else b""
-    if not data:
-        raise EOFError
-    return pickle.loads(data), fds
-
-
 # ---- in the template
 
 
@@ -305,6 +322,7 @@ def main(fd: int) -> None:
     """The template process: import, then fork a worker for each request that comes from the socket ``fd``."""
     caller = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited: where the caller ignores it, no status could be had
     import transformers.models.llama.modeling_llama  # noqa: F401  the class of most drafts
 
     import pipespec.drivers.workers.process  # noqa: F401
@@ -312,11 +330,14 @@ def main(fd: int) -> None:
     if len(os.listdir("/proc/self/task")) > 1:
         os._exit(1)  # a fork has only one of the threads, and the locks of the others stay locked in it
     gc.freeze()
-    _serve(socket.socket(fileno=fd), caller)
+    with suppress(Closed):
+        requests = Channel(socket.socket(fileno=fd))
+        requests.send("ready")
+        _serve(requests, caller)
     os._exit(0)
 
 
-def _serve(requests: socket.socket, caller: int) -> None:
+def _serve(requests: Channel, caller: int) -> None:
     workers: dict[int, tuple[int, int]] = {}  # pidfd -> pid, status pipe
     gate: int | None = None  # of the newest worker, until its caller has answered
     last_use = time.monotonic()
@@ -326,7 +347,7 @@ def _serve(requests: socket.socket, caller: int) -> None:
         ready = _readable([*workers, *([requests.fileno()] if accepts else [])], _CHECK_S)
         for pidfd in workers.keys() & ready:
             pid, status = workers.pop(pidfd)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            code = _exit_code(pid)
             with suppress(BrokenPipeError):  # the caller has dropped this worker
                 os.write(status, struct.pack("i", code))
             os.close(pidfd)
@@ -335,39 +356,68 @@ def _serve(requests: socket.socket, caller: int) -> None:
             last_use = time.monotonic()
             try:
                 if gate is None:
-                    request, fds = _receive(requests)
-                    others = [requests.fileno(), *workers, *(status for _, status in workers.values())]
-                    pid, gate = _fork(request, fds, others)
-                    pidfd = os.pidfd_open(pid)
-                    workers[pidfd] = pid, fds[0]
-                    _send(requests, pid, [pidfd])
+                    gate = _answer(requests, workers)
                     continue
-                if not requests.recv(len(_WANTED)):
-                    raise EOFError
+                requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
                 with suppress(BrokenPipeError):  # it has ended
                     os.write(gate, _WANTED)
-            except (EOFError, ConnectionError):
+            except (Closed, TimeoutError):
                 accepts = False
             if gate is not None:
                 os.close(gate)
                 gate = None
 
 
-def _fork(request: _Request, fds: Sequence[int], templates_fds: Sequence[int]) -> tuple[int, int]:
-    """Fork a worker, which waits for :data:`_WANTED`. Returns its process id and the pipe for that, and closes ``fds`` but for the first, the status pipe."""
-    gate, ours = os.pipe()
-    parent, pid = os.getpid(), os.fork()
-    if pid == 0:
+def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> int | None:
+    """Receive a request, fork a worker, enter it into ``workers``, and send its process id, or why there is none. Return its gate."""
+    try:
+        request, fds = requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
+        others = [requests.fileno(), *workers, *(status for _, status in workers.values())]
+        pid, pidfd, gate = _fork(request, fds, others)
+    except (Closed, TimeoutError):
+        raise
+    except OSError as error:  # no room for a process or for descriptors: the other workers live on
+        requests.send(error, timeout_s=_ANSWER_TIMEOUT_S)
+        return None
+    workers[pidfd] = pid, fds[0]
+    try:
+        requests.send(pid, [pidfd], timeout_s=_ANSWER_TIMEOUT_S)
+    except BaseException:
+        os.close(gate)
+        raise
+    return gate
+
+
+def _fork(request: _Request, fds: Sequence[int], templates_fds: Sequence[int]) -> tuple[int, int, int]:
+    """Fork a worker, which waits for :data:`_WANTED`. Returns its process id, a descriptor of it, and the pipe for that.
+
+    Closes ``fds`` but for the first, the status pipe; after an error, all of them.
+    """
+    with ExitStack() as failed:
+        failed.callback(os.close, fds[0])
+        with ExitStack() as lent:
+            for fd in fds[1:]:
+                lent.callback(os.close, fd)
+            gate, ours = os.pipe()
+            lent.callback(os.close, gate)
+            failed.callback(os.close, ours)
+            parent, pid = os.getpid(), os.fork()
+            if pid == 0:
+                try:
+                    os.close(ours)
+                    if os.read(gate, len(_WANTED)):
+                        os.close(gate)
+                        _run(request, fds, templates_fds, parent)
+                finally:
+                    os._exit(1)
         try:
-            os.close(ours)
-            if os.read(gate, len(_WANTED)):
-                os.close(gate)
-                _run(request, fds, templates_fds, parent)
-        finally:
-            os._exit(1)
-    for fd in (gate, *fds[1:]):
-        os.close(fd)
-    return pid, ours
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        failed.pop_all()
+    return pid, pidfd, ours
 
 
 def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], parent: int) -> None:
@@ -375,15 +425,26 @@ def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], pa
     from pipespec.drivers.workers import process
 
     status, directory, stdout, stderr, *arguments = fds
-    os.setpgid(0, 0)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    os.sched_setaffinity(0, request.affinity)
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, request.niceness)
-    os.fchdir(directory)
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    for fd in (status, directory, stdout, stderr, *templates_fds):
-        os.close(fd)
-    process.main(*arguments, parent=parent)
+    try:
+        os.setpgid(0, 0)
+        os.environ.clear()
+        os.environ.update(request.environment)
+        os.sched_setaffinity(0, request.affinity)
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, request.niceness)
+        os.fchdir(directory)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        for fd in (status, directory, stdout, stderr, *templates_fds):
+            os.close(fd)
+    except OSError as error:
+        process.report(Channel(socket.socket(fileno=arguments[0])), error)
+    else:
+        process.main(*arguments, parent=parent)
+
+
+def _exit_code(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # something else has waited for it
+        return LOST

@@ -1,0 +1,123 @@
+"""Messages over a socket: limits, signals, descriptors, and ends that close at any place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import socket
+import threading
+
+import pytest
+
+from pipespec.drivers.workers.channel import Channel, Closed
+from tests.waiting import SECONDS
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with ours, theirs:
+        yield Channel(ours), Channel(theirs)
+
+
+@pytest.fixture
+def ticks():
+    """A timer of the user, as of a profiler."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_limits_hold_beside_signals(ends, ticks):
+    """A limit of the socket itself would begin again with each of them."""
+    ours, theirs = ends
+    with pytest.raises(TimeoutError):
+        ours.send(bytes(1 << 20), timeout_s=0.1)
+    with pytest.raises(TimeoutError):  # it has a part
+        theirs.receive(timeout_s=0.1)
+    assert not ours.poll(0.1)
+
+
+def test_a_message_that_is_larger_than_the_buffer(ends, ticks):
+    ours, theirs = ends
+    sent = os.urandom(3 << 20)
+    sender = threading.Thread(target=ours.send, args=(sent,), kwargs={"timeout_s": SECONDS})
+    sender.start()
+    assert theirs.receive(timeout_s=SECONDS) == (sent, [])
+    sender.join()
+
+
+def test_a_check_ends_a_wait(ends, monkeypatch):
+    def fail() -> None:
+        raise LookupError
+
+    monkeypatch.setattr("pipespec.drivers.workers.channel._CHECK_S", 0.01)
+    with pytest.raises(LookupError):
+        ends[0].send(bytes(1 << 20), timeout_s=SECONDS, check=fail)
+
+
+def test_closed_ends(ends):
+    ours, theirs = ends
+    ours.send("last")
+    ours.close()
+    assert ours.closed
+    for use in (ours.poll, ours.receive, lambda: ours.send("more")):
+        with pytest.raises(Closed):
+            use()
+    assert theirs.receive() == ("last", [])
+    assert theirs.poll()
+    for use in (theirs.receive, lambda: theirs.send(bytes(1 << 20))):
+        with pytest.raises(Closed):
+            use()
+
+
+def test_an_end_that_closes_within_a_message(ends):
+    ours, theirs = ends
+    with pytest.raises(TimeoutError):
+        ours.send(bytes(1 << 20), timeout_s=0.0)
+    ours.close()
+    with pytest.raises(Closed):
+        theirs.receive()
+
+
+def test_descriptors(ends):
+    ours, theirs = ends
+    reading, writing = os.pipe()
+    ours.send("a pipe", [writing, writing])
+    os.close(writing)
+    message, fds = theirs.receive()
+    assert message == "a pipe"
+    for fd in fds:
+        assert not os.get_inheritable(fd)
+        os.write(fd, b"x")
+        os.close(fd)
+    assert os.read(reading, 10) == b"xx"
+    assert os.read(reading, 10) == b""
+    os.close(reading)
+
+
+def test_a_receiver_without_room_for_descriptors(ends):
+    """The message is lost, as an error, and leaves nothing open. The next one is whole."""
+    ours, theirs = ends
+    ours.send("lost", [0, 0, 0])
+    ours.send("next", [0])
+    before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            theirs.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
+    assert len(os.listdir("/proc/self/fd")) == before
+    message, (fd,) = theirs.receive()
+    assert message == "next"
+    os.close(fd)
