@@ -856,13 +856,18 @@ def test_a_template_survives_what_happens_to_its_workers(new_template):
     until(own.is_ready, "it has done its imports")
     assert template._current_template() is own
     pid = own.process.pid
+
+    def used() -> set[int]:
+        return {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+
+    at_rest = len(used())
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as held:
         first, second = forked(held), forked(held)
         first.kill()
         assert first.wait(SECONDS) == -signal.SIGKILL
-        used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-        lowest = next(fd for fd in range(1000) if fd not in used)
+        until(lambda: len(used()) == at_rest + 2, "it holds the second worker's pipe and descriptor only")
+        lowest = min(set(range(1000)) - used())
         for free in range(7):  # a fork needs five for the request, two for its gate, and one for the process
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest + free, hard))
             with pytest.raises(OSError, match="Too many open files"):
