@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -83,6 +84,46 @@ def test_an_end_that_closes_within_a_message(ends):
     ours.close()
     with pytest.raises(Closed):
         theirs.receive()
+
+
+def test_an_end_that_closes_does_not_end_a_program_that_asks_for_sigpipe(ends):
+    ours, theirs = ends
+    theirs.close()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        try:
+            ours.send("lost")
+        except Closed:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_a_limit_is_that_of_each_wait(ends, monkeypatch):
+    """A large message takes its time where the reader is slow."""
+    ours, theirs = ends
+    limits, parts = [], []
+
+    def read(channel, event, timeout_s, check=None) -> None:
+        limits.append(timeout_s)
+        if channel is ours:
+            parts.append(theirs._socket.recv(1000))
+
+    monkeypatch.setattr(Channel, "_await", read)
+    sent = bytes(100_000)
+    ours.send(sent, timeout_s=3.0)
+    assert len(limits) > 10
+    assert set(limits) == {3.0}
+    rest = theirs._socket.recv(1 << 20)
+    while rest:
+        parts.append(rest)
+        try:
+            rest = theirs._socket.recv(1 << 20)
+        except BlockingIOError:
+            break
+    assert pickle.loads(b"".join(parts)[8:]) == sent
 
 
 def test_descriptors(ends):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import queue
 import random
@@ -880,6 +881,53 @@ def test_a_template_survives_what_happens_to_its_workers(new_template):
             process.kill()
             assert process.wait(SECONDS) == -signal.SIGKILL
     assert template._current_template() is own
+
+
+@pytest.mark.parametrize("how", ["ends", "stops"])
+def test_a_template_that_does_not_do_its_imports_is_awaited_once(new_template, monkeypatch, how):
+    """It ends where imports start a thread. Workers are commands then."""
+    monkeypatch.setattr(template, "STOPPED_S", 0.1)
+    command, started = template._command, []
+
+    def start(module: str, *args, **kwargs):
+        process = command("sys" if module.endswith("template") and how == "ends" else module, *args, **kwargs)
+        if module.endswith("template"):
+            started.append(process)
+            if how == "stops":
+                os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    monkeypatch.setattr(template, "_command", start)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for _ in range(2):
+            worker = template.start([theirs.fileno()], fork=True, deadline=math.inf)
+            assert isinstance(worker, subprocess.Popen)
+            worker.kill()
+            worker.wait()
+    assert len(started) == (1 if how == "ends" else 2)
+
+
+def test_an_interrupt_between_a_request_and_its_end(new_template, monkeypatch):
+    """A later request would be taken for the end of this one."""
+    own = template._current_template()
+    until(own.is_ready, "it has done its imports")
+    send = Channel.send
+
+    def interrupted(channel, message, *args, **kwargs):
+        if message == template._WANTED:
+            raise KeyboardInterrupt
+        send(channel, message, *args, **kwargs)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                own.fork([theirs.fileno()])
+        theirs.close()
+        assert not own.is_usable()
+        own.process.wait(SECONDS)  # so has its last fork, which was not wanted
 
 
 def test_a_template_that_imports_delays_no_other_thread(new_template, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
+import time
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -80,3 +81,28 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"T")
     except OSError:
         return False
+
+
+STOPPED_S = 2.0
+"""A process that is stopped (SIGSTOP) for so long while something waits for it counts as lost."""
+
+
+class StopWatch:
+    """Looks for how long a process has been stopped."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since: float | None = None  # when it was first seen stopped
+
+    def look_again(self) -> None:
+        """Forget what was seen. Since then it may have run."""
+        self._since = None
+
+    def has_stopped_for(self, seconds: float) -> bool:
+        """Whether it is stopped, and was at each look of the last ``seconds``."""
+        if not is_stopped(self._pid):
+            self._since = None
+            return False
+        now = time.monotonic()
+        self._since = self._since or now
+        return now - self._since > seconds

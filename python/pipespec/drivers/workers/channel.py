@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import pickle
 import select
@@ -69,7 +70,7 @@ class Channel:
         Args:
             message: Is pickled.
             fds: At most 64.
-            timeout_s: Longest wait for the reader. After an error the reader may have a part of the message.
+            timeout_s: Longest wait in which the reader takes nothing. After an error the reader may have a part of the message.
             check: Is called during the wait. What it raises ends the wait.
 
         Raises:
@@ -77,32 +78,37 @@ class Channel:
             TimeoutError: The other process does not read.
         """
         data = pickle.dumps(message)
-        left = memoryview(_LENGTH.pack(len(data)) + data)
+        left = [memoryview(_LENGTH.pack(len(data))), memoryview(data)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-        deadline = _deadline(timeout_s)
         while left:
             with _closed_ends():
                 try:
-                    left = left[self._socket.sendmsg([left], rights) :]
-                    rights = []
-                    continue
+                    # A program may have given SIGPIPE its default effect, which ends it.
+                    sent = self._socket.sendmsg(left, rights, socket.MSG_NOSIGNAL)
                 except BlockingIOError:
-                    pass
-            self._await(select.POLLOUT, deadline, check)
+                    sent = 0
+            if not sent:
+                self._await(select.POLLOUT, timeout_s, check)
+                continue
+            rights = []
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if sent:
+                left[0] = left[0][sent:]
 
     def receive(self, *, timeout_s: float | None = None) -> tuple[Any, list[int]]:
         """Receive a message and the file descriptors that came with it.
 
         Raises:
             Closed: One end is closed.
-            TimeoutError: The message is not complete within ``timeout_s``.
+            TimeoutError: Nothing came for ``timeout_s``, and the message is not complete.
             OSError: ``EMFILE``, if this process has no room for the file descriptors. The message is lost, those behind it are not.
         """
-        deadline, fds = _deadline(timeout_s), list[int]()
+        fds = list[int]()
         try:
-            length, is_complete = self._read(_LENGTH.size, deadline, fds)
+            length, is_complete = self._read(_LENGTH.size, timeout_s, fds)
             (size,) = _LENGTH.unpack(length)
-            data, are_complete = self._read(size, deadline, fds)
+            data, are_complete = self._read(size, timeout_s, fds)
             if not (is_complete and are_complete):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return pickle.loads(data), fds
@@ -111,7 +117,7 @@ class Channel:
                 os.close(fd)
             raise
 
-    def _read(self, size: int, deadline: float | None, fds: list[int]) -> tuple[bytearray, bool]:
+    def _read(self, size: int, timeout_s: float | None, fds: list[int]) -> tuple[bytearray, bool]:
         """``size`` bytes, and whether all file descriptors came with them, which are appended to ``fds``."""
         data, is_complete = bytearray(), True
         space = socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize)
@@ -124,7 +130,7 @@ class Channel:
                 except BlockingIOError:
                     part, rights, flags = None, [], 0
             if part is None:
-                self._await(select.POLLIN, deadline)
+                self._await(select.POLLIN, timeout_s)
                 continue
             for _, _, content in rights:
                 fds.extend(array("i", content[: len(content) - len(content) % array("i").itemsize]))
@@ -134,13 +140,12 @@ class Channel:
             data += part
         return data, is_complete
 
-    def _await(self, event: int, deadline: float | None, check: Callable[[], None] | None = None) -> None:
-        left = None if deadline is None else deadline - time.monotonic()
-        while not self._wait(event, min(_CHECK_S, _CHECK_S if left is None else max(0.0, left))):
+    def _await(self, event: int, timeout_s: float | None, check: Callable[[], None] | None = None) -> None:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._wait(event, min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
             if check is not None:
                 check()
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            if time.monotonic() >= deadline:
                 raise TimeoutError(errno.ETIMEDOUT, "the other process does not answer")
 
     def _wait(self, event: int, timeout_s: float | None) -> bool:
@@ -150,10 +155,6 @@ class Channel:
         poll = select.poll()
         poll.register(fd, event)
         return bool(poll.poll(None if timeout_s is None else 1e3 * timeout_s))
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 @contextmanager

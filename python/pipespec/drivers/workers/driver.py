@@ -6,6 +6,7 @@ A worker that dies, hangs or fails costs speed and never changes the text: the t
 from __future__ import annotations
 
 import errno
+import math
 import os
 import pickle
 import signal
@@ -26,7 +27,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.drivers.asynchronous import target_step
 from pipespec.drivers.base import Driver, GenerationRequest, StageFailure
 from pipespec.drivers.workers import template
-from pipespec.drivers.workers.channel import Channel
+from pipespec.drivers.workers.channel import Channel, Closed
 from pipespec.drivers.workers.process import STARTED, Failed, Setup, WorkerCall
 from pipespec.drivers.workers.weights import SharedWeights, share
 from pipespec.engine.acceptance import SharedAcceptance
@@ -37,7 +38,8 @@ from pipespec.engine.stage import Stage
 from pipespec.engine.translation import Translation
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
-from pipespec.process.signals import from_handler, is_stopped, pass_on, suppressed
+from pipespec.process.signals import STOPPED_S as _STOPPED_S
+from pipespec.process.signals import StopWatch, from_handler, is_stopped, pass_on, suppressed
 from pipespec.process.threads import restored_threads, set_threads, target_threads
 from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
@@ -46,9 +48,6 @@ from pipespec_kernels.trace import TraceMemory
 _READY_TIMEOUT_S = 120.0
 """A worker without a template imports torch and transformers, which takes many seconds on a busy machine. A pipeline waits so long for its first workers.
 One that is started again counts as hung after this time."""
-
-_STOPPED_S = 2.0
-"""A worker that is stopped (SIGSTOP) for so long while a call or a start waits for it counts as lost."""
 
 _EXIT_TIMEOUT_S = 5.0
 """A worker that has reported its failure, or closed its connection, ends within this time, or is killed."""
@@ -145,7 +144,7 @@ class _Worker:
         self.is_ready = False  # has built its model
         self.is_late = False  # a call has waited for it in vain
         self.overdue_at = time.monotonic() + _READY_TIMEOUT_S
-        self._stopped_at: float | None = None  # when it was first seen stopped
+        self._stops = StopWatch(self.process.pid)
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
         self.last_error: Failed | None = None
         self.form = ""
@@ -186,11 +185,11 @@ class _Worker:
 
     def _send_part(self, part: object, name: str) -> None:
         try:
-            self.conn.send(part, timeout_s=_SEND_TIMEOUT_S)
+            self.conn.send(part, timeout_s=_SEND_TIMEOUT_S, check=self._check_runs)
         except OSError as error:
             pass_on(error)
-            reason = self.exit_reason() if self.is_dead() else f"it did not receive {name}"
-            raise self._cannot_start(reason) from error
+            is_late = isinstance(error, TimeoutError)
+            raise self._cannot_start(self._unread(name) if is_late else self.exit_reason()) from error
 
     def _cannot_start(self, reason: str) -> RuntimeError:
         self.kill()
@@ -198,16 +197,23 @@ class _Worker:
 
     def look_again(self) -> None:
         """Measure anew for how long the process is stopped. Between two calls it may have run, unseen."""
-        self._stopped_at = None
+        self._stops.look_again()
 
     def _is_held_up(self) -> bool:
         """Whether the process has been stopped for some time."""
-        if not is_stopped(self.process.pid):
-            self._stopped_at = None
-            return False
-        now = time.monotonic()
-        self._stopped_at = self._stopped_at or now
-        return now - self._stopped_at > _STOPPED_S
+        return self._stops.has_stopped_for(_STOPPED_S)
+
+    def _check_runs(self) -> None:
+        """Raise if the process will not read what is sent to it."""
+        if self.is_dead():  # although another process may hold its end of the connection
+            raise Closed
+        if self._is_held_up():
+            raise TimeoutError
+
+    def _unread(self, name: str) -> str:
+        """What is said of a process that does not take a message."""
+        why = self.stopped if is_stopped(self.process.pid) else "it does not read its connection"
+        return f"it did not receive {name}: {why}"
 
     @property
     def stopped(self) -> str:
@@ -248,15 +254,10 @@ class _Worker:
             if not is_the_workers:
                 self.last_error = Failed("it has a part of a call that was interrupted", "")
             elif isinstance(error, TimeoutError):
-                why = self.stopped if is_stopped(self.process.pid) else "it does not read its connection"
-                self.last_error = Failed(f"it did not receive the call: {why}", "")
+                self.last_error = Failed(self._unread("the call"), "")
             self._end_process()
             if not is_the_workers:
                 raise
-
-    def _check_runs(self) -> None:
-        if self._is_held_up():
-            raise TimeoutError
 
     def _receive(self) -> None:
         message, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
@@ -362,8 +363,8 @@ class WorkersDriver(Driver):
         self._workers: dict[int, _Worker] = {}
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _shut_down, self._workers)
-        deadline = time.monotonic() + _READY_TIMEOUT_S
-        for failure in (self._start_missing(deadline) or self._await_ready(deadline)).values():
+        failures = self._start_missing(math.inf)
+        for failure in (failures or self._await_ready(time.monotonic() + _READY_TIMEOUT_S)).values():
             self.close()
             raise failure
         for worker in list(self._workers.values()):

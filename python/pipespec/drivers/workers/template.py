@@ -26,12 +26,14 @@ from typing import TypeAlias
 
 from pipespec.drivers.workers.channel import Channel, Closed
 from pipespec.process.forks import Lock
-from pipespec.process.signals import suppressed
+from pipespec.process.signals import STOPPED_S, StopWatch, suppressed
 
 _ANSWER_TIMEOUT_S = 5.0
 """A template that has done its imports answers in milliseconds. One that takes longer than this is stopped or hangs, and is given up."""
 
 _CHECK_S = 0.5
+_IMPORT_TIMEOUT_S = 60.0
+"""A template whose imports take longer than this is given up."""
 _LOOK_S = 0.01
 """Time between two looks whether a template has done its imports."""
 _IDLE_S = 300.0
@@ -67,12 +69,18 @@ def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
     """
     if fork and _has_pidfd():
         with suppressed(OSError):
+            template = None
             while True:
                 # Not during the wait: another thread may have less time.
                 with _lock:
-                    template = _current_template()
+                    template = template or _current_template()
+                    if template is None or not template.is_usable():
+                        break
                     if template.is_ready():
                         return template.fork(fds)
+                    if template.hangs():
+                        template.close()
+                        break
                 if time.monotonic() >= deadline:
                     break
                 time.sleep(_LOOK_S)
@@ -124,6 +132,8 @@ class _Template:
         with theirs:
             # Not in the caller's directory, which may have been deleted: transformers cannot be imported there.
             self.process = _command("pipespec.drivers.workers.template", [theirs.fileno()], environment, directory="/")
+        self._overdue_at = time.monotonic() + _IMPORT_TIMEOUT_S
+        self._stops = StopWatch(self.process.pid)
 
     def is_ready(self) -> bool:
         """Whether it has done its imports. Raises ``OSError`` if it has ended."""
@@ -131,6 +141,14 @@ class _Template:
             self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
             self._is_ready = True
         return self._is_ready
+
+    def hangs(self) -> bool:
+        """Whether its imports take too long, or a signal has stopped it."""
+        return time.monotonic() > self._overdue_at or self._stops.has_stopped_for(STOPPED_S)
+
+    def is_unfit(self) -> bool:
+        """Whether it could not do its imports, and another one could not either: they start a thread, for instance."""
+        return not self._is_ready and (self.process.poll() or -1) > 0
 
     def fork(self, fds: Sequence[int]) -> ForkedProcess:
         """Fork a worker. The template is ready.
@@ -151,12 +169,12 @@ class _Template:
             with self._closed_on_error():
                 self._channel.send(request, [theirs, directory, *output, *fds], timeout_s=_ANSWER_TIMEOUT_S)
                 answer, pidfds = self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
+                if not isinstance(answer, OSError):
+                    failed.callback(os.close, *pidfds)
+                    # A fork whose caller has given up must not run: the caller has started a command with the same descriptors by then.
+                    self._channel.send(_WANTED, timeout_s=_ANSWER_TIMEOUT_S)
             if isinstance(answer, OSError):
                 raise answer
-            failed.callback(os.close, *pidfds)
-            # A fork whose caller has given up must not run: the caller has started a command with the same descriptors by then.
-            with self._closed_on_error():
-                self._channel.send(_WANTED, timeout_s=_ANSWER_TIMEOUT_S)
             failed.pop_all()
         return ForkedProcess(answer, pidfds[0], status, self)
 
@@ -232,12 +250,12 @@ _lock = Lock()
 _templates: list[_Template] = []
 
 
-def _current_template() -> _Template:
-    """The template that fits the caller, a new one if none does. The others end with their last worker."""
+def _current_template() -> _Template | None:
+    """The template that fits the caller, a new one if none does. None: there can be none. The others end with their last worker."""
     present = _Origin.present()
     for template in list(_templates):
-        if template.is_usable() and template.origin == present:
-            return template
+        if template.origin == present and (template.is_usable() or template.is_unfit()):
+            return template if template.is_usable() else None
         template.close()
         if template.process.poll() is not None:
             _templates.remove(template)
@@ -348,9 +366,9 @@ def _serve(requests: Channel, caller: int) -> None:
         for pidfd in workers.keys() & ready:
             pid, status = workers.pop(pidfd)
             code = _exit_code(pid)
+            os.close(pidfd)
             with suppress(BrokenPipeError):  # the caller has dropped this worker
                 os.write(status, struct.pack("i", code))
-            os.close(pidfd)
             os.close(status)
         if accepts and requests.fileno() in ready:
             last_use = time.monotonic()
@@ -358,7 +376,8 @@ def _serve(requests: Channel, caller: int) -> None:
                 if gate is None:
                     gate = _answer(requests, workers)
                     continue
-                requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
+                if requests.receive(timeout_s=_ANSWER_TIMEOUT_S) != (_WANTED, []):
+                    raise Closed
                 with suppress(BrokenPipeError):  # it has ended
                     os.write(gate, _WANTED)
             except (Closed, TimeoutError):
@@ -382,10 +401,13 @@ def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> int | Non
     workers[pidfd] = pid, fds[0]
     try:
         requests.send(pid, [pidfd], timeout_s=_ANSWER_TIMEOUT_S)
-    except BaseException:
+        return gate
+    except OSError as error:
         os.close(gate)
-        raise
-    return gate
+        if isinstance(error, (Closed, TimeoutError)):
+            raise
+        requests.send(error, timeout_s=_ANSWER_TIMEOUT_S)
+        return None
 
 
 def _fork(request: _Request, fds: Sequence[int], templates_fds: Sequence[int]) -> tuple[int, int, int]:
