@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -382,6 +383,21 @@ def test_the_folder_of_profiles(monkeypatch, tmp_path):
     assert profile_store.cache_folder() == tmp_path / "pipespec"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert profile_store.cache_folder().parts[-2:] == (".cache", "pipespec")
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """A number in a container. Profiles are measured, and not kept."""
+    for name in ("PIPESPEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def lacks() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", lacks)
+    monkeypatch.setattr(profile_store, "_warned", set())
+    assert profile_store.load("0" * 32, 2) is None
+    with pytest.warns(ProfileWarning, match="no home folder: set PIPESPEC_CACHE to a folder"):
+        assert not profile_store.store(StoredProfile(a_profile(), {}))
 
 
 def test_the_key_is_of_everything_that_matters(monkeypatch):

@@ -428,7 +428,11 @@ def twice(folder: str) -> None:
 
 
 def interrupted(folder: str) -> None:
-    """Ctrl-C at each send and each receive of rank 0, one call each. Each call after an interrupted one has its whole text."""
+    """A signal at each send and each receive of rank 0, one call each: Ctrl-C, and one whose handler sets a limit to the call. Then a call that finds no
+    memory when it begins. Each call after such a one has its whole text."""
+
+    def is_late(number: int, frame: object) -> None:
+        raise TimeoutError
 
     def work(rank: int) -> object:
         with patient(folder, Reader(320), stages=2) as pipe:
@@ -440,7 +444,7 @@ def interrupted(folder: str) -> None:
             def here() -> None:
                 count[0] += 1
                 if count[0] == at[0]:
-                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(signal.SIGINT if at[0] % 2 else signal.SIGUSR1)
 
             real_send, real_finish = link.Link.post_send, link.Link.finish
 
@@ -453,16 +457,27 @@ def interrupted(folder: str) -> None:
                 real_finish(*args, **kwargs)
                 here()
 
+            def lacks_memory(*args, **kwargs):
+                raise MemoryError
+
+            signal.signal(signal.SIGUSR1, is_late)
             link.Link.post_send, link.Link.finish = send, finish
             wanted, calls, stopped = pipe.generate(ids, **options).tolist(), count[0], 0
             for at[0] in range(1, calls + 1):
                 count[0] = 0
                 try:
                     pipe.generate(ids.flip(1), **options)
-                except KeyboardInterrupt:
+                except (KeyboardInterrupt, TimeoutError):
                     stopped += 1
                 count[0] = 10**6
                 assert pipe.generate(ids, **options).tolist() == wanted, at
+            real, ranks.open_sections = ranks.open_sections, lacks_memory
+            try:
+                pipe.generate(ids, **options)
+            except MemoryError:
+                stopped += 1
+            ranks.open_sections = real
+            assert pipe.generate(ids, **options).tolist() == wanted
             return [wanted[0], calls, stopped]
 
     everywhere(work)

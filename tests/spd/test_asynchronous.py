@@ -212,6 +212,29 @@ def test_a_stage_that_fails_and_an_interrupted_call(model, spread):
     assert torch.equal(spread.generate(ids, max_new_tokens=NEW, do_sample=False), wanted)
 
 
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_thread_that_cannot_start_leaves_no_step_to_the_next_call(model, monkeypatch, fails_at):
+    """The pool keeps the step whose thread could not start. It would write the old token into the next call's cache."""
+    prompts = [torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 5, 6, 7, 8, 7]])]
+    wanted = [model.generate(ids, max_new_tokens=NEW, do_sample=False) for ids in prompts]
+    pipe = SpeculativePipeline(model, "ngram", stages=[2, 1, 1], devices=["cpu"] * 3)
+    start, count = threading.Thread.start, []
+
+    def fails(thread) -> None:
+        if thread.name.startswith("pipespec-stage"):
+            count.append(thread)
+            if len(count) == fails_at:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            pipe.generate(prompts[0], max_new_tokens=NEW, do_sample=False)
+    for ids, text in zip(prompts[1:] + prompts, wanted[1:] + wanted, strict=True):
+        assert torch.equal(pipe.generate(ids, max_new_tokens=NEW, do_sample=False), text)
+
+
 def test_stages_at_once_under_autocast(model):
     """Autocast is a setting of the caller's thread, and holds in the stages' threads, too."""
     draft, seen = noisy(model, 0.02), set()

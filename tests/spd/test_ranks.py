@@ -8,20 +8,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from pipespec.demo import load_family
 from pipespec.pipeline import BasePipeline
-from pipespec.process.ranks import RankError, own_device
-from pipespec.spd import SpeculativePipeline
+from pipespec.process.ranks import RankError, join_store, own_device
+from pipespec.spd import SpeculativePipeline, link
 from pipespec.spd import ranks as module
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.ranks import RanksPipeline, ranks_of
@@ -255,15 +258,47 @@ def test_a_rank_that_comes_late_or_never(found):
 
 
 def test_interrupted_at_every_message(folder, found):
-    """Ctrl-C while rank 0 sends or receives ends the call, and the next call has its whole text."""
+    """Ctrl-C, or a signal with a handler, while rank 0 sends or receives ends the call, and so does a lack of memory. The next call has its whole text."""
     ((first, *others),) = found["interrupted"]
     status, (text, messages, stopped) = first
     wanted = SpeculativePipeline(folder, stages=2).generate(
         torch.tensor([[5, 6, 7, 8, 9]]), max_new_tokens=3, do_sample=False
     )
     assert (status, text) == (0, wanted[0].tolist())
-    assert stopped == messages > 20
+    assert stopped == messages + 1 > 20
     assert others == [[0, None], [0, None]]
+
+
+def test_an_address_that_cannot_be_used(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        values = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(taken.getsockname()[1]),
+        }
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RankError, match=rf"^MASTER_PORT={values['MASTER_PORT']} is in use on this machine: choose"):
+            join_store(60.0)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with pytest.raises(RankError, match=r"^MASTER_ADDR=no-such-host\.invalid is no address that this machine knows"):
+        join_store(1.0)
+
+
+def test_a_rank_that_was_stopped_blames_no_other():
+    """After Ctrl-Z, or in a machine that was suspended, its clock has gone on, and nobody is late."""
+    watchdog = link.Watchdog(dist.HashStore(), 0, 2, print, 1e6)
+    watchdog.stop()
+    watchdog.join()
+    stopped, now = 3600.0, time.monotonic()
+    with watchdog.within(60.0, "waiting for", "timeout_s", 1):
+        assert watchdog._late(now + stopped) is not None
+        watchdog._forgive(stopped)
+        assert watchdog._late(now + stopped) is None
+        assert "store does not answer" in watchdog._late(now + stopped + 30)
+        assert "waiting for rank 1 took too long" in watchdog._late(now + stopped + 120)
 
 
 class Broken:

@@ -34,11 +34,18 @@ class ProfileWarning(UserWarning):
 
 
 def cache_folder() -> Path:
-    """Return ``$PIPESPEC_CACHE``, or ``pipespec`` under ``$XDG_CACHE_HOME`` (default: ``~/.cache``)."""
+    """Return ``$PIPESPEC_CACHE``, or ``pipespec`` under ``$XDG_CACHE_HOME`` (default: ``~/.cache``).
+
+    Raises:
+        FileNotFoundError: There is none of them: the user has no home.
+    """
     own = os.environ.get("PIPESPEC_CACHE")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipespec"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipespec"
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home folder: set PIPESPEC_CACHE to a folder") from None
 
 
 def digest(
@@ -83,10 +90,10 @@ def store(stored: StoredProfile, folder: Path | None = None) -> bool:
     Returns:
         Whether it was written. If not, one :class:`ProfileWarning` has the reason.
     """
-    folder = folder or cache_folder()
     tables = {mode: table.tolist() for mode, table in stored.tables.items()}
     data = {"format": _FORMAT, "profile": stored.profile.to_json(), "tables": tables}
     try:
+        folder = folder or cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         # The rename is atomic: another process may read at the same time.
         descriptor, name = tempfile.mkstemp(dir=folder, suffix=".new")
@@ -100,7 +107,8 @@ def store(stored: StoredProfile, folder: Path | None = None) -> bool:
             raise
     except OSError as error:
         pass_on(error)
-        _warn_once(f"the profile cannot be kept in {folder} ({error}); it is measured again next time")
+        where = "" if folder is None else f" in {folder}"
+        _warn_once(f"the profile cannot be kept{where} ({error}); it is measured again next time")
         return False
     return True
 
@@ -111,7 +119,10 @@ def load(key: str, stages: int, folder: Path | None = None) -> StoredProfile | N
     Returns:
         None if there is no file, or if it cannot be used. The second case gives one :class:`ProfileWarning`.
     """
-    file = (folder or cache_folder()) / f"{key}.json"
+    try:
+        file = (folder or cache_folder()) / f"{key}.json"
+    except FileNotFoundError:  # store() says so
+        return None
     try:
         data = parse_json(file.read_bytes())
         if data["format"] != _FORMAT:

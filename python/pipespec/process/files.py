@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -12,20 +13,26 @@ from pathlib import Path
 def replace(path: Path, text: str) -> None:
     """Write a file in one step, so that an interrupted process, or a full disk, leaves the earlier or the new contents.
 
-    A link, a device or a pipe is written in place and stays what it is. So is a file whose folder may not be written.
+    What another file cannot take the place of is written in place: a link, a device or a pipe, a file with several names or of another owner, and one
+    whose folder may not be written.
 
     Raises:
         OSError: With the name of the file.
     """
-    mode = _mode(path)
-    in_place = mode is not None and not (stat.S_ISREG(mode) and os.access(path.parent, os.W_OK))
+    status = _status(path)
+    in_place = status is not None and not (
+        stat.S_ISREG(status.st_mode)
+        and status.st_nlink == 1
+        and status.st_uid == os.geteuid()
+        and os.access(path.parent, os.W_OK, effective_ids=True)
+    )
     written = path if in_place else path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.half")
     try:
         written.write_text(text, encoding="utf-8")
         if not in_place:
-            if mode is not None:
-                written.chmod(stat.S_IMODE(mode))
-            written.replace(path)
+            if status is not None:
+                written.chmod(stat.S_IMODE(status.st_mode))
+            _rename(written, path)
     except BaseException as error:
         if not in_place:
             with suppress(OSError):  # on a full disk it would take the last room
@@ -35,8 +42,18 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
-def _mode(path: Path) -> int | None:
+def _rename(written: Path, path: Path) -> None:
     try:
-        return path.lstat().st_mode
+        written.replace(path)
+    except OSError as error:
+        if error.errno != errno.EBUSY:  # a file that is mounted by itself, as in containers
+            raise
+        path.write_text(written.read_text(encoding="utf-8"), encoding="utf-8")
+        written.unlink()
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
     except FileNotFoundError:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -40,16 +41,31 @@ def join_store(start_s: float) -> tuple[Any, int, int]:
         The part of the store for a new group, this rank, and the number of ranks.
 
     Raises:
-        RankError: Not all ranks have come within ``start_s`` seconds, or one has ended.
+        RankError: Not all ranks have come within ``start_s`` seconds, or one has ended, or MASTER_ADDR or MASTER_PORT cannot be used.
     """
     here = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     try:
         if here not in _stores:
             _stores[here] = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
     except dist.DistError as error:
-        raise RankError(f"not all ranks have come within {start_s:g} s, or one has ended: {error}") from error
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error):
+            what = f"MASTER_PORT={port} is in use on this machine: choose another one"
+        elif not _is_known(address):
+            what = f"MASTER_ADDR={address} is no address that this machine knows"
+        else:
+            what = f"not all ranks have come within {start_s:g} s, or one has ended"
+        raise RankError(f"{what}: {str(error).splitlines()[0]}") from error
     whole, rank, world = _stores[here]
     return dist.PrefixStore(f"pipespec/{next(_groups)}", whole), rank, world
+
+
+def _is_known(address: str | None) -> bool:
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError:
+        return False
+    return True
 
 
 def own_device(device: torch.device | str, local_rank: int) -> torch.device:

@@ -400,6 +400,7 @@ class LocalDriver(SpeculativeDriver):
         self.model, self._at_once = model, at_once
         self._threads: ThreadPoolExecutor | None = None
         self._steps: dict[int, Future[_Step]] = {}  # steps under way, by stage
+        self._is_launching = False
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
         self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
         self._complete = False
@@ -520,10 +521,12 @@ class LocalDriver(SpeculativeDriver):
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.partition.stages, "pipespec-stage")
+        self._is_launching = True
         for s, entries in enumerate(work):
             if entries:
                 autocast = _autocast_of_this_thread(self.stages[s].device.type)
                 self._steps[s] = self._threads.submit(self._step, s, entries, self.machine.held(s), autocast)
+        self._is_launching = False
 
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         streams: Streams = {}
@@ -561,6 +564,10 @@ class LocalDriver(SpeculativeDriver):
 
     def _await_steps(self, keep: bool = False) -> None:
         """Wait for the steps under way. Without ``keep``, drop them: a call was interrupted."""
+        if self._is_launching and self._threads is not None:
+            # A launch was interrupted, or a thread could not start: the pool may hold a step whose future nobody has. It would write to the next call's cache.
+            self._threads.shutdown(cancel_futures=True)
+            self._threads, self._is_launching = None, False
         wait(self._steps.values())
         if not keep:
             self._steps.clear()

@@ -158,14 +158,27 @@ class Watchdog:
             self._round = time.monotonic()
 
     def _watch(self) -> None:
+        before = time.monotonic()
         while not self._stopped.wait(_BEAT_S):
             now = time.monotonic()
+            if now - before > _SILENCE_S:
+                self._forgive(now - before)
+            before = now
             if self.cause is None:
                 self.cause = self._late(now)
             if self.cause is not None:
                 if not self._stopped.wait(_GRACE_S):
                     self._end(f"pipespec: rank {self._rank} ends: {self.cause}")
                 return
+
+    def _forgive(self, seconds: float) -> None:
+        """This process was stopped for so long: nothing that it waited for is late."""
+        self._round += seconds
+        for r, (value, since) in list(self._seen.items()):
+            self._seen[r] = value, since + seconds
+        deadline = self.deadline
+        if deadline is not None:
+            self.deadline = deadline._replace(at=deadline.at + seconds)
 
     def _late(self, now: float) -> str | None:
         deadline = self.deadline
@@ -185,40 +198,39 @@ def _exit(message: str) -> None:
     os._exit(1)
 
 
-class DelayedInterrupt:
-    """Delays Ctrl-C. A message whose bookkeeping is incomplete would be confused with a later one.
+class DelayedHandlers:
+    """Delays the caller's signal handlers, Ctrl-C above all. A message whose bookkeeping is incomplete would be confused with a later one.
 
-    Around a call (``with interrupt.handled()``) it takes the place of the caller's handler. Within, ``with interrupt:`` delays Ctrl-C until the end of
-    the block. That costs two stores, where a change of the handler for each message would cost more than the rest of its bookkeeping.
+    Around a call (``with delayed.handled()``) it takes the place of the handlers. Within, ``with delayed:`` delays them until the end of
+    the block. That costs two stores, where a change of the handlers for each message would cost more than the rest of its bookkeeping.
     """
 
     def __init__(self) -> None:
         self._delays = 0  # blocks that the thread is in
-        self._came = False
+        self._came: list[int] = []
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Take over the handler of Ctrl-C for the block, where there is one in Python, and Ctrl-C interrupts this thread."""
-        own = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGINT) if own else None
-        if not callable(before):
-            yield
-            return
-        found: Callable[[int, FrameType | None], Any] = before
+        """Take over the handlers in Python for the block, where they interrupt this thread."""
+        found: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        if threading.current_thread() is threading.main_thread():
+            found = {int(s): h for s in signal.valid_signals() if callable(h := signal.getsignal(s))}
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._delays:
-                self._came = True
+                self._came.append(number)
             else:
-                found(number, frame)
+                found[number](number, frame)
 
-        self._came = False
-        signal.signal(signal.SIGINT, handle)
+        self._came.clear()
         try:
+            for number in found:
+                signal.signal(number, handle)
             yield
         finally:
-            if signal.getsignal(signal.SIGINT) is handle:  # else the caller's code has set another one meanwhile
-                signal.signal(signal.SIGINT, before)
+            for number, handler in found.items():
+                if signal.getsignal(number) is handle:  # else the caller's code has set another one meanwhile
+                    signal.signal(number, handler)
 
     def __enter__(self) -> None:
         self._delays += 1
@@ -226,9 +238,11 @@ class DelayedInterrupt:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._delays -= 1
         if self._came and not self._delays:
-            self._came = False
-            if kind is None:
-                signal.raise_signal(signal.SIGINT)
+            came = list(dict.fromkeys(self._came))
+            self._came.clear()
+            for number in came:
+                if kind is None or number != signal.SIGINT:
+                    signal.raise_signal(number)
 
 
 class Link:
@@ -403,8 +417,8 @@ class Link:
         if not self.broken:
             self.broken = True
             try:
-                for work, _ in self._sends:
-                    work.wait()
+                for work, _ in self._sends:  # a rank that hangs takes none, and the watchdog has stopped
+                    work.wait(timedelta(seconds=self.timeout_s))
                 self._watchdog.join()
                 self._store.set(f"bye/{self.rank}", "+")
                 self._hold_store("bye")

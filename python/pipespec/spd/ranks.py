@@ -26,8 +26,8 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -46,7 +46,7 @@ from pipespec.process.ranks import START_S, RankError, own_device, rank_and_worl
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.lines import DeviceReceiver, DeviceSender, Receiver, Sender
-from pipespec.spd.link import TIMEOUT_S, DelayedInterrupt, Link
+from pipespec.spd.link import TIMEOUT_S, DelayedHandlers, Link
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import (
     LayerStage,
@@ -345,7 +345,7 @@ class RanksDriver(SpeculativeDriver):
         self._dtype, self._hidden_size = stream_dtype(model.dtype, model.device), model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
         self.starts_ahead = local is None  # else a start includes the time of the first stage
-        self._interrupt = DelayedInterrupt()
+        self._interrupt = DelayedHandlers()
         self._number = 0  # of the last message
         self._seen: dict[Receiver, int] = {}  # by line: number of the last message received
         self._streams: dict[int, Receiver] = {}
@@ -380,12 +380,21 @@ class RanksDriver(SpeculativeDriver):
             raise self._link.failed("the last call was not ended")
 
     def _end_call(self) -> None:
-        try:
+        with self._whole("ended"):
             self._end()
+
+    @contextmanager
+    def _whole(self, done: str) -> Iterator[None]:
+        """Do this completely, or mark the group as broken: the other ranks do not know how far it came."""
+        try:
+            yield
         except RankError:
             raise
-        except Exception as error:
-            raise self._link.failed(f"the call could not be ended ({type(error).__name__}: {error})") from error
+        except BaseException as error:
+            failed = self._link.failed(f"the call could not be {done} ({type(error).__name__}: {error})")
+            if isinstance(error, Exception):
+                raise failed from error
+            raise
 
     @_uninterrupted
     def _open(self, rows: int, longest: int, most: int) -> None:
@@ -394,16 +403,19 @@ class RanksDriver(SpeculativeDriver):
         self._entered: deque[int | None] = deque([None] * self.partition.stages, maxlen=self.partition.stages)
         self._last_column = -1
         self._chunks.clear()
-        self._running = True
         self._form = open_sections([self.verifier.section], native=self.native)
-        for s in self._remote:
-            control = torch.tensor([_OPEN, rows, longest, most], dtype=torch.int64)
-            self._link.send(control, self._rank_of[s], _CONTROL)
-        if self._remote:
-            self._circle.open(rows)
-            self._leaving = self._circle.to_next(self._remote.start - 1)
-            self._arriving = self._circle.from_before(self.partition.stages)
-            self._streams = {s: line for s in self._remote if (line := self._circle.streams(s, Receiver)) is not None}
+        control = torch.tensor([_OPEN, rows, longest, most], dtype=torch.int64)
+        with self._whole("opened"):
+            self._running = True
+            for s in self._remote:
+                self._link.send(control, self._rank_of[s], _CONTROL)
+            if self._remote:
+                self._circle.open(rows)
+                self._leaving = self._circle.to_next(self._remote.start - 1)
+                self._arriving = self._circle.from_before(self.partition.stages)
+                self._streams = {
+                    s: line for s in self._remote if (line := self._circle.streams(s, Receiver)) is not None
+                }
         if self._local is not None:
             self._local.open(rows, longest, most)
             self._form = self._form if self._form != NATIVE else self._local.form
@@ -411,11 +423,13 @@ class RanksDriver(SpeculativeDriver):
     @_uninterrupted
     def _end(self) -> None:
         """Receive every message under way, so that the next call starts without any."""
-        self._running = False
         if self._local is not None:
             self.clock.stage_seconds[0] = self._local.busy
-        if not self._remote:
-            return
+        if self._remote:
+            self._end_remote()
+        self._running = False
+
+    def _end_remote(self) -> None:
         self._collect_chunks(0)
         self._number += 1
         self._leaving.send(self._circle.words(Head(_END, self._number, 0, 0)))

@@ -36,6 +36,9 @@ from pipespec.process.ranks import RankError
 from pipespec.process.signals import pass_on
 from pipespec_kernels.state import StateBlock
 
+SILENT_S = 300.0
+"""A rank 0 that is connected and silent for so long has ended: a fork of it, or a machine without power, closes no connection."""
+
 RETURN_S = 30.0
 """A draft whose connection to rank 0 broke ends if there is no new one for this time."""
 
@@ -170,7 +173,7 @@ class DraftRank(Decoder):
         """Take part in the calls of rank 0 until it closes.
 
         Raises:
-            RankError: Rank 0 has ended, or has been cut off for longer than ``RETURN_S`` with a broken connection.
+            RankError: Rank 0 has ended, has been cut off for longer than ``RETURN_S`` with a broken connection, or has been silent for ``SILENT_S``.
         """
         party = self._party
         while not party.is_over and not party.closed:
@@ -189,6 +192,8 @@ class DraftRank(Decoder):
             raise RankError(
                 f"rank {self.rank}: rank 0, the target, is gone ({link.cause}) and has not come back within {RETURN_S:g} s"
             )
+        if not link.is_over and time.monotonic() - link.since > SILENT_S:
+            raise RankError(f"rank {self.rank}: rank 0, the target, has given no sign of life for {SILENT_S:g} s")
 
     def _take_part(self, generation: int, call: Call) -> None:
         party, inputs = self._party, call.inputs

@@ -131,7 +131,14 @@ class Link:
             receiver = threading.Thread(
                 target=self._guarded, args=(self._receive,), daemon=True, name=f"pipespec-from-{self.peer}"
             )
-            receiver.start()
+            try:
+                receiver.start()
+            except RuntimeError as error:  # no more threads
+                self._lose(_first_line(error))
+                _break(self._group)
+                self._group = None
+                self._closing.wait(BEAT_S)
+                continue
             self._guarded(functools.partial(self._send, attempt))
             if self._said_goodbye:
                 # The other rank closes the connection when it has read that. A reset would overtake it.
@@ -142,7 +149,7 @@ class Link:
 
     def _connect(self, seen: int) -> tuple[Any, int] | None:
         """A new group of the two ranks, and its number; None if the link closes. The higher rank chooses the number."""
-        high = max(self.rank, self.peer)
+        high, cause = max(self.rank, self.peer), self.cause or "it is not connected"
         while not self._closing.is_set():
             try:
                 number = self._store.add(self._key, int(self.rank == high))
@@ -157,7 +164,7 @@ class Link:
                 self.is_over, self.store_has_ended = True, True
                 return None
             except RuntimeError as error:  # one rank is not there, or not any more
-                self.cause = self.cause or _first_line(error)
+                self.cause = f"{cause}; the last try to connect: {_first_line(error)}"
                 self._closing.wait(BEAT_S)
             self._closing.wait(_POLL_S)
         return None
@@ -183,6 +190,8 @@ class Link:
             self._lose(str(error))
         except RuntimeError as error:
             self._lose(f"its connection broke ({_first_line(error)})")
+        except Exception as error:  # a thread that ends would take the link with it
+            self._lose(f"{type(error).__name__}: {_first_line(error)}")
         self._broken.set()
         self._wake.set()
 

@@ -123,7 +123,7 @@ def decode_call(words: np.ndarray) -> Call:
     eos, ends, lengths, limits, seeds, tokens = np.split(words[_FIXED:], np.cumsum(counts))
     if lengths.min() < 1 or int(lengths.sum(dtype=np.int64)) != len(tokens) or (limits < lengths).any():
         raise BadMessage("it sent a call whose prompts do not fit its rows")
-    if not (0 < temperature < np.inf and 0 < top_p <= 1 and 0 <= min_p <= 1 and 0 < penalty < np.inf and top_k >= 0):
+    if not (0 < temperature < np.inf and 0 <= top_p <= 1 and 0 <= min_p <= 1 and 0 < penalty < np.inf and top_k >= 0):
         raise BadMessage("it sent a call whose sampling parameters are out of range")
     processors = () if penalty == 1.0 else (RepetitionPenaltyLogitsProcessor(penalty),)
     params = SamplingParams(
