@@ -8,6 +8,8 @@ import random
 import subprocess
 import sys
 import threading
+import time
+import types
 import warnings
 from contextlib import contextmanager
 
@@ -19,6 +21,7 @@ from transformers.generation import StoppingCriteria
 from pipespec import NgramDraft, Pipeline, StageFailure
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.ranks import link, membership, wire
+from pipespec.drivers.ranks.draft import SILENT_S, DraftRank
 from pipespec.drivers.ranks.party import stages_of
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs
@@ -122,6 +125,34 @@ def test_an_ngram_draft_runs_beside_the_first_model(target, monkeypatch):
     assert stages_of(1, 2, 1) == [0, 1]
     assert stages_of(0, 2, 1) == [2]
     assert stages_of(0, 1, 1) == [0, 1]
+
+
+def test_a_thread_that_cannot_start_costs_one_connection(target, monkeypatch):
+    ids, start, failed = random_prompts(1, seed=2, longest=9)[0][None], threading.Thread.start, []
+
+    def fails(thread) -> None:
+        if thread.name.startswith("pipespec-from") and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with warnings.catch_warnings(), in_process(monkeypatch, [noisy(target, 0.02), target]) as (pipe, chain):
+        until(lambda: failed and chain.driver._party.links[1].trouble() is None, "there is another connection")
+        warnings.simplefilter("ignore")  # the first one was lost
+        out = pipe.generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(out, plain(target, ids, max_new_tokens=NEW, do_sample=False))
+
+
+def test_a_rank_0_that_is_connected_and_silent_is_given_up():
+    """A fork of it keeps the connection of one that was killed."""
+    silent = types.SimpleNamespace(store_has_ended=False, cause=None, is_over=False, since=time.monotonic())
+    rank = object.__new__(DraftRank)
+    rank.rank, rank._party = 1, types.SimpleNamespace(links={0: silent})
+    rank._require_target()
+    silent.since -= SILENT_S
+    with pytest.raises(RankError, match="rank 0, the target, has given no sign of life for 300 s"):
+        rank._require_target()
 
 
 def test_criteria_and_streamers_end_a_call_and_the_next_one_runs(target, monkeypatch):
