@@ -376,8 +376,9 @@ class BasePipeline:
                     generation.finish()
                 self._driver.learn()
                 self.report = self._report(generation)
-                return generation.output(self.report, self._driver.target)
+                return generation.output(self.report, functools.partial(request.return_cache, self._driver.target))
             except BaseException as error:
+                request.take_back()
                 with suppress(Exception):
                     self.partial = error.partial = generation.sequences()  # type: ignore[attr-defined]
                     error.add_note("What was generated until then is in the pipeline's .partial")

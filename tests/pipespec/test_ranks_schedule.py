@@ -30,7 +30,7 @@ from pipespec_kernels.state import StateBlock
 from tests.conftest import always_right, left_pad, noisy, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
 from tests.trials import PROFILE
-from tests.waiting import until
+from tests.waiting import own_lines, until
 
 NEW = 24
 
@@ -487,7 +487,7 @@ def test_processes(target, tmp_path):
     command = [sys.executable, "-m", "tests.pipespec.ranks_processes", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    texts, killed, target_dies, refused, wrong = (json.loads(line) for line in done.stdout.splitlines())
+    texts, killed, target_dies, refused, wrong = (json.loads(line) for line in own_lines(done.stdout))
     ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
     for text, options in zip(texts, CALLS.values(), strict=True):
         assert text == plain(target, ids, attention_mask=mask, max_new_tokens=NEW, **options).tolist()

@@ -17,6 +17,8 @@ import torch
 from pipespec import Pipeline, attach, detach, generation
 from pipespec.drivers.base import StageFailure
 from pipespec.engine import stage as stages
+from pipespec.engine.cache import RowCache
+from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.waiting import SECONDS
@@ -345,3 +347,56 @@ begun.wait()
         [sys.executable, script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
+
+
+class GoneAtTheEnd:
+    """A streamer whose reader has gone when the text is complete."""
+
+    def put(self, value):
+        pass
+
+    def end(self):
+        raise ConnectionError("gone")
+
+
+@pytest.mark.parametrize("how", ["plain", "lockstep", "graphs", "streams", "spd", "spd at once"])
+def test_a_cache_that_was_lent_to_a_call_that_fails_behind_its_run(model, how):
+    """The caller has it back as it was, and no later call writes to it, continues from it, or returns it."""
+    draft, prompts = noisy(model, 0.02), random_prompts(4, seed=8, shortest=5)
+    if how.startswith("spd"):
+        devices = {"devices": ["cpu"] * 2} if how.endswith("once") else {}
+        pipe = SpeculativePipeline(model, draft, stages=2, **devices)
+    else:
+        pipe = Pipeline(model, draft, schedule="lockstep" if how == "graphs" else how, graphs=how == "graphs")
+    first = pipe.generate(prompts[0][None], max_new_tokens=12, return_dict_in_generate=True)
+    cache, ids = first.past_key_values, torch.cat([first.sequences[0], prompts[1]])[None]
+    held, text = list(cache.lengths), cache.text[0].tolist()
+    with pytest.raises(ConnectionError, match="gone"):
+        pipe.generate(ids, past_key_values=cache, max_new_tokens=30, streamer=GoneAtTheEnd())
+    assert (list(cache.lengths), cache.text[0].tolist()) == (held, text)
+    for new in (30, 2):
+        other = pipe.generate(prompts[2][None], max_new_tokens=new, return_dict_in_generate=True)
+        assert torch.equal(other.sequences, greedy(model, prompts[2][None], new))
+        assert other.past_key_values is not cache
+    two = torch.stack([prompts[2][:5], prompts[3][:5]])
+    assert torch.equal(pipe.generate(two, max_new_tokens=9), greedy(model, two, 9))
+    again = pipe.generate(ids, past_key_values=cache, max_new_tokens=30)
+    assert torch.equal(again, greedy(model, ids, 30))
+
+
+def test_a_cache_whose_growth_is_interrupted(model, monkeypatch):
+    """Between the new storage and the copy. The old storage stays."""
+    with Pipeline(model, schedule="plain") as pipe:
+        first = pipe.generate(PROMPT, max_new_tokens=12, return_dict_in_generate=True)
+        cache, capacity = first.past_key_values, first.past_key_values.capacity
+
+        def interrupts(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RowCache, "_copy_prefix", interrupts)
+            with pytest.raises(KeyboardInterrupt):
+                cache.reserve(2 * capacity)
+        assert cache.capacity == capacity
+        ids = torch.cat([first.sequences, PROMPT], 1)
+        assert torch.equal(pipe.generate(ids, past_key_values=cache, max_new_tokens=9), greedy(model, ids, 9))

@@ -212,12 +212,19 @@ def test_a_stage_that_fails_and_an_interrupted_call(model, spread):
     assert torch.equal(spread.generate(ids, max_new_tokens=NEW, do_sample=False), wanted)
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_a_thread_that_cannot_start_leaves_no_step_to_the_next_call(model, monkeypatch, fails_at):
+@pytest.mark.parametrize("continues", [False, True], ids=["", "with a cache"])
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_thread_that_cannot_start_leaves_no_step_to_the_next_call(model, monkeypatch, fails_at, continues):
     """The pool keeps the step whose thread could not start. It would write the old token into the next call's cache."""
     prompts = [torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 5, 6, 7, 8, 7]])]
     wanted = [model.generate(ids, max_new_tokens=NEW, do_sample=False) for ids in prompts]
     pipe = SpeculativePipeline(model, "ngram", stages=[2, 1, 1], devices=["cpu"] * 3)
+    first, lent = prompts[0], {}
+    if continues:  # it is returned at once, while the steps may be under way
+        before = SpeculativePipeline(model, "ngram", stages=[2, 1, 1]).generate(
+            first, max_new_tokens=4, return_dict_in_generate=True
+        )
+        first, lent = torch.cat([before.sequences, first], 1), {"past_key_values": before.past_key_values}
     start, count = threading.Thread.start, []
 
     def fails(thread) -> None:
@@ -230,7 +237,7 @@ def test_a_thread_that_cannot_start_leaves_no_step_to_the_next_call(model, monke
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fails)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            pipe.generate(prompts[0], max_new_tokens=NEW, do_sample=False)
+            pipe.generate(first, max_new_tokens=NEW, do_sample=False, **lent)
     for ids, text in zip(prompts[1:] + prompts, wanted[1:] + wanted, strict=True):
         assert torch.equal(pipe.generate(ids, max_new_tokens=NEW, do_sample=False), text)
 

@@ -32,6 +32,7 @@ from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
 from tests.trials import trials
+from tests.waiting import own_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,11 +85,6 @@ def drafting(folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cases(drafting):
     return [case.format(module=drafting) for case in CASES]
-
-
-def own_lines(output: str) -> list[str]:
-    """All but those of torch 2.9, which tells of its connections."""
-    return [line for line in output.splitlines() if "[Gloo]" not in line and "peer ranks" not in line]
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
 
@@ -59,6 +59,15 @@ class CacheOwner(Protocol):
     def return_cache(self, lengths: Sequence[int]) -> RowCache | None: ...
 
 
+@dataclass
+class CacheLoan:
+    """What the caller's cache held before a call (None: there is no loan), and which stage has it, until that has returned it."""
+
+    held: list[int] | None = None
+    text: Sequence[np.ndarray] | None = None
+    owner: CacheOwner | None = None
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One call of ``generate()``, as decoders get it.
@@ -71,6 +80,7 @@ class GenerationRequest:
         cache: Keys and values that the target continues.
         returns_cache: Whether the caller gets the target's keys and values after the call.
         converts_cache: Whether the caller gets them in a cache of another class than ``RowCache``.
+        loan: Of ``cache``, from the beginning of the call until its result is complete.
     """
 
     inputs: StageInputs
@@ -80,6 +90,7 @@ class GenerationRequest:
     cache: RowCache | None = None
     returns_cache: bool = False
     converts_cache: bool = False
+    loan: CacheLoan = field(default_factory=CacheLoan)
 
     @cached_property
     def draft_sampling_params(self) -> bytes:
@@ -99,19 +110,39 @@ class GenerationRequest:
 
     @contextmanager
     def cache_lent_to(self, owner: CacheOwner) -> Iterator[None]:
-        """Let ``owner`` adopt the caller's cache, if there is one. After a failure the caller gets it back unchanged."""
+        """Let ``owner`` adopt the caller's cache, if there is one, until :meth:`return_cache`. After a failure the caller gets it back unchanged."""
         if self.cache is None:
             yield
             return
-        held, text = list(self.cache.lengths), self.cache.text
-        owner.adopt(self.cache, [prompt[:n] for prompt, n in zip(self.inputs.prompts, held, strict=True)])
+        held = list(self.cache.lengths)
+        self.loan.held, self.loan.text, self.loan.owner = held, self.cache.text, owner
         try:
+            owner.adopt(self.cache, [prompt[:n] for prompt, n in zip(self.inputs.prompts, held, strict=True)])
             yield
         except BaseException:
-            owner.return_cache(held)
-            # The part of the text that was known before the call.
-            self.cache.text = text and [tokens[:n] for tokens, n in zip(text, self.cache.lengths, strict=True)]
+            self.take_back()
             raise
+
+    def return_cache(self, owner: CacheOwner, lengths: Sequence[int]) -> RowCache | None:
+        """:meth:`CacheOwner.return_cache`, which ends the loan."""
+        cache = owner.return_cache(lengths)
+        self.loan.owner = None
+        return cache
+
+    def take_back(self) -> None:
+        """After a failure, also behind the run: give the caller the cache as it was before the call. The stage must not write to it any more."""
+        cache, loan = self.cache, self.loan
+        if cache is None or loan.held is None:
+            return
+        held, owner = loan.held, loan.owner
+        loan.held = loan.owner = None
+        with suppress(Exception):  # the call's own error is raised
+            if owner is not None:
+                owner.return_cache(held)
+            else:
+                cache.truncate([min(n, now) for n, now in zip(held, cache.lengths, strict=True)])
+        # The part of the text that was known before the call.
+        cache.text = loan.text and [tokens[:n] for tokens, n in zip(loan.text, cache.lengths, strict=True)]
 
 
 class Decoder(ABC):

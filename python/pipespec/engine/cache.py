@@ -336,8 +336,15 @@ class RowCache(Cache):
             )
         # A view may hold more of its layers.
         old, top = self._stores, max([self._top, *(view._top for view in self._views)])
-        self._allocate(capacity, self.dtype)
-        self._copy_prefix(old, top)
+        before = dict(self.__dict__)
+        try:
+            self._allocate(capacity, self.dtype)
+            self._copy_prefix(old, top)
+        except BaseException:  # an interrupt: the new storage does not hold what the lengths say
+            self.__dict__.update(before)
+            for view in self._views:
+                view._follow()
+            raise
         self._set(list(self._lengths))
 
     def _copy_prefix(self, stores: Sequence[torch.Tensor], top: int) -> None:

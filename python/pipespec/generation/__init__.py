@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest, TextSource
+from pipespec.drivers.base import Decoder, GenerationRequest, TextSource
 from pipespec.engine.cache import RowCache
 from pipespec.engine.grammar import Grammar
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
@@ -444,10 +444,12 @@ class Generation:
             trace=traces or None,
         )
 
-    def output(self, report: Report, owner: CacheOwner) -> torch.Tensor | PipelineOutput:
-        """Build the result of ``model.generate()``; ``owner`` has the target's keys and values."""
+    def output(
+        self, report: Report, return_cache: Callable[[Sequence[int]], RowCache | None]
+    ) -> torch.Tensor | PipelineOutput:
+        """Build the result of ``model.generate()``; ``return_cache``: that of the target's stage, see :class:`pipespec.drivers.base.CacheOwner`."""
         sequences = self.sequences()
-        cache = self._returned_cache(owner)
+        cache = self._returned_cache(return_cache)
         if not self.config.return_dict_in_generate:
             return sequences
         steps = sequences.shape[1] - self._text.input_ids.shape[1]
@@ -490,11 +492,11 @@ class Generation:
         """Per generated token ``[B, V]``."""
         return None if rows is None else tuple(self._text.column(rows, i) for i in range(steps))
 
-    def _returned_cache(self, owner: CacheOwner) -> Cache | None:
+    def _returned_cache(self, return_cache: Callable[[Sequence[int]], RowCache | None]) -> Cache | None:
         """The target's keys and values of all but each row's last token, where the caller gets them."""
         if not self._returns_cache():
             return None
-        own = owner.return_cache([n - 1 for n in self._text.lengths])
+        own = return_cache([n - 1 for n in self._text.lengths])
         if own is not None and not self._is_known:
             own.text = None
         if own is None or self._cache is None or self._cache is own:

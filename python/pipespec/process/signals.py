@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 
 def from_handler(error: BaseException) -> bool:
@@ -72,6 +75,54 @@ class suppressed(suppress):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return not (error is not None and from_handler(error)) and super().__exit__(kind, error, trace)
+
+
+class DelayedHandlers:
+    """Delays the caller's signal handlers, Ctrl-C above all. Their errors may come between any two instructions: a message whose bookkeeping is incomplete
+    would be confused with a later one, and a lock of the standard library that is held would not be released.
+
+    Around a call (``with delayed.handled()``) it takes the place of the handlers. Within, ``with delayed:`` delays them until the end of
+    the block. That costs two stores, where a change of the handlers for each message would cost more than the rest of its bookkeeping.
+    """
+
+    def __init__(self) -> None:
+        self._delays = 0  # blocks that the thread is in
+        self._came: list[int] = []
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Take over the handlers in Python for the block, where they interrupt this thread."""
+        found: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        if threading.current_thread() is threading.main_thread():
+            found = {int(s): h for s in signal.valid_signals() if callable(h := signal.getsignal(s))}
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._delays:
+                self._came.append(number)
+            else:
+                found[number](number, frame)
+
+        self._came.clear()
+        try:
+            for number in found:
+                signal.signal(number, handle)
+            yield
+        finally:
+            for number, handler in found.items():
+                if signal.getsignal(number) is handle:  # else the caller's code has set another one meanwhile
+                    signal.signal(number, handler)
+
+    def __enter__(self) -> None:
+        self._delays += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._delays -= 1
+        if self._came and not self._delays:
+            came = list(dict.fromkeys(self._came))
+            self._came.clear()
+            for number in came:
+                if kind is None or number != signal.SIGINT:
+                    signal.raise_signal(number)
 
 
 def is_stopped(pid: int) -> bool:

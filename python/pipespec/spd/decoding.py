@@ -25,7 +25,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import open_sections
 from pipespec.engine.sampling import Sampler, SamplingParams
 from pipespec.models.layout import CacheLayout
-from pipespec.process.signals import pass_on
+from pipespec.process.signals import DelayedHandlers, pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.machine import DraftRequest, Entry, Machine
@@ -401,6 +401,7 @@ class LocalDriver(SpeculativeDriver):
         self._threads: ThreadPoolExecutor | None = None
         self._steps: dict[int, Future[_Step]] = {}  # steps under way, by stage
         self._is_launching = False
+        self._delayed = DelayedHandlers()  # while this thread holds locks of the pool
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
         self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
         self._complete = False
@@ -477,6 +478,10 @@ class LocalDriver(SpeculativeDriver):
 
     # ---- the stages
 
+    def run(self, request: GenerationRequest) -> None:
+        with self._delayed.handled() if self._at_once else nullcontext():
+            super().run(request)
+
     def _open(self, rows: int, longest: int, most: int) -> None:
         self._await_steps()
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
@@ -521,12 +526,13 @@ class LocalDriver(SpeculativeDriver):
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.partition.stages, "pipespec-stage")
-        self._is_launching = True
-        for s, entries in enumerate(work):
-            if entries:
-                autocast = _autocast_of_this_thread(self.stages[s].device.type)
-                self._steps[s] = self._threads.submit(self._step, s, entries, self.machine.held(s), autocast)
-        self._is_launching = False
+        with self._delayed:
+            self._is_launching = True
+            for s, entries in enumerate(work):
+                if entries:
+                    autocast = _autocast_of_this_thread(self.stages[s].device.type)
+                    self._steps[s] = self._threads.submit(self._step, s, entries, self.machine.held(s), autocast)
+            self._is_launching = False
 
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         streams: Streams = {}
@@ -537,7 +543,11 @@ class LocalDriver(SpeculativeDriver):
         for s, entries in enumerate(work):
             if not entries:
                 continue
-            step = self._steps.pop(s).result() if self._at_once else self._step(s, entries, self.machine.held(s))
+            if self._at_once:
+                with self._delayed:
+                    step = self._steps.pop(s).result()
+            else:
+                step = self._step(s, entries, self.machine.held(s))
             outbox[s + 1], more, took[s] = step
             streams |= more
         self._inbox = outbox[:-1]
@@ -564,10 +574,16 @@ class LocalDriver(SpeculativeDriver):
 
     def _await_steps(self, keep: bool = False) -> None:
         """Wait for the steps under way. Without ``keep``, drop them: a call was interrupted."""
+        if self._steps or self._is_launching:
+            with self._delayed:
+                self._end_steps(keep)
+
+    def _end_steps(self, keep: bool) -> None:
         if self._is_launching and self._threads is not None:
             # A launch was interrupted, or a thread could not start: the pool may hold a step whose future nobody has. It would write to the next call's cache.
             self._threads.shutdown(cancel_futures=True)
             self._threads, self._is_launching = None, False
+            self._steps.clear()  # wait() would wait for the cancelled ones
         wait(self._steps.values())
         if not keep:
             self._steps.clear()

@@ -43,10 +43,11 @@ from pipespec.engine.native import NATIVE
 from pipespec.generation import Generation
 from pipespec.pipeline import BasePipeline
 from pipespec.process.ranks import START_S, RankError, own_device, rank_and_world
+from pipespec.process.signals import DelayedHandlers
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.lines import DeviceReceiver, DeviceSender, Receiver, Sender
-from pipespec.spd.link import TIMEOUT_S, DelayedHandlers, Link
+from pipespec.spd.link import TIMEOUT_S, Link
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import (
     LayerStage,
