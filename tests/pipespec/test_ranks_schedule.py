@@ -127,6 +127,7 @@ def test_an_ngram_draft_runs_beside_the_first_model(target, monkeypatch):
     assert stages_of(0, 1, 1) == [0, 1]
 
 
+@reconnects
 def test_a_thread_that_cannot_start_costs_one_connection(target, monkeypatch):
     ids, start, failed = random_prompts(1, seed=2, longest=9)[0][None], threading.Thread.start, []
 

@@ -22,7 +22,7 @@ def replace(path: Path, text: str) -> None:
     status = _status(path)
     in_place = status is not None and not (
         stat.S_ISREG(status.st_mode)
-        and status.st_nlink == 1
+        and status.st_nlink <= 1  # 0: another has just taken its place
         and status.st_uid == os.geteuid()
         and os.access(path.parent, os.W_OK, effective_ids=True)
     )
