@@ -575,12 +575,22 @@ def test_a_setup_that_the_socket_does_not_take_at_once(monkeypatch):
 
 def test_processes_of_another_user_do_not_disturb_close(rig, monkeypatch):
     """A program may drop its rights. Then its workers end with their connections."""
-    pids = rig.pids
+    pids, forbidden = rig.pids, []
+
+    def forbids(*args) -> None:
+        forbidden.append(args)
+        raise PermissionError
+
+    # Stopped, so that they have not ended before they are killed.
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(workers, "_EXIT_TIMEOUT_S", 0.1)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            signal, "pidfd_send_signal", lambda *args: os.kill(pids[0], 0) or (_ for _ in ()).throw(PermissionError)
-        )
+        patch.setattr(signal, "pidfd_send_signal", forbids)
         rig.pipeline.close()
+    assert len(forbidden) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
     await_end_of(pids)
     before = template._current_template()
     monkeypatch.setattr(os, "getresuid", lambda: (1, 1, 1))

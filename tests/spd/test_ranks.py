@@ -284,7 +284,7 @@ def test_an_address_that_cannot_be_used(monkeypatch):
 
 
 def test_a_rank_that_was_stopped_blames_no_other():
-    """After Ctrl-Z, or in a machine that was suspended, its clock has gone on, and nobody is late."""
+    """A process that was stopped (Ctrl-Z), or whose machine was suspended, sees a jump of its clock. The other ranks are not late."""
     watchdog = link.Watchdog(dist.HashStore(), 0, 2, print, 1e6)
     watchdog.stop()
     watchdog.join()

@@ -6,10 +6,8 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.ngram import NgramDraft
 from pipespec.planning.measure import device_numbers
 from pipespec.planning.profile import Profile
+from pipespec.process.files import replace
 from pipespec.process.records import parse_json
 from pipespec.process.signals import pass_on
 from pipespec_kernels import __version__, collect_env
@@ -95,16 +94,7 @@ def store(stored: StoredProfile, folder: Path | None = None) -> bool:
     try:
         folder = folder or cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        # The rename is atomic: another process may read at the same time.
-        descriptor, name = tempfile.mkstemp(dir=folder, suffix=".new")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(data, file)
-            os.replace(name, folder / f"{stored.profile.key}.json")
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        replace(folder / f"{stored.profile.key}.json", json.dumps(data))
     except OSError as error:
         pass_on(error)
         where = "" if folder is None else f" in {folder}"

@@ -580,7 +580,8 @@ class LocalDriver(SpeculativeDriver):
 
     def _end_steps(self, keep: bool) -> None:
         if self._is_launching and self._threads is not None:
-            # A launch was interrupted, or a thread could not start: the pool may hold a step whose future nobody has. It would write to the next call's cache.
+            # A thread could not start, or an error interrupted the launch. The pool may still hold a step that is not in ``_steps``, and that step would
+            # write to the cache of the next call.
             self._threads.shutdown(cancel_futures=True)
             self._threads, self._is_launching = None, False
             self._steps.clear()  # wait() would wait for the cancelled ones

@@ -70,7 +70,7 @@ def _uninterrupted(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def delaying(self: RanksDriver, *arguments: Any, **options: Any) -> Any:
-        with self._interrupt:
+        with self._delayed:
             return method(self, *arguments, **options)
 
     return cast(_Method, delaying)
@@ -346,7 +346,7 @@ class RanksDriver(SpeculativeDriver):
         self._dtype, self._hidden_size = stream_dtype(model.dtype, model.device), model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
         self.starts_ahead = local is None  # else a start includes the time of the first stage
-        self._interrupt = DelayedHandlers()
+        self._delayed = DelayedHandlers()
         self._number = 0  # of the last message
         self._seen: dict[Receiver, int] = {}  # by line: number of the last message received
         self._streams: dict[int, Receiver] = {}
@@ -367,11 +367,11 @@ class RanksDriver(SpeculativeDriver):
         if self._link.broken:
             raise RankError("this process group broke in an earlier call; start all ranks again")
         self._check_ended()
-        with self._interrupt.handled():
+        with self._delayed.handled():
             try:
                 super()._generate(request)
             finally:
-                with self._interrupt:
+                with self._delayed:
                     if self._running and not self._link.broken:
                         self._end_call()
 

@@ -18,8 +18,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
@@ -166,26 +166,20 @@ class _Template:
             lent.callback(os.close, null)
             output = [fd if _is_open(fd) else null for fd in (1, 2)]
             request = _Request(dict(_environment()), os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0))
-            with self._closed_on_error():
+            try:
                 self._channel.send(request, [theirs, directory, *output, *fds], timeout_s=_ANSWER_TIMEOUT_S)
                 answer, pidfds = self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
                 if not isinstance(answer, OSError):
                     failed.callback(os.close, *pidfds)
                     # A fork whose caller has given up must not run: the caller has started a command with the same descriptors by then.
                     self._channel.send(_WANTED, timeout_s=_ANSWER_TIMEOUT_S)
+            except BaseException:
+                self.close()  # a later answer would be taken for that of the next request
+                raise
             if isinstance(answer, OSError):
                 raise answer
             failed.pop_all()
         return ForkedProcess(answer, pidfds[0], status, self)
-
-    @contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
-        """A later answer would be taken for that of the next request."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def is_usable(self) -> bool:
         return not self._channel.closed and self.process.poll() is None
