@@ -126,11 +126,13 @@ class Scheduler:
 
         Raises:
             TargetFailed: the target's step failed.
-            RuntimeError: ``on_commit`` returned in a fork of the process, too, and this is the fork.
+            RuntimeError: a generation runs already, or ``on_commit`` returned in a fork of the process, too, and this is the fork.
         """
         native = self._native
-        native.start()
+        if native.started:
+            raise RuntimeError("this scheduler runs a generation already")
         try:
+            native.start()  # Ctrl-C can arrive as soon as the stages run
             steps, running = 0, True
             while running:
                 ended, running = native.wait(steps, _LOOK_NS)

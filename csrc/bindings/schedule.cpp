@@ -86,6 +86,7 @@ void bind_schedule(py::module_& m) {
                  new Scheduler(std::move(launcher), options, steering));
            }),
            py::arg("launcher"), py::arg("options"), py::arg("steering"), py::keep_alive<1, 2>())
+      .def_property_readonly("started", &Scheduler::started)
       .def("start", &Scheduler::start, unlocked)
       .def(
           "wait",

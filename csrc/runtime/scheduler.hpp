@@ -80,6 +80,8 @@ class Scheduler {
 
   // Starts the generation that the block was reset for. Throws std::logic_error while one runs.
   void start();
+  // Whether a generation was started and neither stop() nor finish() has returned.
+  bool started() const { return started_; }
   // Sleeps until the target has ended more than `steps` steps, until nothing runs, or until the
   // timeout. By one thread at a time.
   Progress wait(std::uint64_t steps, std::int64_t timeout_ns);
@@ -165,7 +167,7 @@ class Scheduler {
   std::atomic<bool> over_{true};
   std::atomic<std::uint64_t> target_steps_{0};
   Doorbell caller_;
-  bool started_ = false;
+  std::atomic<bool> started_{false};
   pid_t process_ = 0;         // that started it
   mutable std::mutex mutex_;  // of failures_
   std::vector<StageFailure> failures_;

@@ -235,6 +235,43 @@ def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
     assert text_of(block, 1) == plain(PROMPTS[1], LIMITS[1])
 
 
+def test_ctrl_c_as_soon_as_the_stages_run(no_thread_is_left: None) -> None:
+    class Interrupted:
+        def __init__(self, native) -> None:
+            self.native = native
+
+        def __getattr__(self, name: str):
+            return getattr(self.native, name)
+
+        def start(self) -> None:
+            self.native.start()
+            raise KeyboardInterrupt
+
+    block = block_for(PROMPTS, [400, 400], 2)
+    scheduler = Scheduler(HostLauncher(block, [Model(PROMPTS), Model(PROMPTS)], [1, 4]), lookahead=(3,))
+    native, scheduler._native = scheduler._native, Interrupted(scheduler._native)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.run()
+    assert not native.started
+    text = text_of(block, 0)
+    assert text == plain(PROMPTS[0], 400)[: len(text)]
+
+
+def test_a_second_generation_is_refused_and_leaves_the_first_running() -> None:
+    block = block_for(PROMPTS, LIMITS, 1)
+    scheduler = Scheduler(HostLauncher(block, [Model(PROMPTS)], [1]), lookahead=())
+    refusals = []
+
+    def on_commit() -> None:
+        with pytest.raises(RuntimeError, match="runs a generation already"):
+            scheduler.run()
+        refusals.append(True)
+
+    scheduler.run(on_commit)
+    assert refusals
+    assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
+
+
 def test_an_exception_of_the_caller_stops_the_stages(no_thread_is_left: None) -> None:
     def on_commit() -> None:
         raise KeyError("mine")

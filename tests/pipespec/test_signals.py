@@ -121,7 +121,7 @@ def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, ki
         (tokenizers, "cached_file", lambda: tokenizers.tokenizer_digest("some/name", None)),
         (loading.AutoConfig, "from_pretrained", lambda: loading.load_config("some/name")),
         (profile_store.json, "loads", lambda: profile_store.load("key", 2)),
-        (profile_store.json, "dump", lambda: profile_store.store(StoredProfile(Mock(key="key"), {}))),
+        (profile_store.json, "dumps", lambda: profile_store.store(StoredProfile(Mock(key="key"), {}))),
     ],
     ids=["tokenizer", "configuration", "load", "store"],
 )

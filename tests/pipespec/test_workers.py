@@ -42,10 +42,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def alive(pid: int) -> bool:
     """Whether a thread of the process is alive. The first thread may be a zombie while others still run."""
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
-                return True
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has
+                if (task / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    return True
     return False
 
 
