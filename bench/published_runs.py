@@ -35,6 +35,7 @@ import numpy as np
 
 from bench.bounds import best_policy, with_foresight
 from pipespec.planning.simulator import Answers, SimulatedPolicy, Simulation, StageModel, simulate
+from pipespec.process.records import build, parse_json
 from pipespec.process.table import aligned
 
 _STRATEGIES = {"greedy": "plain", "chain": "lockstep", "async-chain": "pipeline"}
@@ -131,13 +132,11 @@ def load(folder: Path | str) -> list[PublishedRun]:
 
 def _read(file: Path) -> PublishedRun:
     try:
-        return _run(json.loads(file.read_text(encoding="utf-8")))
+        return _run(parse_json(file.read_bytes()))
     except KeyError as error:
-        raise ValueError(f"{file.name}: {error} is missing; it is not a published run") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file.name}: it is not a published run ({error})") from error
-    except ValueError as error:
-        raise ValueError(f"{file.name}: {error}") from error
+        raise ValueError(f"{file}: {error} is missing; it is not a published run") from error
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        raise ValueError(f"{file}: it is not a published run ({error})") from error
 
 
 def _run(data: dict[str, Any]) -> PublishedRun:
@@ -145,11 +144,14 @@ def _run(data: dict[str, Any]) -> PublishedRun:
         data = _fields_read(data)
     if data["strategy"] not in _STRATEGIES:
         raise ValueError(f"unknown strategy {data['strategy']!r}")
-    models = tuple(_short_name(m["path"]) for m in data["models"])
+    models = tuple(_short_name(build(str, m["path"], "path")) for m in data["models"])
     if not models or not data["samples"]:
         raise ValueError("no models" if not models else "no samples")
     samples = tuple(_sample(i, s, len(models)) for i, s in enumerate(data["samples"]))
-    return PublishedRun(_STRATEGIES[data["strategy"]], models, int(data["lookahead_recorded"]), samples)
+    lookahead = build(int, data["lookahead_recorded"], "the lookahead")
+    if not 0 <= lookahead <= _LONGEST:
+        raise ValueError(f"the lookahead {lookahead} is not between 0 and {_LONGEST}")
+    return PublishedRun(_STRATEGIES[data["strategy"]], models, lookahead, samples)
 
 
 def _fields_read(data: dict[str, Any]) -> dict[str, Any]:
@@ -187,23 +189,27 @@ def _short_name(path: str) -> str:
 
 def _sample(index: int, data: dict[str, Any], stages: int) -> PublishedSample:
     where = f"sample {index}: "
-    seconds, tokens = float(data["total_time_s"]), int(data["tokens"])
-    if not (np.isfinite(seconds) and seconds > 0) or tokens < 1:
+    seconds, tokens = build(float, data["total_time_s"], "total_time_s"), build(int, data["tokens"], "tokens")
+    if seconds <= 0 or tokens < 1:
         raise ValueError(f"{where}{tokens} tokens in {seconds} s")
     logged = [data["token_times_ms"]] if "token_times_ms" in data else data["stage_step_ms"]
-    steps = tuple(np.asarray(s, dtype=float) / 1e3 for s in logged)
-    appended = tuple(np.asarray(a, dtype=int) for a in data.get("accepted_per_verification", []))
+    steps = tuple(np.asarray(s, dtype=float) / 1e3 for s in build(list[list[float]], logged, "the step times"))
+    counts = build(list[list[int]], data.get("accepted_per_verification", []), "accepted_per_verification")
+    appended = tuple(np.asarray(a, dtype=int) for a in counts)
+    watts = build(float | None, data.get("watts"), "watts")
     if len(steps) != stages or len(appended) != (0 if stages == 1 else stages - 1):
         raise ValueError(f"{where}the logs are not those of {stages} stages")
     for s in steps:
-        if s.ndim != 1 or len(s) == 0 or not np.isfinite(s).all() or (s <= 0).any():
+        if len(s) == 0 or (s <= 0).any():
             raise ValueError(f"{where}step times must be positive numbers, at least one per stage")
     for a in appended:
-        if a.ndim != 1 or len(a) == 0 or (a < 1).any():
-            raise ValueError(f"{where}every step appends at least one token")
+        if len(a) == 0 or (a < 1).any() or (a > _LONGEST).any():
+            raise ValueError(f"{where}every step appends between one and {_LONGEST} tokens")
     if stages > 1 and len(appended[-1]) != len(steps[-1]):
         raise ValueError(f"{where}{len(steps[-1])} steps of the target, but {len(appended[-1])} counts of its tokens")
-    return PublishedSample(seconds, tokens, steps, appended, data.get("watts"))
+    if tokens > _LONGEST * (len(steps[-1]) + 1):
+        raise ValueError(f"{where}{tokens} tokens in {len(steps[-1])} steps")
+    return PublishedSample(seconds, tokens, steps, appended, watts)
 
 
 # --- evidence of the plain and lockstep runs -----------------------------------------------------------------------

@@ -215,7 +215,7 @@ def test_a_missing_folder(tmp_path, capsys):
         (lambda d: d["samples"][1].update(stage_step_ms=[[], []]), "step times must be positive"),
         (lambda d: d["samples"][1].update(stage_step_ms=[[1.0]]), "not those of 2 stages"),
         (lambda d: d["samples"][1]["accepted_per_verification"][0].pop(), "steps of the target"),
-        (lambda d: d["samples"][1]["accepted_per_verification"][0].__setitem__(0, 0), "at least one token"),
+        (lambda d: d["samples"][1]["accepted_per_verification"][0].__setitem__(0, 0), "between one and 100 tokens"),
         (lambda d: d.update(samples=7), "not a published run"),
     ],
 )

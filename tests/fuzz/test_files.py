@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bench import published_runs
 from pipespec.bench import datasets
 from pipespec.bench.config import BenchConfig, load_config
 from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, StepCounts, SystemSettings
@@ -216,6 +217,61 @@ def test_recipes(tmp_path: Path, content) -> None:
         check_names(error, file)
         return
     assert all(n is None or (n > 0) for n in (found.examples, found.mean_tokens))
+
+
+# ---- traces of published runs
+
+_CHAIN = ("small-1B", "large-8B", "target-70B")
+PUBLISHED = {
+    "plain": {
+        "strategy": "greedy", "lookahead_recorded": 0, "models": [{"path": "m/target-70B"}],
+        "samples": [{"total_time_s": 1.0, "tokens": 3, "token_times_ms": [120.0, 121.0, 119.0], "watts": 300.0}] * 2,
+    },
+    "converted": {
+        "strategy": "chain", "lookahead_recorded": 8, "models": [{"path": name} for name in _CHAIN],
+        "samples": [{"total_time_s": 2.0, "tokens": 6, "stage_step_ms": [[11.0] * 8, [22.0] * 4, [120.0, 420.0]],
+                     "accepted_per_verification": [[2, 2, 1, 1], [1, 5]]}] * 2,
+    },
+    "raw": {
+        "metadata": {"strategy": "async-chain", "lookahead": 0, "model_configs": [{"path": name} for name in _CHAIN]},
+        "results": [{"metrics": {"total_time": 2.0, "tokens_generated": 6, "model_times": [[0.011] * 8, [0.022] * 4, [0.12, 0.42]],
+                                 "accepted_tokens": [[2, 2, 1, 1], [1, 5]]}, "gpustats": [{"gpu_powers": [100.0, 50.0]}]}],
+    },
+}  # fmt: skip
+
+
+def read_published(file: Path) -> None:
+    try:
+        (run,) = published_runs.load(file.parent)
+    except ValueError as error:
+        check_names(error, file)
+        return
+    assert run.name
+    assert run.label
+    assert run.ms_per_token() > 0
+    joules = run.joules_per_token()
+    assert joules is None or isinstance(joules, float)
+    assert all(s.seconds > 0 and s.tokens > 0 for s in run.samples)
+    assert all((steps > 0).all() for s in run.samples for steps in s.steps_s)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert published_runs.as_text(published_runs.report([run]))
+
+
+@examples(60, 4000)
+@given(data=st.data(), name=st.sampled_from(sorted(PUBLISHED)))
+def test_published_runs(tmp_path: Path, data, name) -> None:
+    file = tmp_path / "run.json"
+    file.write_bytes(data.draw(mutated_json(PUBLISHED[name])))
+    read_published(file)
+
+
+@pytest.mark.parametrize("content", [DEEP, DIGITS, b"", b"\xff", b"[]", b"null"], ids=range(6))
+def test_published_runs_that_are_something_else_are_refused(tmp_path: Path, content) -> None:
+    file = tmp_path / "run.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=str(file)):
+        published_runs.load(tmp_path)
 
 
 # ---- results

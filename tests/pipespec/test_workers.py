@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,14 +41,17 @@ from tests.waiting import SECONDS, drafts_keep_up, until
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def states(pid: int) -> Iterator[str]:
+    """The state of each thread of a process, as one letter. Threads that end meanwhile, and an ended process, have none."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                yield (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def alive(pid: int) -> bool:
     """Whether a thread of the process is alive. The first thread may be a zombie while others still run."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has
-                if (task / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                    return True
-    return False
+    return any(state not in "ZX" for state in states(pid))
 
 
 def await_end_of(pids) -> None:
@@ -56,8 +60,7 @@ def await_end_of(pids) -> None:
 
 def sleeps(pid: int) -> bool:
     """Whether none of its threads runs or is ready to run."""
-    stats = Path(f"/proc/{pid}/task").glob("*/stat")
-    return all(stat.read_text().rpartition(")")[2].split()[0] == "S" for stat in stats)
+    return all(state == "S" for state in states(pid))
 
 
 def wake_ups(pid: int) -> int:
