@@ -400,3 +400,40 @@ def test_a_cache_whose_growth_is_interrupted(model, monkeypatch):
         assert cache.capacity == capacity
         ids = torch.cat([first.sequences, PROMPT], 1)
         assert torch.equal(pipe.generate(ids, past_key_values=cache, max_new_tokens=9), greedy(model, ids, 9))
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    ("how", "within", "interrupted"),
+    [("lockstep", stages.Stage, "_roll_back"), ("spd", RowCache, "load"), ("spd", RowCache, "truncate")],
+    ids=["lockstep", "spd, loaded", "spd, rolled back"],
+)
+def test_a_lent_cache_whose_return_is_interrupted(model, monkeypatch, how, within, interrupted, times):
+    """It holds no tokens but those of its text, so that a call with another text does not continue from them."""
+    draft = noisy(model, 0.02)
+    pipe = SpeculativePipeline(model, draft, stages=2) if how == "spd" else Pipeline(model, draft, schedule=how)
+    first = pipe.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
+    cache, ids = first.past_key_values, torch.cat([first.sequences, PROMPT], 1)
+    held = list(cache.lengths)
+    function, generates, struck = getattr(within, interrupted), pipe._driver.learn, []
+
+    def interrupts(*args: object) -> None:
+        function(*args)
+        if struck and len(struck) <= times:
+            struck.append(None)
+            raise KeyboardInterrupt
+
+    def learn() -> None:
+        generates()
+        struck.append(None)  # the text is complete
+
+    with monkeypatch.context() as patch:
+        patch.setattr(within, interrupted, interrupts)
+        patch.setattr(pipe._driver, "learn", learn)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.generate(ids, past_key_values=cache, max_new_tokens=60)
+    assert all(n <= before for n, before in zip(cache.lengths, held, strict=True))
+    assert [len(tokens) for tokens in cache.text] == list(cache.lengths)
+    assert torch.equal(pipe.generate(PROMPT, max_new_tokens=9), greedy(model, PROMPT, 9))
+    other = torch.cat([first.sequences, PROMPT.flip(1).repeat(1, 12)], 1)
+    assert torch.equal(pipe.generate(other, past_key_values=cache, max_new_tokens=9), greedy(model, other, 9))

@@ -134,15 +134,14 @@ class GenerationRequest:
         cache, loan = self.cache, self.loan
         if cache is None or loan.held is None:
             return
-        held, owner = loan.held, loan.owner
+        try:
+            with suppress(Exception):  # the call's own error is raised
+                if loan.owner is not None:
+                    loan.owner.return_cache(loan.held)
+        finally:
+            # The owner may have been interrupted before, behind the place where it gave the cache up.
+            cache.recover(loan.held, loan.text)
         loan.held = loan.owner = None
-        with suppress(Exception):  # the call's own error is raised
-            if owner is not None:
-                owner.return_cache(held)
-            else:
-                cache.truncate([min(n, now) for n, now in zip(held, cache.lengths, strict=True)])
-        # The part of the text that was known before the call.
-        cache.text = loan.text and [tokens[:n] for tokens, n in zip(loan.text, cache.lengths, strict=True)]
 
 
 class Decoder(ABC):

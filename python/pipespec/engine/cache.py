@@ -689,6 +689,15 @@ class RowCache(Cache):
                 )
         self._set(new)
 
+    def recover(self, lengths: Sequence[int], text: Sequence[np.ndarray] | None) -> None:
+        """After an error at any place: hold at most ``lengths`` tokens per row, which are those of ``text`` (None: they are not known)."""
+        self._displaced = None
+        # Not truncate(): what depends on the lengths may not have been set with them.
+        ends = self.restorable([min(n, now) for n, now in zip(lengths, self._lengths, strict=True)])
+        self.text = None
+        self._set(ends)
+        self.text = text and [tokens[:n] for tokens, n in zip(text, ends, strict=True)]
+
     def restorable(self, lengths: Sequence[int]) -> list[int]:
         """Per row the largest length up to that of ``lengths`` that :meth:`truncate` takes. Without recurrent layers, ``lengths``."""
         return list(lengths) if self._ring is None else self._ring.restorable(lengths)

@@ -440,8 +440,9 @@ class LocalDriver(SpeculativeDriver):
     def return_cache(self, lengths: Sequence[int]) -> RowCache:
         """Copy the stages' keys and values up to ``lengths`` into the adopted cache, or into a new one, and return it."""
         self._await_steps()
-        adopted, self._adopted = self._adopted, None
+        adopted = self._adopted
         if adopted is not None and not self._complete:
+            self._adopted = None
             given, text = adopted
             given.text = text
             return given
@@ -456,6 +457,7 @@ class LocalDriver(SpeculativeDriver):
         cache.reserve(max(ends))
         cache.load([pair for stage in self.stages for pair in stage.cache.states()], ends)
         cache.text = [self._text[row, :n].copy() for row, n in enumerate(ends)]
+        self._adopted = None  # not before: after an interrupt it is filled again
         return cache
 
     def _begin(self, end: list[int]) -> list[int]:
@@ -479,6 +481,7 @@ class LocalDriver(SpeculativeDriver):
     # ---- the stages
 
     def run(self, request: GenerationRequest) -> None:
+        self._adopted = None  # of a call that was interrupted twice
         with self._delayed.handled() if self._at_once else nullcontext():
             super().run(request)
 
