@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import mmap
+import operator
 import os
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -445,4 +446,4 @@ def _lay_out(memory: Memory, stages: int, rows: int, capacity: int) -> _native.B
 
 
 def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+    return 1 << max(0, operator.index(n) - 1).bit_length()

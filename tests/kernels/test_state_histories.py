@@ -327,6 +327,45 @@ def test_a_port_keeps_its_block():
     assert port.commit(selected.ctypes.data, 1) == 1
 
 
+def test_rows_of_choices_that_do_not_fit_the_plan():
+    """Rows of choices lie a distance apart that the plan allows. Any other would be read from elsewhere."""
+    block = StateBlock.create(1, 3, 16)
+    block.reset([1] * 3, [9] * 3, [5] * 3, [])
+    port = block.port(0, 4)
+    assert port.plan(0, 0, 0) == Action.STEP
+    selected = np.array([[7, 0], [8, 0], [9, 0]], dtype=np.int32)
+    for stride in (0, -1, 5, 10**9, 2**31, -(2**31), 2**63 - 1, -(2**63)):
+        with pytest.raises(ValueError, match=rf"1 to 4, not {stride}"):
+            port.commit(selected.ctypes.data, stride)
+    assert port.commit(selected.ctypes.data, 2) == 3
+    assert [block.tokens(0, row, 1, 2) for row in range(3)] == [[7], [8], [9]]
+
+
+def test_rows_of_choices_hold_those_of_all_draft_tokens():
+    block = StateBlock.create(2, 1, 16)
+    block.reset([1], [9], [5], [])
+    draft, target = block.port(0, 4), block.port(1, 4)
+    block.set_alive(0, True)
+    drafted = np.array([[7]], dtype=np.int32)
+    for _ in range(2):
+        assert draft.plan(2, 0, 0) == Action.STEP
+        draft.commit(drafted.ctypes.data, 1)
+    assert target.plan(0, 3, 0) == Action.STEP
+    selected = np.array([[7, 7, 6]], dtype=np.int32)
+    with pytest.raises(ValueError, match=r"up to 3 tokens, .* 3 to 4, not 2"):
+        target.commit(selected.ctypes.data, 2)
+    assert target.commit(selected.ctypes.data, 3) == 3
+
+
+def test_sizes_are_integers_of_any_kind():
+    block = StateBlock.create(2, np.int32(1), np.int64(7))
+    assert (block.rows, block.capacity) == (1, 8)
+    block.ensure(np.int16(2), np.uint8(9))
+    assert (block.rows, block.capacity) == (2, 16)
+    with pytest.raises(TypeError, match="float"):
+        StateBlock.create(2, 1, 7.0)
+
+
 def test_a_port_from_before_a_growth():
     block = StateBlock.create(1, 1, 16, SharedMemory.create([1]))
     port = block.port(0, 4)
