@@ -255,10 +255,29 @@ def test_a_damaged_block_is_made_again(models, damage):
             assert set(now).isdisjoint(pids)
 
 
-def test_damage_during_a_call_ends_with_it(models):
+@pytest.mark.parametrize("damage", ["magic", "sizes", "all"])
+@pytest.mark.parametrize("schedule", ["plain", "lockstep", "streams"])
+def test_a_damaged_block_of_one_process_is_made_again(models, schedule, damage):
+    target, drafts, texts = models
+    drafts = drafts if schedule != "plain" else []
+    with Pipeline(target, drafts, schedule=None if schedule == "plain" else schedule) as pipe:
+        block = pipe._driver.block
+        for content in (255, 0):
+            assert generate(pipe, texts) == []
+            extent = {"magic": 8, "sizes": 36, "all": block.memory.array.size}[damage]
+            block.memory.array[:extent] = content
+            (message,) = generate(pipe, texts)
+            assert "overwritten the state block" in message
+            assert all(block.is_alive(i) for i in range(block.stages))
+        assert generate(pipe, texts) == []
+
+
+@pytest.mark.filterwarnings("ignore:draft stage . failed")
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_damage_during_a_call_ends_with_it(models, schedule):
     """That call raises. The next one runs on a new block."""
     target, drafts, texts = models
-    with Pipeline(target, drafts, schedule="workers") as pipe:
+    with Pipeline(target, drafts, schedule=schedule) as pipe:
 
         class Damaging:
             def put(self, tokens: torch.Tensor) -> None:
@@ -272,4 +291,6 @@ def test_damage_during_a_call_ends_with_it(models):
             pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=Damaging())
         (message,) = generate(pipe, texts)
         assert "overwritten the state block" in message
-        generate_with_all_drafts(pipe, texts)
+        if schedule == "workers":
+            generate_with_all_drafts(pipe, texts)
+        assert generate(pipe, texts) == []

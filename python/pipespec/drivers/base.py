@@ -368,7 +368,16 @@ class Driver(Decoder):
             self._trace_memory.clear()
 
     def _ensure(self, request: GenerationRequest) -> None:
-        """Room in the block for the rows. While no stage runs."""
+        """Room in the block for the rows, in a new one if it was overwritten. While no stage runs."""
+        if not self.block.is_intact:
+            self.block.renew()
+            for stage in self.stages:
+                self.block.set_alive(stage.index, True)
+            warnings.warn(
+                "something has overwritten the state block, so it is made again. The text is not affected, only its speed",
+                StageFailure,
+                stacklevel=user_stacklevel(),
+            )
         new = (limit - len(prompt) for prompt, limit in zip(request.inputs.prompts, request.inputs.limits, strict=True))
         self.block.ensure(len(request.inputs.prompts), max(new) + 2)
 
