@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pipespec_kernels.signals import pass_on
+
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "rich")
 
 
@@ -195,14 +197,16 @@ def _lines(path: str) -> list[str]:
     """Of a file; none where it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return []
 
 
 def _field(path: str, pattern: str) -> str | None:
     try:
         match = re.search(pattern, Path(path).read_text(), re.MULTILINE)
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return None
     return match[1].strip() if match else None
 
@@ -229,7 +233,8 @@ def _group_memory(
     """
     try:
         lines = Path(membership).read_text().splitlines()
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return None, None
     groups = {
         controllers: name for _, controllers, name in (line.split(":", 2) for line in lines if line.count(":") >= 2)

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
 from pipespec.models.loading import load_model
-from pipespec.process import shutdown
 from pipespec.process.threads import renew_pool, target_threads, threads_set
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
@@ -352,24 +351,21 @@ def test_a_child_that_closes_does_not_close_its_parents(models):
         assert [worker.process.pid for worker in pipe._driver._workers.values()] == pids
 
 
-def test_a_child_that_was_forked_within_a_call_while_another_call_ended():
-    """The other thread held the lock, and does not exist in the child."""
-    held, release = threading.Event(), threading.Event()
+def test_a_child_keeps_no_descriptors_of_its_parents_workers(models):
+    target, draft, _ = models
+    with Pipeline(target, draft, schedule="workers") as pipe:
+        (worker,) = pipe._driver._workers.values()
+        assert isinstance(worker.process, template.ForkedProcess)
+        open_ones = [worker.process._pidfd, worker.process._status]
 
-    def hold(lock) -> None:
-        with lock:
-            held.set()
-            release.wait(SECONDS)
+        def close() -> None:
+            pipe.close()
+            for fd in open_ones:
+                with pytest.raises(OSError, match="Bad file descriptor"):
+                    os.fstat(fd)
 
-    with ExitStack() as call:
-        call.enter_context(shutdown.call())
-        other = threading.Thread(target=hold, args=(shutdown._calls.changed,))
-        other.start()
-        assert held.wait(SECONDS)
-        child = Child(call.close)
-        release.set()
-        other.join()
-        child.check()
+        Child(close).check()
+        assert all(map(os.fstat, open_ones))
 
 
 def test_a_fork_while_a_worker_starts(models, monkeypatch):

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+import pipespec
+import pipespec_kernels
 from pipespec import Pipeline
 from pipespec.drivers.base import StageFailure
 from pipespec.models import loading
 from pipespec.planning import profile_store
 from pipespec.planning.profile_store import StoredProfile
 from pipespec.preflight import tokenizers
-from pipespec.process.signals import from_handler, pass_on, suppressed
+from pipespec.process import shutdown
+from pipespec.process.signals import DelayedHandlers, from_handler, is_stopped, pass_on, suppressed
 from pipespec.spd import SpeculativePipeline
+from pipespec_kernels import env
 from tests.conftest import noisy, random_llama, random_prompts
+from tests.trials import trials
 from tests.waiting import until
 
 PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
@@ -136,6 +143,129 @@ def test_an_error_of_the_callers_while_a_file_is_read_or_written(monkeypatch, tm
     monkeypatch.setattr(within, interrupted, reads)
     with raising(TimeoutError), pytest.raises(TimeoutError, match="time is up"):
         call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: is_stopped(os.getpid()),
+        lambda: env._lines("/proc/self/stat"),
+        lambda: env._field("/proc/self/stat", "x"),
+        lambda: env._group_memory(),
+    ],
+    ids=["is_stopped", "lines", "field", "group_memory"],
+)
+def test_an_error_of_the_callers_while_the_system_is_asked(monkeypatch, call):
+    def reads(*args, **kwargs):
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(Path, "read_bytes", reads)
+    monkeypatch.setattr(Path, "read_text", reads)
+    with raising(TimeoutError), pytest.raises(TimeoutError, match="time is up"):
+        call()
+
+
+RESTRICTED = {
+    "pipespec/cli": "the program's own handlers end it",
+    "pipespec/demo/corpus.py": "makes the bundled corpus",
+    "pipespec/drivers/workers/process.py": "a worker has no handlers of the caller",
+    "pipespec/bench": "programs",
+    "pipespec_kernels/triton/aot/__main__.py": "a program",
+    "pipespec_kernels/triton/aot/build.py": "a program",
+}
+"""Files in which an error of a handler may count as the file's or the system's, and why."""
+
+
+def test_whoever_catches_errors_of_the_system_passes_on_the_callers():
+    """A handler's ``TimeoutError`` is an ``OSError``. An ``except`` that keeps it would end the timeout and not the call."""
+    silent = []
+    for package in (pipespec, pipespec_kernels):
+        folder = Path(package.__file__).parent
+        for path in folder.rglob("*.py"):
+            name = str(path.relative_to(folder.parent))
+            if name.startswith(tuple(RESTRICTED)):
+                continue
+            source, _, _ = path.read_text().partition(
+                "# ---- in the template"
+            )  # it has no handlers of the caller, either
+            for node in ast.walk(ast.parse(source)):
+                if not isinstance(node, ast.ExceptHandler) or node.type is None:
+                    continue
+                if {"OSError", "TimeoutError"}.isdisjoint(n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)):
+                    continue
+                calls = {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+                if "pass_on" not in calls and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
+                    silent.append(f"{name}:{node.lineno}")
+    assert silent == []
+
+
+def test_a_handler_that_drops_its_arguments():
+    def drops(number, frame):
+        del frame
+        raise TimeoutError("time is up")
+
+    def renames(number, frame):
+        number = signal.Signals(number).name
+        raise TimeoutError(number)
+
+    for handler in (drops, renames):
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            with pytest.raises(TimeoutError) as caught:
+                signal.raise_signal(signal.SIGUSR1)
+            assert from_handler(caught.value)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
+def test_delayed_handlers_all_run():
+    """If one of them raises an error, or the block does, the others run all the same."""
+    ran = []
+
+    def handle(number, frame):
+        ran.append(number)
+        raise TimeoutError("time is up")
+
+    def block():
+        with delayed:
+            for number in numbers:
+                signal.raise_signal(number)
+            assert ran == []
+            raise ValueError("the block's")
+
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
+    before = [signal.signal(number, handle) for number in numbers]
+    try:
+        delayed = DelayedHandlers()
+        with delayed.handled(), pytest.raises(TimeoutError):
+            block()
+        assert ran == numbers
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_errors_of_the_caller_at_any_moment_of_a_call():
+    """Calls of other threads and the end of the program do not wait for a call that has ended."""
+
+    def handle(number, frame):
+        raise TimeoutError("time is up")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        for trial in range(trials(200, 5000)):
+            with suppress(TimeoutError):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1e-6 * (trial % 100))
+                    for _ in range(200):
+                        with shutdown.call():
+                            pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert not shutdown._calls.threads
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_errors_that_no_handler_raised():

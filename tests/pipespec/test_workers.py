@@ -30,6 +30,7 @@ from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
 from pipespec.drivers.workers.channel import Channel
 from pipespec.drivers.workers.process import NICE, Failed
+from pipespec.process import threads
 from pipespec.process.signals import is_stopped
 from pipespec.process.threads import restored_threads, target_threads
 from pipespec_kernels.state import SharedMemory
@@ -601,7 +602,8 @@ def test_processes_of_another_user_do_not_disturb_close(rig, monkeypatch):
     assert template._Origin.present() != before.origin
 
 
-def test_a_worker_stopped_for_a_while_goes_on(rig):
+def test_a_worker_stopped_for_a_while_goes_on(rig, monkeypatch):
+    monkeypatch.setattr(workers, "_STOPPED_S", SECONDS)  # however late the timer is
     rig.target.set(delay=-0.002)
     pids = rig.pids
     rig.generate(do=lambda: rig.kill(0, signal.SIGSTOP), at=4)
@@ -897,18 +899,23 @@ def test_a_template_survives_what_happens_to_its_workers(new_template):
     assert template._current_template() is own
 
 
-@pytest.mark.parametrize("how", ["ends", "stops"])
+@pytest.mark.parametrize("how", ["ends", "ends unseen", "hangs", "stops"])
 def test_a_template_that_does_not_do_its_imports_is_awaited_once(new_template, monkeypatch, how):
-    """It ends where imports start a thread. Workers are commands then."""
-    monkeypatch.setattr(template, "STOPPED_S", 0.1)
+    """It ends where imports start a thread. Workers are commands then. One that a signal has stopped is replaced."""
+    monkeypatch.setattr(template, "STOPPED_S", 0.1 if how == "stops" else SECONDS)
+    monkeypatch.setattr(template, "_IMPORT_TIMEOUT_S", 0.1 if how == "hangs" else SECONDS)
     command, started = template._command, []
 
     def start(module: str, *args, **kwargs):
-        process = command("sys" if module.endswith("template") and how == "ends" else module, *args, **kwargs)
-        if module.endswith("template"):
-            started.append(process)
-            if how == "stops":
-                os.kill(process.pid, signal.SIGSTOP)
+        if not module.endswith("template"):
+            return command(module, *args, **kwargs)
+        process = command("sys" if how.startswith("ends") else module, *args, **kwargs)
+        started.append(process)
+        if how in ("hangs", "stops"):
+            os.kill(process.pid, signal.SIGSTOP)
+        if how == "ends unseen":  # where the caller ignores SIGCHLD, Popen finds no child
+            process.wait()
+            process.returncode = 0
         return process
 
     monkeypatch.setattr(template, "_command", start)
@@ -919,7 +926,53 @@ def test_a_template_that_does_not_do_its_imports_is_awaited_once(new_template, m
             assert isinstance(worker, subprocess.Popen)
             worker.kill()
             worker.wait()
-    assert len(started) == (1 if how == "ends" else 2)
+    assert len(started) == (2 if how == "stops" else 1)
+    assert all(process.poll() is not None for process in started)
+
+
+@pytest.mark.parametrize("read", [1, 2], ids=["between length and data", "behind the data"])
+def test_an_interrupt_while_a_message_of_a_worker_is_received(rig, monkeypatch, read):
+    """The rest of the message, or what it said, is lost. The next call does not wait for it."""
+    received, count = Channel._read, 0
+
+    def interrupted(*args):
+        nonlocal count
+        found = received(*args)
+        count += 1
+        if count == read:
+            raise KeyboardInterrupt
+        return found
+
+    rig.generate()
+    rig.await_ends_of_call()
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rig.generate()
+    monkeypatch.setattr(workers, "_FINISH_TIMEOUT_S", SECONDS)
+    said = rig.generate(1)
+    assert len(said) == 1
+    assert "a message of it was interrupted); it is started again" in said[0]
+    rig.check_recovered()
+
+
+def test_an_interrupt_while_the_number_of_threads_is_restored(monkeypatch):
+    set_once = threads.set_threads
+    before = torch.get_num_threads()
+
+    def interrupted(count: int) -> None:
+        monkeypatch.setattr(threads, "set_threads", set_once)
+        raise KeyboardInterrupt
+
+    def call() -> None:
+        with restored_threads():
+            torch.set_num_threads(before + 1)
+            monkeypatch.setattr(threads, "set_threads", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert torch.get_num_threads() == before
+    assert not threads._lowering
 
 
 def test_an_interrupt_between_a_request_and_its_end(new_template, monkeypatch):

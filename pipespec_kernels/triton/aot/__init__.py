@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import triton
 from triton.runtime.cache import FileCacheManager
 
+from pipespec_kernels.signals import pass_on
+
 VARIABLE = "PIPESPEC_AOT"
 """Of the environment: the folder, if it is not the default."""
 MANIFEST = "manifest.json"
@@ -80,6 +82,7 @@ def state(where: Path | None = None) -> State:
     except FileNotFoundError:
         return State({}, None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        pass_on(error)
         return State({}, f"unreadable ({type(error).__name__}: {error}): build again")
     for name, here in versions().items():
         if built_with[name] != here:

@@ -26,7 +26,7 @@ def replace(path: Path, text: str) -> None:
         and status.st_uid == os.geteuid()
         and os.access(path.parent, os.W_OK, effective_ids=True)
     )
-    written = path if in_place else path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.half")
+    written = path if in_place else path.with_name(f".{os.getpid()}.{threading.get_ident()}.half")
     try:
         written.write_text(text, encoding="utf-8")
         if not in_place:

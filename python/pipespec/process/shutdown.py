@@ -10,6 +10,7 @@ import atexit
 import functools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,8 @@ _HOLD_S = 1.0
 """A thread whose call was ended waits this long: by then the interpreter is gone, or another thread joins this one."""
 _CALLS_TIMEOUT_S = 10.0
 """A call ends after its present step. The shutdown waits at most this long for all calls."""
+_LOOK_S = 0.005
+"""Time between two looks whether they have ended."""
 
 
 class ProgramEnds(BaseException):
@@ -27,8 +30,8 @@ class _Calls:
     """The calls that run, by thread."""
 
     def __init__(self) -> None:
+        # Without a lock: its additions and removals are atomic, and the error of a signal handler cannot come between a lock and its release.
         self.threads: set[int] = set()
-        self.changed = threading.Condition()
         # The thread that ends the program.
         self.ended_by: int | None = None
 
@@ -38,8 +41,9 @@ class _Calls:
 
     def end(self) -> None:
         self.ended_by = threading.get_ident()
-        with self.changed:
-            self.changed.wait_for(lambda: not self.threads, _CALLS_TIMEOUT_S)
+        deadline = time.monotonic() + _CALLS_TIMEOUT_S
+        while self.threads and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
 
 _calls = _Calls()
@@ -71,16 +75,11 @@ def call() -> Iterator[None]:
     if thread in calls.threads:
         yield
         return
-    with calls.changed:
-        calls.threads.add(thread)
     try:
+        calls.threads.add(thread)
         yield
     finally:
-        # Not in a child that was forked within the call: another thread of the parent may have held the lock.
-        if calls is _calls:
-            with calls.changed:
-                calls.threads.discard(thread)
-                calls.changed.notify_all()
+        calls.threads.discard(thread)
         if calls.are_over():
             threading.Event().wait(_HOLD_S)
             # The exception itself: threading ends a thread that raises it without a message.

@@ -1,80 +1,19 @@
-"""Errors of the caller's signal handlers. They end the call, whatever they interrupted."""
+"""The caller's signal handlers, and processes that signals have stopped."""
 
 from __future__ import annotations
 
-import inspect
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import pairwise
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
+from pipespec_kernels.signals import from_handler, pass_on, suppressed
 
-def from_handler(error: BaseException) -> bool:
-    """Whether a signal handler raised ``error``, or an error that led to it.
-
-    Python calls a handler with the signal's number and the frame that it interrupts. So a frame of a traceback is that of a handler if these
-    two are among its arguments, and the frame before it is the interrupted one.
-
-    Python sets an error that is being handled as the context of a new one, even if the two are unrelated. A caller that tries again within ``except``
-    is still handling the first error: a running frame has caught it.
-    """
-    running: list[FrameType | None] = [sys._getframe()]
-    while running[-1] is not None:
-        running.append(running[-1].f_back)
-    chain: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and not any(found is e for e in chain):
-        chain.append(found)
-        found = found.__cause__ or _led_to(found, running)
-    return any(_passed_a_handler(e.__traceback__) for e in chain)
-
-
-def _led_to(error: BaseException, running: list[FrameType | None]) -> BaseException | None:
-    """The context of ``error``, unless one of the frames ``running`` has caught it."""
-    context = error.__context__
-    if context is None or context.__traceback__ is None:
-        return context
-    # A traceback begins at the frame that caught the error.
-    caught_in = context.__traceback__.tb_frame
-    return None if any(frame is caught_in for frame in running) else context
-
-
-def _passed_a_handler(trace: TracebackType | None) -> bool:
-    before = None
-    while trace is not None:
-        if before is not None and any(
-            value is before and isinstance(number, int) and number in signal.valid_signals()
-            for number, value in pairwise(_arguments(trace.tb_frame))
-        ):
-            return True
-        before, trace = trace.tb_frame, trace.tb_next
-    return False
-
-
-def _arguments(frame: FrameType) -> list[object]:
-    names, more, _, values = inspect.getargvalues(frame)
-    return [*(values.get(name) for name in names), *(values.get(more) or () if more else ())]
-
-
-def pass_on(error: BaseException) -> None:
-    """Raise ``error`` if a signal handler raised it: it is not the error of what was running."""
-    if from_handler(error):
-        raise error
-
-
-class suppressed(suppress):
-    """Like ``contextlib.suppress``, except that errors of a signal handler pass."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return not (error is not None and from_handler(error)) and super().__exit__(kind, error, trace)
+__all__ = ["STOPPED_S", "DelayedHandlers", "StopWatch", "from_handler", "is_stopped", "pass_on", "suppressed"]
 
 
 class DelayedHandlers:
@@ -98,7 +37,8 @@ class DelayedHandlers:
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._delays:
-                self._came.append(number)
+                if number not in self._came:
+                    self._came.append(number)
             else:
                 found[number](number, frame)
 
@@ -115,14 +55,18 @@ class DelayedHandlers:
     def __enter__(self) -> None:
         self._delays += 1
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._delays -= 1
-        if self._came and not self._delays:
-            came = list(dict.fromkeys(self._came))
-            self._came.clear()
-            for number in came:
-                if kind is None or number != signal.SIGINT:
-                    signal.raise_signal(number)
+        if not self._delays:
+            self._run_handlers()
+
+    def _run_handlers(self) -> None:
+        try:
+            while self._came:
+                signal.raise_signal(self._came.pop(0))
+        finally:
+            if self._came:  # a handler has raised an error; the others run all the same, as Python has it
+                self._run_handlers()
 
 
 def is_stopped(pid: int) -> bool:
@@ -130,7 +74,8 @@ def is_stopped(pid: int) -> bool:
     try:
         # Behind the name of the program, which may contain anything.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"T")
-    except OSError:
+    except OSError as error:
+        pass_on(error)
         return False
 
 

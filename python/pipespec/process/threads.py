@@ -99,19 +99,27 @@ def restored_threads() -> Iterator[int]:
         The user's setting.
     """
     global _before_all
-    thread = threading.get_ident()
     with _lock:
-        before, is_first = _users_threads(), thread not in _lowering
-        if not _lowering:
-            _before_all = before
-        _lowering.add(thread)
+        before, is_first = _users_threads(), threading.get_ident() not in _lowering
     try:
+        with _lock:
+            if not _lowering:
+                _before_all = before
+            _lowering.add(threading.get_ident())
         yield before
     finally:
-        with _lock:
-            set_threads(before)
-            if is_first:
-                _lowering.discard(thread)
+        try:
+            _restore(before, is_first)
+        except BaseException:  # the error of a signal handler must not leave the setting lowered
+            _restore(before, is_first)
+            raise
+
+
+def _restore(threads: int, is_last: bool) -> None:
+    with _lock:
+        set_threads(threads)
+        if is_last:
+            _lowering.discard(threading.get_ident())
 
 
 @contextmanager

@@ -91,7 +91,8 @@ class Watchdog:
         self._others = [r for r in range(world) if r != rank]
         self._stopped = threading.Event()
         self.deadline: _Deadline | None = None
-        now = time.monotonic()
+        self._away = 0.0  # how long this process was stopped
+        now = self._now()
         self._seen: dict[int, tuple[bytes | None, float]] = dict.fromkeys(self._others, (None, now))
         self._round = now  # when the store last answered
         self.cause: str | None = None
@@ -106,9 +107,11 @@ class Watchdog:
     def within(self, seconds: float | None, doing: str, limit: str, peer: int | None = None) -> _Within:
         """Set a deadline for a block, ``seconds`` from now; None: no deadline. ``limit``: the argument that it follows from. ``peer``: the rank that it
         waits for."""
-        return _Within(
-            self, None if seconds is None else _Deadline(time.monotonic() + seconds, seconds, doing, limit, peer)
-        )
+        return _Within(self, None if seconds is None else _Deadline(self._now() + seconds, seconds, doing, limit, peer))
+
+    def _now(self) -> float:
+        """The time, less the time that this process was stopped: then nothing that it waits for is late."""
+        return time.monotonic() - self._away
 
     def tell(self, what: str, ended: int | None = None) -> str | None:
         """Publish why this rank ends. Return the cause that another rank has published before, if any.
@@ -145,7 +148,7 @@ class Watchdog:
                     if self._store.check([f"beat/{r}"]):
                         value = self._store.get(f"beat/{r}")
                         if value != self._seen[r][0]:
-                            self._seen[r] = value, time.monotonic()
+                            self._seen[r] = value, self._now()
                 if self.cause is None and self._store.check(["failed"]):
                     self.cause = self._store.get("failed").decode()
                     self._store.set(f"knows/{self._rank}", "+")
@@ -153,30 +156,21 @@ class Watchdog:
                 if self.cause is None:
                     self.cause = "the ranks' store does not answer any more: the process that held it (rank 0, or torchrun) has ended"
                 return
-            self._round = time.monotonic()
+            self._round = self._now()
 
     def _watch(self) -> None:
         before = time.monotonic()
         while not self._stopped.wait(_BEAT_S):
             now = time.monotonic()
             if now - before > _SILENCE_S:
-                self._forgive(now - before)
+                self._away += now - before
             before = now
             if self.cause is None:
-                self.cause = self._late(now)
+                self.cause = self._late(self._now())
             if self.cause is not None:
                 if not self._stopped.wait(_GRACE_S):
                     self._end(f"pipespec: rank {self._rank} ends: {self.cause}")
                 return
-
-    def _forgive(self, seconds: float) -> None:
-        """This process was stopped for so long: nothing that it waited for is late."""
-        self._round += seconds
-        for r, (value, since) in list(self._seen.items()):
-            self._seen[r] = value, since + seconds
-        deadline = self.deadline
-        if deadline is not None:
-            self.deadline = deadline._replace(at=deadline.at + seconds)
 
     def _late(self, now: float) -> str | None:
         deadline = self.deadline
@@ -369,7 +363,7 @@ class Link:
             self.broken = True
             try:
                 for work, _ in self._sends:  # a rank that hangs takes none, and the watchdog has stopped
-                    work.wait(timedelta(seconds=self.timeout_s))
+                    work.wait(timedelta(seconds=min(self.timeout_s, _FOREVER.total_seconds())))
                 self._watchdog.join()
                 self._store.set(f"bye/{self.rank}", "+")
                 self._hold_store("bye")

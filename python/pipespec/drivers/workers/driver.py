@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -137,16 +137,21 @@ class _Worker:
         self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None, *shared)
         # At once, so that several workers build their models together; unless it would have to wait for the imports of a command.
         self._has_setup = len(pickle.dumps(self._setup)) <= _UNREAD_BYTES
+        self.last_error: Failed | None = None
         if self._has_setup:
-            with suppressed(OSError):  # the worker is dead: await_ready() raises
+            try:
                 self.conn.send(self._setup, timeout_s=_SEND_TIMEOUT_S)
+            except OSError as error:  # await_ready() raises
+                pass_on(error)
+                if isinstance(error, TimeoutError):  # else it is dead
+                    self.last_error = Failed(self._unread("its setup"), "")
+                    self._end_process()
         self.cache = (0, 0)  # rows, and a lower bound of the positions
         self.is_ready = False  # has built its model
         self.is_late = False  # a call has waited for it in vain
         self.overdue_at = time.monotonic() + _READY_TIMEOUT_S
         self._stops = StopWatch(self.process.pid)
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
-        self.last_error: Failed | None = None
         self.form = ""
         self.translated = (0, 0)
 
@@ -169,7 +174,8 @@ class _Worker:
                 answer, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
             except OSError as error:
                 pass_on(error)
-                raise self._cannot_start(self.exit_reason()) from error
+                is_late = isinstance(error, TimeoutError)
+                raise self._cannot_start("it does not complete a message" if is_late else self.exit_reason()) from error
             if isinstance(answer, Failed):
                 raise self._cannot_start(f"{answer.cause}\n{answer.details}")
             # Only now, because a message may be larger than the socket's buffer, and the worker reads from here on.
@@ -227,7 +233,8 @@ class _Worker:
         """The worker's last error, or else the exit status of its process."""
         try:
             code = self.process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
+            pass_on(error)
             code = None
         self.receive_sent()
         if self.last_error is not None:
@@ -240,6 +247,12 @@ class _Worker:
             )
         if code == template.LOST:
             return "its process ended together with the template that started it"
+        if (
+            code == 0
+            and isinstance(self.process, subprocess.Popen)
+            and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+        ):
+            return "its process has ended, with a status that is unknown since this program ignores SIGCHLD"
         return f"killed by {_signal_name(-code)}" if code < 0 else f"its process ended with status {code}"
 
     def run(self, call: WorkerCall) -> None:
@@ -260,15 +273,23 @@ class _Worker:
                 raise
 
     def _receive(self) -> None:
-        message, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
-        if isinstance(message, Failed):
-            self.last_error = message
-        elif isinstance(message, str):
-            self.form = message
-        elif isinstance(message, tuple):
-            self.translated = message
-        elif message == self.busy:
-            self.busy = 0
+        try:
+            message, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
+            if isinstance(message, Failed):
+                self.last_error = message
+            elif isinstance(message, str):
+                self.form = message
+            elif isinstance(message, tuple):
+                self.translated = message
+            elif message == self.busy:
+                self.busy = 0
+        except BaseException as error:
+            if not isinstance(error, OSError) or from_handler(
+                error
+            ):  # the rest of the message, or what it said, is lost
+                self.last_error = Failed("a message of it was interrupted", "")
+                self._end_process()
+            raise
 
     def receive_sent(self) -> None:
         """Receive the messages that the worker has sent, without waiting for more."""
@@ -293,7 +314,9 @@ class _Worker:
                 is_held_up = self._is_held_up()
         except OSError as error:
             pass_on(error)
-            with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
+            with suppressed(
+                subprocess.TimeoutExpired
+            ):  # the kernel closes the files of a process shortly before its end
                 self.process.wait(1)
             return False
         return self.busy == 0 and not is_held_up and not self.is_dead()
@@ -304,9 +327,9 @@ class _Worker:
 
     def _end_process(self) -> None:
         # A process of another user, from before this one dropped its rights, ends by itself: its connection is closed.
-        with suppress(PermissionError):
+        with suppressed(PermissionError):
             self.process.kill()
-        with suppress(subprocess.TimeoutExpired):
+        with suppressed(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_TIMEOUT_S)
 
 
@@ -458,8 +481,9 @@ class WorkersDriver(Driver):
                 del self._workers[i]
                 if self.block.is_alive(i):  # otherwise the user has been warned
                     self._lost(i, f"{what}; it is started again")
-        self._warn_missing(self._start_missing(time.monotonic() + _TEMPLATE_TIMEOUT_S))
-        self._warn_missing(self._await_ready(time.monotonic() + _RESTART_TIMEOUT_S))
+        began = time.monotonic()
+        self._warn_missing(self._start_missing(began + _TEMPLATE_TIMEOUT_S))
+        self._warn_missing(self._await_ready(began + _RESTART_TIMEOUT_S))
         for i, worker in self._workers.items():
             if not worker.is_ready and not worker.is_late:
                 worker.is_late = True

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from pipespec.drivers.workers.channel import Channel, Closed
 from pipespec.process.forks import Lock
-from pipespec.process.signals import STOPPED_S, StopWatch, suppressed
+from pipespec.process.signals import STOPPED_S, StopWatch, pass_on, suppressed
 
 _ANSWER_TIMEOUT_S = 5.0
 """A template that has done its imports answers in milliseconds. One that takes longer than this is stopped or hangs, and is given up."""
@@ -79,7 +79,7 @@ def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
                     if template.is_ready():
                         return template.fork(fds)
                     if template.hangs():
-                        template.close()
+                        template.give_up()
                         break
                 if time.monotonic() >= deadline:
                     break
@@ -133,6 +133,7 @@ class _Template:
             # Not in the caller's directory, which may have been deleted: transformers cannot be imported there.
             self.process = _command("pipespec.drivers.workers.template", [theirs.fileno()], environment, directory="/")
         self._overdue_at = time.monotonic() + _IMPORT_TIMEOUT_S
+        self._is_overdue = False
         self._stops = StopWatch(self.process.pid)
 
     def is_ready(self) -> bool:
@@ -146,9 +147,22 @@ class _Template:
         """Whether its imports take too long, or a signal has stopped it."""
         return time.monotonic() > self._overdue_at or self._stops.has_stopped_for(STOPPED_S)
 
+    def give_up(self) -> None:
+        """End a template that hangs in its imports. It has no workers."""
+        self._is_overdue = time.monotonic() > self._overdue_at
+        self.close()
+        with suppressed(PermissionError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait(_ANSWER_TIMEOUT_S)
+
     def is_unfit(self) -> bool:
-        """Whether it could not do its imports, and another one could not either: they start a thread, for instance."""
-        return not self._is_ready and (self.process.poll() or -1) > 0
+        """Whether it could not do its imports, and another one could not either: they start a thread, for instance, or never end."""
+        with suppressed(OSError):
+            if self.is_ready():
+                return False
+        code = self.process.poll()
+        # A signal's code is negative. A caller that ignores SIGCHLD gets 0 in any case.
+        return self._is_overdue or (code is not None and code >= 0)
 
     def fork(self, fds: Sequence[int]) -> ForkedProcess:
         """Fork a worker. The template is ready.
@@ -212,6 +226,7 @@ class ForkedProcess:
         """Wait for the end of the process. Raises ``subprocess.TimeoutExpired``."""
         if self.returncode is None and os.getpid() != self._caller:
             self.returncode = 0  # like Popen: a fork of the caller has no children
+            self._close()
         if self.returncode is None:
             if not _readable([self._pidfd], timeout):
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0)
@@ -283,7 +298,8 @@ def _has_pidfd() -> bool:
     """Whether the platform, and a sandbox around this process, allow pidfds."""
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):
+    except (AttributeError, OSError) as error:
+        pass_on(error)
         return False
     return True
 
@@ -315,6 +331,7 @@ def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
     except OSError as error:
+        pass_on(error)
         return error.errno != errno.EBADF
     return True
 
@@ -453,7 +470,7 @@ def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], pa
         os.dup2(stderr, 2)
         for fd in (status, directory, stdout, stderr, *templates_fds):
             os.close(fd)
-    except OSError as error:
+    except Exception as error:
         process.report(Channel(socket.socket(fileno=arguments[0])), error)
     else:
         process.main(*arguments, parent=parent)
