@@ -12,8 +12,10 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from pipespec.drivers.base import SpeedWarning
+from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
+from pipespec.generation import for_transformers
 from pipespec.generation.arguments import OWN, plain_number
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.derived import SelfDraft
@@ -48,7 +50,12 @@ class _Generate:
                 self._warn(error)
             for name in OWN:
                 kwargs.pop(name, None)
-            return type(self.pipeline.target).generate(self.pipeline.target, *args, **kwargs)
+            return self._by_transformers(*args, **kwargs)
+
+    def _by_transformers(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("past_key_values"), RowCache):
+            kwargs["past_key_values"] = for_transformers(self.pipeline.target, *args, **kwargs)
+        return type(self.pipeline.target).generate(self.pipeline.target, *args, **kwargs)
 
     def _warn(self, error: Unsupported) -> None:
         """Warn once for each argument."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.config import WIDTH
@@ -608,6 +609,45 @@ class RowCache(Cache):
             for i in range(self._layers)
         ]
 
+    def as_dynamic(self, attention_mask: torch.Tensor, columns: int | None = None) -> DynamicCache:
+        """A copy for transformers, with columns for padding, which this cache does not have.
+
+        Args:
+            attention_mask: ``[B, S]`` of the whole text, 0 for padding; each of its rows stands for ``rows / B`` of the cache.
+            columns: The columns that the copy must have; None: as many as all rows hold, and fewer than the mask has.
+
+        Raises:
+            ValueError: The mask does not fit the rows, or a row does not hold the tokens of ``columns``.
+            NotImplementedError: The cache has recurrent layers, of which transformers keeps one state per row.
+        """
+        if self._ring is not None:
+            raise NotImplementedError(
+                "RowCache: the states of recurrent layers have no form with columns for padding; pass the whole text without a cache"
+            )
+        if attention_mask.ndim != 2 or self._rows % len(attention_mask):
+            raise ValueError(f"attention_mask of shape {list(attention_mask.shape)} for a cache of {self._rows} rows")
+        kept = (attention_mask != 0).cpu().repeat_interleave(self._rows // len(attention_mask), 0)
+        # Per row, the columns before its first token that is not there.
+        ends = [int((row.cumsum(0) <= n).sum()) for row, n in zip(kept, self._lengths, strict=True)]
+        if columns is None:
+            columns = min(*ends, kept.shape[1] - 1)
+        elif min(ends) < columns:
+            raise ValueError(
+                f"the RowCache holds {self._lengths} tokens, and attention_mask has {kept[:, :columns].sum(1).tolist()} in {columns} columns"
+            )
+        kept = kept[:, :columns]
+        copy = DynamicCache(config=self._config)
+        if columns == 0:
+            return copy
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, pair in enumerate(self.states()):
+                moved = [held.new_zeros((*held.shape[:2], columns, held.shape[3])) for held in pair]
+                for held, to in zip(pair, moved, strict=True):
+                    for row, at in enumerate(kept):
+                        to[row][:, at.to(to.device)] = held[row, :, : int(at.sum())]
+                copy.update(*moved, layer)
+        return copy
+
     def matches(self, model: PreTrainedModel) -> bool:
         """Whether this cache can hold the keys and values of ``model``: shapes, dtype, devices."""
         at = LayerDevices.of(model)
@@ -1047,10 +1087,20 @@ class RowCache(Cache):
         return self._top
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """``(max(lengths) + q, 0)``, for transformers' masks. Raises ``RuntimeError`` if the lengths differ."""
+        """``(max(lengths) + q, 0)``, for transformers' masks. Raises ``RuntimeError`` if the lengths differ, or the mask has padding before cached tokens."""
         if not self._even:
             raise RuntimeError(self._trap())
-        return self._top + query_length(query), 0
+        columns = self._top + query_length(query)
+        # Only the caller knows the mask, whose columns would silently be taken for those of other tokens.
+        mask = sys._getframe(1).f_locals.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not self._static:
+            is_wider = mask.shape[1] > columns
+            if is_wider or (self.text is not None and not bool((mask[:, : self._top] != 0).all())):
+                raise RuntimeError(
+                    f"this RowCache holds {self._top} tokens per row and no columns for padding, which attention_mask counts: pass "
+                    "past_key_values.as_dynamic(attention_mask)"
+                )
+        return columns, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self._capacity

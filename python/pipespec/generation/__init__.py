@@ -19,7 +19,14 @@ from pipespec.engine.grammar import Grammar
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
 from pipespec.engine.stage import PREFILL_CHUNK, RightPadding, StageInputs
 from pipespec.errors import Unsupported, UnsupportedInput
-from pipespec.generation.arguments import MOST_TOKENS, check_logprobs, check_options, check_positions
+from pipespec.generation.arguments import (
+    MOST_TOKENS,
+    as_ids,
+    check_logprobs,
+    check_options,
+    check_positions,
+    effective_config,
+)
 from pipespec.models.compat import first_position_behind, keep_window, mask_columns_of_call
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import head_size
@@ -673,6 +680,48 @@ def _cached_texts(cache: Cache | None, counts: Sequence[int]) -> list[np.ndarray
     if texts is None or len(texts) != len(counts):
         texts = [np.zeros(0, dtype=np.int32)] * len(counts)
     return [text[:n] for text, n in zip(texts, counts, strict=True)]
+
+
+def for_transformers(
+    model: PreTrainedModel,
+    inputs: Any = None,
+    generation_config: GenerationConfig | None = None,
+    *_: Any,
+    past_key_values: RowCache,
+    input_ids: Any = None,
+    inputs_embeds: Any = None,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> Cache:
+    """The cache for a call of ``generate()`` with these arguments that transformers decodes, which counts columns, padding included.
+
+    Raises:
+        NotImplementedError: The cache cannot have the call's columns.
+    """
+    cache, given = past_key_values, inputs_embeds
+    if given is None:
+        given = inputs if input_ids is None else input_ids
+    if not isinstance(given, torch.Tensor) or given.ndim < 2:
+        return cache
+    mask = attention_mask
+    if mask is None:
+        mask = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
+        tokens: dict[str, Any] = {name: kwargs[name] for name in ("pad_token_id", "eos_token_id") if name in kwargs}
+        config = effective_config(model, generation_config, tokens)
+        pad, ends = config.pad_token_id, as_ids("eos_token_id", config.eos_token_id)
+        if inputs_embeds is None and pad is not None and int(pad) not in ends:
+            mask = (given != int(pad)).long()
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return cache
+    lengths, cached = set(cache.lengths), mask.shape[1] - given.shape[1]
+    if len(lengths) == 1 and bool((mask[:, : max(lengths)] != 0).all()):
+        return cache  # tokens are columns
+    try:
+        return cache.as_dynamic(mask, cached if cached > 0 else None)
+    except (ValueError, NotImplementedError) as error:
+        raise UnsupportedInput(
+            "past_key_values", f"past_key_values: {error}; transformers would take other columns for its tokens"
+        ) from error
 
 
 def without_features(name: str, where: str) -> UnsupportedInput:

@@ -201,13 +201,13 @@ def check_arguments(
         TypeError: A value has the wrong type.
         NotImplementedError: An argument of transformers is not supported.
     """
-    config = _effective_config(model, generation_config, kwargs)
+    config = effective_config(model, generation_config, kwargs)
     check_options(config, model.generation_config)
     ids = _check_input_ids(input_ids, model, config)
-    eos = _as_ids("eos_token_id", config.eos_token_id)
+    eos = as_ids("eos_token_id", config.eos_token_id)
     if len(eos) > MAX_EOS:
         raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(eos)}")
-    _as_ids("pad_token_id", config.pad_token_id)
+    as_ids("pad_token_id", config.pad_token_id)
     mask = None if attention_mask is None else _check_mask(attention_mask, ids, has_cache)
     if kwargs.get("position_ids") is not None:
         try:
@@ -334,7 +334,7 @@ def _check_kind(name: str, value: Any) -> None:
     if name in ("suppress_tokens", "begin_suppress_tokens") and isinstance(plain_number(value), (int, float)):
         raise TypeError(f"{name} must be a list of token ids, not {value!r}")
     if name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "forced_bos_token_id"):
-        _as_ids(name, value)
+        as_ids(name, value)
 
 
 def check_callables(logits_processor: Any = None, stopping_criteria: Any = None, streamer: Any = None) -> None:
@@ -359,7 +359,7 @@ def refusal(name: str, value: Any) -> Unsupported:
     return Unsupported(name, f"generate(): {name}={shown} is not supported: {ARGUMENTS[name].note}")
 
 
-def _effective_config(
+def effective_config(
     model: PreTrainedModel, given: GenerationConfig | None, kwargs: dict[str, Any]
 ) -> GenerationConfig:
     """Merge as transformers does: keywords, the caller's configuration, the model's."""
@@ -405,7 +405,7 @@ def plain_number(value: Any) -> Any:
 
 def _check_input_ids(input_ids: Any, model: PreTrainedModel, config: GenerationConfig) -> torch.Tensor:
     if input_ids is None:
-        begin = _as_ids("bos_token_id", config.bos_token_id)
+        begin = as_ids("bos_token_id", config.bos_token_id)
         if not begin:
             raise ValueError(
                 "generate() needs input_ids: a LongTensor of shape [batch, length] (there is no bos_token_id to begin with)"
@@ -501,7 +501,7 @@ def _as_int(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
 
 
-def _as_ids(name: str, value: Any) -> list[int]:
+def as_ids(name: str, value: Any) -> list[int]:
     if value is None:
         return []
     if isinstance(value, torch.Tensor):
