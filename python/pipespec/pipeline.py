@@ -362,6 +362,8 @@ class BasePipeline:
                 if self._group is not None:
                     self._group.agree(request.inputs.prompts, request.inputs.limits, error)
                 raise
+            generation.draw_seeds()
+            request = generation.request()
             if self._group is not None:
                 self._group.agree(request.inputs.prompts, request.inputs.limits)
                 if not self._group.is_leader:

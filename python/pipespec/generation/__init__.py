@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -183,7 +183,9 @@ class Generation:
             raise ValueError(f"MaxLengthCriteria: {most} is more than any row can have ({MOST_TOKENS})")
         self.limits = [n + most - width for n in lengths]
 
-        seeds = row_seeds(seed, rows) if config.do_sample or seed is not None else None
+        self._draws_seeds = config.do_sample and seed is None
+        # Zeros stand for seeds that are drawn later.
+        seeds = row_seeds(0 if seed is None else seed, rows) if config.do_sample or seed is not None else None
         self.seeds = seeds if config.do_sample else None  # greedy: a seed is checked, and changes nothing
         logits_processor = with_penalties(logits_processor, width, **(penalties or {}))
         self._sampling_params = SamplingParams.of(logits_processor, seeds=self.seeds, prompts=shown, ends=self._eos)
@@ -214,6 +216,12 @@ class Generation:
         self._began = time.perf_counter()
         self._first: float | None = None
         self._seconds: float | None = None
+
+    def draw_seeds(self) -> None:
+        """Draw the seeds of a sampled call that was given none. After all refusals, so that transformers draws in its place what it always draws."""
+        if self._draws_seeds:
+            self.seeds = row_seeds(None, len(self.prompts))
+            self._sampling_params = replace(self._sampling_params, seeds=tuple(self.seeds))
 
     def follows(self, rope: DynamicRope) -> bool:
         """Whether the call's RoPE can be that of ``generate()``."""
@@ -472,6 +480,7 @@ class Generation:
                 self._mask,
                 hidden_states="output_hidden_states" in self.features,
                 attentions="output_attentions" in self.features,
+                cached=self.config.use_cache is not False,
             )
         return PipelineOutput(
             sequences=sequences,

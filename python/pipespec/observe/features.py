@@ -12,7 +12,7 @@ class Features(NamedTuple):
     """Per generated token, per layer, as in transformers' ``GenerateDecoderOnlyOutput``; None: not asked for.
 
     The first token has the columns of the prompt, each further one the column that it was computed from: hidden states ``[B, S, hidden]``, then
-    ``[B, 1, hidden]``; attentions ``[B, heads, S, S]``, then ``[B, heads, 1, S + i]``.
+    ``[B, 1, hidden]``; attentions ``[B, heads, S, S]``, then ``[B, heads, 1, S + i]``. Without a cache each token has the columns of all before it.
     """
 
     hidden_states: tuple[tuple[torch.Tensor, ...], ...] | None
@@ -26,6 +26,7 @@ def features_of(
     *,
     hidden_states: bool,
     attentions: bool,
+    cached: bool = True,
 ) -> Features:
     """Run a model once over a text, and cut its features into those of the single steps.
 
@@ -36,6 +37,7 @@ def features_of(
         sequences: int64 ``[B, S + new]``.
         mask: ``[B, S]``, 0 for padding, of the prompt.
         hidden_states: whether to return them.
+        cached: whether each step computes its newest column only, as with a cache. Otherwise it has those of the whole text so far.
         attentions: whether to return them. Empty per token with an attention implementation that does not compute them, as in transformers.
     """
     (rows, width), last = mask.shape, sequences.shape[1] - 1
@@ -50,7 +52,7 @@ def features_of(
         output_attentions=attentions,
     )
     ends = range(width, last + 1)
-    begins = [0, *range(width, last)]
+    begins = [0, *range(width, last)] if cached else [0] * len(ends)
     hidden = attended = None
     if hidden_states:
         hidden = tuple(
