@@ -227,14 +227,11 @@ void bind_state(py::module_& m) {
           "commit",
           [](StagePort& p, std::uintptr_t selected, std::int64_t stride,
              std::uintptr_t confidence) {
-            const std::uint32_t most = p.selections();
-            if (selected == 0 && most > 0)
+            if (selected == 0 && p.selects())
               throw std::invalid_argument("rows select a token, so commit() needs their choices");
-            if (most > 0 && (stride < most || stride > p.width()))
-              throw std::invalid_argument(
-                  "rows select up to " + std::to_string(most) +
-                  " tokens, so a row of their choices has " + std::to_string(most) + " to " +
-                  std::to_string(p.width()) + ", not " + std::to_string(stride));
+            if (p.selects() && (stride < 1 || stride > p.width()))
+              throw std::invalid_argument("a row of choices has 1 to " + std::to_string(p.width()) +
+                                          " tokens, not " + std::to_string(stride));
             return p.commit(reinterpret_cast<const std::int32_t*>(selected), stride,
                             reinterpret_cast<const std::uint8_t*>(confidence));
           },

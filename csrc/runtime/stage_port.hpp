@@ -80,14 +80,12 @@ class StagePort {
   // The next plan() continues the target's keys and values, see KvOf.
   void continue_target() { kv_of_ = KvOf::kTarget; }
 
-  // The most tokens that the planned step selects in a row; 0: no row selects any.
-  std::uint32_t selections() const {
+  // Whether the planned step selects tokens in some row.
+  bool selects() const {
     const std::size_t active = block_.active_rows();
-    std::uint32_t most = 0;
     for (std::size_t row = 0; row < active && row < n_select_.size(); ++row)
-      if (n_select_[row] > 0)
-        most = detail::max(most, static_cast<std::uint32_t>(num_draft_tokens_[row]) + 1);
-    return most;
+      if (n_select_[row] > 0) return true;
+    return false;
   }
 
   // `selected`: [active rows, at least columns()] as verify() gives it, `stride` elements apart.
