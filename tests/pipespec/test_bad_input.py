@@ -25,6 +25,7 @@ from transformers import (
 
 from pipespec import Pipeline
 from pipespec.drivers.workers import driver as workers
+from pipespec.models.tokenizers import load_tokenizer
 from tests.conftest import always_right, noisy, random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -107,7 +108,18 @@ def test_tokenizers_that_differ(model, tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"model": 3}', b'{"added_tokens": 5}', b'{"added_tokens": [{}]}'],
+    [
+        b"{",
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": 3}',
+        b'{"model": {}}',
+        b'{"model": {"vocab": {}}, "added_tokens": 5}',
+        b'{"model": {"vocab": {}}, "added_tokens": [{}]}',
+    ],
 )
 def test_damaged_tokenizers(model, tmp_path, content):
     target, draft = save(model, tmp_path / "target", ["a", "b"]), save(noisy(model, 0.1), tmp_path / "draft")
@@ -124,7 +136,26 @@ def test_damaged_tokenizers(model, tmp_path, content):
         ({"num_hidden_layers": "x"}, "broken: .*config.json.*num_hidden_layers"),
         ({"num_attention_heads": 0}, "broken: .*config.json"),
         ({"num_key_value_heads": 0}, "broken: .*config.json"),
-        ({"vocab_size": 0}, "broken: .*config.json"),
+        ({"vocab_size": 0}, r"broken: .*config\.json has vocab_size=0, .*at least one token; get the file again"),
+        ({"vocab_size": -1}, r"broken: .*config\.json has vocab_size=-1, .*at least one token; get the file again"),
+        (
+            {"pad_token_id": 10**9},
+            r"broken: .*config\.json has pad_token_id=1000000000, .*vocabulary of 320; set it to",
+        ),
+        ({"dtype": "nope"}, r"broken/config\.json: dtype='nope' .*use 'float32'"),
+        ({"dtype": "nn"}, r"broken/config\.json: dtype='nn' .*use 'float32'"),
+        ({"quantization_config": 3}, "broken: .*config.json.*get the files of this model again"),
+        ({"quantization_config": {}}, "broken holds no model that can be loaded: .*quant_method"),
+        ({"auto_map": 3}, "broken: .*config.json.*get the files of this model again"),
+        (
+            {"model_type": "unheard_of"},
+            "(?s)broken holds no model that can be loaded: .*unheard_of.*upgrade transformers",
+        ),
+        # It takes minutes to make so many layers without weights.
+        (
+            {"num_hidden_layers": 10**6},
+            "broken: .*num_hidden_layers=1000000, .* hold 21 tensors, .*get the files again",
+        ),
     ],
 )
 def test_configurations_that_no_model_has(model, tmp_path, change, match):
@@ -132,6 +163,30 @@ def test_configurations_that_no_model_has(model, tmp_path, change, match):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     refused(ValueError, match, model, folder)
+    refused(ValueError, match.replace("draft 0", "target"), folder)
+
+
+@pytest.mark.parametrize("content", ["3", "null", "[]", '"llama"'])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_files_that_hold_no_object(model, tmp_path, name, content):
+    folder = save(noisy(model, 0.1), tmp_path / "broken")
+    (folder / name).write_text(content)
+    for models in ((model, folder), (folder,)):
+        refused(ValueError, rf"broken/{name} is damaged: it holds no JSON object; get the file again", *models)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"model": {}}', '{"model": {"vocab": {}}}'])
+def test_tokenizers_that_lack_parts(model, tmp_path, content):
+    """Where the tokenizer itself is needed: for a text of ``draft_vocabulary``, and for the program."""
+    folder, text = save(model, tmp_path / "target"), tmp_path / "text"
+    (folder / "tokenizer.json").write_text(content)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    text.write_text("some text")
+    with pytest.raises(
+        ValueError, match=r"target: its tokenizer\.json is damaged .*get the tokenizer of this model again"
+    ):
+        load_tokenizer(folder)
+    refused(ValueError, r"target.*tokenizer\.json is damaged", folder, noisy(model, 0.1), draft_vocabulary=text)
 
 
 def small(config_class, **kwargs):

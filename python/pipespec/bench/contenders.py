@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pipespec.bench.results import Step, StepCounts
 from pipespec.drivers.base import StageFailure
@@ -25,6 +25,7 @@ from pipespec.engine.ngram import NGRAM
 from pipespec.models.derived import with_layers
 from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
+from pipespec.models.tokenizers import load_tokenizer
 from pipespec.observe import StageReport
 from pipespec.pipeline import Pipeline
 
@@ -69,7 +70,7 @@ class Family:
             n: load_model(path, device=d, **options) for (n, path), d in zip(drafts.items(), places, strict=False)
         }
         model = load_model(target, device=places[-1], **options)
-        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
         return Family(name, model, models, tokenizer)
 
     @property

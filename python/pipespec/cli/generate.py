@@ -160,8 +160,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     else:
         target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule, args.acceptance))
     with working("importing torch and transformers"):
-        from transformers import AutoTokenizer
-
+        from pipespec.models.tokenizers import load_tokenizer
         from pipespec.observe.text import TextStream
 
     with quiet_transformers():
@@ -172,10 +171,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             if not pipe.is_controller:
                 pipe.serve()
                 return None
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=args.trust_remote_code)
-            except (OSError, ValueError) as error:
-                raise FileNotFoundError(f"{target} holds no tokenizer that can be loaded: {error}") from error
+            tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
             inputs = _encode(tokenizer, prompt, args.chat)
             length, limit = inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None)
             if limit is not None and limit < length + args.max_new_tokens:

@@ -120,9 +120,9 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(target: str | Path, text: str | None, model: Any, trust_remote_code: bool) -> list[torch.Tensor]:
     """Prompts, LongTensors ``[1, S]``: the user's text; for the bundled family function heads; otherwise the begin token."""
     import torch
-    from transformers import AutoTokenizer
 
     from pipespec.demo import FAMILY, family_path, prompts
+    from pipespec.models.tokenizers import load_tokenizer
 
     texts = [text] if text is not None else None
     if texts is None and Path(target) in [family_path(name) for name in FAMILY]:
@@ -130,5 +130,5 @@ def _prompts(target: str | Path, text: str | None, model: Any, trust_remote_code
     if texts is None:
         begin = model.generation_config.bos_token_id
         return [torch.tensor([[begin if isinstance(begin, int) else 1]])]
-    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     return [tokenizer(t, return_tensors="pt").input_ids.to(model.device) for t in texts]

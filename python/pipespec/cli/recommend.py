@@ -139,19 +139,15 @@ class _Survey:
         self.prompts = self._encoded(prompts)
 
     def _encoded(self, prompts: list[str] | None) -> list[Any] | None:
-        from transformers import AutoTokenizer
-
         from pipespec.demo import FAMILY, family_path
         from pipespec.demo import prompts as function_heads
+        from pipespec.models.tokenizers import load_tokenizer
 
         if prompts is None and Path(self.path) in [family_path(name) for name in FAMILY]:
             prompts = function_heads(4)
         if prompts is None:
             return None
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.args.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(f"{self.path} holds no tokenizer that can be loaded: {error}") from error
+        tokenizer = load_tokenizer(self.path, trust_remote_code=self.args.trust_remote_code)
         found = [tokenizer(prompt).input_ids for prompt in prompts]
         limit = getattr(self.target.config, "max_position_embeddings", None)
         longest = max(map(len, found))

@@ -35,21 +35,36 @@ def backend_of(tokenizer: Any) -> Tokenizer:
     return backend
 
 
+def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer beside a model's weights, as ``AutoTokenizer`` makes it.
+
+    Raises:
+        FileNotFoundError: There is none that can be loaded.
+        ValueError: Its files are damaged.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        pass_on(error)
+        raise FileNotFoundError(f"{source} holds no tokenizer that can be loaded: {error}") from error
+    except Exception as error:  # tokenizers raises the base class for damaged files
+        pass_on(error)
+        raise ValueError(
+            f"{source}: its tokenizer.json is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again"
+        ) from error
+
+
 def load_backend(source: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
     """Load the tokenizer beside a model's weights.
 
     Raises:
         FileNotFoundError: There is none that can be loaded.
         TypeError: It is not a fast tokenizer.
+        ValueError: Its files are damaged.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers raises the base class for damaged files
-        pass_on(error)
-        raise FileNotFoundError(f"{source} holds no tokenizer that can be loaded: {error}") from error
-    return backend_of(loaded)
+    return backend_of(load_tokenizer(source, trust_remote_code=trust_remote_code))
 
 
 class ByteTokenizer:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.models.properties import end_tokens, head_size
+from pipespec.models.tokenizers import load_tokenizer
 
 
 def encode_file(file: Path, source: Any, what: str, instead: str) -> list[int]:
@@ -25,10 +26,8 @@ def encode_file(file: Path, source: Any, what: str, instead: str) -> list[int]:
 
     Raises:
         FileNotFoundError: there is no such file, or no tokenizer.
-        ValueError: the file is not UTF-8.
+        ValueError: the file is not UTF-8, or the tokenizer is damaged.
     """
-    from transformers import AutoTokenizer
-
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -36,8 +35,8 @@ def encode_file(file: Path, source: Any, what: str, instead: str) -> list[int]:
     except ValueError as error:  # a NUL in the name
         raise ValueError(f"the {what} {str(file)!r} is no path: {error}") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        tokenizer = load_tokenizer(source)
+    except FileNotFoundError as error:
         raise FileNotFoundError(
             f"the {what} {file} cannot be encoded, as there is no tokenizer beside the target ({error}): {instead}"
         ) from error

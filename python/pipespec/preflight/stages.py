@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pipespec.models import families
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
-from pipespec.models.loading import DAMAGE, damaged, load_config
+from pipespec.models.loading import DAMAGE, damaged, load_config, stored_tensors, unusable
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.process.signals import pass_on
 
@@ -132,7 +131,7 @@ class StageFacts:
         config = load_config(path, trust_remote_code=trust_remote_code)
         quantised = quantisation(config)
         loaded_dtype = _loaded_dtype(dtype, config, path)
-        weights, packed = sum(size for _, size in _stored_tensors(path)) if quantised is not None else 0, 0
+        weights, packed = sum(size for _, size in stored_tensors(path)) if quantised is not None else 0, 0
         parts: tuple[Part, ...] = ()
         if not weights:
             try:
@@ -142,7 +141,10 @@ class StageFacts:
                     )
             except DAMAGE as error:
                 pass_on(error)
-                raise damaged(path, error) from error
+                raise damaged(path, error, config) from error
+            except ValueError as error:
+                pass_on(error)
+                raise unusable(path, error) from error
             skeleton.tie_weights()  # transformers 5.0 ties in from_pretrained only
             weights, packed = weight_bytes(skeleton), _packed_bytes(skeleton)
             parts = _parts(skeleton)
@@ -195,29 +197,6 @@ def _parts(model: PreTrainedModel) -> tuple[Part, ...]:
     return (*first, *middle, *last)
 
 
-def _stored_tensors(path: str | Path) -> list[tuple[str, int]]:
-    """dtype and bytes of each tensor in the safetensors of a folder, from their headers; empty for a hub name."""
-    folder, found = Path(path), []
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
-        else:
-            files = [file for file in [folder / "model.safetensors"] if file.is_file()]
-        for file in files:
-            with file.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                header: dict[str, Any] = json.loads(opened.read(min(size, file.stat().st_size)))
-            header.pop("__metadata__", None)
-            for tensor in header.values():
-                begin, end = tensor["data_offsets"]
-                found.append((str(tensor["dtype"]), int(end) - int(begin)))
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        pass_on(error)
-        raise ValueError(f"{path}: the headers of its safetensors cannot be read: {error}") from error
-    return found
-
-
 _STORED_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -235,4 +214,4 @@ def _loaded_dtype(requested: torch.dtype | str, config: Any, path: str | Path) -
     configured = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
     if isinstance(configured, torch.dtype):
         return configured
-    return next((_STORED_FLOATS[name] for name, _ in _stored_tensors(path) if name in _STORED_FLOATS), torch.float32)
+    return next((_STORED_FLOATS[name] for name, _ in stored_tensors(path) if name in _STORED_FLOATS), torch.float32)

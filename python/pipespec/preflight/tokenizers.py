@@ -45,7 +45,7 @@ def _source(given: Any, model: PreTrainedModel) -> str | Path:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    vocabulary = content.get("model", {}).get("vocab")
+    vocabulary = content["model"]["vocab"]
     pairs = sorted(vocabulary.items()) if isinstance(vocabulary, dict) else vocabulary
     added = sorted((t["id"], t["content"]) for t in content.get("added_tokens", []))
     return hashlib.sha256(json.dumps([pairs, added]).encode()).hexdigest()
