@@ -26,6 +26,7 @@ from pipespec.generation.arguments import (
     check_options,
     check_positions,
     effective_config,
+    too_many_ends,
 )
 from pipespec.models.compat import first_position_behind, keep_window, mask_columns_of_call
 from pipespec.models.layout import CacheLayout
@@ -78,7 +79,7 @@ class _Columns:
         places: Per row, the columns that are no padding.
 
     Raises:
-        ValueError: A row is all padding.
+        UnsupportedInput: A row is all padding.
     """
 
     def __init__(self, mask: torch.Tensor, width: int) -> None:
@@ -87,7 +88,9 @@ class _Columns:
         self.places = [np.flatnonzero(row) for row in mask.cpu().numpy()]
         for row, places in enumerate(self.places):
             if len(places) == 0:
-                raise ValueError(f"attention_mask: row {row} is all padding; the prompt is empty")
+                raise UnsupportedInput(
+                    "attention_mask", f"attention_mask: row {row} is all padding; the prompt is empty"
+                )
 
     def tokens(self, columns: int) -> list[int]:
         """Per row, the number of tokens in the first columns."""
@@ -175,7 +178,7 @@ class Generation:
             else:
                 criteria.append(criterion)
         if len(self._eos) > MAX_EOS:
-            raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(self._eos)}")
+            raise too_many_ends(len(self._eos))
         # The caller's own criteria replace transformers'. They run after a token, so one token is always generated.
         self._max_length = min(lengths_allowed, key=lambda criterion: int(criterion.max_length))
         most = max(int(self._max_length.max_length), width + 1)

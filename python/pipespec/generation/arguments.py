@@ -206,7 +206,7 @@ def check_arguments(
     ids = _check_input_ids(input_ids, model, config)
     eos = as_ids("eos_token_id", config.eos_token_id)
     if len(eos) > MAX_EOS:
-        raise ValueError(f"eos_token_id: at most {MAX_EOS} ids, got {len(eos)}")
+        raise too_many_ends(len(eos))
     as_ids("pad_token_id", config.pad_token_id)
     mask = None if attention_mask is None else _check_mask(attention_mask, ids, has_cache)
     if kwargs.get("position_ids") is not None:
@@ -359,6 +359,11 @@ def refusal(name: str, value: Any) -> Unsupported:
     return Unsupported(name, f"generate(): {name}={shown} is not supported: {ARGUMENTS[name].note}")
 
 
+def too_many_ends(count: int) -> UnsupportedInput:
+    """Build the error for more ids that end a text than the state block has room for."""
+    return UnsupportedInput("eos_token_id", f"eos_token_id: at most {MAX_EOS} ids, got {count}")
+
+
 def effective_config(
     model: PreTrainedModel, given: GenerationConfig | None, kwargs: dict[str, Any]
 ) -> GenerationConfig:
@@ -459,7 +464,9 @@ def _check_mask(mask: Any, ids: torch.Tensor, has_cache: bool) -> torch.Tensor:
             "may have columns for the cached tokens before those of input_ids",
         )
     if not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError("attention_mask must hold 0 and 1 (0 for padding), it is not added to attention scores")
+        raise UnsupportedInput(
+            "attention_mask", "attention_mask must hold 0 and 1 (0 for padding), it is not added to attention scores"
+        )
     return mask.to(ids.device).long()
 
 
@@ -483,13 +490,13 @@ def check_positions(given: torch.Tensor, mask: torch.Tensor) -> None:
 
 def _check_length(config: GenerationConfig, width: int) -> None:
     if config.max_new_tokens is not None:
-        new = _as_int("max_new_tokens", config.max_new_tokens)
+        new = _as_count("max_new_tokens", config.max_new_tokens)
         if new <= 0:
             raise ValueError(f"max_new_tokens must be at least 1, not {new}")
         if new > MOST_TOKENS:
             raise ValueError(f"max_new_tokens={new} is more than any row can have ({MOST_TOKENS})")
     elif config.max_length is not None and config.max_length != GenerationConfig().max_length:
-        length = _as_int("max_length", config.max_length)
+        length = _as_count("max_length", config.max_length)
         if length <= width and length != 20:  # the default, which counts new tokens
             raise ValueError(f"max_length={length} leaves no room after a prompt of {width} tokens; use max_new_tokens")
 
@@ -499,6 +506,12 @@ def _as_int(name: str, value: Any) -> int:
         return operator.index(plain_number(value))
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
+
+
+def _as_count(name: str, value: Any) -> int:
+    """As transformers, which only compares with it, this takes 7.0 for 7."""
+    number = plain_number(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else _as_int(name, value)
 
 
 def as_ids(name: str, value: Any) -> list[int]:
