@@ -60,7 +60,7 @@ from pipespec.preflight.checks import check_chain, check_exact, check_recurrent,
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.memory import check_memory, shortage_explained
 from pipespec.preflight.placement import arrange
-from pipespec.preflight.support import check_runnable
+from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.preflight.tokenizers import tokenizer_digest, translation_for
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
@@ -340,6 +340,7 @@ class BasePipeline:
             # They may have been moved, cast or hooked since.
             check_runnable(self.models, target_is_placed=self._is_placed)
             check_recurrent(self.models, target_is_placed=self._is_placed)
+            check_checkpointing(self.models)
             generation = Generation(
                 self.target,
                 input_ids,

@@ -26,6 +26,7 @@ from transformers import (
 from pipespec import Pipeline
 from pipespec.drivers.workers import driver as workers
 from pipespec.models.tokenizers import load_tokenizer
+from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -390,6 +391,21 @@ def test_remote_code_runs_only_when_asked_for(model, tmp_path, kind, monkeypatch
     assert not ran.exists()
     assert type(Pipeline(folder, trust_remote_code=True).target).__name__ == "Own"
     assert ran.exists()
+
+
+@pytest.mark.parametrize("which", ["target", "draft 0", "stages"])
+def test_gradient_checkpointing_in_training_mode(which):
+    model = random_llama(3)
+    draft = noisy(model, 0.02)
+    pipe = Pipeline(model, draft, schedule="lockstep") if which != "stages" else SpeculativePipeline(model, stages=2)
+    name = "target" if which == "stages" else which
+    one = draft if name == "draft 0" else model
+    one.train()
+    one.gradient_checkpointing_enable()
+    with pytest.raises(NotImplementedError, match=f"{name} is in training mode with gradient checkpointing"):
+        pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
+    one.eval()
+    pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
 
 
 # ---- prompts

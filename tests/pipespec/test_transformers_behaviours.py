@@ -183,6 +183,15 @@ def without_a_row(model, generate):
     return generate(**LEFT | {"attention_mask": mask})
 
 
+def in_training(model, generate):
+    model.train()
+    before = generate(**ROW)  # without dropout the same as in eval()
+    model.gradient_checkpointing_enable()
+    during = generate(**LEFT), generate(**ROW | WARPED)
+    model.eval()
+    return before, during, generate(**ROW)
+
+
 FALLBACKS: dict[str, Callable[[Any, torch.Tensor], dict[str, Any]]] = {
     "output_hidden_states": lambda model, text: {"output_hidden_states": True} | SCORES,
     "inputs_embeds": lambda model, text: {"inputs_embeds": embedded(model, text)},
@@ -217,6 +226,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "lengths as floats": Behaviour(
         lambda model, generate: [generate(**ROW | {"max_new_tokens": 4.0}), generate(ONE, max_length=LENGTH + 3.0)], 2
     ),
+    "gradient checkpointing": Behaviour(in_training, 2, ("gradient_checkpointing",)),
     "guidance": Behaviour(call(LEFT, guidance_scale=1.5), 0, ("guidance_scale",)),
     "hidden states without a cache": Behaviour(call(ROW, DICT, output_hidden_states=True, use_cache=False), 1),
     "attentions without a cache": Behaviour(call(ROW, DICT, output_attentions=True, use_cache=False), 1),

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.stage import stage_names
-from pipespec.errors import NotCapturable
+from pipespec.errors import NotCapturable, Unsupported
 from pipespec.models.adapters import named_tensors
 from pipespec.models.derived import Derivation
 from pipespec.models.devices import (
@@ -63,6 +63,17 @@ def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool 
         if dtype == torch.float16 and any(device.type == "cpu" for device in at.devices):
             raise ValueError(
                 f"{name} is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
+            )
+
+
+def check_checkpointing(models: Sequence[PreTrainedModel]) -> None:
+    """Raise ``Unsupported`` for a model whose layers drop their cache, as gradient checkpointing does in training mode."""
+    for name, model in zip(stage_names(len(models)), models, strict=True):
+        if any(getattr(module, "gradient_checkpointing", False) and module.training for module in each_module(model)):
+            raise Unsupported(
+                "gradient_checkpointing",
+                f"generate(): {name} is in training mode with gradient checkpointing, which drops the cache of each layer; call its eval() or "
+                "gradient_checkpointing_disable() before",
             )
 
 
