@@ -27,8 +27,9 @@ from pipespec.process.warnings import user_stacklevel
 class _Generate:
     """Replaces ``model.generate``. Copies and pickles of the model have the ``generate()`` of their class."""
 
-    def __init__(self, pipeline: Pipeline, *, is_strict: bool) -> None:
+    def __init__(self, pipeline: Pipeline, *, is_strict: bool, before: Any) -> None:
         self.pipeline, self.is_strict = pipeline, is_strict
+        self.before = before  # the instance's own
         self._warned: set[str] = set()
         functools.update_wrapper(self, GenerationMixin.generate)
         parameters = list(inspect.signature(GenerationMixin.generate).parameters.values())[1:]
@@ -121,7 +122,8 @@ def attach(
         The pipeline, whose ``report`` describes the last call.
 
     Raises:
-        ValueError: The model is attached already, the models cannot form a chain, or ``unsupported`` is neither.
+        ValueError: The model is attached already, its class has its own ``generate()`` or ``_sample()``, the models cannot form a chain, or
+            ``unsupported`` is neither.
         TypeError: As for :class:`pipespec.Pipeline`.
     """
     model = without_wrapper(model)
@@ -129,10 +131,34 @@ def attach(
         raise ValueError("this model is attached already; detach() it first")
     if unsupported not in ("plain", "raise"):
         raise ValueError(f"unsupported must be 'plain' or 'raise', not {unsupported!r}")
+    before = _check_own(model)
     pipeline = Pipeline(model, drafts, **options)
     # On the instance: other models of its class are not touched.
-    model.generate = _Generate(pipeline, is_strict=unsupported == "raise")
+    model.generate = _Generate(pipeline, is_strict=unsupported == "raise", before=before)
     return pipeline
+
+
+def _check_own(model: PreTrainedModel) -> Any:
+    """Check that calls of ``model.generate()`` are transformers' own, and return what the instance has in its place, or None."""
+    kind = type(model)
+    for name in ("generate", "_sample"):
+        if getattr(kind, name, None) is not getattr(GenerationMixin, name):
+            raise ValueError(
+                f"attach(): {kind.__name__} has its own {name}(), which a pipeline does not call: use Pipeline(model, ...) and its generate(), "
+                "whose text is that of transformers' generate()"
+            )
+    before, bypassed = vars(model).get("generate"), []
+    if before is not None and not isinstance(before, _Plain):
+        bypassed.append("generate")
+    if not inspect.unwrap(kind.prepare_inputs_for_generation).__module__.startswith("transformers."):
+        bypassed.append("prepare_inputs_for_generation")
+    for name in bypassed:
+        warnings.warn(
+            f"attach(): this {kind.__name__} has its own {name}(), which calls of a pipeline bypass: where it changes the text, detach() the model",
+            UserWarning,
+            stacklevel=user_stacklevel(),
+        )
+    return before
 
 
 def attached(model: PreTrainedModel) -> Pipeline | None:
@@ -142,7 +168,7 @@ def attached(model: PreTrainedModel) -> Pipeline | None:
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Undo :func:`attach`: ``model.generate()`` is that of its class again, and worker processes end. Running calls are completed first.
+    """Undo :func:`attach`: ``model.generate()`` is what it was before, and worker processes end. Running calls are completed first.
 
     Raises:
         ValueError: The model is not attached.
@@ -158,3 +184,5 @@ def detach(model: PreTrainedModel) -> None:
     except BaseException:
         model.generate = generate
         raise
+    if generate.before is not None:
+        model.generate = generate.before

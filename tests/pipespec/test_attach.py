@@ -97,6 +97,56 @@ def test_attach_twice_and_detach_twice(model, pipe):
     assert attached(model) is again
 
 
+class _Base(transformers.LlamaForCausalLM):
+    """A class of the user's: without methods of its own it is attached as any other."""
+
+
+class _OwnGenerate(_Base):
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, **kwargs) + 1
+
+
+class _OwnSample(_Base):
+    def _sample(self, *args, **kwargs):
+        return super()._sample(*args, **kwargs) + 1
+
+
+class _OwnInputs(_Base):
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+def test_a_class_with_a_loop_of_its_own(model):
+    draft = noisy(model, 0.02)
+    for kind, name in {_OwnGenerate: "generate", _OwnSample: "_sample"}.items():
+        other = kind(model.config)
+        with pytest.raises(ValueError, match=rf"{kind.__name__} has its own {name}\(\).*use Pipeline\(model"):
+            pipespec.attach(other, draft, schedule="lockstep")
+        assert "generate" not in vars(other)
+    with pytest.warns(
+        UserWarning, match=r"its own prepare_inputs_for_generation\(\), which calls of a pipeline bypass"
+    ):
+        pipespec.attach(_OwnInputs(model.config), draft, schedule="lockstep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipespec.attach(_Base(model.config), draft, schedule="lockstep")
+
+
+def test_an_instance_with_its_own_generate(model):
+    ids = torch.tensor([[5, 6, 7]])
+
+    def own(*args, **kwargs):
+        return "own"
+
+    model.generate = own
+    with pytest.warns(UserWarning, match=r"its own generate\(\), which calls of a pipeline bypass"):
+        pipespec.attach(model, noisy(model, 0.02), schedule="lockstep")
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), plain(model, ids, max_new_tokens=5))
+    pipespec.detach(model)
+    assert model.generate is own
+    assert attached(model) is None
+
+
 def test_what_cannot_be_attached_is_left_alone(model):
     with pytest.raises(ValueError, match="draft 0 has a vocabulary of 300"):
         pipespec.attach(model, random_llama(4, vocabulary=300), schedule="lockstep")
