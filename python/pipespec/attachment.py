@@ -48,7 +48,10 @@ class _Generate:
             try:
                 return Pipeline.generate.__wrapped__(self.pipeline, *args, **kwargs)  # type: ignore[attr-defined]
             except Unsupported as error:
-                self._warn(error)
+                if (
+                    error.argument != "is_assistant" or "is_assistant" in kwargs
+                ):  # transformers sets it in its calls for drafts
+                    self._warn(error)
             for name in OWN:
                 kwargs.pop(name, None)
             return self._by_transformers(*args, **kwargs)

@@ -333,7 +333,7 @@ class BasePipeline:
         attention_mask, position_ids = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
         for name in model_kwargs.keys() - _PREPARED:
             if model_kwargs[name] is not None:
-                raise for_forward(name)
+                raise refusal(name, model_kwargs[name]) if name in ARGUMENTS else for_forward(name)
         with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()

@@ -335,6 +335,13 @@ def test_a_returned_cache_of_rows_with_padding_in_transformers_hands(model, pipe
         held.as_dynamic(mask, longer.shape[1])
 
 
+def test_embeddings_are_refused_for_one_reason(model, pipe):
+    given = {"inputs_embeds": model.get_input_embeddings()(torch.tensor([[5, 6, 7]])).detach(), "max_new_tokens": 3}
+    for call in (pipe.generate, lambda **kwargs: GenerationMixin.generate(model, custom_generate=pipe, **kwargs)):
+        with pytest.raises(NotImplementedError, match="inputs_embeds=Tensor is not supported: drafts cannot read"):
+            call(**given)
+
+
 # ---- copies
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import numpy as np
@@ -466,11 +467,12 @@ def test_update_returns_views_of_the_used_prefix(ids):
         assert torch.equal(values, states + 1)
 
 
-def test_copies_are_independent(ids):
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_are_independent(ids, copied):
     model = make_model()
     cache = RowCache.for_model(model, 1, 32)
     call(model, ids[:1, :7], cache)
-    twin = copy.deepcopy(cache)
+    twin = copied(cache)
     call(model, ids[:1, 20:29], twin)
     twin.truncate([7])
     assert cache.lengths == (7,)

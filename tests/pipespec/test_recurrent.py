@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -139,6 +140,16 @@ def _after(name: str, cache: RowCache, tokens: torch.Tensor) -> RowCache:
     n = copied.get_seq_length()
     fed(name, tokens[:, n : n + 3], copied)
     return copied
+
+
+def test_a_pickled_cache():
+    """It has the states at its lengths, and those of rows that are shorter."""
+    cache = RowCache.for_model(model_of(ONE), 2, 96)
+    fed(ONE, text(2, 9), cache)
+    cache.truncate([9, 7])
+    copied = pickle.loads(pickle.dumps(cache))
+    assert copied.lengths == (9, 7)
+    assert torch.equal(fed(ONE, text(2, 3, seed=5), copied), fed(ONE, text(2, 3, seed=5), cache))
 
 
 def test_rollbacks_beyond_the_states():

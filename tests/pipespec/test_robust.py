@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -382,6 +383,16 @@ def test_a_cache_that_was_lent_to_a_call_that_fails_behind_its_run(model, how):
     assert torch.equal(pipe.generate(two, max_new_tokens=9), greedy(model, two, 9))
     again = pipe.generate(ids, past_key_values=cache, max_new_tokens=30)
     assert torch.equal(again, greedy(model, ids, 30))
+
+
+def test_a_pickled_cache_continues_its_text(chain, model):
+    first = chain.generate(PROMPT, max_new_tokens=12, return_dict_in_generate=True)
+    cache = pickle.loads(pickle.dumps(first.past_key_values))
+    assert cache.lengths == first.past_key_values.lengths
+    ids = torch.cat([first.sequences, PROMPT], 1)
+    assert torch.equal(chain.generate(ids, past_key_values=cache, max_new_tokens=9), greedy(model, ids, 9))
+    with pytest.raises(ValueError, match="made with another text"):
+        chain.generate(ids.flip(1).repeat(1, 2), past_key_values=pickle.loads(pickle.dumps(cache)), max_new_tokens=9)
 
 
 def test_a_cache_whose_growth_is_interrupted(model, monkeypatch):

@@ -252,10 +252,9 @@ BEHAVIOURS: dict[str, Behaviour] = {
     ),
     # other ways to speculate
     "assisted by another model": Behaviour(assisted_by(helper), 0, ("assistant_model",)),
-    # The calls of transformers for drafts are not the user's, and yet they are named.
-    "assisted by itself": Behaviour(assisted_by(lambda model: model), 0, ("assistant_model", "is_assistant")),
+    "assisted by itself": Behaviour(assisted_by(lambda model: model), 0, ("assistant_model",)),
     "assisted, sampled": Behaviour(assisted_by(helper, do_sample=True), 0, ("assistant_model",)),
-    "the assistant of another model": Behaviour(assistant_of_another, 0, ("is_assistant",)),
+    "the assistant of another model": Behaviour(assistant_of_another),
     "prompt lookup": Behaviour(
         call(ROW, ALL, PROCESSED, prompt_lookup_num_tokens=2), 0, ("prompt_lookup_num_tokens",)
     ),

@@ -684,6 +684,17 @@ class RowCache(Cache):
         memo[id(self)] = copy
         return copy
 
+    def __reduce__(self) -> Any:
+        """A pickled copy is a cache of its own, which is not static."""
+        options = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "layer_devices": self._layer_devices,
+            "kv_heads": self._heads,
+        }
+        states = [tuple(held.clone() for held in pair) for pair in self.states()]
+        return _unpickled, (self._config, self._rows, self._capacity, options, states, self._lengths, self.text)
+
     # ---- lengths
 
     def _set(self, lengths: list[int]) -> None:
@@ -1181,6 +1192,21 @@ class RowCache(Cache):
                 store[:, :, :, :top].copy_(other[:, :, :, :top].index_select(1, indices.to(store.device)))
         self.text = None if text is None else [text[row] for row in order]
         self._set(lengths)
+
+
+def _unpickled(
+    config: Any,
+    rows: int,
+    capacity: int,
+    options: dict[str, Any],
+    states: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    lengths: Sequence[int],
+    text: Sequence[np.ndarray] | None,
+) -> RowCache:
+    cache = RowCache(config, rows, capacity, **options)
+    cache.load(states, lengths)
+    cache.text = text
+    return cache
 
 
 class FirstLayers(RowCache):
