@@ -55,6 +55,9 @@ _TEMPLATE = 0.02
 _WHILE_STARTING = 0.1
 """Share of the strikes at a pipeline that starts which are carried out."""
 
+_PAUSE_S = 0.1
+"""After a start that failed."""
+
 
 class Strikes(threading.Thread):
     """Signals descendants of this process at random moments until :meth:`stop`.
@@ -150,6 +153,7 @@ def _measure_struck(
             if "could not start" not in str(error):
                 raise
             tally.unstarted += 1
+            time.sleep(_PAUSE_S)
             continue
         tally.starts += 1
         strikes.has_started = True

@@ -70,7 +70,7 @@ class Tally:
         self.errors[text[:300]] += 1
 
     def note(self, figures: Figures, name: str) -> None:
-        """Put everything into ``figures``. Raises ``AssertionError`` if a text was wrong, or a call did not end as documented."""
+        """Put everything into ``figures``. Raises ``AssertionError`` if a text was wrong, a call did not end as documented, or nothing ran."""
         for key, value in (("strikes", self.strikes.total()), ("errors", self.errors.total())):
             figures.add(f"kills.{name}.{key}", value)
         for key in ("starts", "unstarted", "calls", "wrong", "longest_call_s", "longest_pause_s", "longest_end_s"):
@@ -80,6 +80,10 @@ class Tally:
         print(json.dumps(details), flush=True)
         if self.wrong or self.errors:
             raise AssertionError(f"{self.wrong} wrong texts, {self.errors.total()} errors")
+        if not (self.starts and self.calls):
+            raise AssertionError(
+                f"{self.starts} starts, {self.unstarted} failed ones, {self.calls} calls: nothing was tested"
+            )
 
 
 class Amount:

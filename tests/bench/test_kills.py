@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from bench import kills, strikes
+from bench.figures import Figures
 from tests.waiting import SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -26,3 +30,19 @@ def test_a_short_run(tmp_path):
     assert figures["calls"] >= 1
     assert (figures["wrong"], figures["errors"]) == (0, 0)
     assert f"| workers | {figures['strikes']} |" in page.read_text()
+
+
+def test_a_run_in_which_nothing_starts_fails(monkeypatch):
+    """Starts that fail at once are not repeated without a pause."""
+    tally, pauses = strikes.Tally(), []
+
+    def refuse(number):
+        raise RuntimeError("draft 0 could not start")
+
+    monkeypatch.setattr(kills, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(kills.time, "sleep", pauses.append)
+    with strikes.Amount("workers", tally, 0.05, None) as amount:
+        kills.measure_workers(tally, amount, refuse, [], 0)
+    assert tally.unstarted == pauses.count(0.01) > 0
+    with pytest.raises(AssertionError, match="0 starts, .* 0 calls: nothing was tested"):
+        tally.note(Figures(None), "workers")
