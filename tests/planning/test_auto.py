@@ -451,6 +451,190 @@ def test_steps_of_calls_correct_a_profile_of_a_busy_moment(monkeypatch, target, 
         assert second.schedule == "plain"
 
 
+FIELDS = ("launched_ns", "end_ns", "width", "fed", "accepted", "prefill")
+
+
+def traces(*turns):
+    """Of a chain that runs in turns, by stage: each turn is a sequence of steps, each the stage, its width, its seconds and its accepted tokens."""
+    now, found = 0, {}
+    for stage, width, seconds, accepted in itertools.chain(*turns):
+        steps = found.setdefault(stage, [])
+        steps.append((now, now + round(seconds * 1e9), width, width, accepted, 0))
+        now += round(seconds * 1e9)
+    return {str(stage): np.array(found[stage], [(f, np.int64) for f in FIELDS]) for stage in sorted(found)}
+
+
+def traced_call(auto, candidate, new, traces, rows=1, prompt=3):
+    """A call of ``new`` tokens that ended with these traces."""
+    auto._planned(planner.CallShape(rows, prompt, new), "greedy")
+    block = Block(*[0] * rows)
+    call = running_call(auto, candidate, block, auto.record(rows, "greedy"))
+    call.threads, call.inputs.prompts = candidate.threads, [[1] * prompt] * rows
+    call.driver.traces = lambda: traces
+    block.lengths = [prompt + new] * rows
+    return call
+
+
+@pytest.fixture
+def learning_auto(monkeypatch, target, one_core):
+    """One that calls correct, with a draft whose first step after the target's takes a millisecond more."""
+    profile = chain(1e-3, 1e-2, threads=1, cold_s=1e-3)
+    with pipeline(monkeypatch, [always_right(target), target], profile, table(0.9)) as pipe:
+        calls_correct(monkeypatch, pipe._driver)
+        yield pipe._driver
+
+
+def test_long_and_short_texts_in_turn_are_learnt_apart(learning_auto):
+    """A trace keeps the newest steps: those of a long text have a longer context than the text on the mean."""
+    auto = learning_auto
+    plain = next(c for c in auto.plan.candidates if c.schedule == "plain")
+    replanned = []
+    for _ in range(4):
+        for new, seconds in ((512, 2e-3), (4000, 50e-3)):
+            auto._refine(traced_call(auto, plain, new, traces([("target", 1, seconds, 0)] * 256)))
+            replanned.append(len(auto._decisions))
+    assert replanned[-1] == replanned[1] <= 2
+    found = [auto.profile.target.seconds(1, threads=1, context=c) for c in (387, 3875)]
+    assert found == pytest.approx([2e-3, 50e-3], rel=0.01)
+
+
+def test_where_the_steps_of_a_trace_were():
+    steps = traces([("target", 3, 1.0, 2)] * 4 + [("target", 3, 1.0, 0)] * 2)["target"]
+    assert autos._held(steps, 114, 1).tolist() == [100, 103, 106, 109, 112, 113]
+    steps["prefill"][0] = 50
+    assert autos._held(steps, 111, 1).tolist() == [100, 100, 103, 106, 109, 110]
+
+
+def test_cold_caches_are_no_step_time(learning_auto):
+    """With one draft token per round, each step of the draft follows one of the target."""
+    auto = learning_auto
+    found = next(c for c in auto.plan.candidates if c.schedule == "lockstep" and c.threads == 1)
+    for _ in range(6):
+        turns = traces(*[[("draft", 1, 2e-3, 0), ("target", 2, 1e-2, 1)]] * 60)
+        auto._refine(traced_call(auto, replace(found, lookahead=(1,)), 120, turns))
+    draft = auto.profile.stages[0]
+    assert (draft.seconds(1, threads=1), draft.cold_s) == pytest.approx((1e-3, 1e-3), rel=0.01)
+    for _ in range(12):  # all takes twice as long
+        turns = traces(*[[("draft", 1, 4e-3, 0), ("draft", 1, 3e-3, 0), ("target", 3, 2e-2, 2)]] * 60)
+        auto._refine(traced_call(auto, replace(found, lookahead=(2,)), 180, turns))
+    draft = auto.profile.stages[0]
+    assert (draft.seconds(1, threads=1), draft.cold_s) == pytest.approx((2e-3, 2e-3), rel=0.02)
+    since = autos._since_others(list(turns.values()))
+    assert [part[:5].tolist() for part in since] == [[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]
+
+
+def test_other_step_times_do_not_forget_plain_decoding(learning_auto):
+    """Its measured rate stays, whatever is predicted by now. What was measured of others is forgotten, but not where step times are the same."""
+    auto = learning_auto
+    auto.profile = auto.profile.adding([[replace(s.times[0], rows=4)] for s in auto.profile.stages])
+    both = [auto.record(rows, "greedy") for rows in (1, 4)]
+    for rows, record in zip((1, 4), both, strict=True):
+        plan = auto._planned(planner.CallShape(rows), "greedy")
+        record.rate(plan.plain.key).add(0.5)
+        record.rate(plan.chosen.key).add(0.6)
+        assert plan.chosen.key != plan.plain.key
+    before = auto._planned(planner.CallShape(), "greedy").plain
+    call = traced_call(auto, before, 64, traces([("target", 1, 1.6e-2, 0)] * 60))
+    auto._refine(call)
+    assert [record.is_stale for record in both] == [True, False]
+    assert len(both[1].measured) == 2
+    assert list(both[0].measured) == [before.key]
+    after = auto._planned(planner.CallShape(), "greedy").plain
+    assert after.step_s == pytest.approx(1.6 * before.step_s, rel=0.01)
+    assert after.decoding_rate == pytest.approx(0.5 / before.step_s, rel=0.01)
+    # The call's own rate is compared with what is predicted by now.
+    assert call.candidate.step_s == pytest.approx(after.step_s)
+
+
+def test_a_rate_beyond_all_measurements_is_forgotten():
+    rate = MeasuredRate()
+    rate.add(1e9)
+    assert rate.rescale(0.5)
+    assert rate.factor == 2.5
+    assert not rate.rescale(1e-6)
+
+
+class Slow:
+    """A logits processor that transformers does not know."""
+
+    def __call__(self, ids, scores):
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logits_processor": [Slow()]},
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"no_repeat_ngram_size": 3},
+    ],
+    ids=["processor", "scores", "ngrams"],
+)
+def test_steps_that_do_more_correct_nothing(monkeypatch, target, one_core, options):
+    with pipeline(monkeypatch, [always_wrong(target), target], chain(1.0, 3600.0, threads=1), table(0.0)) as pipe:
+        auto = pipe._driver
+        calls_correct(monkeypatch, auto)
+        before = auto.profile
+        reports(pipe, 1, **options)
+        assert auto.profile == before
+        reports(pipe, 1)
+        assert auto.profile != before
+
+
+def test_a_trial_whose_call_fails_had_its_turn(monkeypatch, target, one_core):
+    models = [always_right(target), target]
+
+    class Stop(Exception):
+        pass
+
+    def stop(*args, **more):
+        raise Stop
+
+    with pipeline(monkeypatch, models, chain(1e-3, 1e-2), table(0.9), clock=Readings()) as pipe:
+        auto, record = pipe._driver, pipe._driver.record(1, "greedy")
+        auto.profile = replace(auto.profile, threads=2)
+        plan = planner.plan(auto.profile, auto.answers("greedy"), schedules=("lockstep",))
+        one = replace(plan, chosen=next(c for c in plan.candidates if c.schedule == "lockstep" and c.threads == 1))
+        monkeypatch.setattr(auto, "_planned", lambda *a, **k: one)
+        monkeypatch.setattr(auto, "_driver_for", lambda plan, c, *a, **k: (one, c, auto.pool.get(c)))
+        record.trials = autos._MOST_TRIALS
+        record.rate(one.chosen.key).add(1.0)
+        ids, threads = torch.tensor([[5, 9, 3]]), []
+        for _ in range(3):
+            with pytest.raises(Stop):
+                pipe.generate(ids, max_new_tokens=24, do_sample=False, stopping_criteria=[stop])
+            threads.append(auto._call.candidate.threads)
+        assert threads == [2, 1, 1]
+        record.measured.clear()
+        pipe.generate(ids, max_new_tokens=24, do_sample=False)
+        assert auto._call.trial is None
+
+
+def test_a_rest_has_no_more_threads_than_the_user_allows(monkeypatch, measured_auto):
+    seen = []
+    monkeypatch.setattr(autos, "set_threads", seen.append)
+    call = running_call(measured_auto, measured_auto.plan.chosen, Block(0))
+    call.driver.steer = lambda config: seen.append(config.threads)
+    for call.most_threads in (1, 2):
+        for rests in (True, False):
+            measured_auto._let_rest(call, 2, rests)
+    threads = call.candidate.threads
+    assert seen == [1, 1, None, 1, 2, 2, None, threads]
+
+
+def test_the_first_plan_is_nothing_learnt(monkeypatch, target, one_core):
+    models = [always_right(target), target]
+    with pipeline(monkeypatch, models, chain(1e-3, 1e-2), table(0.9), clock=Readings()) as pipe:
+        assert pipe._driver._next_s == 0.0
+
+
+def test_an_index_that_cannot_be_replayed_costs_no_text(monkeypatch, target, one_core):
+    with pipeline(monkeypatch, [always_right(target), target], chain(1e-3, 1e-2), table(0.9)) as pipe:
+        monkeypatch.setattr(pipe._driver, "_measure_agreement", lambda call: 1 / 0)
+        with pytest.warns(StageFailure, match="ZeroDivisionError"):
+            assert reports(pipe, 1)[0].schedule == "lockstep"
+
+
 def test_wide_steps_are_tried_once_where_no_call_had_any(monkeypatch, target, one_core):
     """In a profile of a busy moment they may look so slow that no plan ever drafts more than two tokens."""
     models = [always_right(target), target]

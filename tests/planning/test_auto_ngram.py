@@ -361,3 +361,22 @@ def test_the_command(tmp_path, monkeypatch, model, measured_briefly, capsys, one
         assert label in out
     assert main(["plan", *given]) == 0
     assert "ngram > target" in capsys.readouterr().out
+
+
+def test_a_trial_of_wide_steps_is_predicted_as_its_plan(monkeypatch):
+    """From the newest texts. The table, of a text in which the index finds nothing, would give no gain."""
+    monkeypatch.setattr(autos.os, "sched_getaffinity", lambda pid: {0})
+    profile = replace(with_index(1e-2), threads=1)
+    nothing = np.full((64, 1), NOTHING, np.uint8)
+    auto = AutoDriver([random_llama(0)], profile=profile, tables={"greedy": nothing}, ngram=NgramDraft())
+    auto._agreement["greedy"].recent = runs(5, 2)[:, None]
+    record = auto.record(1, "greedy")
+    planned = auto._planned(CallShape(), "greedy")
+    short = next(replace(c, lookahead=(2,)) for c in planned.candidates if c.drafts == (0,))
+    record.rate(short.key).add(1.0)
+    auto._widest[1, short.threads, 1] = 3
+    wide = auto._choose(replace(planned, chosen=short), record)
+    assert wide.lookahead == (autos._WIDE,)
+    alone = planner.predict_alone(profile, runs(5, 2)[:, None], wide, planned.call)
+    assert wide.tokens_per_step == alone.tokens_per_step > 2
+    auto.close()

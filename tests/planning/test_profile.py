@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,35 @@ def test_steps_of_a_call_correct_the_times():
     assert wide.seconds(4, context=64, **how) == pytest.approx(2.8)  # the first step so wide counts in full
     assert wide.prompt_s(10, **how) == pytest.approx(2.0)
     assert stage.refined({1: 4.0}, context=64, threads=4, rows=1) is stage  # nothing was measured with four
+
+
+def test_steps_of_a_call_correct_contexts_near_theirs():
+    """Texts of 500 and of 4000 tokens in turn: neither says what steps of the other take."""
+    how, widths = {"threads": 1, "rows": 1}, (1, 4)
+    stage = StageProfile(
+        "target", 1, (StepTimes(1, 1, 64, widths, (1.0, 1.0)), StepTimes(1, 1, 1024, widths, (2.0, 2.0)))
+    )
+
+    def at(stage, *contexts):
+        return [stage.seconds(1, context=c, **how) for c in contexts]
+
+    near = stage.refined({1: 3.0}, context=700, known=1, **how)
+    assert at(near, 64) == [1.0]
+    assert at(near, 1024)[0] > 2.0
+    # Far from all measured ones, the first time, and again.
+    far = stage.refined({1: 30.0, 4: 30.0}, context=4000, **how)
+    assert at(far, 64, 1024, 4000) == pytest.approx([1.0, 2.0, 30.0])
+    assert at(far, 2512) == pytest.approx([16.0])
+    for _ in range(8):
+        far = far.refined({1: 0.5}, context=260, weight=0.5, known=4, **how)
+        far = far.refined({1: 20.0}, context=4100, weight=0.5, known=4, **how)
+    assert at(far, 64, 260, 1024, 4100) == pytest.approx([1.0, 0.5, 2.0, 20.0], rel=0.02)
+    assert [t.context for t in far.times] == [64, 1024, 4000, 260]
+    # A busy moment: all contexts.
+    assert at(stage.refined({1: 0.5}, context=64, **how), 64, 1024) == pytest.approx([0.5, 1.0])
+    assert stage.refined({1: 0.5}, context=64, **how).cold_s == 0.0
+    cold = replace(stage, cold_s=0.4)
+    assert cold.refined({1: 0.5}, context=64, **how).cold_s == pytest.approx(0.2)
 
 
 def test_context_threads_and_rows():

@@ -65,7 +65,7 @@ _MOST_TRIALS = 3
 _CALIBRATION_TOKENS = 64
 _CALIBRATION_S = 10.0
 _FADES = 0.01
-"""Weight of what all candidates have in common against older measurements of a chain, per call that runs otherwise."""
+"""Weight of what all candidates have in common against older measurements of a chain, per call that is learnt from and ran otherwise."""
 _ALIKE_STEPS = 3
 """Fewest steps of a width whose median is a time of that width."""
 _REFINED = 0.5
@@ -81,8 +81,9 @@ _CAPTURED = ("plain", "lockstep", "streams")
 class _Agreement:
     """Agreement of the drafts with the target in one mode.
 
-    ``table``: see :class:`Answers`. ``recent``: likewise, of the n-gram index alone along the texts of the newest calls. ``seen``: its positions that come from this user's texts. ``patience``: factor of the time until the next
-    measurement. ``next_s``: time in calls at which the next measurement is due.
+    ``table``: see :class:`Answers`. ``seen``: positions of this user's texts that were measured. ``patience``: factor of the time until the next
+    measurement. ``next_s``: time in calls at which the next measurement is due. ``recent``: as ``table``, of the n-gram index alone along the texts of
+    the newest calls.
     """
 
     table: np.ndarray | None = None
@@ -97,7 +98,7 @@ class _ShapeRecord:
     """Predicted and measured rates of the calls with one number of rows and one mode. ``trials``: candidates near the best that were tried.
     ``profile`` and ``followed``: the profile and the :attr:`_Agreement.recent` of the plan. ``calls``: that ended. ``is_stale``: step times or agreement
     have changed since. ``whole_s``: time in calls from which all settings are compared again. ``trial_s``: the same for trials of other threads and
-    of wide steps, by what is tried. ``trial``: of the call that runs."""
+    of wide steps, by what is tried. ``trial``: that was chosen for the next call."""
 
     mode: str = "greedy"
     plan: Plan | None = None
@@ -136,7 +137,8 @@ class _RunningCall:
     """One call. ``parts``: what is measured, since the target's first step and without the time in which drafts rest: first and last token of the
     row with most tokens, and seconds. ``drafted``: the drafts were alive in all parts. ``rested_at``: when the drafts began to rest.
     ``threads``: that the target's steps had, fewer than the candidate's where the user allows fewer by now, and in a fork.
-    ``is_trial``: of other threads or of wide steps; it is always learnt from."""
+    ``most_threads``: that the user allows by now. ``trial``: of other threads or of wide steps; it is always learnt from.
+    ``is_bare``: its steps do no more than those of the profile: no logits processors on the host, no grammar, no recorded scores."""
 
     inputs: StageInputs
     mode: str
@@ -150,7 +152,9 @@ class _RunningCall:
     drafted: bool = True
     rested_at: float = math.inf
     threads: int = 1
-    is_trial: bool = False
+    most_threads: int = 1
+    trial: tuple[str, Key] | None = None
+    is_bare: bool = True
     parts: list[tuple[int, int, float]] = field(default_factory=list)
     _part: tuple[int, float] | None = None
 
@@ -330,18 +334,20 @@ class AutoDriver(Decoder):
                 call.steering.after_step()
 
         began, steered = self.clock(), replace(request, on_commit=on_commit)
-        if call.candidate.schedule == "workers":
-            call.driver.run(steered)
-        else:
-            with threads_set(min(call.candidate.threads, torch.get_num_threads())):
-                call.threads = torch.get_num_threads()
+        call.most_threads = torch.get_num_threads()
+        try:
+            if call.candidate.schedule == "workers":
                 call.driver.run(steered)
-        ended = self.clock()
+            else:
+                with threads_set(min(call.candidate.threads, call.most_threads)):
+                    call.threads = torch.get_num_threads()
+                    call.driver.run(steered)
+        finally:
+            ended = self.clock()
+            self._in_calls_s += ended - began
+            if call.trial is not None:
+                call.record.trial_s[call.trial] = self._in_calls_s + (ended - began) / _TRIALS
         call.end_part(ended)
-        self._in_calls_s += ended - began
-        if call.record.trial is not None:
-            call.record.trial_s[call.record.trial] = self._in_calls_s + (ended - began) / _TRIALS
-            call.is_trial, call.record.trial = True, None
         self.ran_as, self._has_new_call = call.driver.ran_as, True
 
     def learn(self) -> None:
@@ -351,14 +357,14 @@ class AutoDriver(Decoder):
         self._check_captured(call)
         record = call.record
         record.calls += 1
-        is_due = call.is_trial or self._is_due(record)
+        is_due = call.trial is not None or self._is_due(record)
         if is_due or (call.rate() is not None and not record.rate(call.candidate.key).is_measured):
             began = self.clock()
-            own = self._measure_agreement(call) if is_due else None
             try:
-                self._record_rate(call, own)
+                own = self._measure_agreement(call) if is_due else None
                 if is_due:
                     self._refine(call)
+                self._record_rate(call, own)
             except Exception as error:  # the text is finished, and the caller gets it
                 pass_on(error)
                 _warn(f"a call could not be compared with its prediction ({type(error).__name__}: {error})")
@@ -503,7 +509,8 @@ class AutoDriver(Decoder):
             plan, record.followed = planner.following(record.profile, recent, plan), recent
         if plan is not before:
             record.plan = plan
-            self._spent(record, began)
+            if before is not None:  # nothing was learnt before the first one
+                self._spent(record, began)
         return record.decided(plan if graphs else planner.eager_only(plan))
 
     def _plan_anew(self, record: _ShapeRecord, shape: CallShape, mode: str) -> Plan:
@@ -596,9 +603,14 @@ class AutoDriver(Decoder):
             return None
         self._decisions.append(f"{chosen.way} {plan.label(chosen)} is tried with {_WIDE} draft tokens")
         wide = replace(chosen, lookahead=(*chosen.lookahead[:-1], _WIDE))
-        return planner.predict(
-            record.profile or self.profile, self.answers(record.mode), wide, plan.call, cores=self.cores
-        )
+        return self._predicted(record, wide, plan.call)
+
+    def _predicted(self, record: _ShapeRecord, candidate: Candidate, shape: CallShape) -> Candidate:
+        """The candidate with the rate that the plan of these calls would give it."""
+        profile = record.profile or self.profile
+        if candidate.drafts == (0,) and profile.has_ngram and record.followed is not None:
+            return planner.predict_alone(profile, record.followed, candidate, shape, cores=self.cores)
+        return planner.predict(profile, self.answers(record.mode), candidate, shape, cores=self.cores)
 
     def _may_try(self, record: _ShapeRecord, what: str, key: Key) -> bool:
         """Whether a trial does not take too large a share of the time. If so, the next call is it."""
@@ -648,9 +660,12 @@ class AutoDriver(Decoder):
             self._decisions.append("dynamic RoPE: after a prompt of this length the target accepts no draft tokens")
         else:
             candidate = self._choose(plan, record)
+        trial, record.trial = record.trial, None
         self.plan, candidate, driver = self._driver_for(plan, candidate, mode, graphs=graphs)
         bucket = replace(shape, rows=_bucket(shape.rows))
-        return _RunningCall(inputs, mode, bucket, self.plan, candidate, driver, record)
+        params = inputs.sampling_params
+        is_bare = not params.stepwise and inputs.grammar is None and request.record is None
+        return _RunningCall(inputs, mode, bucket, self.plan, candidate, driver, record, trial=trial, is_bare=is_bare)
 
     # ---- measured rates
 
@@ -672,6 +687,7 @@ class AutoDriver(Decoder):
     def _let_rest(self, call: _RunningCall, plain_threads: int, rests: bool) -> None:
         """Let the drafts rest, with the threads of plain decoding, or draft again."""
         candidate, now = call.candidate, self.clock()
+        plain_threads = min(plain_threads, call.most_threads)
         (call.end_part if rests else call.begin_part)(now)
         if rests:
             call.rested_at = min(call.rested_at, now)
@@ -684,7 +700,7 @@ class AutoDriver(Decoder):
             )
         )
         if candidate.schedule == "lockstep":
-            set_threads(plain_threads if rests else candidate.threads)
+            set_threads(plain_threads if rests else min(candidate.threads, call.most_threads))
 
     def _record_rate(self, call: _RunningCall, own: np.ndarray | None) -> None:
         """Add the call to the measured rates.
@@ -710,41 +726,76 @@ class AutoDriver(Decoder):
                 other.fade(common, _FADES)
 
     def _refine(self, call: _RunningCall) -> None:
-        """Correct the profile by the step times of a call, and plan again where the plan's are far from them.
+        """Correct the profile by the step times of a call, and plan again where a plan's are far from them.
 
-        A profile may be of a busy moment, or this may be one.
+        A profile may be of a busy moment, or this may be one. Calls whose steps do more than those of the profile correct nothing.
         """
         candidate, rows = call.candidate, len(call.inputs.prompts)
-        planned = call.record.profile
         # On a GPU the host only queues a step.
         on_host = candidate.is_timed and all(model.device.type == "cpu" for model in self.models)
         is_as_planned = call.threads == candidate.threads and rows == call.shape.rows
-        if not (self._key and on_host and planned is not None and is_as_planned):
+        if not (self._key and on_host and call.is_bare and call.record.plan is not None and is_as_planned):
             return
-        context = max(map(len, call.inputs.prompts)) + max(call.new_tokens()) / 2
-        how: dict[str, Any] = {"threads": candidate.threads, "rows": rows, "context": context}
-        stages, changes = list(self.profile.stages), [1.0]
+        traces = list(call.driver.traces().values())
+        # A rest may have other threads.
+        kept = [steps["end_ns"] * 1e-9 <= call.rested_at for steps in traces]
+        held = _held(traces[-1], max(map(len, call.inputs.prompts)) + max(call.new_tokens()), rows)
+        held = held[kept[-1] & _is_step(traces[-1])]
+        if len(held) == 0:
+            return
+        how: dict[str, Any] = {"threads": candidate.threads, "rows": rows, "context": float(held.mean())}
+        stages, widths = list(self.profile.stages), dict[int, list[int]]()
         places = (*candidate.drafts, len(stages) - 1)
-        for i, steps in zip(places, call.driver.traces().values(), strict=True):
-            # A rest may have other threads.
-            own = steps[steps["end_ns"] * 1e-9 <= call.rested_at]
-            observed, prefill_s = ({}, None) if stages[i].ngram else _observed(own, rows)
+        since_others = _since_others(
+            [None if stages[i].ngram else steps for i, steps in zip(places, traces, strict=True)]
+        )
+        for i, steps, own, since in zip(places, traces, kept, since_others, strict=True):
+            if stages[i].ngram:
+                continue
+            # What other stages' steps add to those behind them is not the step's own time.
+            warm = np.asarray(stages[i].step_times(steps["width"].tolist(), **how), dtype=np.float64)
+            share = warm / (warm + stages[i].cold_s * 0.5**since)
+            observed, prefill_s = _observed(steps[own], share[own], rows)
             if not observed:
                 continue
             at = (i, candidate.threads, rows)
             known = self._widest.get(at, 0)
             stages[i] = stages[i].refined(observed, prefill_s=prefill_s, weight=_REFINED, known=known, **how)
-            self._widest[at] = max(known, *observed)
-            before, now = (p.step_times(list(observed), **how) for p in (planned.stages[i], stages[i]))
-            changes += [b / a for a, b in zip(before, now, strict=True)]
+            self._widest[at], widths[i] = max(known, *observed), list(observed)
         self.profile = replace(self.profile, stages=tuple(stages))
-        change = max(changes, key=lambda change: abs(math.log(change)))
-        if not 1 / _CHANGED < change < _CHANGED:
-            for record in self._records.values():
-                record.measured.clear()
-                record.is_stale = True
-            self._decisions.append(f"steps take {change:.2f} times as long as planned: planned again")
+        for record in self._records.values():
+            change = self._change(record, candidate.threads, widths)
+            if 1 / _CHANGED < change < _CHANGED:
+                continue
+            self._outdate(record)
+            if record is call.record:  # its rate is compared with what is predicted by now
+                call.candidate = self._predicted(record, candidate, call.plan.call)
+                self._decisions.append(f"steps take {change:.2f} times as long as planned: planned again")
             self._store()
+
+    def _change(self, record: _ShapeRecord, threads: int, widths: Mapping[int, Sequence[int]]) -> float:
+        """The largest factor between the present times of steps, by stage and width, and those that a shape was planned with, for its plan."""
+        changes = [1.0]
+        if record.plan is not None and record.profile is not None:
+            call = record.plan.call
+            how: dict[str, Any] = {"threads": threads, "rows": call.rows, "context": call.context}
+            for i, some in widths.items():
+                before, now = (p.stages[i].step_times(some, **how) for p in (record.profile, self.profile))
+                changes += [b / a for a, b in zip(before, now, strict=True)]
+        return max(changes, key=lambda change: abs(math.log(change)))
+
+    def _outdate(self, record: _ShapeRecord) -> None:
+        """Plan again for other step times. Plain decoding is as fast as it was measured; other rates are measured again."""
+        assert record.plan is not None
+        kept = {}
+        plain = [c for c in record.plan.candidates if c.schedule == "plain" and c.key in record.measured]
+        before = [self._predicted(record, c, record.plan.call).decoding_rate for c in plain]
+        record.profile, record.is_stale = self.profile, True
+        for candidate, rate in zip(plain, before, strict=True):
+            measured = record.measured[candidate.key]
+            if measured.rescale(rate / self._predicted(record, candidate, record.plan.call).decoding_rate):
+                kept[candidate.key] = measured
+        record.measured = kept
 
     def _check_captured(self, call: _RunningCall) -> None:
         """Plan without captured steps from now on if a call ran without them, except where the next call may have enough memory."""
@@ -852,13 +903,44 @@ def _capturable(models: Sequence[PreTrainedModel]) -> tuple[str, ...]:
     return _CAPTURED
 
 
-def _observed(steps: np.ndarray, rows: int) -> tuple[dict[int, float], float | None]:
+def _is_step(steps: np.ndarray) -> np.ndarray:
+    """Which entries of a trace are steps: neither parts of the prefill nor rollbacks."""
+    found: np.ndarray = (steps["prefill"] == 0) & (steps["fed"] > 0)
+    return found
+
+
+def _held(steps: np.ndarray, length: int, rows: int) -> np.ndarray:
+    """Tokens in the cache at each entry of the target's trace, which has the newest ones of a call that ended with ``length`` tokens."""
+    new = np.where(_is_step(steps), 1 + steps["accepted"] / rows, 0)
+    return np.maximum(length - np.cumsum(new[::-1])[::-1], 1)
+
+
+def _since_others(traces: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+    """For each entry of each trace, how many entries of this stage precede it since the last one of another stage. None: of a stage without a model."""
+    stages = np.concatenate([np.full(0 if steps is None else len(steps), i) for i, steps in enumerate(traces)])
+    known = [steps for steps in traces if steps is not None]
+    order = np.argsort(np.concatenate([steps["launched_ns"] for steps in known]), kind="stable")
+    order = order[np.concatenate([steps["fed"] > 0 for steps in known])[order]]  # a rollback disturbs no caches
+    begins = np.flatnonzero(np.diff(stages[order], prepend=-1))
+    since = np.zeros(len(stages))
+    since[order] = np.arange(len(order)) - np.repeat(begins, np.diff(begins, append=len(order)))
+    return [since[stages == i] for i in range(len(traces))]
+
+
+def _observed(steps: np.ndarray, share: np.ndarray, rows: int) -> tuple[dict[int, float], float | None]:
     """Times of a call, from the trace of a stage: median seconds of its steps by width, and seconds of the prefill per token of a row. Widths of few
-    steps are left out, as is a prefill of fewer tokens than a profile's: its time per token is longer."""
+    steps are left out, as is a prefill of fewer tokens than a profile's: its time per token is longer.
+
+    Args:
+        steps: The trace.
+        share: Of each step's time that is its own.
+        rows: Of the call.
+    """
     seconds = (steps["end_ns"] - steps["launched_ns"]) * 1e-9
-    is_step, tokens = (steps["prefill"] == 0) & (steps["fed"] > 0), steps["prefill"].sum() / rows
+    is_step, tokens = _is_step(steps), steps["prefill"].sum() / rows
     widths, counts = np.unique(steps["width"][is_step], return_counts=True)
-    found = {int(w): float(np.median(seconds[is_step & (steps["width"] == w)])) for w in widths[counts >= _ALIKE_STEPS]}
+    alike, own = widths[counts >= _ALIKE_STEPS], seconds * share
+    found = {int(w): float(np.median(own[is_step & (steps["width"] == w)])) for w in alike}
     return found, float(seconds[steps["prefill"] > 0].sum() / tokens) if tokens >= SHORT_CONTEXT / 2 else None
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -67,6 +68,11 @@ class StepTimes:
             slope = max(0.0, (s[-1] - s[-2]) / (w[-1] - w[-2]))
             found += slope * np.maximum(0.0, np.subtract(widths, w[-1]))
         return found
+
+
+def _distance(context: float, other: float) -> float:
+    """Between two numbers of tokens, by their quotient."""
+    return abs(math.log(context / max(other, 1)))
 
 
 def without_outliers(widths: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
@@ -135,13 +141,16 @@ class StageProfile:
         context: float = SHORT_CONTEXT,
         captured: bool = False,
     ) -> list[float]:
-        """Seconds of one step of each width, interpolated between contexts, for the nearest measured numbers of threads and rows.
+        """Seconds of one step of each width, for the nearest measured numbers of threads and rows: interpolated between the two nearest contexts, or
+        extrapolated from them.
 
         Raises:
             ValueError: No step of this kind was measured.
         """
         same = self._nearest(threads, rows, captured)
-        low, high = same[0], same[-1]
+        last = len(same) - 1
+        above = min(max(bisect([t.context for t in same], context), 1), last)
+        low, high = same[max(above - 1, 0)], same[above]
         a, b = low.at(widths), high.at(widths)
         if high.context != low.context:
             along = a + (b - a) * (context - low.context) / (high.context - low.context)
@@ -167,12 +176,14 @@ class StageProfile:
     ) -> StageProfile:
         """The profile with what uncaptured steps of a call took. The same where no steps of these threads and rows were measured.
 
-        Times of other widths and contexts change by the quotient of the nearest observed widths.
+        Times of other widths change by the quotient of the nearest observed widths. So do those of contexts less than twice as long or as short: if
+        there is none, one is added. The first observation changes all contexts, since the profile may be of a busy moment, unless it is of a far
+        longer one: what steps take there is extrapolated.
 
         Args:
-            observed: Seconds by width, at least one.
+            observed: Seconds by width, at least one, without what other stages' steps add (:attr:`cold_s`, which changes alike).
             threads: Of the steps, as ``rows``.
-            context: Mean tokens in the cache.
+            context: Mean tokens in the cache during these steps.
             prefill_s: See :class:`StepTimes`. None: not observed.
             weight: Of an observation that is not the first, against the profile: 0 to 1.
             known: The widest step that was observed before, 0 if none was.
@@ -180,18 +191,28 @@ class StageProfile:
         old = [t for t in self.times if (t.threads, t.rows, t.captured) == (threads, rows, False)]
         if not old:
             return self
+        nearest = min(old, key=lambda t: _distance(t.context, context))
+        is_new, added = _distance(nearest.context, context) >= math.log(2), []
+        if is_new:
+            seconds = self.step_times(nearest.widths, threads=threads, rows=rows, context=context)
+            added = [replace(nearest, context=round(context), seconds=tuple(seconds))]
+        everywhere = not known and context < 2 * max(t.context for t in old)
         widths = sorted(observed)
         expected = self.step_times(widths, threads=threads, rows=rows, context=context)
-        weights = [weight if w <= known else 1.0 for w in widths]
+        weights = [weight if w <= known and not is_new else 1.0 for w in widths]
         quotients = (np.array([observed[w] for w in widths]) / expected) ** weights
 
-        def scaled(t: StepTimes) -> StepTimes:
+        def corrected(t: StepTimes) -> StepTimes:
+            if prefill_s is not None:
+                t = replace(t, prefill_s=t.prefill_s + (weight if known else 1.0) * (prefill_s - t.prefill_s))
+            if not everywhere and _distance(t.context, context) >= math.log(2):
+                return t
             seconds = np.interp(t.widths, widths, quotients) * t.seconds
-            share = weight if known else 1.0
-            prefill = t.prefill_s if prefill_s is None else t.prefill_s + share * (prefill_s - t.prefill_s)
-            return replace(t, seconds=without_outliers(t.widths, seconds.tolist()), prefill_s=prefill)
+            return replace(t, seconds=without_outliers(t.widths, seconds.tolist()))
 
-        return replace(self, times=tuple(scaled(t) if t in old else t for t in self.times))
+        times = [corrected(t) if t in old else t for t in self.times]
+        cold_s = self.cold_s * float(quotients[0])
+        return replace(self, times=(*times, *map(corrected, added)), cold_s=cold_s)
 
     def prompt_s(self, tokens: int, *, threads: int, rows: int = 1, captured: bool = False) -> float:
         """Seconds of the prefill of ``rows`` prompts of ``tokens`` tokens.
@@ -200,7 +221,7 @@ class StageProfile:
             ValueError: No step of this kind was measured.
         """
         same = self._nearest(threads, rows, captured)
-        nearest = min(same, key=lambda t: abs(math.log(t.context / max(tokens, 1))))
+        nearest = min(same, key=lambda t: _distance(t.context, tokens))
         return nearest.prefill_s * tokens * rows / nearest.rows
 
 

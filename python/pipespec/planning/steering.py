@@ -77,6 +77,15 @@ class MeasuredRate:
         """Forget what texts gave against a plan that is no more."""
         self.overall_count = 0
 
+    def rescale(self, factor: float) -> bool:
+        """Keep the measured rate where the prediction has changed by the inverse of ``factor``.
+
+        Returns:
+            Whether the result is in the range of measurements.
+        """
+        self.speed, self.overall = factor * self.speed, factor * self.overall
+        return self.speed == _bounded(self.speed)
+
     def fade(self, factor: float, weight: float) -> None:
         """Move towards ``factor``, because the measurements become old."""
         self.speed += weight * (factor - self.speed)
