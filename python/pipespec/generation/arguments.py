@@ -51,7 +51,7 @@ ARGUMENTS: dict[str, Argument] = {
     # of generate() itself
     "inputs": Argument(How.HONOURED, "the same as `input_ids`"),
     "input_ids": Argument(How.HONOURED, "LongTensor `[B, S]`, or lists; a batch is padded on the left"),
-    "attention_mask": Argument(How.HONOURED, "2-D; padding may be anywhere, with the same effect as in transformers; columns before `input_ids` stand for cached tokens"),
+    "attention_mask": Argument(How.HONOURED, "2-D, of 0 and 1; padding may be anywhere, with the same effect as in transformers, but not all of a row; columns before `input_ids` stand for cached tokens"),
     "generation_config": Argument(How.HONOURED, "merged as in transformers: keywords, this, the model's, defaults"),
     "logits_processor": Argument(How.STEPWISE, "called once per generated token and row, with ids and scores of that row; drafts do not run it"),
     "stopping_criteria": Argument(How.HONOURED, "called token by token, also inside an accepted block, with the ids of the whole batch, as in transformers"),
@@ -116,8 +116,8 @@ ARGUMENTS: dict[str, Argument] = {
     "return_dict_in_generate": Argument(How.HONOURED, "adds `speculation`, the report of the call"),
     "output_scores": Argument(How.HONOURED, "processed, float32, per generated token; finished rows hold zeros"),
     "output_logits": Argument(How.HONOURED, "raw, float32, per generated token; finished rows hold zeros"),
-    "output_attentions": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ; empty unless the attention is `eager`, which captured steps cannot have"),
-    "output_hidden_states": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ"),
+    "output_attentions": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ; empty unless the attention is `eager`, which captured steps cannot have; with `use_cache=False` all columns per token"),
+    "output_hidden_states": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ; with `use_cache=False` all columns per token"),
     # how it is computed
     "use_cache": Argument(How.HONOURED, "False: no cache is returned; the text is the same", (True,)),
     "prefill_chunk_size": Argument(How.HONOURED, "tokens per forward of the prefill, in every stage"),
