@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from functools import partial
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import pipespec
+from pipespec import Pipeline
 from pipespec.errors import DoesNotFit
 from pipespec.models import loading
-from tests.conftest import random_llama
+from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import save
 
 
@@ -69,3 +72,80 @@ def test_quantised_weights_are_read_on_their_device(model, tmp_path, monkeypatch
         with pytest.raises(ImportError, match="accelerate"):
             loading.load_model(folder, device=device)
     assert asked == [{"": "cuda:1"}, None]
+
+
+# ---- the mode of loaded models
+
+PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+
+
+def modes(model):
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "workers", "streams", "auto"])
+def test_loaded_models_keep_their_mode(schedule):
+    """Also those of parts of a model. In training mode without dropout the text is the same, and native forms come back with eval()."""
+    target = random_llama(3)
+    draft, wanted = noisy(target, 0.02), target.generate(PROMPT, **GREEDY)
+    target.train()
+    draft.model.layers[1].train()
+    before = modes(target), modes(draft)
+    with Pipeline(target, draft, schedule=schedule) as pipe:
+        assert torch.equal(pipe.generate(PROMPT, **GREEDY), wanted)
+        assert (modes(target), modes(draft)) == before
+        assert "training mode" in pipe.report.stages[-1].forward
+        target.eval()
+        assert torch.equal(pipe.generate(PROMPT, **GREEDY), wanted)
+        assert "training mode" not in pipe.report.stages[-1].forward
+    assert modes(draft) == before[1]
+
+
+@pytest.mark.parametrize("drafts", ["model", "self:1"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("schedule", ["lockstep", "workers", "streams"])
+def test_a_model_that_is_trained_while_attached(schedule, training, drafts):
+    """The next text is that of the new weights."""
+    target = random_llama(3).train(training)
+    pipespec.attach(target, noisy(target, 0.02) if drafts == "model" else drafts, schedule=schedule)
+    steps, texts = torch.optim.AdamW(target.parameters(), lr=0.02), []
+    try:
+        for seed in range(3):
+            texts.append(target.generate(PROMPT, **GREEDY))
+            assert torch.equal(texts[-1], type(target).generate(target, PROMPT, **GREEDY))
+            lesson = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
+            target(input_ids=lesson, labels=lesson).loss.backward()
+            steps.step()
+            steps.zero_grad()
+    finally:
+        pipespec.detach(target)
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(texts))
+    assert set(modes(target)) == {training}
+
+
+def test_dropout_is_the_models_own():
+    """In training mode texts differ from call to call, as those of transformers do."""
+    target = random_llama(3)
+    wanted = target.generate(PROMPT, **GREEDY)
+    for layer in target.model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    with Pipeline(target, noisy(target, 0.02), schedule="lockstep") as pipe:
+        assert torch.equal(pipe.generate(PROMPT, **GREEDY), wanted)
+        target.train()
+        texts = {tuple(pipe.generate(PROMPT, **GREEDY)[0].tolist()) for _ in range(4)}
+        assert len(texts) > 1
+        target.eval()
+        assert torch.equal(pipe.generate(PROMPT, **GREEDY), wanted)
+
+
+def test_captured_steps_belong_to_one_mode():
+    """They would repeat the dropout of the mode in which they were captured."""
+    target = random_llama(3)
+    with Pipeline(target, noisy(target, 0.02), schedule="streams", native=False) as pipe:
+        versions = []
+        for training in (False, False, True, True, False):
+            target.train(training)
+            pipe.generate(PROMPT, **GREEDY)
+            versions.append(pipe._driver.target.buffers.version)
+    assert [a == b for a, b in itertools.pairwise(versions)] == [True, False, True, False]

@@ -153,13 +153,13 @@ def load_model(
     device: torch.device | str | dict[str, str] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a model in eval mode.
+    """Load a model, in eval mode.
 
     Weights pass through the memory of the host on their way to a GPU. Quantised weights are read on the device itself, which needs the
     package accelerate. So are those of a model that is split over devices.
 
     Args:
-        model: a folder, or a hub name. A loaded model is returned as it is, and of a ``PeftModel`` the model within.
+        model: a folder, or a hub name. A loaded model is returned as it is, in its mode, and of a ``PeftModel`` the model within.
         dtype: as ``from_pretrained`` takes it.
         device: where to, or the devices by names of modules; None: the CPU.
         trust_remote_code: as ``from_pretrained`` takes it.
@@ -173,7 +173,7 @@ def load_model(
     """
     model = without_wrapper(model)
     if isinstance(model, PreTrainedModel):
-        return model.eval()
+        return model
     config = load_config(model, trust_remote_code=trust_remote_code)
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     is_split = isinstance(device, dict)

@@ -101,7 +101,7 @@ class GraphedStage(Stage):
             check_exact(self.model, captured=True)
         form = choose_fused(self.model, exact=self._exact) if self._native else None
         tensors = itertools.chain(self.model.parameters(), self.model.buffers())
-        weights = hash((form and form.number, *(tensor.data_ptr() for tensor in tensors)))
+        weights = hash((form and form.number, self.model.training, *(tensor.data_ptr() for tensor in tensors)))
         self._current = None
         found = self._buffers.pop(rows, None)
         if found is None or not found.cache.fits(rows, capacity) or not found.cache.matches(self.model):
@@ -113,7 +113,7 @@ class GraphedStage(Stage):
             sampler = StaticSampler(rows, cache.device, self.is_target)
             found = StaticBuffers(cache, sampler, next(_versions), weights, {})
         elif found.weights != weights:
-            # The graphs read the old weights, or the tables of another form.
+            # The graphs read the old weights, or the tables of another form, or belong to another mode.
             found = found._replace(version=next(_versions), weights=weights, graphs={})
         self._buffers[rows] = self._current = found
         if form is not None:
