@@ -44,5 +44,5 @@ def test_a_run_in_which_nothing_starts_fails(monkeypatch):
     with strikes.Amount("workers", tally, 0.05, None) as amount:
         kills.measure_workers(tally, amount, refuse, [], 0)
     assert tally.unstarted == pauses.count(0.01) > 0
-    with pytest.raises(AssertionError, match="0 starts, .* 0 calls: nothing was tested"):
+    with pytest.raises(AssertionError, match=r"0 starts, .* 0 calls: nothing was tested"):
         tally.note(Figures(None), "workers")
