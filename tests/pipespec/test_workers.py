@@ -930,6 +930,14 @@ def test_a_template_that_does_not_do_its_imports_is_awaited_once(new_template, m
     assert all(process.poll() is not None for process in started)
 
 
+def test_a_template_that_was_closed_before_it_was_ready_is_replaced(new_template):
+    """Its environment was not that of the caller meanwhile. It has ended with status 0, and not for want of its imports."""
+    own = template._current_template()
+    own.close()
+    own.process.wait(SECONDS)
+    assert template._current_template() not in (own, None)
+
+
 @pytest.mark.parametrize("read", [1, 2], ids=["between length and data", "behind the data"])
 def test_an_interrupt_while_a_message_of_a_worker_is_received(rig, monkeypatch, read):
     """The rest of the message, or what it said, is lost. The next call does not wait for it."""
@@ -1156,8 +1164,7 @@ def test_a_template_that_never_answers_delays_no_call(rig, monkeypatch):
     """A new one that is still importing, as on a busy machine."""
     with monkeypatch.context() as patch:
         patch.setattr(workers, "_TEMPLATE_TIMEOUT_S", 0.2)
-        for known in template._templates:
-            patch.setattr(known, "origin", None)  # fits no caller
+        patch.setattr(template, "_templates", [])
         patch.setattr(template, "_Template", Silent)
         rig.kill(1)
         assert len(rig.generate()) == 1

@@ -161,8 +161,9 @@ class _Template:
             if self.is_ready():
                 return False
         code = self.process.poll()
-        # A signal's code is negative. A caller that ignores SIGCHLD gets 0 in any case.
-        return self._is_overdue or (code is not None and code >= 0)
+        # A signal's code is negative. A caller that ignores SIGCHLD gets 0 in any case, as does one that has closed the channel.
+        has_failed = code is not None and (code > 0 or (code == 0 and not self._channel.closed))
+        return self._is_overdue or has_failed
 
     def fork(self, fds: Sequence[int]) -> ForkedProcess:
         """Fork a worker. The template is ready.
