@@ -218,6 +218,11 @@ def test_a_sample_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert folder.sample("mt/bench", "workers-a+b-L5", "HumanEval/0") == sample
     assert (tmp_path / "samples" / "mt_bench" / "workers-a+b-L5" / "HumanEval_0.json").is_file()
     assert file_name("../x") == "_x"
+    long = file_name("é" * 300)
+    assert len(long.encode()) <= 200
+    assert long != file_name("é" * 301)
+    assert file_name("\ud800" * 300)
+    assert file_name("a" * 200) == "a" * 200
     with pytest.raises(ValueError, match="Out of range"):  # JSON has no NaN
         folder.write_sample(Sample(dataset="a", system="b", sample="c", seconds=float("nan")))
 

@@ -13,6 +13,7 @@ Every file is written in one step. ``summary.json`` follows from the others (:fu
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -406,6 +407,15 @@ class ResultsFolder:
             raise ValueError(f"{path} cannot be read: {error}") from error
 
 
+_MOST_BYTES = 200
+"""Of a name: file systems allow 255, of which the suffix takes some."""
+
+
 def file_name(name: str) -> str:
-    """``name`` as the name of a file or folder: ``"HumanEval/0"`` becomes ``"HumanEval_0"``."""
-    return re.sub(r"[^\w.+=-]", "_", name).strip(".") or "_"
+    """``name`` as the name of a file or folder: ``"HumanEval/0"`` becomes ``"HumanEval_0"``. Of a long one, the first part and a digest."""
+    found = re.sub(r"[^\w.+=-]", "_", name).strip(".") or "_"
+    if len(found.encode()) <= _MOST_BYTES:
+        return found
+    first = found.encode()[: _MOST_BYTES - 17].decode(errors="ignore")
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{first}-{digest[:16]}"
