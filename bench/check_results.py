@@ -32,6 +32,7 @@ _GENERATE = (
 SOURCES: dict[str, tuple[str, ...]] = {
     "acceptance.json": (*_ENGINE, "bench/bench_acceptance.py"),
     "auto.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
+    "auto_busy.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
     "confidence.json": (*_ENGINE, "bench/bench_confidence.py"),
     "drafts.json": (*_ENGINE, "bench/bench_drafts.py"),
     "exact.json": (*_ENGINE, "bench/bench_exact.py"),

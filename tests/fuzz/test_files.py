@@ -362,6 +362,12 @@ def test_results_of_other_types_are_refused(run_files, name, change) -> None:
     assert refuses(run, name, json.dumps(json.loads(files[name]) | change).encode())
 
 
+def test_cycles_of_stages_that_are_not_known(run_files) -> None:
+    run, files = run_files
+    name = "samples/d/hf/0.json"
+    assert not refuses(run, name, json.dumps(json.loads(files[name]) | {"cycles": 1}).encode())
+
+
 @pytest.mark.parametrize("name", ["settings.json", "samples/d/hf/0.json", "summary.json", "profile.json"])
 @pytest.mark.parametrize("content", [DEEP, DIGITS, b"", b"\xff", b"[]", b"null", b'{"version": 2}'], ids=range(7))
 def test_results_that_are_something_else_are_refused(run_files, name, content) -> None:

@@ -87,8 +87,8 @@ def _row(
     row.identical = sum(compared) / len(compared) if compared else None
     row.accepted_length, row.acceptance_rate = accepted_by_model([s.stages for s in samples])
     cycles = sum(s.cycles or 0 for s in samples)
-    if cycles:
-        stages = len(next(s.stage_seconds for s in samples if s.stage_seconds) or ())
+    stages = max(len(s.stage_seconds or ()) for s in samples)
+    if cycles > 0 and stages:
         row.equivalent_accepted_length = stages * sum(s.verified or 0 for s in samples) / cycles
     measured = [s for s in written if s.energy_joules is not None]
     if measured:
