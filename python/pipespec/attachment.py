@@ -143,9 +143,11 @@ def attach(
 
 def _check_own(model: PreTrainedModel) -> Any:
     """Check that calls of ``model.generate()`` are transformers' own, and return what the instance has in its place, or None."""
+    if not (isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
+        return None  # Pipeline() refuses it
     kind = type(model)
     for name in ("generate", "_sample"):
-        if getattr(kind, name, None) is not getattr(GenerationMixin, name):
+        if getattr(kind, name) is not getattr(GenerationMixin, name):
             raise ValueError(
                 f"attach(): {kind.__name__} has its own {name}(), which a pipeline does not call: use Pipeline(model, ...) and its generate(), "
                 "whose text is that of transformers' generate()"

@@ -116,6 +116,22 @@ class _OwnInputs(_Base):
         return super().prepare_inputs_for_generation(*args, **kwargs)
 
 
+@pytest.mark.parametrize("kind", [transformers.LlamaModel, transformers.LlamaForSequenceClassification])
+def test_a_model_without_a_language_head(model, kind):
+    with pytest.raises(TypeError, match=f"{kind.__name__} without a language-model head"):
+        pipespec.attach(kind(model.config), noisy(model, 0.02), schedule="lockstep")
+
+
+def test_a_forward_that_torch_compiles_as_one_graph(model):
+    (ids,) = random_prompts(1, seed=7)
+    inputs = {"inputs": ids[None], "max_new_tokens": 8, "do_sample": False}
+    wanted = model.generate(**inputs)
+    compiled = copy.deepcopy(model)
+    compiled.forward = torch.compile(compiled.forward, backend="eager", fullgraph=True, dynamic=True)
+    pipespec.attach(compiled, noisy(model, 0.02), schedule="lockstep")
+    assert torch.equal(compiled.generate(**inputs), wanted)
+
+
 def test_a_class_with_a_loop_of_its_own(model):
     draft = noisy(model, 0.02)
     for kind, name in {_OwnGenerate: "generate", _OwnSample: "_sample"}.items():

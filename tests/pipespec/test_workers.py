@@ -909,9 +909,13 @@ def test_a_template_that_does_not_do_its_imports_is_awaited_once(new_template, m
     def start(module: str, *args, **kwargs):
         if not module.endswith("template"):
             return command(module, *args, **kwargs)
-        process = command("sys" if how.startswith("ends") else module, *args, **kwargs)
+        if how == "hangs":
+            sleeps = [sys.executable, "-c", "import time; time.sleep(1e4)"]
+            process = subprocess.Popen(sleeps, pass_fds=args[0], process_group=0)
+        else:
+            process = command("sys" if how.startswith("ends") else module, *args, **kwargs)
         started.append(process)
-        if how in ("hangs", "stops"):
+        if how == "stops":
             os.kill(process.pid, signal.SIGSTOP)
         if how == "ends unseen":  # where the caller ignores SIGCHLD, Popen finds no child
             process.wait()

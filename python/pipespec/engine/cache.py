@@ -1088,7 +1088,7 @@ class RowCache(Cache):
         return (
             f"the rows of this RowCache hold {self._lengths} tokens: what transformers derives from one length would be "
             "wrong. Pass attention_mask=cache.mask(q) and position_ids=cache.positions(q) for a feed of q "
-            "tokens, or use pipespec.engine.forward.forward(model, tokens, cache, keep=...)"
+            "tokens, give transformers cache.as_dynamic(attention_mask), or use pipespec.engine.forward.forward(model, tokens, cache, keep=...)"
         )
 
     # ---- the rest of the Cache interface
@@ -1102,9 +1102,11 @@ class RowCache(Cache):
         if not self._even:
             raise RuntimeError(self._trap())
         columns = self._top + query_length(query)
+        if self._static or torch.compiler.is_compiling():  # torch.compile cannot trace what follows
+            return columns, 0
         # Only the caller knows the mask, whose columns would silently be taken for those of other tokens.
         mask = sys._getframe(1).f_locals.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not self._static:
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             is_wider = mask.shape[1] > columns
             if is_wider or (self.text is not None and not bool((mask[:, : self._top] != 0).all())):
                 raise RuntimeError(

@@ -34,6 +34,8 @@ _ANSWER_TIMEOUT_S = 5.0
 _CHECK_S = 0.5
 _IMPORT_TIMEOUT_S = 60.0
 """A template whose imports take longer than this is given up."""
+_RETRY_S = 600.0
+"""After this time another template is tried: the machine may have been slow."""
 _LOOK_S = 0.01
 """Time between two looks whether a template has done its imports."""
 _IDLE_S = 300.0
@@ -149,7 +151,7 @@ class _Template:
 
     def give_up(self) -> None:
         """End a template that hangs in its imports. It has no workers."""
-        self._is_overdue = time.monotonic() > self._overdue_at
+        self._is_overdue = not self._stops.has_stopped_for(STOPPED_S)
         self.close()
         with suppressed(PermissionError, subprocess.TimeoutExpired):
             self.process.kill()
@@ -163,7 +165,7 @@ class _Template:
         code = self.process.poll()
         # A signal's code is negative. A caller that ignores SIGCHLD gets 0 in any case, as does one that has closed the channel.
         has_failed = code is not None and (code > 0 or (code == 0 and not self._channel.closed))
-        return self._is_overdue or has_failed
+        return has_failed or (self._is_overdue and time.monotonic() < self._overdue_at + _RETRY_S)
 
     def fork(self, fds: Sequence[int]) -> ForkedProcess:
         """Fork a worker. The template is ready.
