@@ -165,7 +165,7 @@ def test_an_error_of_the_callers_while_the_system_is_asked(monkeypatch, call):
         call()
 
 
-RESTRICTED = {
+EXEMPT = {
     "pipespec/cli": "the program's own handlers end it",
     "pipespec/demo/corpus.py": "makes the bundled corpus",
     "pipespec/drivers/workers/process.py": "a worker has no handlers of the caller",
@@ -176,14 +176,14 @@ RESTRICTED = {
 """Files in which an error of a handler may count as the file's or the system's, and why."""
 
 
-def test_whoever_catches_errors_of_the_system_passes_on_the_callers():
+def test_errors_of_the_caller_pass_where_those_of_the_system_are_caught():
     """A handler's ``TimeoutError`` is an ``OSError``. An ``except`` that keeps it would end the timeout and not the call."""
     silent = []
     for package in (pipespec, pipespec_kernels):
         folder = Path(package.__file__).parent
         for path in folder.rglob("*.py"):
             name = str(path.relative_to(folder.parent))
-            if name.startswith(tuple(RESTRICTED)):
+            if name.startswith(tuple(EXEMPT)):
                 continue
             source, _, _ = path.read_text().partition(
                 "# ---- in the template"
