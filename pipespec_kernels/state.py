@@ -317,12 +317,12 @@ class StateBlock:
         return port
 
     def ngram_stage(
-        self, width: int, empty: _native.NgramIndex, corpus: _native.NgramIndex | None
+        self, stage: int, width: int, empty: _native.NgramIndex, corpus: _native.NgramIndex | None
     ) -> _native.NgramStage:
-        """Stage 0 as an index of n-grams; at most ``width`` tokens per row and step. ``empty``: an index without tokens, for each row."""
-        stage = _native.NgramStage(self._native, width, empty, corpus)
-        stage.memory = self.memory.array
-        return stage
+        """``stage`` as an index of n-grams; at most ``width`` tokens per row and step. ``empty``: an index without tokens, for each row."""
+        ngram = _native.NgramStage(self._native, stage, width, empty, corpus)
+        ngram.memory = self.memory.array
+        return ngram
 
     def outbox(self, stages: Sequence[int], *, tokens: bool, counters: bool, controls: bool) -> _native.Outbox:
         """The writer of messages to another rank about ``stages`` of this one. For one generation.

@@ -1,4 +1,4 @@
-// Bindings of prompt lookup: the index of n-grams, and stage 0 of a chain over it.
+// Bindings of prompt lookup: the index of n-grams, and the stage over it.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -60,8 +60,10 @@ void bind_ngram(py::module_& m) {
 
   // Python keeps the block's memory as an attribute.
   py::class_<NgramStage>(m, "NgramStage", py::dynamic_attr())
-      .def(py::init<const Block&, std::uint32_t, const NgramIndex&, std::shared_ptr<NgramIndex>>(),
-           py::arg("block"), py::arg("width"), py::arg("empty"), py::arg("corpus"))
+      .def(py::init<const Block&, std::uint32_t, std::uint32_t, const NgramIndex&,
+                    std::shared_ptr<NgramIndex>>(),
+           py::arg("block"), py::arg("stage"), py::arg("width"), py::arg("empty"),
+           py::arg("corpus"))
       .def(
           "prefill",
           [](NgramStage& stage, std::uint32_t row, const Tokens& tokens) {
@@ -73,6 +75,14 @@ void bind_ngram(py::module_& m) {
           py::arg("row"), py::arg("tokens").noconvert())
       .def("fill", &NgramStage::fill, py::arg("lookahead"),
            py::call_guard<py::gil_scoped_release>())
+      .def(
+          "foresee",
+          [](NgramStage& stage, std::uint32_t row, std::uint32_t most) {
+            const NgramStage::Outlook outlook = stage.foresee(row, most);
+            return std::make_pair(outlook.tokens, outlook.match);
+          },
+          py::arg("row"), py::arg("most"))
+      .def("relay", &NgramStage::relay, py::arg("most"))
       .def("use_confidence", &NgramStage::use_confidence, py::arg("uses"))
       .def("trace", &NgramStage::trace, py::arg("buffer"), py::keep_alive<1, 2>());
 }

@@ -1,5 +1,7 @@
-// Stage 0 of a chain without a model: it drafts what followed the newest tokens where they occurred
-// before. It runs the same step as every stage. Where nothing matches, it selects nothing.
+// A stage without a model: it drafts what followed the newest tokens where they occurred before. It
+// runs the same step as every stage. Where nothing matches, it selects nothing. It is the first
+// stage of a chain, or the last draft: then the target verifies either its tokens or those that it
+// passes on.
 #pragma once
 
 #include <algorithm>
@@ -15,21 +17,70 @@ class NgramStage {
  public:
   // `empty`: an index without tokens, for each row. `corpus`: has the same numbers, and is read
   // only; null: none.
-  NgramStage(const Block& block, std::uint32_t width, const NgramIndex& empty,
+  NgramStage(const Block& block, std::uint32_t stage, std::uint32_t width, const NgramIndex& empty,
              std::shared_ptr<const NgramIndex> corpus)
-      : port_(block, 0, width),
+      : block_(block),
+        stage_(stage),
+        port_(block, stage, width),
         indices_(port_.rows(), empty),
+        indexed_(port_.rows()),
         corpus_(std::move(corpus)),
-        selected_(port_.rows()),
+        selected_(std::size_t{port_.rows()} * width),
         confidence_(port_.rows()) {}
 
   // The tokens before the one that the first step feeds.
   void prefill(std::uint32_t row, const std::int32_t* tokens, std::size_t count) {
     indices_.at(row).write(0, tokens, count);
+    indexed_[row] = static_cast<std::uint32_t>(count);
+  }
+
+  struct Outlook {
+    std::uint32_t tokens;  // that fill() would draft
+    std::uint32_t match;   // length of the suffix that the first one follows
+  };
+  // Follows the target, and tells what fill(most) would draft for a row. Publishes nothing of it.
+  Outlook foresee(std::uint32_t row, std::uint32_t most) {
+    follow();
+    NgramIndex& index = indices_.at(row);
+    const std::size_t length = index.size();
+    Outlook out{0, 0};
+    for (; out.tokens < most; ++out.tokens) {
+      const NgramIndex::Match match = index.match(corpus_.get());
+      if (match.token < 0) break;
+      if (out.tokens == 0) out.match = match.length;
+      index.append(match.token);
+    }
+    index.truncate(length);
+    return out;
+  }
+
+  // Publishes the tokens of the stage upstream, at most `most` per row, as its own.
+  void relay(std::uint32_t most) {
+    const std::uint32_t width = port_.width();
+    while (most > 0 && port_.plan(most + 1, most, 0) == Action::kStep) {
+      bool is_behind = false;
+      for (std::uint32_t row = 0; row < port_.rows(); ++row) {
+        std::int32_t& draft_tokens = port_.num_draft_tokens()[row];
+        std::int32_t& query_len = port_.query_lens()[row];
+        if (port_.n_select()[row] == 0) {
+          is_behind |= query_len > 0;
+          continue;
+        }
+        const std::int32_t* drafts =
+            port_.tokens().data() + std::size_t{row} * width + query_len - draft_tokens;
+        std::copy(drafts, drafts + draft_tokens, selected_.data() + std::size_t{row} * width);
+        // The last one takes the place of a token of its own. Without any, nothing is committed.
+        query_len = draft_tokens == 0 ? 0 : query_len - 1;
+        draft_tokens = std::max(draft_tokens - 1, 0);
+      }
+      port_.commit(selected_.data(), width);
+      if (!is_behind) return;
+    }
   }
 
   // Steps until each row is `lookahead` tokens ahead or has no match.
   void fill(std::uint32_t lookahead) {
+    follow();
     while (port_.plan(lookahead, 0, 0) == Action::kStep) {
       bool commits = false;
       for (std::uint32_t row = 0; row < port_.rows(); ++row) {
@@ -42,7 +93,7 @@ class NgramStage {
           selected_[row] = match.token;
           confidence_[row] = confidence_of_match(match.length);
           // The row commits nothing, and the next plan gives its tokens once more.
-          if (selected_[row] < 0) query_len = 0;
+          if (match.token < 0) query_len = 0;
         }
         commits |= query_len > 0;
       }
@@ -63,8 +114,30 @@ class NgramStage {
   }
 
  private:
+  // Rolls back and adopts as every stage does, and indexes what it has adopted or passed on.
+  void follow() {
+    port_.plan(0, 0, 0);
+    for (std::uint32_t row = 0; row < block_.active_rows(); ++row) {
+      const Sequence own(block_, stage_, row);
+      const std::uint32_t known = static_cast<std::uint32_t>(indices_[row].size());
+      const std::uint32_t length = own.word().length;
+      const std::uint32_t begin = std::min({indexed_[row], known, length});
+      // In damaged memory, too, no more tokens than a ring has.
+      const std::uint32_t end = std::min(length, begin + block_.capacity());
+      fresh_.clear();
+      for (std::uint32_t p = begin; p < end; ++p) fresh_.push_back(own.token(p));
+      indices_[row].write(begin, fresh_.data(), fresh_.size());
+      indexed_[row] = Sequence(block_, block_.target(), row).word().length;
+    }
+  }
+
+  Block block_;
+  std::uint32_t stage_;
   StagePort port_;
   std::vector<NgramIndex> indices_;
+  // Per row, tokens of its index that the target has committed.
+  std::vector<std::uint32_t> indexed_;
+  std::vector<std::int32_t> fresh_;
   std::shared_ptr<const NgramIndex> corpus_;
   std::vector<std::int32_t> selected_;
   std::vector<std::uint8_t> confidence_;

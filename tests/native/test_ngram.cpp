@@ -109,7 +109,7 @@ TEST(a_target_gets_its_own_text_and_accepts_draft_tokens) {
         (reinterpret_cast<std::uintptr_t>(memory.data()) + kLine - 1) / kLine * kLine);
     const Block block = Block::create(base, 2, rows, 128);
     reset(block, starts, limits, last, {});
-    NgramStage draft(block, kWidth, NgramIndex(least, 4), nullptr);
+    NgramStage draft(block, 0, kWidth, NgramIndex(least, 4), nullptr);
     StagePort target(block, 1, kWidth);
     for (std::uint32_t row = 0; row < rows; ++row)
       draft.prefill(row, texts[row].data(), starts[row] - 1);
@@ -140,6 +140,76 @@ TEST(a_target_gets_its_own_text_and_accepts_draft_tokens) {
     }
   }
   CHECK(accepted > 500 && rejected > 50 && rollbacks > 20 && silent > 10);
+}
+
+// The index as the last draft: in each round its own tokens, those of the stage upstream, or none.
+// The text is the target's, foresee() counts what fill() drafts, and every token that the target
+// verifies comes from the source that the round has chosen.
+TEST(passes_on_the_tokens_upstream_or_its_own) {
+  constexpr std::uint32_t kWidth = 16, kMost = 5;
+  std::uint64_t relayed = 0, drafted = 0, rested = 0;
+  for (std::uint32_t trial = 0; trial < check::trials(200, 4000); ++trial) {
+    std::mt19937 random(trial);
+    const std::uint32_t start = 1 + random() % 20, limit = start + 30 + random() % 60;
+    const Text phrase = draw(random, 4 + random() % 12, 50);
+    Text text;
+    while (text.size() < 120) {
+      text.insert(text.end(), phrase.begin(), phrase.end());
+      text.back() = static_cast<std::int32_t>(random() % 50);
+    }
+    std::vector<std::uint64_t> memory(Block::bytes(3, 1, 128) / 8 + kLine / 8 + 1);
+    void* base = reinterpret_cast<void*>(
+        (reinterpret_cast<std::uintptr_t>(memory.data()) + kLine - 1) / kLine * kLine);
+    const Block block = Block::create(base, 3, 1, 128);
+    reset(block, {start}, {limit}, {text[start - 1]}, {});
+    StagePort model(block, 0, kWidth), target(block, 2, kWidth);
+    NgramStage last(block, 1, kWidth, NgramIndex(2, 4), nullptr);
+    last.prefill(0, text.data(), start - 1);
+    std::vector<std::int32_t> selected(kWidth);
+    const auto length = [&](std::uint32_t stage) {
+      return Sequence(block, stage, 0).word().length;
+    };
+    for (;;) {
+      const std::uint32_t most = 1 + random() % kMost, choice = random() % 3;
+      const NgramStage::Outlook outlook = last.foresee(0, most);
+      const std::uint32_t committed = length(2);
+      CHECK_EQ(length(1), committed);  // nothing is published by foresee()
+      if (choice == 0) {
+        // The model is right with a chance of 3 in 4.
+        for (Action action; (action = model.plan(most, 0, 0)) == Action::kStep;) {
+          if (!model.selects()) {
+            model.commit(selected.data(), kWidth);
+            continue;
+          }
+          const std::uint32_t at = model.kv()[0] + model.query_lens()[0];
+          selected[0] = random() % 4 != 0 ? text[at] : 77;
+          model.commit(selected.data(), kWidth);
+        }
+        last.relay(most);
+        CHECK_EQ(length(1), std::max(committed, std::min(length(0), limit - 1)));
+        relayed += length(1) - committed;
+      } else if (choice == 1) {
+        last.fill(most);
+        CHECK_EQ(length(1) - committed, std::min(outlook.tokens, limit - committed));
+        drafted += length(1) - committed;
+      } else {
+        ++rested;
+      }
+      const std::uint32_t offered = length(1) - committed;
+      const Action action = target.plan(0, choice == 2 ? 0 : most, 0);
+      if (action == Action::kFinished) break;
+      if (!CHECK(action == Action::kStep)) return;
+      CHECK_EQ(static_cast<std::uint32_t>(target.num_draft_tokens()[0]),
+               std::min(offered, limit - committed - 1));
+      for (std::int32_t i = 0; i < target.query_lens()[0]; ++i)
+        selected[i] = text[target.kv()[0] + i + 1];
+      // The own choices begin behind the tokens that were known.
+      const std::int32_t known = target.query_lens()[0] - target.num_draft_tokens()[0];
+      target.commit(selected.data() + known - 1, kWidth);
+    }
+    CHECK(tokens(block, 2, 0, start, limit) == Text(text.begin() + start, text.begin() + limit));
+  }
+  CHECK(relayed > 1000 && drafted > 1000 && rested > 500);
 }
 
 TEST_MAIN()

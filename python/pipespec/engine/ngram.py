@@ -133,14 +133,16 @@ def first_of(drafts: Sequence[Any]) -> tuple[NgramDraft | None, list[Any]]:
 
 
 class NgramStage:
-    """Stage 0 of a chain whose first draft is an n-gram index.
+    """The stage of an n-gram index: the first of a chain, or the last draft.
 
-    It has no process of its own: stage 1 calls :meth:`fill` before each of its steps.
+    It has no process of its own. As the first stage, the stage downstream calls :meth:`fill` before each of its steps. As the last draft, it offers
+    the target its own tokens (:meth:`fill`) or those of the stage upstream (:meth:`relay`), as the controller chooses.
 
     Args:
         draft: With the ids of its corpus, see :meth:`NgramDraft.for_target`.
         block: The state block of the chain.
         trace: Buffer for the times of its steps; None: no trace.
+        index: Place in the chain.
         confidence: Whether it stops where its tokens' confidence, the length of the match, says so.
     """
 
@@ -153,25 +155,37 @@ class NgramStage:
         block: StateBlock,
         trace: _native.TraceBuffer | None = None,
         *,
+        index: int = 0,
         confidence: bool = False,
     ) -> None:
-        self._block, self._trace, self._confidence = block, trace, confidence
+        self._block, self._trace, self._index, self._confidence = block, trace, index, confidence
         self._empty = draft.index()
         self._corpus = None if draft.corpus is None else draft.index(np.asarray(draft.corpus))
         self._native: _native.NgramStage | None = None
 
     def prefill(self, prompts: Sequence[np.ndarray]) -> None:
         """Start a call: index each prompt, int32 ``[P_r]``, but its last token, which the first step takes from the block."""
-        self._native = self._block.ngram_stage(WIDTH, self._empty, self._corpus)
+        self._native = self._block.ngram_stage(self._index, WIDTH, self._empty, self._corpus)
         self._native.trace(self._trace)
         self._native.use_confidence(self._confidence)
+        self._rows = len(prompts)
         for row, prompt in enumerate(prompts):
             self._native.prefill(row, prompt[:-1])
 
     def fill(self, lookahead: int) -> None:
-        """Draft until each row is ``lookahead`` tokens ahead of stage 1, or has no match."""
+        """Draft until each row is ``lookahead`` tokens ahead of the next stage, or has no match."""
         assert self._native is not None
         self._native.fill(lookahead)
+
+    def foresee(self, lookahead: int) -> list[tuple[int, int]]:
+        """Per row, how many tokens :meth:`fill` would draft now, and how many tokens of the text the match has. Publishes nothing."""
+        assert self._native is not None
+        return [self._native.foresee(row, lookahead) for row in range(self._rows)]
+
+    def relay(self, lookahead: int) -> None:
+        """Publish the tokens of the stage upstream, at most ``lookahead`` per row."""
+        assert self._native is not None
+        self._native.relay(lookahead)
 
     def release(self) -> None:
         """Free the index of the last call."""
