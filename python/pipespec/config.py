@@ -61,6 +61,8 @@ class SpeculationConfig:
         translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
         confidence: Drafts publish how sure they are of their tokens. They stop, and the target verifies, decodes or waits, by what these tokens
             are expected to gain; ``lookahead`` and ``min_draft_tokens`` remain as bounds. In ``"lockstep"`` and ``"workers"``.
+        controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`. In
+            ``"lockstep"`` without captured steps; ``lookahead`` holds for the drafts of drafts.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -80,6 +82,7 @@ class SpeculationConfig:
     acceptance: str = "coupled"
     translation: Any = None
     confidence: bool = False
+    controlled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("decode_meanwhile", "graphs", "native", "exact", "confidence"):
@@ -216,6 +219,8 @@ class SpeculationConfig:
                 )
             return config
         if lookahead is None:
+            can_control = schedule == "lockstep" and not graphs and acceptance == "coupled" and not confidence
+            config = replace(config, controlled=can_control)
             models = num_drafts - (ngram is not None)
             each = _CONFIDENT_LOOKAHEAD if confidence else _LOOKAHEAD[schedule]
             ngram_lookahead = _CONFIDENT_LOOKAHEAD if confidence else _NGRAM_LOOKAHEAD

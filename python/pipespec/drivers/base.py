@@ -264,7 +264,7 @@ class Driver(Decoder):
         self.config = config
         self._acceptance: Acceptance | None = None
         # Stages without a model: the index of the first stage with one.
-        self._first = int(config.ngram is not None)
+        self._first = int(config.ngram is not None and not config.controlled)
         self.ran_as = self._name_of(self.schedule)
         self.block = self._make_block()
         self._trace_memory = TraceMemory(self._stage_count, config.trace) if config.trace else None
@@ -272,7 +272,11 @@ class Driver(Decoder):
     @property
     def _stage_count(self) -> int:
         """Stages of the chain."""
-        return self._first + len(self.models)
+        return len(self.models) + (self.config.ngram is not None)
+
+    def _model_of(self, i: int) -> PreTrainedModel:
+        """The model of stage ``i``."""
+        return self.models[i - self._first]
 
     def _name_of(self, schedule: str) -> str:
         return schedule if self._stage_count > 1 else "plain"
@@ -289,7 +293,7 @@ class Driver(Decoder):
 
         It is not set alive: what it can draft is there when the next stage plans, so that no stage waits for it.
         """
-        if self.config.ngram is None:
+        if self.config.ngram is None or self.config.controlled:
             return None
         return NgramStage(self.config.ngram, self.block, self._trace_of(0), confidence=self.config.confidence)
 
@@ -308,7 +312,7 @@ class Driver(Decoder):
             acceptance: See :class:`Stage`.
             kind: Makes the stage, from the arguments of :class:`Stage`.
         """
-        model, trace, native = self.models[i - self._first], self._trace_of(i), self.config.native
+        model, trace, native = self._model_of(i), self._trace_of(i), self.config.native
         if i == 0 and self.config.translation is not None:
             return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
         return kind(

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import Driver
+from pipespec.drivers.controlled import ControlledDriver
 from pipespec.drivers.graphed.rounds import RoundsDriver
 from pipespec.drivers.graphed.streams import StreamsDriver
 from pipespec.drivers.lockstep import LockstepDriver
@@ -33,4 +34,6 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
         return StreamsDriver(models, config)
     if config.schedule == "plain":
         models = models[-1:]
-    return RoundsDriver(models, config) if config.graphs else LockstepDriver(models, config)
+    if config.graphs:
+        return RoundsDriver(models, config)
+    return ControlledDriver(models, config) if config.controlled else LockstepDriver(models, config)

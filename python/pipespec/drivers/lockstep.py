@@ -30,11 +30,15 @@ class LockstepDriver(Driver):
         ngram = self._make_ngram()
         if config.acceptance != "coupled" and len(self.models) > 1:
             self._acceptance = Acceptance(config.acceptance, max(config.lookahead))
-        kinds = self._kinds()
         self._stages: list[Stage] = []
-        for i, kind in enumerate(kinds, self._first):
+        for model, kind in enumerate(self._kinds()):
+            i = self._index_of(model)
             self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance, kind))
             self.block.set_alive(i, True)
+
+    def _index_of(self, model: int) -> int:
+        """The stage of a model, counted as in :attr:`models`."""
+        return self._first + model
 
     def _kinds(self) -> list[Callable[..., Stage]]:
         """What makes each stage."""
@@ -60,7 +64,8 @@ class LockstepDriver(Driver):
         self.remarks = self._acceptance_remarks(request)
         try:
             self.begin(request)
-            run_in_turn(self, request)
+            while self.advance() != Action.FINISHED:
+                request.committed(self.block)
         finally:
             for stage in self._stages:
                 if isinstance(stage, SharingDraft) and stage.shares:
@@ -90,14 +95,14 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
     draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
 
     def prefill_drafts(*, in_targets_cache: bool) -> None:
-        for i, stage in enumerate(drafts, driver.block.target - len(drafts)):
+        for stage in drafts:
             if isinstance(stage, SharingDraft) != in_targets_cache:
                 continue
-            driver.block.set_alive(i, True)
+            driver.block.set_alive(stage.index, True)
             try:
                 stage.prefill(draft_inputs)
             except Exception as error:
-                driver.draft_failed(i, error)
+                driver.draft_failed(stage.index, error)
 
     prefill_drafts(in_targets_cache=False)
     target.prefill(request.inputs, request.record)

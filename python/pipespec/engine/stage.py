@@ -33,6 +33,9 @@ INITIAL_CAPACITY = 1024
 PREFILL_CHUNK = 512
 """Tokens per row and forward in the prefill. It bounds activations and masks."""
 
+_LONG_REST = 8
+"""Tokens from which on a draft that has not read them compares them with its own choices. This costs their logits, and tells whether the draft pays."""
+
 _DRAW_TIMEOUT_NS = 500_000_000
 """A draft that has announced a draw publishes it in milliseconds. One that takes longer than this is stopped or dead."""
 
@@ -177,6 +180,11 @@ class Stage:
         self._clamp: int | None = None
         self._rope: DynamicRope | None = None
         self._group = ForwardGroup.of(model)
+        self.defers = False
+        """Whether the prompt is read in the first step of a call, which may never come. For drafts."""
+        self.agreement = (0, 0)
+        """Tokens of the target that agree with the draft's own choices, of those that it has compared: after a rest. Its reader resets it."""
+        self._unread: list[int] | None = None
         self.accepts_draft_tokens = True
         """False once this call cannot use draft tokens any more: beyond the limit of a dynamic RoPE."""
 
@@ -260,7 +268,11 @@ class Stage:
         is_target = self.index == self.block.target
         filling = time.perf_counter_ns()
         self._chunk, filled = inputs.chunk, held
-        for seen in (self._rope is not None and inputs.forwards) or (longest,):
+        self._unread = list(self._held) if self.defers else None
+        self.agreement = (0, 0)
+        if self.defers:
+            self._held = held
+        for seen in () if self.defers else (self._rope is not None and inputs.forwards) or (longest,):
             until = [min(max(b, seen - r), e) for b, r, e in zip(filled, self._behind, self._held, strict=True)]
             self._fill(cache, filled, until, seen)
             filled = until
@@ -298,6 +310,40 @@ class Stage:
         )
         self._rows = rows
         self._step_ns = 0.0
+
+    @property
+    def lag(self) -> int:
+        """Tokens of the longest row that the target has committed and this draft has not read, but for the newest one."""
+        assert self._cache is not None
+        lengths = enumerate(self._cache.lengths)
+        return max(self.block.length(self.block.target, row) - 1 - held for row, held in lengths)
+
+    @property
+    def num_draft_tokens(self) -> list[int]:
+        """Per row, draft tokens that the last step verified."""
+        return self._num_draft_tokens.tolist()
+
+    def _read_prompt(self, cache: RowCache) -> None:
+        """Read the prompts, whose reading was deferred."""
+        assert self._unread is not None
+        until, self._unread = self._unread, None
+        self._fill(cache, list(self._held), until, 0)
+        self._held = until
+
+    def _measure_agreement(self, logits: torch.Tensor, fed: torch.Tensor, known: int) -> None:
+        """Compare this draft's own choices with tokens that the target has generated while the draft rested."""
+        first = int(self._kv[0]) + 1
+        one, none = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+        own = [
+            int(
+                self._select(
+                    logits[:, c : c + 1], fed[:, c : c + 1].to(logits.device), one, none, np.array([first + c])
+                )[0, 0]
+            )
+            for c in range(known - 1)
+        ]
+        agreed = sum(a == b for a, b in zip(own, fed[0, 1:known].tolist(), strict=True))
+        self.agreement = (self.agreement[0] + agreed, self.agreement[1] + known - 1)
 
     def _share(self, acceptance: SharedAcceptance, is_target: bool) -> None:
         """Take the stage's part in a call whose draft tokens come with their distributions from another process."""
@@ -482,6 +528,8 @@ class Stage:
             return action
         cache = self._cache
         assert cache is not None
+        if self._unread is not None:
+            self._read_prompt(cache)
         self._roll_back(cache, self._kv.tolist())
         seen = 0 if self._rope is None else self._limit_to_rope(cache, self._rope)
         columns = port.columns if self._rope is None else int(self._query_lens.max())
@@ -499,7 +547,11 @@ class Stage:
         if selecting.any():
             # Columns before the first one that selects need no logits.
             first = int((self._n_select - self._num_draft_tokens)[selecting].min()) - 1
-            logits = self._forward(fed, cache, keep=columns - first, seen=seen)
+            measures = first >= _LONG_REST and self._rows == 1 and self.index != self.block.target
+            logits = self._forward(fed, cache, keep=columns if measures else columns - first, seen=seen)
+            if measures:
+                self._measure_agreement(logits, fed, first + 1)
+                logits = logits[:, first:]
             for (row, start), its_logits in self._first_logits.items():
                 column = start - 1 - int(self._kv[row]) - first
                 if 0 <= column < columns - first:

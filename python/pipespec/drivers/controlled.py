@@ -1,0 +1,124 @@
+"""Rounds whose drafts and numbers of draft tokens the controller chooses: ``schedule="lockstep"`` without a fixed lookahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from pipespec.config import SpeculationConfig
+from pipespec.drivers.base import GenerationRequest
+from pipespec.drivers.lockstep import LockstepDriver
+from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
+from pipespec.engine.ngram import NGRAM, NgramStage
+from pipespec.engine.stage import Stage, stage_names
+from pipespec_kernels.state import Action
+
+
+class ControlledDriver(LockstepDriver):
+    """Runs rounds: the draft that the controller chooses proposes tokens, then the target verifies once.
+
+    The n-gram index is the last draft. It offers the target its own tokens, or passes on those of the draft models. A draft model that rests reads neither
+    the prompt nor the text, and its next step catches up.
+    """
+
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        super().__init__(models, config)
+        for stage in self._stages[:-1]:
+            # The others have no prompt of their own to read.
+            stage.defers = type(stage) is Stage
+        index = self.block.target - 1
+        self._last: NgramStage | None = None
+        if config.ngram is not None:
+            self._last = NgramStage(config.ngram, self.block, self._trace_of(index), index=index)
+        sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in models]
+        self.controller = Controller(sum(sizes[:-1]) / sizes[-1] if len(models) > 1 else None)
+
+    def _index_of(self, model: int) -> int:
+        return model if model < len(self.models) - 1 else self.block.target
+
+    def _model_of(self, i: int) -> PreTrainedModel:
+        return self.models[min(i, len(self.models) - 1)]
+
+    @property
+    def names(self) -> Sequence[str]:
+        *drafts, target = stage_names(len(self.models))
+        return [*drafts, *[NGRAM] * (self._last is not None), target]
+
+    @property
+    def forms(self) -> Sequence[str]:
+        *drafts, target = (stage.form for stage in self._stages)
+        return [*drafts, *[NgramStage.form] * (self._last is not None), target]
+
+    def begin(self, request: GenerationRequest) -> None:
+        super().begin(request)
+        self._limits = request.inputs.limits
+        if self._last is not None:
+            self._last.prefill(request.inputs.prompts)
+        self.controller.begin()
+
+    def _generate(self, request: GenerationRequest) -> None:
+        super()._generate(request)
+        self.remarks += tuple(self.controller.summary())
+
+    def advance(self) -> Action:
+        """Let the chosen draft propose its tokens, then take one step of the target."""
+        target, block, control = self.target, self.block, self.controller
+        before = [block.length(block.target, row) for row in range(len(self._limits))]
+        choice, matches = Choice(), []
+        if target.accepts_draft_tokens:
+            if self._last is not None:
+                matches = self._last.foresee(MAX_DRAFT_TOKENS)
+            remaining = max(limit - length for limit, length in zip(self._limits, before, strict=True))
+            choice = control.choose(matches, self._lag(), remaining)
+            self._draft(choice)
+        began = time.perf_counter()
+        action = target.step(0, choice.tokens)
+        if action == Action.STEP:
+            control.note_target(target.port.columns, time.perf_counter() - began)
+            if choice.tokens:
+                after = (block.length(block.target, row) for row in range(len(self._limits)))
+                drafted = target.num_draft_tokens
+                outcome = [(n, min(n, b - a - 1)) for n, a, b in zip(drafted, before, after, strict=True)]
+                control.note_round(choice, matches, outcome)
+        return action
+
+    def _lag(self) -> int:
+        """Tokens that the last draft model has not read; -1: there is none that works."""
+        if len(self.models) == 1 or not self.block.is_alive(len(self.models) - 2):
+            return -1
+        stage = self._stages[-2]
+        return stage.lag if stage.defers else 0
+
+    def _draft(self, choice: Choice) -> None:
+        if choice.source == "model":
+            last = len(self.models) - 2
+            while self._draft_step(last, choice.tokens) == Action.STEP:
+                pass
+            if self._last is not None:
+                self._last.relay(choice.tokens)
+        elif choice.source == "ngram":
+            assert self._last is not None
+            self._last.fill(choice.tokens)
+
+    def _draft_step(self, i: int, lookahead: int) -> Action:
+        """One step of draft model ``i``, in front of which those before it fill their lookahead."""
+        if not self.block.is_alive(i):
+            return Action.IDLE
+        stage, is_last = self._stages[i], i == len(self.models) - 2
+        began = time.perf_counter()
+        if i > 0:
+            while self._draft_step(i - 1, self.config.lookahead_of(i - 1)) == Action.STEP:
+                pass
+        try:
+            action = stage.step(lookahead, self.config.max_draft_tokens(i))
+        except Exception as error:
+            self.draft_failed(i, error)
+            return Action.IDLE
+        if is_last and action == Action.STEP:
+            self.controller.note_draft(stage.port.columns, time.perf_counter() - began)
+            if stage.agreement[1]:
+                self.controller.rates["model"].note_agreement(*stage.agreement)
+                stage.agreement = (0, 0)
+        return action

@@ -1,0 +1,335 @@
+"""The controller: which draft proposes tokens in the next round, and how many.
+
+A round is ``k`` draft tokens and one verification by the target. With acceptance rates ``a_1, a_2, ...`` by position it commits
+
+    E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k
+
+tokens in ``D(k) + T(1 + k)`` seconds: the time of the draft and that of a step of the target over ``1 + k`` columns (Leviathan et al. 2023, theorem 3.8, with
+measured times and a rate per position). The controller keeps ``T``, ``D`` and the rates of each kind of draft while texts are generated, and takes the ``k`` and
+the draft with the most tokens per second; ``k = 0`` is plain decoding. It changes the speed of a call, never its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_DRAFT_TOKENS = 16
+"""Most draft tokens of a round."""
+
+_MATCHES = (4, 8)
+"""Length of the match from which on the tokens of an n-gram index belong to the next kind: longer matches are accepted more often."""
+
+_PRIORS = {"model": 0.75, "ngram 0": 0.4, "ngram 1": 0.6, "ngram 2": 0.8}
+"""Acceptance rate before the first measurement."""
+_PRIOR_WEIGHT = 6.0
+_MARGINAL = 0.1
+"""Price of a further column before the first measurement, as a part of a step."""
+_GAIN = 1.02
+"""Drafting must be predicted to be this much faster than plain decoding."""
+_REVIEW = 8
+"""Rounds between two evaluations of the closed form, which takes longer than a step of a very small model allows each time."""
+_SMALL_LAG = 16
+"""Tokens up to which a draft that has rested catches up within its next step, at no price worth a decision."""
+_PLAIN_EVERY = 256
+"""Rounds after which a step without draft tokens measures plain decoding again."""
+_FIRST_REST = 64
+"""Rounds in which half of what is known about a resting draft is forgotten. It doubles with each rest that a trial did not end."""
+
+
+class StepTimes:
+    """Seconds of a step by its number of columns, learned from the steps of a call.
+
+    A change of the machine's speed is common to all steps, and a step of one width tells it for all: each measurement corrects ``speed`` and the number of its
+    own width. The price of widths that were not measured comes from a line through the others.
+
+    Args:
+        machine: The speed that the times of several models share.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._known: dict[int, list[float]] = {}  # by columns: seconds at speed 1, and the number of measurements
+        self._line: tuple[float, float] | None = None
+
+    def note(self, columns: int, seconds: float) -> None:
+        """Learn from a step."""
+        machine, entry = self._machine, self._known.get(columns)
+        self._line = None
+        if entry is None:
+            self._known[columns] = [seconds * machine.speed, 1.0]
+            return
+        # A step that was interrupted says little about the next one.
+        ratio = min(max(seconds * machine.speed / entry[0], 0.5), 2.0)
+        machine.speed *= ratio**-0.1
+        entry[1] += 1.0
+        entry[0] *= ratio ** max(1.0 / entry[1], 0.05)
+
+    def seconds(self, columns: int) -> float | None:
+        """The expected time of a step; None before the first measurement."""
+        if not self._known:
+            return None
+        entry = self._known.get(columns)
+        if entry is not None and entry[1] >= 3:
+            return entry[0] / self._machine.speed
+        first, slope = self._line = self._line or self._fit()
+        return (first + slope * (columns - 1)) / self._machine.speed
+
+    def _fit(self) -> tuple[float, float]:
+        """Time of one column and price of each further one, at speed 1."""
+        weights = [min(n, 8.0) for _, n in self._known.values()]
+        mean_x = sum(w * (x - 1) for w, x in zip(weights, self._known, strict=True)) / sum(weights)
+        mean_y = sum(w * y for w, (y, _) in zip(weights, self._known.values(), strict=True)) / sum(weights)
+        spread = sum(w * (x - 1 - mean_x) ** 2 for w, x in zip(weights, self._known, strict=True))
+        if spread == 0:
+            first = mean_y / (1 + _MARGINAL * mean_x)
+            return first, _MARGINAL * first
+        slope = sum(
+            w * (x - 1 - mean_x) * (y - mean_y) for w, (x, (y, _)) in zip(weights, self._known.items(), strict=True)
+        )
+        slope = max(slope / spread, 0.0)
+        return max(mean_y - slope * mean_x, 0.1 * mean_y), slope
+
+
+@dataclass
+class Machine:
+    """Speed of the machine, relative to that of the first measurements."""
+
+    speed: float = 1.0
+
+
+class AcceptanceRates:
+    """Acceptance rates of one kind of draft tokens by their position in a round. Older rounds count less.
+
+    Args:
+        prior: The rate before the first measurement.
+    """
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._hits = [0.0] * MAX_DRAFT_TOKENS
+        self._tries = [0.0] * MAX_DRAFT_TOKENS
+        self._all_hits = self._all_tries = 0.0
+        self._half_life = _FIRST_REST
+        self.drafted = self.accepted = 0
+        """Draft tokens of the present call."""
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Learn from the verification of ``drafted`` tokens, of which the first ``accepted`` were."""
+        self.drafted += drafted
+        self.accepted += accepted
+        for j in range(min(drafted, accepted + 1, MAX_DRAFT_TOKENS)):
+            hit = float(j < accepted)
+            self._hits[j] = 0.95 * self._hits[j] + hit
+            self._tries[j] = 0.95 * self._tries[j] + 1.0
+            self._all_hits = 0.98 * self._all_hits + hit
+            self._all_tries = 0.98 * self._all_tries + 1.0
+
+    def note_agreement(self, agreed: int, compared: int) -> None:
+        """Learn from a comparison of the draft's own choices with a text that the target has generated."""
+        self._all_hits += agreed
+        self._all_tries += compared
+
+    def expected(self) -> list[float]:
+        """``E(k)`` for ``k`` of 0 to :data:`MAX_DRAFT_TOKENS`."""
+        mean = (self._all_hits + _PRIOR_WEIGHT * self._prior) / (self._all_tries + _PRIOR_WEIGHT)
+        tokens, reached = [1.0], 1.0
+        for hits, tries in zip(self._hits, self._tries, strict=True):
+            reached *= (hits + 4.0 * mean) / (tries + 4.0)
+            tokens.append(tokens[-1] + reached)
+        return tokens
+
+    def rest(self, rounds: int) -> None:
+        """Forget what ``rounds`` without a measurement have made old."""
+        self._fade(0.5 ** (rounds / self._half_life))
+
+    def begin(self) -> None:
+        """Begin another text, about which the ones before say less."""
+        self.drafted = self.accepted = 0
+        self._fade(0.5)
+
+    def judge(self, paid: bool) -> None:
+        """Set how long the next rest is: longer after each trial that did not pay."""
+        self._half_life = _FIRST_REST if paid else min(2 * self._half_life, 4096)
+
+    def _fade(self, factor: float) -> None:
+        self._hits = [factor * n for n in self._hits]
+        self._tries = [factor * n for n in self._tries]
+        self._all_hits *= factor
+        self._all_tries *= factor
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a round does.
+
+    Attributes:
+        source: ``"model"``, ``"ngram"``, or empty: plain decoding.
+        tokens: Draft tokens per row, at most.
+    """
+
+    source: str = ""
+    tokens: int = 0
+
+
+_REST = Choice()
+
+
+class Controller:
+    """Chooses the draft and the number of draft tokens of each round. It belongs to a pipeline: what it has learned serves the next call.
+
+    Args:
+        relative_cost: Time of a step of the draft model as a part of the target's, before the first measurement: the ratio of their bytes. None: there is
+            no draft model.
+    """
+
+    def __init__(self, relative_cost: float | None) -> None:
+        machine = Machine()
+        self.target, self.draft = StepTimes(machine), StepTimes(machine)
+        self._relative_cost = relative_cost
+        self.rates = {kind: AcceptanceRates(prior) for kind, prior in _PRIORS.items()}
+        self._rounds = self._rests = 0
+        self._plain_age = self._reviewed = -1
+        self._model, self._model_rate = _REST, 0.0
+        self._plain_rate = 0.0
+        self._ngram_tables: list[list[tuple[int, float]]] = [[(0, 0.0)]] * 3
+        self._drafting = False
+        self.rested = 0
+        """Rounds of the present call without draft tokens."""
+
+    def begin(self) -> None:
+        """Begin a call."""
+        self._rounds, self._reviewed, self.rested = 0, -1, 0
+        for rates in self.rates.values():
+            rates.begin()
+
+    def choose(self, matches: Sequence[tuple[int, int]], lag: int, remaining: int) -> Choice:
+        """Choose what the next round does.
+
+        Args:
+            matches: Per row, draft tokens that an n-gram index has, and the length of its match; empty without one.
+            lag: Tokens that the draft model has not read yet; -1: there is no draft model.
+            remaining: Tokens that a row may still generate.
+        """
+        self._rounds += 1
+        # The first step of a call finds cold caches.
+        if self._rounds <= 1 or self.target.seconds(1) is None or remaining < 2:
+            return self._resting()
+        if self._plain_age >= _PLAIN_EVERY:
+            return self._resting()
+        if self._reviewed < 0 or self._rounds - self._reviewed >= _REVIEW:
+            self._review(lag, remaining)
+        best, rate = _REST, _GAIN * self._plain_rate
+        if matches:
+            tokens, expected = self._of_matches(matches, remaining)
+            if expected > rate:
+                best, rate = Choice("ngram", tokens), expected
+        if lag >= 0 and self._model_rate > rate:
+            best = Choice("model", min(self._model.tokens, remaining - 1))
+        if best.source:
+            self._plain_age += 1
+            return best
+        return self._resting()
+
+    def note_target(self, columns: int, seconds: float) -> None:
+        """Learn from a step of the target."""
+        # The first step of a call finds cold caches.
+        if self._rounds > 1:
+            self.target.note(columns, seconds)
+        if columns == 1:
+            self._plain_age = 0
+
+    def note_draft(self, columns: int, seconds: float) -> None:
+        """Learn from a step of the draft model."""
+        self.draft.note(columns, seconds)
+
+    def note_round(
+        self, choice: Choice, matches: Sequence[tuple[int, int]], outcome: Sequence[tuple[int, int]]
+    ) -> None:
+        """Learn from a verification: per row, how many draft tokens there were, and how many were accepted."""
+        for row, (drafted, accepted) in enumerate(outcome):
+            if drafted:
+                kind = "model" if choice.source == "model" else f"ngram {_kind(matches[row][1])}"
+                self.rates[kind].note(drafted, accepted)
+
+    def _resting(self) -> Choice:
+        self.rested += 1
+        return _REST
+
+    def _draft_seconds(self, columns: int, plain: float) -> float:
+        known = self.draft.seconds(columns)
+        if known is None:
+            assert self._relative_cost is not None
+            return self._relative_cost * plain * (1 + _MARGINAL * (columns - 1))
+        return known
+
+    def _review(self, lag: int, remaining: int) -> None:
+        """Evaluate the closed form."""
+        plain = self.target.seconds(1)
+        assert plain is not None
+        since = self._rounds - max(self._reviewed, 0)
+        self._reviewed, self._plain_rate = self._rounds, 1.0 / plain
+        times = [max(self.target.seconds(1 + k) or plain, plain) for k in range(MAX_DRAFT_TOKENS + 1)]
+        for i in range(3):
+            table, best = [(0, self._plain_rate)], (0, self._plain_rate)
+            for k, expected in enumerate(self.rates[f"ngram {i}"].expected()[1:], 1):
+                best = max(best, (k, expected / times[k]), key=lambda entry: entry[1])
+                table.append(best)
+            self._ngram_tables[i] = table
+            self.rates[f"ngram {i}"].rest(since)
+        if lag >= 0:
+            self._review_model(times, lag, remaining, since)
+
+    def _review_model(self, times: Sequence[float], lag: int, remaining: int, since: int) -> None:
+        plain, rates = times[0], self.rates["model"]
+        each = self._draft_seconds(1, plain)
+        best, rate = 0, 0.0
+        for k, expected in enumerate(rates.expected()[1:], 1):
+            if (now := expected / (times[k] + k * each)) > rate:
+                best, rate = k, now
+        pays = rate > _GAIN * self._plain_rate
+        if pays and lag > _SMALL_LAG:
+            # Reading what it has missed must pay within the tokens that are likely to follow: half of the gain stays.
+            price = self._draft_seconds(lag, plain) - each
+            pays = (plain - 1.0 / rate) * min(remaining, max(64, self._rounds)) > 2 * price
+        if pays:
+            self._drafting = True
+        else:
+            if self._drafting:
+                rates.judge(rates.accepted >= rates.drafted / 2)
+            self._drafting = False
+            rates.rest(since)
+        self._model, self._model_rate = Choice("model", best), rate if pays else 0.0
+
+    def _of_matches(self, matches: Sequence[tuple[int, int]], remaining: int) -> tuple[int, float]:
+        """Draft tokens and tokens per second and row of a round with the n-gram index."""
+        if len(matches) == 1:
+            available, length = matches[0]
+            table = self._ngram_tables[_kind(length)]
+            return table[min(available, remaining - 1, len(table) - 1)]
+        # Rows without a match get their one token in the longer step. Each table has the rate of its rows alone.
+        tokens = max(self._ngram_tables[_kind(n)][min(a, remaining - 1, MAX_DRAFT_TOKENS)][0] for a, n in matches)
+        if not tokens:
+            return 0, 0.0
+        expected = [self.rates[f"ngram {_kind(n)}"].expected()[min(a, tokens)] for a, n in matches]
+        return tokens, sum(expected) / len(matches) / (self.target.seconds(1 + tokens) or 1.0)
+
+    def summary(self) -> list[str]:
+        """What the present call did, for its report."""
+        ngram = [self.rates[f"ngram {i}"] for i in range(3)]
+        counts = {
+            "n-gram": (sum(r.drafted for r in ngram), sum(r.accepted for r in ngram)),
+            "draft model": (self.rates["model"].drafted, self.rates["model"].accepted),
+        }
+        lines = [
+            f"{name}: {accepted} of {drafted} draft tokens accepted"
+            for name, (drafted, accepted) in counts.items()
+            if drafted
+        ]
+        if self.rested:
+            lines.append(f"plain decoding in {self.rested} of {self._rounds} rounds")
+        return lines
+
+
+def _kind(match: int) -> int:
+    return sum(match >= length for length in _MATCHES)
