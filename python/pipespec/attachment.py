@@ -104,7 +104,8 @@ def attach(
     | NgramDraft
     | SelfDraft
     | str
-    | Path,
+    | Path
+    | None = (),
     *,
     unsupported: str = "plain",
     **options: Any,
@@ -116,7 +117,7 @@ def attach(
 
     Args:
         model: The target; of a ``PeftModel``, the model within is attached, which its ``generate()`` calls.
-        drafts: As for :class:`pipespec.Pipeline`, smallest first; ``"ngram"`` for prompt lookup, ``"self"`` for the model's own layers.
+        drafts: As for :class:`pipespec.Pipeline`, smallest first. Without any, an n-gram index drafts where that pays.
         unsupported: The treatment of a call that a pipeline cannot run (beam search, for example). ``"plain"``: transformers decodes it, and a
             :class:`pipespec.SpeedWarning` names the argument, once. ``"raise"``: it is refused by name, as by :meth:`pipespec.Pipeline.generate`.
         **options: As for :class:`pipespec.Pipeline`.

@@ -6,7 +6,7 @@ This module imports neither torch nor the native module: the command line reads 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -295,6 +295,17 @@ def default_schedule(
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     has_cores = graphs is None and all(device == "cpu" for device in drafts) and cores >= len(devices)
     return ("workers" if has_cores else "lockstep"), False
+
+
+def takes_ngram(schedule: str, options: Mapping[str, Any]) -> bool:
+    """Whether an n-gram index joins the drafts where the user names no schedule: where the controller can let it rest, it costs nothing."""
+    is_controllable = schedule in ("plain", "lockstep") and not options["graphs"] and not options["confidence"]
+    return (
+        is_controllable
+        and options["lookahead"] is None
+        and options["ngram"] is None
+        and options["acceptance"] == "coupled"
+    )
 
 
 def _require_bool(name: str, value: object) -> None:

@@ -21,7 +21,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from pipespec.config import SpeculationConfig, default_schedule
+from pipespec.config import SpeculationConfig, default_schedule, takes_ngram
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
 from pipespec.drivers.follower import FollowerDriver
@@ -691,6 +691,10 @@ class Pipeline(BasePipeline):
             schedule, options["graphs"] = default_schedule(
                 places, graphs, ngram=ngram is not None, translated=translation is not None, whole=is_whole
             )
+            on_cpu = all(place == "cpu" for place in places) and self._group is None
+            if on_cpu and takes_ngram(schedule, options):
+                schedule, options["ngram"] = "lockstep", NgramDraft()
+                configure = functools.partial(SpeculationConfig.of, len(drafts) + 1)
             config = configure(schedule=schedule, **options)
             _check_form(models, config)
             if follows:
