@@ -31,8 +31,6 @@ _GENERATE = (
 
 SOURCES: dict[str, tuple[str, ...]] = {
     "acceptance.json": (*_ENGINE, "bench/bench_acceptance.py"),
-    "auto.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
-    "auto_busy.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
     "confidence.json": (*_ENGINE, "bench/bench_confidence.py"),
     "drafts.json": (*_ENGINE, "bench/bench_drafts.py"),
     "exact.json": (*_ENGINE, "bench/bench_exact.py"),
@@ -46,7 +44,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "bench/kills_ranks.py",
         "bench/strikes.py",
     ),
-    "plan.json": (*_ENGINE, "python/pipespec/planning", "bench/bench_plan.py"),
     "planted_bfloat16.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
     "planted_float32.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
     "prompt_lookup.json": (*_GENERATE, "bench/bench_prompt_lookup.py", "bench/bench_confidence.py"),

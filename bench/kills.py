@@ -46,7 +46,7 @@ PROMPTS = 6
 CALLS = 20
 """Of a pipeline, before the next one is made."""
 
-SHARES = {"ranks": 0.2, "spd-ranks": 0.1, "workers": 0.4, "auto": 0.15, "spd-workers": 0.15}
+SHARES = {"ranks": 0.2, "spd-ranks": 0.1, "workers": 0.5, "spd-workers": 0.2}
 """Of the strikes, by schedule. The ranks are forks of this process, so they come before whatever leaves threads in it."""
 
 _TEMPLATE = 0.02
@@ -115,7 +115,6 @@ def makers(models: Sequence[PreTrainedModel]) -> dict[str, Maker]:
 
     return {
         "workers": workers,
-        "auto": lambda number: (Pipeline(target, drafts, schedule="auto"), True),
         "spd-workers": lambda number: (
             SpeculativePipeline(target, drafts, stages=2, draft_schedule="workers", dtype=torch.float32),
             True,

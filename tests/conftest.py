@@ -132,14 +132,6 @@ def no_thread_is_left() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``schedule="auto"`` measures a chain in one round instead of ten seconds."""
-    from pipespec.planning.measure import measure_stages
-
-    monkeypatch.setitem(measure_stages.__kwdefaults__, "budget_s", 0.0)
-
-
 @pytest.fixture(scope="session")
 def target() -> LlamaForCausalLM:
     return random_llama(0)

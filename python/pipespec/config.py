@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-SCHEDULES = ("auto", "plain", "lockstep", "workers", "streams", "ranks")
+SCHEDULES = ("plain", "lockstep", "workers", "streams", "ranks")
 """Values of ``schedule``."""
 
 ACCEPTANCES = ("coupled", "rejection", "block")
@@ -112,14 +112,14 @@ class SpeculationConfig:
         if self.ngram is not None and (self.graphs or self.schedule == "streams"):
             what = "schedule='streams'" if self.schedule == "streams" else "graphs=True"
             raise ValueError(
-                f"{what} does not support an n-gram draft, as yet: use schedule='lockstep', 'workers' or 'auto', or leave 'ngram' out of the drafts"
+                f"{what} does not support an n-gram draft, as yet: use schedule='lockstep' or 'workers', or leave 'ngram' out of the drafts"
             )
         if not isinstance(self.acceptance, str) or self.acceptance not in ACCEPTANCES:
             raise ValueError(f"acceptance={self.acceptance!r} is not one of {', '.join(map(repr, ACCEPTANCES))}")
         if self.acceptance != "coupled":
             self._check_acceptance()
-        if self.translation is not None and (self.graphs or self.schedule in ("streams", "auto")):
-            what = f"schedule={self.schedule!r}" if self.schedule in ("streams", "auto") else "graphs=True"
+        if self.translation is not None and (self.graphs or self.schedule == "streams"):
+            what = "schedule='streams'" if self.schedule == "streams" else "graphs=True"
             raise ValueError(
                 f"{what} does not support a draft with another tokenizer, as yet: use schedule='lockstep' or 'workers', or drafts with the "
                 "target's tokenizer"
@@ -175,7 +175,7 @@ class SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
         Args:
-            num_drafts: Number of drafts, an n-gram index included. With none, every schedule but ``"auto"`` is plain decoding.
+            num_drafts: Number of drafts, an n-gram index included. With none, every schedule is plain decoding.
             schedule: See the class, as for all that follow.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: 4 in lockstep, otherwise 8; 8 for an n-gram
                 index; 16 with ``confidence``.
@@ -209,15 +209,9 @@ class SpeculationConfig:
             translation=None if schedule == "plain" else translation,
             confidence=confidence and schedule != "plain" if isinstance(confidence, bool) else confidence,
         )
-        if schedule == "plain" or (num_drafts == 0 and schedule != "auto"):
+        if schedule == "plain" or num_drafts == 0:
             captured = bool(graphs) or schedule == "streams"
             return cls(schedule="plain", graphs=captured, trace=trace, native=native, exact=exact)
-        if schedule == "auto":
-            if lookahead is not None or min_draft_tokens is not None or decode_meanwhile:
-                raise ValueError(
-                    "lookahead, min_draft_tokens and decode_meanwhile are what schedule='auto' chooses: leave them out, or name a schedule"
-                )
-            return config
         if lookahead is None:
             can_control = schedule == "lockstep" and not graphs and acceptance == "coupled" and not confidence
             config = replace(config, controlled=can_control)

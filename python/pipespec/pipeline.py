@@ -53,9 +53,7 @@ from pipespec.models.rope import DynamicRope
 from pipespec.models.vocabulary import draft_vocabulary as vocabulary_ids
 from pipespec.observe import Report
 from pipespec.observe.text import notify_reader_of_failure
-from pipespec.planning.auto import AutoDriver, check_measurable
 from pipespec.planning.drafts import make_drafts
-from pipespec.planning.planner import Plan
 from pipespec.preflight.checks import check_chain, check_exact, check_recurrent, check_rope
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.memory import check_memory, shortage_explained
@@ -377,7 +375,6 @@ class BasePipeline:
                 with self._leading(generation):
                     self._driver.run(request)
                     generation.finish()
-                self._driver.learn()
                 self.report = self._report(generation)
                 return generation.output(self.report, functools.partial(request.return_cache, self._driver.target))
             except BaseException as error:
@@ -528,8 +525,7 @@ class Pipeline(BasePipeline):
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
             a captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"ranks"`` runs each stage in a process that torchrun has
             started, on any machine: rank 0 has the target and ``generate()``, rank 1 the first draft, and so on; they call :meth:`serve`. Each
-            rank loads its own model only. ``"auto"`` measures the models once, keeps the profile on disk,
-            and chooses schedule, drafts and numbers for each call.
+            rank loads its own model only.
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: 4 in lockstep, otherwise 8; 8 for
             ``"ngram"``.
         min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``,
@@ -704,14 +700,7 @@ class Pipeline(BasePipeline):
                 self._notes += reasons
         else:
             _check_form(models, config)
-            if schedule == "auto":
-                check_measurable(models)  # in every rank, also in those without drafts
-            if follows:
-                self._driver = FollowerDriver(models, config)
-            elif config.schedule == "auto":
-                self._driver = AutoDriver(models, trace=trace, native=native, ngram=config.ngram or NgramDraft())
-            else:
-                self._driver = _make_driver(models, config)
+            self._driver = FollowerDriver(models, config) if follows else _make_driver(models, config)
         # A driver in place of another has its own.
         self.config = getattr(self._driver, "config", config)
         self.schedule = self.config.schedule
@@ -738,11 +727,6 @@ class Pipeline(BasePipeline):
         if not isinstance(self._driver, DraftRank):
             raise RuntimeError("serve() is for the ranks of drafts, with schedule='ranks': call generate() here")
         self._driver.serve()
-
-    @property
-    def plan(self) -> Plan | None:
-        """With ``schedule="auto"``: the plan of the last call, or before any call the plan for the first one. None under other schedules."""
-        return getattr(self._driver, "plan", None)
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.schedule != "plain" else self.models[-1:]

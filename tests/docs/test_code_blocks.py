@@ -33,9 +33,6 @@ _SERVER = """
 # Imports once, then runs the blocks of each page in a process of its own.
 import json, os, signal, sys, traceback
 import torch, transformers, pipespec.pipeline, pipespec.spd.pipeline
-from pipespec.planning.measure import measure_stages
-
-measure_stages.__kwdefaults__["budget_s"] = 0.0  # the profiles of schedule="auto" are of one round
 
 def run(blocks, folder):
     signal.alarm(600)  # a page that hangs ends with a status
@@ -88,9 +85,9 @@ def blocks(path: Path) -> list[Block]:
 class Server:
     """Runs pages; see ``_SERVER``."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self) -> None:
         path = [str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PIPESPEC_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _SERVER],
             env=os.environ | own,
@@ -118,8 +115,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("cache"))
+def server() -> Iterator[Server]:
+    server = Server()
     yield server
     server.close()
 

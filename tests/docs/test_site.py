@@ -52,7 +52,7 @@ def test_every_page_is_built(site: Path) -> None:
 
 def test_commands_and_reference_are_generated(site: Path) -> None:
     commands = (site / "reference" / "cli" / "index.html").read_text()
-    for name in ("pipespec generate", "pipespec plan", "pipespec spd train", "pipespec doctor"):
+    for name in ("pipespec generate", "pipespec recommend", "pipespec spd train", "pipespec doctor"):
         assert f">{name}<" in commands, name
     assert "--max-new-tokens" in commands
     reference = (site / "reference" / "pipespec" / "index.html").read_text()

@@ -207,7 +207,7 @@ OPTIONS = [
     "confidence",
 ]
 _LIKELY = {
-    "schedule": st.sampled_from(["plain", "lockstep", "workers", "streams", "ranks", "auto"]),
+    "schedule": st.sampled_from(["plain", "lockstep", "workers", "streams", "ranks"]),
     "lookahead": st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3)),
     "min_draft_tokens": st.integers(-1, 9),
     "trace": st.integers(-1, 9),

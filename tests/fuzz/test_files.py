@@ -8,7 +8,6 @@ import json
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -18,9 +17,7 @@ from pipespec.bench import datasets
 from pipespec.bench.config import BenchConfig, load_config
 from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, StepCounts, SystemSettings
 from pipespec.bench.summary import summarise
-from pipespec.planning import profile_store
 from pipespec.planning.profile import Profile, StageProfile, StepTimes
-from pipespec.planning.profile_store import ProfileWarning, StoredProfile
 from pipespec.spd.training import recipe
 from tests.fuzz.mutations import check_names, examples, mutated_bytes, mutated_json
 
@@ -373,66 +370,3 @@ def test_cycles_of_stages_that_are_not_known(run_files) -> None:
 def test_results_that_are_something_else_are_refused(run_files, name, content) -> None:
     run, _ = run_files
     assert refuses(run, name, content)
-
-
-# ---- profiles
-
-
-@pytest.fixture(scope="module")
-def profile_file(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("profiles")
-    profile_store.store(StoredProfile(a_profile(), {"greedy": np.array([[0], [1]], dtype=np.uint8)}), folder)
-    return folder / "some.json"
-
-
-@examples(60, 4000)
-@given(data=st.data())
-def test_profiles(profile_file: Path, data) -> None:
-    """None and a warning, or a profile that answers."""
-    before = profile_file.read_bytes()
-    try:
-        profile_file.write_bytes(data.draw(mutated_json(json.loads(before))))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ProfileWarning)
-            stored = profile_store.load("some", 2, profile_file.parent)
-        if stored is not None:
-            use_profile(stored.profile)
-            assert all(table.dtype == np.uint8 and table.shape[1] == 1 for table in stored.tables.values())
-    finally:
-        profile_file.write_bytes(before)
-
-
-def use_profile(profile: Profile) -> None:
-    for stage in profile.stages:
-        assert isinstance(stage.name, str)
-        assert stage.parameters >= 0
-        if any(not t.captured for t in stage.times):
-            assert stage.seconds(2.5, threads=1, context=100) > 0
-            assert stage.prompt_s(100, threads=2, rows=3) >= 0
-    assert profile.models(range(len(profile.stages)))
-    json.dumps(profile.to_json())
-
-
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        (("threads",), 1.5), (("threads",), "2"), (("threads",), True),
-        (("stages", 0, "name"), 5), (("stages", 0, "parameters"), None), (("stages", 0, "parameters"), -5), (("stages", 0, "ngram"), "yes"), (("stages", 0, "device"), "cuda"),
-        (("stages", 0, "times", 0, "rows"), 1.5), (("stages", 0, "times", 0, "widths"), [1.0, 4]), (("stages", 0, "times", 0, "seconds"), [True, 1.0]),
-        (("stages", 0, "times", 0, "captured"), 1),
-    ],
-)  # fmt: skip
-def test_profiles_of_other_types_are_not_used(profile_file: Path, where, value) -> None:
-    before = profile_file.read_bytes()
-    record = json.loads(before)
-    entry = record["profile"]
-    for key in where[:-1]:
-        entry = entry[key]
-    entry[where[-1]] = value
-    try:
-        profile_file.write_text(json.dumps(record))
-        profile_store._warned.clear()
-        with pytest.warns(ProfileWarning, match=r"some\.json"):
-            assert profile_store.load("some", 2, profile_file.parent) is None
-    finally:
-        profile_file.write_bytes(before)

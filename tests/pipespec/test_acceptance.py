@@ -183,10 +183,6 @@ def test_a_draft_without_a_distribution(target, rule, monkeypatch) -> None:
             {"acceptance": "block", "schedule": "streams"},
             "not supported with schedule='streams': use 'lockstep' or 'workers'",
         ),
-        (
-            {"acceptance": "block", "schedule": "auto"},
-            "not supported with schedule='auto': use 'lockstep' or 'workers'",
-        ),
         ({"acceptance": "rejection", "graphs": True}, "graphs=True: leave it out"),
         ({"acceptance": "rejection", "exact": True}, "exact=True, as the text then depends on the draft"),
         (

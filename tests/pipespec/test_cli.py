@@ -121,7 +121,7 @@ def test_doctor_json(capsys):
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["usable"] is True
-    assert set(facts["schedules"]) == {"auto", "plain", "lockstep", "workers", "streams", "ranks"}
+    assert set(facts["schedules"]) == {"plain", "lockstep", "workers", "streams", "ranks"}
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])

@@ -124,7 +124,6 @@ def test_without_it_nothing_is_published(chain) -> None:
     [
         ("schedule='streams' does not support confidence=True", {"schedule": "streams"}),
         ("schedule='ranks' does not support confidence=True", {"schedule": "ranks"}),
-        ("schedule='auto' does not support confidence=True", {"schedule": "auto"}),
         ("graphs=True does not support confidence=True", {"schedule": "lockstep", "graphs": True}),
         ("acceptance='block' is not supported with confidence=True", {"schedule": "lockstep", "acceptance": "block"}),
     ],

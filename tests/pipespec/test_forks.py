@@ -40,7 +40,6 @@ SCHEDULES = [
     ("lockstep", {"graphs": True}),
     ("streams", {}),
     ("workers", {}),
-    ("auto", {}),
     ("spd", {}),
 ]
 
@@ -91,8 +90,7 @@ def generates(pipe: Pipeline, texts, times: int) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "options"), SCHEDULES, ids=lambda v: v if isinstance(v, str) else "".join(v))
-def test_parent_and_children_at_once(models, schedule, options, measured_briefly, monkeypatch, tmp_path):
-    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))  # from the measurement of "auto"
+def test_parent_and_children_at_once(models, schedule, options):
     target, draft, texts = models
     times = trials(6, 60)
     with make(target, draft, schedule, **options) as pipe:

@@ -15,7 +15,6 @@ import types
 import warnings
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,15 +29,11 @@ from pipespec.drivers.graphed.stage import GraphedStage
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import StageInputs
 from pipespec.errors import NotCapturable
-from pipespec.planning import measure
-from pipespec.planning.auto import AutoDriver
 from pipespec_kernels import _native
 from pipespec_kernels.scheduler import HostLauncher
 from pipespec_kernels.state import Action, StateBlock
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.fake_gpu import FakeGpu
-from tests.planning.test_planner import captured
-from tests.planning.test_planner import chain as made_up
 
 pytest.importorskip("pipespec_kernels._cuda")
 
@@ -484,43 +479,3 @@ def test_pinned_memory_grows_with_the_block(gpu):
     block.reset([2, 3, 4], [9, 9, 9], [5, 6, 7], [])
     assert block.tokens(1, 2, 3, 4) == [7]
     assert block.kv(1, 2) == 3
-
-
-def test_auto_measures_captures_and_falls_back(model, gpu, monkeypatch, tmp_path):
-    """A measurement captures each width of each model. Auto names a model that cannot be captured, and runs without graphs."""
-    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr("pipespec.planning.auto.os.sched_getaffinity", lambda pid: {0})
-    models = [noisy(model, 0.05), model]
-    found = measure.measure_captured(models, ["draft 0", "target"], widths=(1, 4))
-    assert gpu.captured == 2 * (1 + 2)  # and that of the constructor; the short text uses the long one's
-    assert all(t.widths == (1, 4) and min(t.seconds) > 0 for times in found for t in times)
-    profile = captured(made_up(1e-3, 1e-2), 2e-4, 5e-3)
-    options = {
-        "profile": profile,
-        "tables": {"greedy": np.zeros((64, 1), dtype=np.uint8)},
-        "captured": ("plain", "lockstep"),
-    }
-    monkeypatch.setattr("pipespec.pipeline.AutoDriver", functools.partial(AutoDriver, **options))
-    with Pipeline(model, models[:1], schedule="auto") as pipe:
-        assert pipe.plan.chosen.way == "lockstep, graphs"
-        monkeypatch.setattr(pipe._driver, "learn", lambda: None)  # the plan stays
-        check(pipe)
-        assert pipe.report.stages[-1].accepted > 0
-        before = gpu.captured
-        check(pipe)
-        assert gpu.captured == before
-
-    def fails(stage):
-        if gpu.capturing:
-            raise RuntimeError("it reads its numbers")
-
-    gpu.fails = fails
-    with pytest.warns(
-        SpeedWarning, match=r"draft 0 cannot be captured .*: it reads its numbers; it continues without"
-    ) as told:
-        pipe = Pipeline(model, models[:1], schedule="auto")
-    assert len(told) == 1
-    with pipe:
-        assert pipe.plan.chosen.way == "lockstep"
-        check(pipe)
-    assert model.config._attn_implementation == "sdpa"

@@ -84,7 +84,7 @@ def modes(model):
     return [module.training for module in model.modules()]
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "workers", "streams", "auto"])
+@pytest.mark.parametrize("schedule", ["lockstep", "workers", "streams"])
 def test_loaded_models_keep_their_mode(schedule):
     """Also those of parts of a model. In training mode without dropout the text is the same, and native forms come back with eval()."""
     target = random_llama(3)

@@ -19,6 +19,7 @@ from pipespec import Pipeline, attach, detach, generation
 from pipespec.drivers.base import StageFailure
 from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
+from pipespec.generation import Generation
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
@@ -426,7 +427,7 @@ def test_a_lent_cache_whose_return_is_interrupted(model, monkeypatch, how, withi
     first = pipe.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
     cache, ids = first.past_key_values, torch.cat([first.sequences, PROMPT], 1)
     held = list(cache.lengths)
-    function, generates, struck = getattr(within, interrupted), pipe._driver.learn, []
+    function, finish, struck = getattr(within, interrupted), Generation.finish, []
 
     def interrupts(*args: object) -> None:
         function(*args)
@@ -434,13 +435,13 @@ def test_a_lent_cache_whose_return_is_interrupted(model, monkeypatch, how, withi
             struck.append(None)
             raise KeyboardInterrupt
 
-    def learn() -> None:
-        generates()
+    def finishes(generation: Generation) -> None:
+        finish(generation)
         struck.append(None)  # the text is complete
 
     with monkeypatch.context() as patch:
         patch.setattr(within, interrupted, interrupts)
-        patch.setattr(pipe._driver, "learn", learn)
+        patch.setattr(Generation, "finish", finishes)
         with pytest.raises(KeyboardInterrupt):
             pipe.generate(ids, past_key_values=cache, max_new_tokens=60)
     assert all(n <= before for n, before in zip(cache.lengths, held, strict=True))

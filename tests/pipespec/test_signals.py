@@ -9,7 +9,7 @@ import sys
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +20,6 @@ import pipespec_kernels
 from pipespec import Pipeline
 from pipespec.drivers.base import StageFailure
 from pipespec.models import loading
-from pipespec.planning import profile_store
-from pipespec.planning.profile_store import StoredProfile
 from pipespec.preflight import tokenizers
 from pipespec.process import shutdown
 from pipespec.process.signals import DelayedHandlers, from_handler, is_stopped, pass_on, suppressed
@@ -127,19 +125,15 @@ def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, ki
     [
         (tokenizers, "cached_file", lambda: tokenizers.tokenizer_digest("some/name", None)),
         (loading.AutoConfig, "from_pretrained", lambda: loading.load_config("some/name")),
-        (profile_store.json, "loads", lambda: profile_store.load("key", 2)),
-        (profile_store.json, "dumps", lambda: profile_store.store(StoredProfile(Mock(key="key"), {}))),
     ],
-    ids=["tokenizer", "configuration", "load", "store"],
+    ids=["tokenizer", "configuration"],
 )
-def test_an_error_of_the_callers_while_a_file_is_read_or_written(monkeypatch, tmp_path, within, interrupted, call):
+def test_an_error_of_the_callers_while_a_file_is_read(monkeypatch, within, interrupted, call):
     """A ``TimeoutError`` is an ``OSError``, but this one does not come from the file."""
 
     def reads(*args, **kwargs):
         signal.raise_signal(signal.SIGUSR1)
 
-    (tmp_path / "key.json").write_text("{}")
-    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(within, interrupted, reads)
     with raising(TimeoutError), pytest.raises(TimeoutError, match="time is up"):
         call()

@@ -242,15 +242,6 @@ def test_a_draft_that_fails_has_a_trace_until_then() -> None:
         assert (pipe.report.trace["draft 0"]["fed"] > 0).sum() == 7
 
 
-def test_auto_names_the_drafts_it_chose(monkeypatch, tmp_path: Path, target, measured_briefly) -> None:
-    monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))
-    with Pipeline(target, [noisy(target, 0.1)], schedule="auto", trace=1000) as pipe:
-        began = time.perf_counter_ns()
-        prompt = random_prompts(1, seed=13, shortest=5)[0][None]
-        pipe.generate(prompt, max_new_tokens=20)
-    check_against_report(pipe, prompt.shape[1] - 1, began)
-
-
 def test_without_a_trace(target, tmp_path: Path) -> None:
     with Pipeline(target, [noisy(target, 0.1)], schedule="lockstep") as pipe:
         pipe.generate(random_prompts(1)[0][None], max_new_tokens=5)

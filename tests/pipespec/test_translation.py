@@ -242,7 +242,6 @@ def test_a_report_hints_at_another_tokenizer():
     [
         ({"graphs": True}, "graphs=True does not support a draft with another tokenizer"),
         ({"schedule": "streams"}, "'streams' does not support a draft with another tokenizer"),
-        ({"schedule": "auto"}, "'auto' does not support a draft with another tokenizer"),
     ],
 )
 def test_refused_schedules(target, folder, options, message):

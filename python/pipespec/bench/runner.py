@@ -508,14 +508,11 @@ class Runner:
 
     def _measure_profile(self) -> None:
         """Write the step times of the models. A failure costs only the predictions of the report."""
-        from pipespec.planning.auto import AutoDriver
+        from pipespec.planning.measure import measure_stages
 
         self.bar.show("measuring the step times of the models")
         try:
-            driver = AutoDriver(list(self.family.models.values()), names=list(self.family.models))
-            try:
-                self.folder.write_profile(driver.profile.to_json())
-            finally:
-                driver.close()
+            profile = measure_stages(list(self.family.models.values()), list(self.family.models))
+            self.folder.write_profile(profile.to_json())
         except Exception as error:
             say(f"no step times: {type(error).__name__}: {error}")

@@ -147,7 +147,7 @@ class GenerationRequest:
 class Decoder(ABC):
     """Runs calls of ``generate()``, one after the other.
 
-    A pipeline calls ``has_static_caches``, ``reusable_bytes`` and ``release_unused`` to check the memory, then ``run``, then ``learn``. After ``run``,
+    A pipeline calls ``has_static_caches``, ``reusable_bytes`` and ``release_unused`` to check the memory, then ``run``. After ``run``,
     also after one that raised, ``block`` holds what was committed.
 
     Attributes:
@@ -184,9 +184,6 @@ class Decoder(ABC):
     @abstractmethod
     def run(self, request: GenerationRequest) -> None:
         """Generate until every row of the target is complete."""
-
-    def learn(self) -> None:
-        """Use the last call for later decisions. Called when its text has been delivered."""
 
     def has_static_caches(self, request: GenerationRequest) -> bool:
         """Whether the call runs in captured steps, whose caches cannot grow."""

@@ -20,7 +20,7 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
 
     Args:
         models: Drafts, then the target. With ``"plain"`` the drafts take no part.
-        config: Its schedule is any but ``"auto"``, and ``"ranks"``, whose models are in other processes: see
+        config: Its schedule is any but ``"ranks"``, whose models are in other processes: see
             :func:`pipespec.drivers.ranks.membership.join`.
 
     Raises:

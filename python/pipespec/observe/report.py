@@ -80,7 +80,7 @@ class Report:
         seconds_to_first_token: Wall-clock time until the first token.
         stages: Counters of each stage, the target last.
         seeds: Keys of the rows' noise; None: greedy. ``generate(prompt, seed=[key])`` gives a row's text again.
-        decisions: Reasons for the schedule of the call, and for changes during the call: with ``schedule="auto"``, or where the call differs from the arguments.
+        decisions: Reasons for the schedule of the call, and for changes during the call: where the call differs from the arguments.
         trace: Steps by name of the stage (``Pipeline(..., trace=N)``), see :meth:`pipespec_kernels.trace.TraceMemory.read`.
     """
 
