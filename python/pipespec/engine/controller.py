@@ -31,6 +31,10 @@ _REVIEW = 8
 """Rounds between two evaluations of the closed form, which takes longer than a step of a very small model allows each time."""
 _SMALL_LAG = 16
 """Tokens up to which a draft that has rested catches up within its next step, at no price worth a decision."""
+_FIRST_BOUND = 4
+"""Draft tokens of a round at most, as long as no round has shown that more are accepted."""
+_FIRST_TRIAL = 12
+"""Tokens of the first call after which a draft model may be tried: its agreement with them tells whether it pays before it drafts."""
 _PLAIN_EVERY = 256
 """Rounds after which a step without draft tokens measures plain decoding again."""
 _FIRST_REST = 64
@@ -111,6 +115,9 @@ class AcceptanceRates:
         self._tries = [0.0] * MAX_DRAFT_TOKENS
         self._all_hits = self._all_tries = 0.0
         self._half_life = _FIRST_REST
+        self._paid = False
+        self.bound = _FIRST_BOUND
+        """Draft tokens of a round at most: it doubles each time that as many are accepted."""
         self.drafted = self.accepted = 0
         """Draft tokens of the present call."""
 
@@ -118,39 +125,59 @@ class AcceptanceRates:
         """Learn from the verification of ``drafted`` tokens, of which the first ``accepted`` were."""
         self.drafted += drafted
         self.accepted += accepted
+        if accepted == self.bound:
+            self.bound = min(2 * self.bound, MAX_DRAFT_TOKENS)
         for j in range(min(drafted, accepted + 1, MAX_DRAFT_TOKENS)):
             hit = float(j < accepted)
-            self._hits[j] = 0.95 * self._hits[j] + hit
-            self._tries[j] = 0.95 * self._tries[j] + 1.0
-            self._all_hits = 0.98 * self._all_hits + hit
-            self._all_tries = 0.98 * self._all_tries + 1.0
+            self._hits[j] = 0.97 * self._hits[j] + hit
+            self._tries[j] = 0.97 * self._tries[j] + 1.0
+            self._all_hits = 0.985 * self._all_hits + hit
+            self._all_tries = 0.985 * self._all_tries + 1.0
 
     def note_agreement(self, agreed: int, compared: int) -> None:
         """Learn from a comparison of the draft's own choices with a text that the target has generated."""
         self._all_hits += agreed
         self._all_tries += compared
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there is more than the prior."""
+        return self._all_tries >= 1.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a further measurement changes little."""
+        return self._all_tries >= 24.0
+
     def expected(self) -> list[float]:
         """``E(k)`` for ``k`` of 0 to :data:`MAX_DRAFT_TOKENS`."""
         mean = (self._all_hits + _PRIOR_WEIGHT * self._prior) / (self._all_tries + _PRIOR_WEIGHT)
         tokens, reached = [1.0], 1.0
         for hits, tries in zip(self._hits, self._tries, strict=True):
-            reached *= (hits + 4.0 * mean) / (tries + 4.0)
+            reached *= (hits + 8.0 * mean) / (tries + 8.0)
             tokens.append(tokens[-1] + reached)
         return tokens
 
-    def rest(self, rounds: int) -> None:
-        """Forget what ``rounds`` without a measurement have made old."""
-        self._fade(0.5 ** (rounds / self._half_life))
+    def review(self, pays: bool, rounds: int) -> None:
+        """Note whether the draft pays now. One that does not rests: what is known of it becomes old, so that it is tried again.
+
+        Args:
+            pays: By the closed form.
+            rounds: Since the last review.
+        """
+        if pays:
+            if self.is_settled:
+                self._half_life = _FIRST_REST
+        else:
+            if self._paid:
+                self._half_life = min(2 * self._half_life, 4096)
+            self._fade(0.5 ** (rounds / self._half_life))
+        self._paid = pays
 
     def begin(self) -> None:
         """Begin another text, about which the ones before say less."""
         self.drafted = self.accepted = 0
-        self._fade(0.5)
-
-    def judge(self, paid: bool) -> None:
-        """Set how long the next rest is: longer after each trial that did not pay."""
-        self._half_life = _FIRST_REST if paid else min(2 * self._half_life, 4096)
+        self._fade(0.5 ** (_FIRST_REST / self._half_life))
 
     def _fade(self, factor: float) -> None:
         self._hits = [factor * n for n in self._hits]
@@ -188,18 +215,18 @@ class Controller:
         self.target, self.draft = StepTimes(machine), StepTimes(machine)
         self._relative_cost = relative_cost
         self.rates = {kind: AcceptanceRates(prior) for kind, prior in _PRIORS.items()}
-        self._rounds = self._rests = 0
+        self._rounds = self._aged = 0
         self._plain_age = self._reviewed = -1
         self._model, self._model_rate = _REST, 0.0
         self._plain_rate = 0.0
         self._ngram_tables: list[list[tuple[int, float]]] = [[(0, 0.0)]] * 3
-        self._drafting = False
+        self._generated = 0
         self.rested = 0
         """Rounds of the present call without draft tokens."""
 
     def begin(self) -> None:
         """Begin a call."""
-        self._rounds, self._reviewed, self.rested = 0, -1, 0
+        self._rounds, self._reviewed, self._aged, self._generated, self.rested = 0, -1, 0, 0, 0
         for rates in self.rates.values():
             rates.begin()
 
@@ -212,10 +239,7 @@ class Controller:
             remaining: Tokens that a row may still generate.
         """
         self._rounds += 1
-        # The first step of a call finds cold caches.
-        if self._rounds <= 1 or self.target.seconds(1) is None or remaining < 2:
-            return self._resting()
-        if self._plain_age >= _PLAIN_EVERY:
+        if self.target.seconds(1) is None or self._plain_age >= _PLAIN_EVERY or remaining < 2:
             return self._resting()
         if self._reviewed < 0 or self._rounds - self._reviewed >= _REVIEW:
             self._review(lag, remaining)
@@ -247,13 +271,18 @@ class Controller:
         self, choice: Choice, matches: Sequence[tuple[int, int]], outcome: Sequence[tuple[int, int]]
     ) -> None:
         """Learn from a verification: per row, how many draft tokens there were, and how many were accepted."""
+        self._generated += 1 + max(accepted for _, accepted in outcome)
         for row, (drafted, accepted) in enumerate(outcome):
             if drafted:
                 kind = "model" if choice.source == "model" else f"ngram {_kind(matches[row][1])}"
-                self.rates[kind].note(drafted, accepted)
+                rates = self.rates[kind]
+                rates.note(drafted, accepted)
+                if not rates.is_settled:
+                    self._reviewed = -1
 
     def _resting(self) -> Choice:
         self.rested += 1
+        self._generated += 1
         return _REST
 
     def _draft_seconds(self, columns: int, plain: float) -> float:
@@ -267,16 +296,19 @@ class Controller:
         """Evaluate the closed form."""
         plain = self.target.seconds(1)
         assert plain is not None
-        since = self._rounds - max(self._reviewed, 0)
+        since, self._aged = self._rounds - self._aged, self._rounds
         self._reviewed, self._plain_rate = self._rounds, 1.0 / plain
         times = [max(self.target.seconds(1 + k) or plain, plain) for k in range(MAX_DRAFT_TOKENS + 1)]
         for i in range(3):
             table, best = [(0, self._plain_rate)], (0, self._plain_rate)
-            for k, expected in enumerate(self.rates[f"ngram {i}"].expected()[1:], 1):
-                best = max(best, (k, expected / times[k]), key=lambda entry: entry[1])
+            rates = self.rates[f"ngram {i}"]
+            bound = rates.bound if rates.is_known else 2
+            for k, expected in enumerate(rates.expected()[1:], 1):
+                if k <= bound and expected > best[1] * times[k]:
+                    best = k, expected / times[k]
                 table.append(best)
             self._ngram_tables[i] = table
-            self.rates[f"ngram {i}"].rest(since)
+            rates.review(best[0] > 0, since)
         if lag >= 0:
             self._review_model(times, lag, remaining, since)
 
@@ -284,21 +316,16 @@ class Controller:
         plain, rates = times[0], self.rates["model"]
         each = self._draft_seconds(1, plain)
         best, rate = 0, 0.0
-        for k, expected in enumerate(rates.expected()[1:], 1):
+        bound = rates.bound if rates.is_known else 1
+        for k, expected in enumerate(rates.expected()[1 : bound + 1], 1):
             if (now := expected / (times[k] + k * each)) > rate:
                 best, rate = k, now
-        pays = rate > _GAIN * self._plain_rate
+        pays = rate > _GAIN * self._plain_rate and (rates.is_known or self._generated >= _FIRST_TRIAL)
         if pays and lag > _SMALL_LAG:
             # Reading what it has missed must pay within the tokens that are likely to follow: half of the gain stays.
             price = self._draft_seconds(lag, plain) - each
-            pays = (plain - 1.0 / rate) * min(remaining, max(64, self._rounds)) > 2 * price
-        if pays:
-            self._drafting = True
-        else:
-            if self._drafting:
-                rates.judge(rates.accepted >= rates.drafted / 2)
-            self._drafting = False
-            rates.rest(since)
+            pays = (plain - 1.0 / rate) * min(remaining, max(64, self._generated)) > 2 * price
+        rates.review(pays, since)
         self._model, self._model_rate = Choice("model", best), rate if pays else 0.0
 
     def _of_matches(self, matches: Sequence[tuple[int, int]], remaining: int) -> tuple[int, float]:
