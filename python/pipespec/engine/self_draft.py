@@ -226,6 +226,7 @@ class SharingDraft(Stage):
         cache, self._text = target.lend(self.model.config)
         self._cache = cache
         self._held = [len(prompt) - 1 for prompt in inputs.prompts]
+        self._skipped = [0] * len(self._held)
         cache.set_lengths(self._held)
         form = target.native_form()
         self._shared.begin(len(inputs.prompts), form)

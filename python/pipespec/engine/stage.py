@@ -33,6 +33,9 @@ INITIAL_CAPACITY = 1024
 PREFILL_CHUNK = 512
 """Tokens per row and forward in the prefill. It bounds activations and masks."""
 
+PROMPT_TAIL = 64
+"""Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
+
 _LONG_REST = 8
 """Tokens from which on a draft that has not read them compares them with its own choices. This costs their logits, and tells whether the draft pays."""
 
@@ -176,6 +179,8 @@ class Stage:
         # int32 [rows, positions]: the tokens whose keys and values the cache holds, _held[row] of them.
         self._text = np.zeros((0, 0), dtype=np.int32)
         self._held: list[int] = []
+        # Per row, the position of the first of these tokens: a draft that begins late does not read the beginning of a long prompt.
+        self._skipped: list[int] = []
         self._vocabulary: int = embedding_size(model)
         self._clamp: int | None = None
         self._rope: DynamicRope | None = None
@@ -198,6 +203,7 @@ class Stage:
         self._cache = cache
         # return_cache() sets it again.
         cache.text = None
+        self._skipped = [0] * len(text)
         self._text = np.zeros((len(text), max(map(len, text), default=0)), dtype=np.int32)
         for row, tokens in enumerate(text):
             self._text[row, : len(tokens)] = tokens
@@ -315,8 +321,10 @@ class Stage:
     def lag(self) -> int:
         """Tokens of the longest row that the target has committed and this draft has not read, but for the newest one."""
         assert self._cache is not None
-        lengths = enumerate(self._cache.lengths)
-        return max(self.block.length(self.block.target, row) - 1 - held for row, held in lengths)
+        read = [n + skipped for n, skipped in zip(self._cache.lengths, self._skipped, strict=True)]
+        if self._unread is not None and not any(read):
+            read = [n - PROMPT_TAIL for n in self._unread]
+        return max(self.block.length(self.block.target, row) - 1 - n for row, n in enumerate(read))
 
     @property
     def num_draft_tokens(self) -> list[int]:
@@ -327,6 +335,8 @@ class Stage:
         """Read the prompts, whose reading was deferred."""
         assert self._unread is not None
         until, self._unread = self._unread, None
+        if not any(self._held) and not cache.is_recurrent:
+            self._held = self._skipped = [max(0, n - PROMPT_TAIL) for n in until]
         self._fill(cache, list(self._held), until, 0)
         self._held = until
 
@@ -363,14 +373,18 @@ class Stage:
             self._cache = None
         if self._cache is not None and inputs.reuse and self._cache.rows == rows:
             held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
+            if any(n <= skipped for n, skipped in zip(held, self._skipped, strict=True) if skipped):
+                held = [0] * rows
             held = self._cache.restorable(held)
         is_target = self.index == self.block.target
         longest = self._fit_rope(prompts, is_target)
         if self._rope is not None and self._rope.recomputes and max(held) <= self._rope.limit < longest:
             held = [0] * rows
         cache = self._cache_for(inputs, held)
+        if not any(held):
+            self._skipped = [0] * rows
         cache.displace(None)
-        cache.truncate(held)
+        cache.truncate(self._in_cache(held))
         if any(held):
             # For a cache that is empty, the first forward does so.
             recheck(self.model, native=self._native)
@@ -411,6 +425,10 @@ class Stage:
         if there != list(lengths):
             cache.reserve_states()
             self._fill(cache, there, list(lengths), seen)
+
+    def _in_cache(self, positions: Sequence[int]) -> list[int]:
+        """The indices of positions of the text in the cache."""
+        return [n - skipped for n, skipped in zip(positions, self._skipped, strict=True)]
 
     def _grow(self, cache: RowCache, need: int) -> None:
         """Room for ``need`` positions per row. A cache that becomes full doubles."""
@@ -458,19 +476,19 @@ class Stage:
     def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int) -> None:
         """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the RoPE of a forward of ``seen`` tokens."""
         # The states of a complete row do not survive further columns.
-        level = not any(begin) and not cache.is_recurrent
+        level = not any(self._in_cache(begin)) and not cache.is_recurrent
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
             q = min(self._chunk, missing, cache.capacity - max(cache.lengths))
             columns = np.zeros((len(end), q), dtype=np.int32)
             for row, (b, e) in enumerate(zip(begin, end, strict=True)):
                 columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
-            cache.aim([max(b, min(b + q, e)) for b, e in zip(begin, end, strict=True)])
+            cache.aim(self._in_cache([max(b, min(b + q, e)) for b, e in zip(begin, end, strict=True)]))
             self._forward(torch.from_numpy(columns).to(self._device), cache, keep=0, seen=seen)
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
             if not level:
                 # Padding columns of complete rows must not use up the capacity.
-                cache.truncate(begin)
-        cache.truncate(end)
+                cache.truncate(self._in_cache(begin))
+        cache.truncate(self._in_cache(end))
 
     def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int, seen: int) -> torch.Tensor:
         if self._clamp is not None:
@@ -483,7 +501,8 @@ class Stage:
                 return self._call(fed, cache, keep)
         except BaseException:
             # Lengths grow when a forward is complete, so what an interrupted one has written does not count.
-            self._held = [min(n, have) for n, have in zip(self._held, cache.lengths, strict=True)]
+            has = [n + skipped for n, skipped in zip(cache.lengths, self._skipped, strict=True)]
+            self._held = [min(pair) for pair in zip(self._held, has, strict=True)]
             raise
 
     def _call(self, fed: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
@@ -530,7 +549,7 @@ class Stage:
         assert cache is not None
         if self._unread is not None:
             self._read_prompt(cache)
-        self._roll_back(cache, self._kv.tolist())
+        self._roll_back(cache, self._in_cache(self._kv.tolist()))
         seen = 0 if self._rope is None else self._limit_to_rope(cache, self._rope)
         columns = port.columns if self._rope is None else int(self._query_lens.max())
         self._grow(cache, cache.get_seq_length() + columns)
