@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 from tests.trials import PROFILE
-from tests.waiting import no_more_threads
+from tests.waiting import SECONDS, no_more_threads
 
 VOCABULARY = 320
 
@@ -124,6 +125,25 @@ def full() -> Path:
     if not device.is_char_device():
         pytest.skip("needs the device /dev/full")
     return device
+
+
+LIMITS = {
+    "driver": ("_FINISH_TIMEOUT_S", "_RESTART_TIMEOUT_S", "_TEMPLATE_TIMEOUT_S", "_SEND_TIMEOUT_S", "_EXIT_TIMEOUT_S"),
+    "template": ("_ANSWER_TIMEOUT_S", "_IMPORT_TIMEOUT_S"),
+}
+"""Time limits of worker processes, by module of ``pipespec.drivers.workers``."""
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """Long time limits, so that a worker on a busy machine does not count as hung. Tests of a limit set it."""
+    with pytest.MonkeyPatch.context() as patch:  # not the test's own one, which it may undo
+        for module, names in LIMITS.items():
+            # Tests that do not import it start no workers.
+            if imported := sys.modules.get(f"pipespec.drivers.workers.{module}"):
+                for name in names:
+                    patch.setattr(imported, name, SECONDS)
+        yield
 
 
 @pytest.fixture

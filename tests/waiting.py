@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipespec import Pipeline
 
-SECONDS = 120.0
+SECONDS = 300.0
 
 
 def until(condition: Callable[[], object], what: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import pipespec_kernels
 from pipespec_kernels import _native, env
+from tests.waiting import SECONDS
 
 PACKAGE = Path(pipespec_kernels.__file__).parent
 CUDA_MODULES = list(PACKAGE.glob("_cuda.*so"))
@@ -24,7 +25,7 @@ CUDA_MODULES = list(PACKAGE.glob("_cuda.*so"))
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run code in a new interpreter that finds only the pipespec_kernels in ``cwd``."""
     # -S: no site-packages, so no installed pipespec and no torch.
-    return subprocess.run([sys.executable, "-S", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-S", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=SECONDS)
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_unknown_attribute_is_an_attribute_error() -> None:
 
 def test_import_loads_no_torch() -> None:
     code = "import sys, pipespec_kernels; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=SECONDS)
 
 
 @pytest.mark.skipif(not CUDA_MODULES, reason="_cuda was not built")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.trials import trials
 
-SECONDS = 20
+SECONDS = 60
 """Until an example counts as hung. Each takes milliseconds."""
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pipespec_kernels import _native, ops, reference
 from tests.trials import trials
+from tests.waiting import SECONDS
 
 from .selection import DTYPES, KINDS, LAYOUTS, argmax_by_hand, make_logits, simd, simd_variants, strided
 
@@ -183,7 +184,7 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
 
 

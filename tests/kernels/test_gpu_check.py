@@ -141,7 +141,8 @@ def test_results_and_failures(
 HANGS = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+child = subprocess.Popen([sys.executable, '-c', "import time; print('child', flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
+child.stdout.readline()  # on a busy machine it takes long to start
 print(f'child {child.pid}\\ndeaf', flush=True)
 time.sleep(600)
 """
@@ -170,7 +171,7 @@ def test_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert len(re.findall(r"^stopped after \d+ s$", log, re.MULTILINE)) == 2
     assert "it hangs; what its processes do:" in log
     child = int(re.findall(r"^child (\d+)$", log, re.MULTILINE)[0])
-    assert re.search(rf"^process {child}, state S", log, re.MULTILINE)
+    assert re.search(rf"^process {child}, state [SR]", log, re.MULTILINE)
     deadline = time.monotonic() + SECONDS
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:  # init may take a moment to reap it
         if "Z" in Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0]:

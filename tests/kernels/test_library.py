@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 from tests.trials import trials
+from tests.waiting import SECONDS
 
 from . import penalties
 from .layers import rope_case
@@ -662,7 +663,7 @@ def run(before: str = "", **environment: str) -> subprocess.CompletedProcess[str
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
 
 

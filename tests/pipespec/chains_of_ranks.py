@@ -14,6 +14,7 @@ from pipespec import pipeline as pipeline_module
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.ranks.draft import DraftRank
 from pipespec.drivers.ranks.driver import RanksDriver
+from tests.waiting import SECONDS
 
 
 class InProcess:
@@ -31,7 +32,7 @@ class InProcess:
         for rank in range(1, self.world):
             self.start(rank)
         self.driver = RanksDriver(models[-1], self.config, dist.PrefixStore("test", self.store), self.world)
-        self.driver.await_drafts(60)
+        self.driver.await_drafts(SECONDS)
 
     def start(self, rank: int) -> None:
         """Start the rank of a draft, for the first time or again."""
@@ -58,7 +59,7 @@ class InProcess:
     def close(self) -> None:
         self.driver.close()
         for rank, thread in self.threads.items():
-            thread.join(60)
+            thread.join(SECONDS)
             assert not thread.is_alive(), f"rank {rank} serves on"
             self.drafts[rank].close()
         self.store = None  # its thread ends

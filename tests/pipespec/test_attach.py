@@ -486,7 +486,7 @@ def test_four_threads(model, pipe):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(SECONDS)
     for i in range(4):
         assert len(outs[i]) == 5
         assert all(torch.equal(out, wanted[i]) for out in outs[i])

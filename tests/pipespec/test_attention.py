@@ -17,6 +17,7 @@ from pipespec.engine import forward as forward_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
+from tests.waiting import SECONDS
 
 OPTIONS = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 
@@ -69,7 +70,7 @@ def test_registered_whichever_is_imported_first() -> None:
         "assert not any(type(f).__module__ == 'pipespec.engine.attention' for f in sys.meta_path); "
         "print(model.config._attn_implementation)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert ran.stdout.strip() == "pipespec", ran.stderr
 
 

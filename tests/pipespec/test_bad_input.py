@@ -28,6 +28,7 @@ from pipespec.drivers.workers import driver as workers
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
+from tests.waiting import SECONDS
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
@@ -599,7 +600,7 @@ def test_a_refusal_leaves_the_pipeline_usable(pipeline, model):
 def test_the_message_is_what_a_user_sees(tmp_path):
     """In a program: one traceback whose last line names the folder and the remedy, status 1, and no process left."""
     code = f"import pipespec; pipespec.Pipeline({str(tmp_path / 'nowhere')!r}, schedule='workers')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1
     assert "nowhere" in done.stderr.strip().splitlines()[-1]
     assert "config.json" in done.stderr.strip().splitlines()[-1]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -73,7 +74,7 @@ def shown(tokenizer, tokens: list[int]) -> str:
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=SECONDS)
 
 
 # --- start-up time -------------------------------------------------------------------------------------------------
@@ -343,7 +344,14 @@ sys.exit(main())
     assert (first + out).endswith(b"\n")
     assert b"Traceback" not in err
     assert children
-    until(lambda: not any(child.is_running() for child in children), "the workers have ended")
+
+    def lives(child: psutil.Process) -> bool:
+        """A zombie does not: in a container nobody may reap it."""
+        with suppress(psutil.NoSuchProcess):
+            return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    until(lambda: not any(map(lives, children)), "the workers have ended")
 
 
 # --- the streamer --------------------------------------------------------------------------------------------------

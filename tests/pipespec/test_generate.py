@@ -511,6 +511,6 @@ def test_two_pipelines_in_two_threads(model):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(SECONDS)
     assert torch.equal(outs[0], wanted[0])
     assert torch.equal(outs[1], wanted[1])

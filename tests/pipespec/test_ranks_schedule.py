@@ -30,7 +30,7 @@ from pipespec_kernels.state import StateBlock
 from tests.conftest import always_right, left_pad, noisy, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
 from tests.trials import PROFILE
-from tests.waiting import own_lines, until
+from tests.waiting import SECONDS, own_lines, until
 
 NEW = 24
 
@@ -209,7 +209,7 @@ def test_a_connection_that_breaks_costs_no_token_and_is_made_again(target, monke
         connect, tend, gate = link.Link._connect, chain.driver._tend, threading.Event()
 
         def gated(self, seen):
-            gate.wait(60)
+            gate.wait(SECONDS)
             return connect(self, seen)
 
         def tended():
@@ -293,7 +293,7 @@ def test_a_silent_draft_is_lost_until_its_next_message(target, monkeypatch):
     options = {"max_new_tokens": NEW, "do_sample": False}
     with in_process(monkeypatch, [noisy(target, 0.02), target]) as (pipe, _):
         monkeypatch.setattr(link, "SILENCE_S", -1.0)
-        with pytest.warns(StageFailure, match="is lost .it has given no sign for 0 s.; calls go on without it"):
+        with pytest.warns(StageFailure, match=r"is lost \(it has given no sign for \d+ s\); calls go on without it"):
             out = pipe.generate(ids, **options)
         assert torch.equal(out, plain(target, ids, **options))
         monkeypatch.setattr(link, "SILENCE_S", 1e9)
@@ -486,7 +486,7 @@ def test_processes(target, tmp_path):
         model.save_pretrained(paths[-1])
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.pipespec.ranks_processes", *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * SECONDS, env=environment)
     assert done.returncode == 0, done.stderr
     texts, killed, target_dies, refused, wrong = (json.loads(line) for line in own_lines(done.stdout))
     ids, mask = left_pad(random_prompts(3, seed=4, longest=9))

@@ -346,7 +346,11 @@ begun.wait()
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), *(p for p in sys.path if p)])
     done = subprocess.run(
-        [sys.executable, script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 

@@ -18,7 +18,7 @@ from pipespec import Pipeline
 from tests.conftest import ByPosition, always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.oracle import Oracle, Sampling
 from tests.trials import trials
-from tests.waiting import drafts_keep_up
+from tests.waiting import SECONDS, drafts_keep_up
 
 NEW = 16
 EOS = [17, 101, 230]
@@ -327,5 +327,5 @@ def test_two_threads_do_not_share_noise(model):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(SECONDS)
     assert got == [[wanted[0]] * 3, [wanted[1]] * 3]

@@ -13,9 +13,9 @@ from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextSt
 from pipespec import Pipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.waiting import SECONDS
 
 NEW = 24
-SECONDS = 60.0  # time limit of a consumer that should not wait at all
 
 
 class Letters:

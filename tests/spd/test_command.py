@@ -203,7 +203,7 @@ def share(index: int, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
     torch.distributed.init_process_group(
-        "gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(minutes=2)
+        "gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS)
     )
     target = random_llama(0, layers=4, hidden=32)
     module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, Partition.uniform(4, 2).ranges))
