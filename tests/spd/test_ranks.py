@@ -32,7 +32,7 @@ from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
 from tests.trials import trials
-from tests.waiting import own_lines
+from tests.waiting import SECONDS, own_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -158,7 +158,7 @@ def test_torchrun():
         "3",
         "--report",
     ]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=3 * SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     family = load_family()
     pipeline = SpeculativePipeline(family.target, "ngram", stages=[4, 8], dtype=torch.float32)
