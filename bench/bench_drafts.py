@@ -19,8 +19,7 @@ from pipespec import Pipeline
 from pipespec.bench.machine import provenance
 from pipespec.demo import FAMILY, family_path, prompts
 from pipespec.models.derived import in_int8, with_layers, with_vocabulary
-from pipespec.planning.drafts import Text, agreement_with, written_by
-from pipespec.planning.measure import measure_stages
+from pipespec.planning.measure import Text, agreement, step_times, written_by
 from pipespec.process.progress import quiet_transformers
 
 LAYERS: tuple[int | tuple[int, ...], ...] = (3, 6, (0, 4, 7, 11), (0, 2, 4, 7, 9, 11))
@@ -63,8 +62,7 @@ def rate(target: PreTrainedModel, draft: PreTrainedModel | None, texts: Sequence
 
 def step_ms(model: PreTrainedModel) -> float:
     """The shortest of several medians of a step of one column."""
-    profiles = (measure_stages([model], ["model"], widths=(1,), budget_s=0.2) for _ in range(3))
-    return 1e3 * min(profile.target.seconds(1, threads=1) for profile in profiles)
+    return 1e3 * min(step_times(model, "model", (1,), threads=1, budget_s=0.2).at(1) for _ in range(3))
 
 
 def main() -> None:
@@ -86,7 +84,7 @@ def main() -> None:
     print(f"{'draft':<32}{'agreement':>10}{'step':>10}{'tokens/s':>10}{'vs plain':>10}")
     found = []
     for name, draft in drafts(models):
-        share = float((agreement_with([draft], target, texts) == 0).mean())
+        share = float(agreement(draft, texts).mean())
         record = {"draft": name, "agreement": share, "step_ms": step_ms(draft)}
         record["tokens_per_second"] = speed = rate(target, draft, texts, repeats)
         found.append(record)

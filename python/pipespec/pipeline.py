@@ -517,8 +517,8 @@ class Pipeline(BasePipeline):
         drafts: Models or paths, smallest first, with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
             ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. ``"self"`` is a draft out of the target's own layers,
-            see :func:`pipespec.self_draft`: ``"self:4"`` of its first four, ``"self:0,1,11"`` of these three, ``"self"`` of those that are
-            measured to be best. It shares the target's weights, lies where the target does, and has no entry in ``device``. The first draft
+            see :func:`pipespec.self_draft`: ``"self:4"`` of its first four, ``"self:0,1,11"`` of these three, ``"self"`` of as many as the
+            target's ``generation_config`` names as ``assistant_early_exit``. It shares the target's weights, lies where the target does, and has no entry in ``device``. The first draft
             may have another tokenizer: its draft tokens are translated by way of the text.
         schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a

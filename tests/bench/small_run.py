@@ -10,7 +10,7 @@ from pipespec.bench.results import ResultsFolder
 from pipespec.bench.runner import Runner, prepare
 from pipespec.bench.summary import summarise
 from pipespec.demo import draft_module_path, family_path, prompts
-from pipespec.planning.profile import Profile, StageProfile, StepTimes
+from pipespec.planning.steps import Profile, StepTimes
 
 
 def small_run(folder: Path) -> ResultsFolder:
@@ -38,7 +38,7 @@ def small_run(folder: Path) -> ResultsFolder:
     )
     results = ResultsFolder(folder / "results")
     Runner(prepare(with_prompts(config, [str(file)])), results, tuning=0).run()
-    results.write_profile(profile().to_json())
+    results.write_profile(profile())
     for sample in list(results.samples()):
         if sample.system in ("hf", "plain"):
             sample.energy_joules, sample.utilization = {"cpu package 0": 0.25 * len(sample.tokens)}, {"cpu": 0.5}
@@ -50,8 +50,7 @@ def small_run(folder: Path) -> ResultsFolder:
 def profile() -> Profile:
     """Step times in whole milliseconds: 1 for the draft, 4 for the target's one token, 5 for up to eight."""
 
-    def stage(name: str, *seconds: float) -> StageProfile:
-        times = [StepTimes(1, 1, context, (1, 2, 8), seconds, prefill_s=1e-4) for context in (64, 512)]
-        return StageProfile(name, 1, tuple(times))
+    def times(name: str, *seconds: float) -> StepTimes:
+        return StepTimes(name, 1, (1, 2, 8), seconds, prefill_s=1e-4)
 
-    return Profile((stage("small", 1e-3, 1e-3, 1e-3), stage("target", 4e-3, 5e-3, 5e-3)), threads=1)
+    return Profile((times("small", 1e-3, 1e-3, 1e-3), times("target", 4e-3, 5e-3, 5e-3)))

@@ -17,7 +17,7 @@ from pipespec.bench import datasets
 from pipespec.bench.config import BenchConfig, load_config
 from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, StepCounts, SystemSettings
 from pipespec.bench.summary import summarise
-from pipespec.planning.profile import Profile, StageProfile, StepTimes
+from pipespec.planning.steps import Profile, StepTimes
 from pipespec.spd.training import recipe
 from tests.fuzz.mutations import check_names, examples, mutated_bytes, mutated_json
 
@@ -290,13 +290,12 @@ def a_run(folder: Path) -> ResultsFolder:
                        seconds_to_first_token=0.1, stages=counts, identical=True, energy_joules={"cpu": 1.0})
             )  # fmt: skip
     run.write_summary(summarise(run, settings))
-    run.write_profile(a_profile().to_json())
+    run.write_profile(a_profile())
     return run
 
 
 def a_profile() -> Profile:
-    times = (StepTimes(1, 1, 64, (1, 4), (0.01, 0.02), 0.001), StepTimes(1, 1, 256, (1, 4), (0.02, 0.03)))
-    return Profile((StageProfile("draft", 100, times, contention=0.1), StageProfile("target", 1000, times)), 2, "some")
+    return Profile((StepTimes("draft", 2, (1, 4), (0.01, 0.02), 0.001), StepTimes("target", 2, (1, 4), (0.02, 0.03))))
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +315,7 @@ def refuses(run: ResultsFolder, name: str, content: bytes) -> bool:
         summarise(run, settings)
         run.summary()
         profile = run.profile()
-        assert profile is None or Profile.from_json(profile).target.seconds(2, threads=1) > 0
+        assert profile is None or profile.times[0].at(2) > 0
     except ValueError as error:
         check_names(error, file)
         return True
@@ -350,8 +349,8 @@ def test_folders_of_results(run_files, data) -> None:
         ("settings.json", {"traced": None}),
         ("settings.json", {"baselines": [[]]}),
         ("summary.json", {"complete": 2}),
-        ("profile.json", {"stages": []}),
-        ("profile.json", {"threads": "x"}),
+        ("profile.json", {"times": []}),
+        ("profile.json", {"times": "x"}),
     ],
 )
 def test_results_of_other_types_are_refused(run_files, name, change) -> None:

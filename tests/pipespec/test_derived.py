@@ -11,19 +11,16 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import pipespec
 from pipespec import Pipeline, SelfDraft, attach, detach, self_draft
-from pipespec.drivers.base import SpeedWarning
 from pipespec.drivers.workers.weights import share
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward
 from pipespec.models.derived import Int8Linear, TrimmedHead, in_int8, with_layers, with_vocabulary
 from pipespec.models.properties import head_size, weight_bytes
 from pipespec.models.vocabulary import common_tokens, draft_vocabulary
-from pipespec.planning.drafts import early_exit, layer_choices, measure_layers
-from pipespec.planning.profile import Profile
+from pipespec.planning.drafts import early_exit
 from pipespec.preflight.support import check_shareable
 from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.tiny_models import make
-from tests.planning.test_planner import stage
 from tests.waiting import drafts_keep_up
 
 NEW = 24
@@ -190,40 +187,11 @@ def test_self_drafts_of_what_is_not_a_decoder():
             )(),
             1,
         )
-    with pytest.raises(ValueError, match="at least 2 layers"):
-        self_draft(random_llama(1, layers=1))
+    with pytest.raises(ValueError, match="a self-draft of 1 layers: the target has 1"):
+        self_draft(random_llama(1, layers=1), 1)
 
 
 # ---- which layers
-
-
-def test_layers_are_chosen_by_measuring(exits_early, monkeypatch):
-    # The times of the smallest and the largest self-draft, and of the target.
-    stages = (stage("few", 1e-3, threads=(1,)), stage("many", 2e-3, threads=(1,)), stage("target", 4e-3, threads=(1,)))
-    monkeypatch.setattr("pipespec.planning.drafts.measure.measure_stages", lambda *_, **__: Profile(stages, 1))
-    survey = measure_layers(exits_early, [torch.arange(2, 9), [5, 6, 7]])
-    found = {m.layers: m for m in survey.measured}
-    assert set(found) == set(layer_choices(4))
-    assert found[0, 1].agreement == 1.0
-    assert found[0, 1].name == "self:2"
-    assert found[0, 3].agreement < 1.0
-    assert found[0, 3].name == "self:0,3"
-    assert (found[0,].step_s, found[0, 1].step_s, survey.target_step_s) == pytest.approx((1e-3, 2e-3, 4e-3))
-    # A draft that is always right loses to no other of its size.
-    assert found[0, 1].gain > 1.2 > max(m.gain for m in survey.measured if len(m.layers) == 2 and m.layers != (0, 1))
-    assert survey.best.layers == (0, 1)
-    assert str(survey).splitlines()[1].split()[:2] == ["self:2", "1.00"]
-
-
-def test_layer_choices():
-    assert layer_choices(1) == []
-    assert layer_choices(2) == [(0,)]
-    for total in (2, 3, 12, 32, 80):
-        for layers in layer_choices(total):
-            assert list(layers) == sorted(set(layers))
-            assert 0 <= layers[0] <= layers[-1] < total
-            assert len(layers) <= total // 2
-    assert {(0, 1, 2, 3), (0, 1, 10, 11), (0, 4, 7, 11)} < set(layer_choices(12))
 
 
 def test_an_early_exit_of_the_checkpoint(model):
@@ -240,19 +208,10 @@ def test_an_early_exit_of_the_checkpoint(model):
     assert early_exit(target) is None
 
 
-def test_drafts_that_do_not_pay_are_named(model, monkeypatch):
-    monkeypatch.setattr("pipespec.planning.drafts._BUDGET_S", 0.0)
-    monkeypatch.setattr("pipespec.planning.drafts.lockstep_gain", lambda *_: 0.5)
-    with pytest.warns(SpeedWarning, match=r"does not pay: .* 0.50x"):
-        pipe = Pipeline(model, "self", schedule="lockstep")
-    prompt = random_prompts(1, seed=2)[0][None]
-    pipe.generate(prompt, max_new_tokens=4)
-    assert "predicted 0.50x in lockstep" in str(pipe.report)
-
-
-def test_plain_decoding_measures_nothing(model, monkeypatch):
-    monkeypatch.setattr("pipespec.planning.drafts.measure_layers", None)
-    assert Pipeline(model, "self", schedule="plain").models == [model]
+def test_a_self_draft_names_its_layers(model):
+    with pytest.raises(ValueError, match=r"does not say which layers, .* such as 'self:1'"):
+        Pipeline(model, "self")
+    assert Pipeline(model, "self", schedule="plain").models == [model]  # which ignores the drafts
 
 
 # ---- tokens

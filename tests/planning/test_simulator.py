@@ -276,7 +276,7 @@ def test_native_code_simulates_every_token():
 def test_planning_needs_no_torch():
     code = (
         "import sys\nsys.modules['torch'] = None\n"
-        "from pipespec.planning import closed_form, planner, profile\n"
+        "from pipespec.planning import closed_form, steps\n"
         "from pipespec.planning.simulator import StageModel, simulate\n"
         "simulate('workers', [StageModel(1.0), StageModel(5.0)], (0.5,), 100)\n"
     )

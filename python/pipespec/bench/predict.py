@@ -1,4 +1,4 @@
-"""Predictions for ``pipespec bench --dry-run``: from sizes of models and the memory bandwidth of the devices to step times, and by the planner to tokens per second.
+"""Predictions for ``pipespec bench --dry-run``: from sizes of models and the memory bandwidth of the devices to step times, and by simulation to tokens per second.
 
 A step of a batch of one reads all weights, so its time is at least their bytes over the bandwidth. :data:`OVERHEAD_S` per layer is added for a forward
 that is launched kernel by kernel. The acceptance is assumed (``agreement`` of the configuration). So these are orders of magnitude: they tell an
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,7 @@ from pipespec.bench.config import BenchConfig
 from pipespec.bench.planted import SHAPES, Shape, nested, weights_of
 from pipespec.bench.results import SystemSettings
 from pipespec.bench.timing import copy_bytes_per_second, read_bytes_per_second
-from pipespec.planning.planner import CallShape, Candidate, predict
-from pipespec.planning.profile import Profile, StageProfile, StepTimes
-from pipespec.planning.simulator import Answers
+from pipespec.planning.steps import Chain, StepTimes
 from pipespec.spd.law import spd_tokens_per_cycle
 
 HARDWARE = {
@@ -145,64 +144,52 @@ def bandwidth_of(device: str, hardware: str | None, threads: int) -> Bandwidth:
     return Bandwidth(read_bytes_per_second(threads), "cpu", f"this machine's memory, read by {threads} threads")
 
 
-def profile_of(
-    models: Sequence[ModelSize], devices: Sequence[Bandwidth], numbers: Sequence[int], threads: int
-) -> Profile:
-    """A profile of predicted step times, eager and captured. ``numbers``: models of one number share a device."""
-    stages = []
+def times_of(
+    models: Sequence[ModelSize], devices: Sequence[Bandwidth], numbers: Sequence[int], threads: int, *, captured: bool
+) -> list[StepTimes]:
+    """Predicted step times. ``numbers``: models of one number share a device. ``captured``: on GPUs, steps are captured."""
+    found = []
     for model, device, number in zip(models, devices, numbers, strict=True):
-        times = []
-        for captured in (False, True):
-            overhead = OVERHEAD_S["cpu" if device.kind == "cpu" else "captured" if captured else "eager"]
-            step = model.bytes_per_step / device.bytes_per_second + model.layers * overhead
-            # A CPU computes a wide step in proportion to its width; on a GPU 16 columns cost about as much as one.
-            wide = step * (16 / PREFILL_SPEEDUP if device.kind == "cpu" else 1.1)
-            prefill = step / (PREFILL_SPEEDUP if device.kind == "cpu" else 256)
-            for count in {1, threads}:
-                factor = threads / count if device.kind == "cpu" and count == 1 else 1.0
-                seconds = (step * min(factor, 1.5), wide * min(factor, 1.5))
-                times.append(StepTimes(count, 1, 64, (1, 16), seconds, prefill, captured))
-        stages.append(StageProfile(model.name, 0, tuple(times), device=number))
-    return Profile(tuple(stages), threads)
+        on_cpu = device.kind == "cpu"
+        overhead = OVERHEAD_S["cpu" if on_cpu else "captured" if captured else "eager"]
+        step = model.bytes_per_step / device.bytes_per_second + model.layers * overhead
+        # A CPU computes a wide step in proportion to its width; on a GPU 16 columns cost about as much as one.
+        wide = step * (16 / PREFILL_SPEEDUP if on_cpu else 1.1)
+        prefill = step / (PREFILL_SPEEDUP if on_cpu else 256)
+        found.append(StepTimes(model.name, threads, (1, 16), (step, wide), prefill, number))
+    return found
 
 
 def predict_system(
-    system: SystemSettings, profile: Profile, names: Sequence[str], config: BenchConfig, prompt_tokens: int
+    system: SystemSettings, times: dict[bool, list[StepTimes]], config: BenchConfig, prompt_tokens: int
 ) -> tuple[float | None, str]:
-    """Predicted tokens per second of a system, and what the prediction leaves out."""
+    """Predicted tokens per second of a system, and what the prediction leaves out. ``times``: of eager and of captured steps."""
     if system.not_measured:
         return None, system.not_measured
-    call = CallShape(1, prompt_tokens, config.new_tokens)
+    names = [t.name for t in times[False][:-1]]
     rates = nested(config.agreement[0] if len(config.agreement) == 1 else config.agreement, len(names))
     drafts = tuple(names.index(name) for name in system.drafts if name in names)
-    # Agreement with the target, not between neighbours: a draft's neighbour agrees at least as often.
-    pairs = [min(1.0, a / b) for a, b in zip(rates, (*rates[1:], 1.0), strict=False)]
-    answers = Answers(acceptance=tuple(pairs))
-    on_gpu = len({t.seconds for t in profile.target.times if t.threads == profile.threads}) > 1
     # The published schedules count from 0, which never waits.
     lookahead = tuple(max(1, n) for n in system.lookahead or [5] * len(drafts))
 
     def rate(schedule: str, own: tuple[int, ...], captured: bool = False) -> float:
-        return predict(
-            profile,
-            answers,
-            Candidate(
-                schedule,
-                own,
-                lookahead[-len(own) :] if own else (),
-                system.min_draft_tokens or 0,
-                config.threads or profile.threads,
-                0.0,
-                captured=captured,
-            ),
-            call,
-        ).rate
+        target = times[captured][-1]
+        if not own:
+            return config.new_tokens / (target.prefill_s * prompt_tokens + config.new_tokens * target.at(1))
+        # Agreement with the target, not between neighbours: a draft's neighbour agrees at least as often.
+        agreed = [*(rates[i] for i in own), 1.0]
+        pairs = [min(1.0, a / b) for a, b in pairwise(agreed)]
+        minimum = 0 if schedule == "lockstep" else system.min_draft_tokens or 0
+        stages = [*(times[captured][i] for i in own), target]
+        return Chain(
+            schedule, stages, pairs, lookahead[-len(own) :], minimum, prompt_tokens, config.new_tokens
+        ).simulated()
 
     plain, kind = rate("plain", ()), system.kind
     if kind in ("hf", "plain"):
         return plain, ""
     if kind in ("static", "plain-graphs"):
-        return rate("plain", (), on_gpu), ""
+        return rate("plain", (), True), ""
     if kind in ("lookup", "ngram", "draft-verify", "layerskip", "ppsd"):
         return plain, "as plain decoding: how often its drafts are accepted depends on the text"
     if kind == "spd":
@@ -212,9 +199,9 @@ def predict_system(
     if kind in ("assisted", "lockstep", "published-lockstep"):
         return rate("lockstep", drafts), ""
     if kind == "lockstep-graphs":
-        return rate("lockstep", drafts, on_gpu), ""
+        return rate("lockstep", drafts, True), ""
     schedule = "streams" if kind == "streams" else "workers"
-    return rate(schedule, drafts, schedule == "streams" and on_gpu), ""
+    return rate(schedule, drafts, schedule == "streams"), ""
 
 
 def predict_run(
@@ -242,12 +229,12 @@ def predict_run(
     """
     bandwidth = {device: bandwidth_of(device, config.hardware, threads) for device in dict.fromkeys(devices)}
     order = list(bandwidth)
-    profile = profile_of(models, [bandwidth[d] for d in devices], [order.index(d) for d in devices], threads)
-    names = [m.name for m in models[:-1]]
+    places = [bandwidth[d] for d in devices], [order.index(d) for d in devices]
+    times = {captured: times_of(models, *places, threads, captured=captured) for captured in (False, True)}
     found = []
     for dataset, count in samples.items():
         for system in systems:
-            rate, why = predict_system(system, profile, names, config, prompt_tokens[dataset])
+            rate, why = predict_system(system, times, config, prompt_tokens[dataset])
             seconds = None if rate is None else count * config.new_tokens / rate
             found.append(SystemPrediction(dataset, system.key, count, rate, seconds, why))
     return found, bandwidth

@@ -6,15 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from pipespec.bench.results import Sample, Settings, SystemSettings
 from pipespec.config import SpeculationConfig
-from pipespec.planning import planner
-from pipespec.planning.closed_form import chain_rate, lockstep_rate
-from pipespec.planning.planner import CallShape, Candidate
-from pipespec.planning.profile import Profile, StageProfile
-from pipespec.planning.simulator import Answers, simulate_spd
+from pipespec.planning.simulator import simulate_spd
+from pipespec.planning.steps import Chain, Profile
 from pipespec.spd.law import spd_tokens_per_cycle
 
 _SIMULATED = 2000
@@ -44,7 +40,7 @@ class Prediction:
     reason: str | None = None
 
 
-def predict(settings: Settings, samples: Sequence[Sample], profile: dict[str, Any] | None) -> list[Prediction]:
+def predict(settings: Settings, samples: Sequence[Sample], profile: Profile | None) -> list[Prediction]:
     """Predict every system that speculates, on every dataset.
 
     Args:
@@ -53,7 +49,6 @@ def predict(settings: Settings, samples: Sequence[Sample], profile: dict[str, An
         profile: Its ``profile.json``; None: only SPD is predicted, whose texts have their own times.
     """
     found = []
-    times = None if profile is None else Profile.from_json(profile)
     for dataset in settings.datasets:
         for system in settings.systems:
             texts = [
@@ -67,7 +62,7 @@ def predict(settings: Settings, samples: Sequence[Sample], profile: dict[str, An
                 if all(s.cycles for s in texts):
                     found.append(_spd(blank, texts))
                 else:
-                    found.append(_chain(blank, system, texts, times))
+                    found.append(_chain(blank, system, texts, profile))
             except _NotPredicted as why:
                 found.append(replace(blank, reason=str(why)))
     return found
@@ -94,62 +89,40 @@ def pair_acceptance(texts: Sequence[Sample], verifier: int) -> float:
 
 
 def _chain(blank: Prediction, system: SystemSettings, texts: Sequence[Sample], profile: Profile | None) -> Prediction:
-    schedule = system.kind.removesuffix("-graphs")
-    if schedule not in ("lockstep", "workers", "streams"):
+    schedule = system.kind
+    if schedule not in ("lockstep", "workers"):
         raise _NotPredicted(f"there is no model of {system.kind}")
     ran = {s.schedule or schedule for s in texts}
     if ran != {schedule}:
         raise _NotPredicted(f"it ran as {', '.join(sorted(ran))}")
     if profile is None:
         raise _NotPredicted("the run has no profile of step times (profile.json)")
-    stages = {stage.name: stage for stage in profile.stages[:-1]}
-    missing = [name for name in system.drafts if name not in stages]
-    if missing or not system.drafts:
-        raise _NotPredicted(f"no step times of {', '.join(missing) or 'a draft'}")
-    own = replace(profile, stages=(*(stages[name] for name in system.drafts), profile.target))
     count = len(system.drafts)
-    if any(len(s.stages) != count + 1 for s in texts):
+    if count == 0 or any(len(s.stages) != count + 1 for s in texts):
         raise _NotPredicted("the texts have no counts of each stage")
+    own, beside = (1, max(1, profile.threads - count)) if schedule == "workers" else (profile.threads, profile.threads)
+    try:
+        stages = [*(profile.of(name, own) for name in system.drafts), profile.of("target", beside)]
+    except KeyError as missing:
+        raise _NotPredicted(f"no step times of {missing.args[0]}") from missing
     acceptance = tuple(pair_acceptance(texts, verifier) for verifier in range(1, count + 1))
     config = SpeculationConfig.of(
         count, schedule=schedule, lookahead=system.lookahead, min_draft_tokens=system.min_draft_tokens
     )
-    captured = schedule != system.kind or schedule == "streams"
-    call = CallShape(
-        1, max(1, round(fmean(s.prompt_tokens for s in texts))), round(fmean(len(s.tokens) for s in texts))
-    )
-    threads = max(1, profile.threads - count) if schedule == "workers" else profile.threads
-    candidate = Candidate(
-        schedule, tuple(range(count)), config.lookahead, config.min_draft_tokens, threads, 0.0, captured=captured
+    chain = Chain(
+        schedule,
+        stages,
+        acceptance,
+        config.lookahead,
+        config.min_draft_tokens,
+        max(1, round(fmean(s.prompt_tokens for s in texts))),
+        round(fmean(len(s.tokens) for s in texts)),
     )
     try:
-        simulated = planner.predict(own, Answers(acceptance=acceptance), candidate, call, cores=profile.threads).rate
-        closed = _closed_form(own, acceptance, candidate, call)
+        simulated, closed = chain.simulated(cores=profile.threads), chain.closed_form()
     except ValueError as error:
         raise _NotPredicted(str(error)) from error
     return replace(blank, acceptance=acceptance, closed_form=closed, simulated=simulated)
-
-
-def _closed_form(profile: Profile, acceptance: Sequence[float], c: Candidate, call: CallShape) -> float | None:
-    """Tokens per second by :func:`lockstep_rate` for two stages in turn, and by :func:`chain_rate` for stages that run at once."""
-
-    def seconds(stage: StageProfile, width: int, threads: int) -> float:
-        return stage.seconds(width, threads=threads, context=call.context, captured=c.captured)
-
-    in_processes = c.schedule == "workers"
-    threads = [1 if in_processes else c.threads] * len(c.drafts) + [c.threads]
-    widths = [1, *(1 + ahead for ahead in c.lookahead)]
-    plain = [seconds(stage, 1, t) for stage, t in zip(profile.stages, threads, strict=True)]
-    wide = [seconds(stage, w, t) for stage, w, t in zip(profile.stages, widths, threads, strict=True)]
-    if c.schedule == "lockstep":
-        if len(acceptance) > 1:
-            return None
-        rate = lockstep_rate(acceptance[0], c.lookahead[0], plain[0], wide[1])
-    else:
-        minimum = [0] * (len(acceptance) - 1) + [c.min_draft_tokens]
-        rate = chain_rate(acceptance, plain[0], wide[1:], plain[1:], min_draft_tokens=minimum)
-    start = profile.target.prompt_s(call.prompt, threads=c.threads, captured=c.captured)
-    return call.tokens / (start + call.tokens / rate)
 
 
 def _spd(blank: Prediction, texts: Sequence[Sample]) -> Prediction:

@@ -19,6 +19,7 @@ from pipespec.bench.results import ResultsFolder, Sample, Settings, Summary, Sys
 from pipespec.bench.summary import summarise
 from pipespec.bench.systems import EARLY_EXIT, STAGED
 from pipespec.observe.plot import LOSS, OTHERS, OURS, Bar, Panel, Series, bars, chart, stacked
+from pipespec.planning.steps import Profile
 from pipespec.spd.law import spd_acceptance, spd_accepted_length, spd_tokens_per_cycle
 
 _CHAINS = ("lockstep", "lockstep-graphs", "workers", "streams", "published-lockstep", "published-asynchronous")
@@ -37,7 +38,7 @@ class Run:
     settings: Settings
     summary: Summary
     samples: list[Sample]
-    profile: dict[str, Any] | None
+    profile: Profile | None
 
     @classmethod
     def load(cls, folder: ResultsFolder) -> Run:

@@ -4,7 +4,7 @@
 
     DIR/settings.json                               what was asked for, and the machine        Settings
     DIR/samples/<dataset>/<system>/<sample>.json    one text of one system                     Sample
-    DIR/profile.json                                step times of the models, where measured   Profile.to_json()
+    DIR/profile.json                                step times of the models, where measured   Profile
     DIR/summary.json                                medians over the samples                   Summary
 
 Every file is written in one step. ``summary.json`` follows from the others (:func:`pipespec.bench.summary.summarise`). A value that was not measured is
@@ -16,12 +16,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pipespec.planning.profile import Profile
+from pipespec.planning.steps import Profile
 from pipespec.process.files import replace
 from pipespec.process.records import build, parse_json
 
@@ -376,15 +376,14 @@ class ResultsFolder:
     def write_summary(self, summary: Summary) -> None:
         self._write("summary.json", summary)
 
-    def profile(self) -> dict[str, Any] | None:
-        """The models' step times, for :meth:`pipespec.planning.profile.Profile.from_json`; None where they were not measured. ``ValueError`` where
-        the file is damaged."""
+    def profile(self) -> Profile | None:
+        """The models' step times; None where they were not measured. ``ValueError`` where the file is damaged."""
         if not (self.path / "profile.json").is_file():
             return None
-        return self._read("profile.json", Profile).to_json()
+        return self._read("profile.json", Profile)
 
-    def write_profile(self, profile: Mapping[str, Any]) -> None:
-        self._write("profile.json", dict(profile))
+    def write_profile(self, profile: Profile) -> None:
+        self._write("profile.json", profile)
 
     def _write(self, name: str, record: Any) -> None:
         path = self.path / name

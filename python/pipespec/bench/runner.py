@@ -508,11 +508,22 @@ class Runner:
 
     def _measure_profile(self) -> None:
         """Write the step times of the models. A failure costs only the predictions of the report."""
-        from pipespec.planning.measure import measure_stages
+        import torch
+
+        from pipespec.planning.measure import step_times
+        from pipespec.planning.steps import Profile
 
         self.bar.show("measuring the step times of the models")
         try:
-            profile = measure_stages(list(self.family.models.values()), list(self.family.models))
-            self.folder.write_profile(profile.to_json())
+            models, most = self.family.models, torch.get_num_threads()
+            places = list(dict.fromkeys(model.device for model in models.values()))
+            # All threads, and those that worker processes leave.
+            counts = sorted({most, max(1, most - 1), max(1, most - len(self.family.drafts)), 1})
+            times = [
+                step_times(model, name, threads=count, device=places.index(model.device))
+                for name, model in models.items()
+                for count in counts
+            ]
+            self.folder.write_profile(Profile(tuple(times)))
         except Exception as error:
             say(f"no step times: {type(error).__name__}: {error}")

@@ -1,30 +1,67 @@
-"""``pipespec recommend``: which draft, in which schedule, for a target and the user's prompts."""
+"""``pipespec recommend``: which drafts to use, or none, for a target and the user's prompts."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.options import (
-    DTYPES,
-    Subparsers,
-    add_draft_options,
-    at_least_one,
-    draft_vocabulary,
-    is_model,
-    read_text,
-)
+from pipespec.cli.options import DTYPES, Subparsers, at_least_one, read_text
 from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.table import aligned
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedModel
 
-    from pipespec.planning.drafts import Text
-    from pipespec.planning.profile import Profile
-    from pipespec.planning.recommend import Draft, Option, Recommendation
+    from pipespec.planning.measure import Text
+    from pipespec.planning.steps import StepTimes
+
+MARGIN = 1.05
+"""Least measured speed-up for which drafts are recommended."""
+MEASURED = 3
+"""Candidates that are run."""
+_MOST_PROMPTS = 4
+_LOOKAHEADS = range(1, 17)
+_NGRAM = "ngram"
+_BUILT_IN = (
+    "The main reasons why a program is slower than expected are",
+    "def median(values):\n    values = sorted(values)\n",
+    "Question: A train leaves at 9:40 and arrives at 11:05. How long is the journey? Answer:",
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the target.
+
+    Attributes:
+        drafts: As ``Pipeline`` takes them; none: plain decoding.
+        predicted: Tokens per second.
+        agreement: Of each draft: share of the target's tokens that it chooses; of an n-gram index, of the positions where it has a match.
+        lookahead: Draft tokens per verification that the prediction takes to be best.
+        measured: Tokens per second; None: not run.
+    """
+
+    drafts: tuple[str, ...]
+    predicted: float
+    agreement: tuple[float, ...] = ()
+    lookahead: int = 0
+    measured: float | None = None
+
+    def code(self, target: str, dtype: str) -> str:
+        """The line of code that makes this pipeline."""
+        arguments = [repr(target)]
+        if self.drafts:
+            arguments.append(f"drafts={list(self.drafts)!r}")
+        arguments.append(f"schedule={'lockstep' if self.drafts else 'plain'!r}")
+        if dtype != "auto":
+            arguments.append(f"dtype={dtype!r}")
+        return f"pipe = pipespec.Pipeline({', '.join(arguments)})"
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
@@ -34,19 +71,16 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     )
     parser.set_defaults(command=run)
     parser.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
-    parser.add_argument("--candidates", metavar="FOLDER", type=Path, help="every model in this folder is a candidate")
-    parser.add_argument("--draft", metavar="PATH", action="append", default=[], help="a candidate; may be repeated")
+    parser.add_argument(
+        "--draft", metavar="PATH", action="append", default=[], help="a candidate, also self:4; may be repeated"
+    )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
         type=Path,
-        help="a text, or prompts as `pipespec bench` reads them: .jsonl, .json, .csv, .parquet, also .gz (default: the target writes from its begin token)",
+        help=f"a text, or prompts as `pipespec bench` reads them; the first {_MOST_PROMPTS} count (default: a few built-in ones)",
     )
-    parser.add_argument("--new-tokens", metavar="N", type=int, default=96, help="new tokens per prompt (%(default)s)")
-    parser.add_argument(
-        "--measure", metavar="N", type=int, default=3, help="run the N best options; 0: predictions only (%(default)s)"
-    )
-    add_draft_options(parser)
+    parser.add_argument("--new-tokens", metavar="N", type=int, default=32, help="new tokens per prompt (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
     parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
@@ -54,44 +88,39 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare candidates for the drafts of a target: models, the target's own layers, an n-gram index, in each schedule of the CPU. Step times and
-    agreement on your prompts are measured, rates are predicted from them, and the best options are run. The last line is a command to copy. With
-    --draft-dtype int8 and --draft-vocabulary, each draft is compared with its cheaper form, too."""
+    """Compare candidates for the drafts of a target on the CPU: those of --draft, prompt lookup (ngram), and pairs of them. The target writes a short text
+    behind each prompt; step times and each draft's agreement with these texts are measured, and the closed forms predict tokens per second. The best three
+    are run. The last line is code to copy."""
     at_least_one(args, "new_tokens")
-    if args.measure < 0:
-        raise ValueError(f"--measure must not be negative, not {args.measure}")
-    vocabulary = draft_vocabulary(args)
-    target, paths, dtype = _paths(args)
-    prompts = None if args.prompts is None else _read_prompts(args.prompts)
-    with working("importing torch and transformers"):
-        from pipespec.models.derived import INT8
-    if args.draft_dtype not in (None, INT8):
-        raise ValueError(f"--draft-dtype {args.draft_dtype}: recommend compares drafts as stored with {INT8}")
+    target, drafts, dtype = _given(args)
+    prompts = None if args.prompts is None else _read_prompts(args.prompts)[:_MOST_PROMPTS]
     with quiet_transformers():
-        found = _Survey(args, target, paths, dtype, prompts, vocabulary).recommendation()
-    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+        found, texts = _compare(args, target, drafts, dtype, prompts)
+    best = max(found, key=lambda c: c.measured or 0.0)
+    plain = next(c for c in found if not c.drafts)
+    assert plain.measured is not None
+    assert best.measured is not None
+    if best.measured < MARGIN * plain.measured:
+        best = plain
+    code = best.code(target, dtype)
+    if args.json:
+        named = [asdict(c) | {"speedup": _speedup(c, plain)} for c in found]
+        print(json.dumps({"candidates": named, "chosen": asdict(best), "code": code, "texts": texts}, indent=1))
+    else:
+        print(table(found, plain, best))
+        print(f"\n{code}")
     return 0
 
 
-def _paths(args: argparse.Namespace) -> tuple[str | Path, list[str | Path], str]:
-    """Target, candidates and dtype."""
-    drafts: list[str | Path] = [d for d in args.draft if is_model(d)]
-    if len(drafts) < len(args.draft):
-        say("the n-gram index and the target's own layers are always candidates")
-    target, dtype = args.target, args.dtype or "auto"
-    if target is None:
-        from pipespec.demo import family_path
+def _given(args: argparse.Namespace) -> tuple[str, list[str], str]:
+    """Target, candidates beside prompt lookup, and dtype."""
+    drafts = [d for d in args.draft if d != _NGRAM]
+    if args.target is not None:
+        return args.target, list(dict.fromkeys(drafts)), args.dtype or "auto"
+    from pipespec.demo import family_path
 
-        target, dtype = family_path("target"), args.dtype or "float32"
-        drafts += [family_path("small"), family_path("medium")]
-    if args.candidates is not None:
-        if not args.candidates.is_dir():
-            raise FileNotFoundError(f"--candidates: there is no folder {args.candidates}")
-        inside = sorted(path.parent for path in args.candidates.glob("*/config.json"))
-        drafts += [path for path in inside if path.resolve() != Path(target).resolve()]
-        if not inside:
-            say(f"--candidates: there is no model in a folder of {args.candidates}")
-    return target, list(dict.fromkeys(drafts)), dtype
+    drafts += [str(family_path("small")), str(family_path("medium"))]
+    return str(family_path("target")), list(dict.fromkeys(drafts)), args.dtype or "float32"
 
 
 def _read_prompts(file: Path) -> list[str]:
@@ -103,228 +132,178 @@ def _read_prompts(file: Path) -> list[str]:
     return [datasets.prompt_text(conversation, 0, ()) for conversation in datasets.read(file)[1]]
 
 
-class _Survey:
-    """The measurements behind one recommendation."""
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        target: str | Path,
-        paths: list[str | Path],
-        dtype: str,
-        prompts: list[str] | None,
-        vocabulary: Any,
-    ) -> None:
+def _compare(
+    args: argparse.Namespace, path: str, drafts: Sequence[str], dtype: str, prompts: list[str] | None
+) -> tuple[list[Candidate], int]:
+    """Measure, predict, and run: plain decoding and the best candidates first; and the number of texts."""
+    with working("loading the models"):
         from pipespec.models.loading import load_model
-        from pipespec.preflight.checks import check_chain
-
-        self.args, self.path, self.dtype = args, target, dtype
-        loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
-        with working("loading the models"):
-            self.target = load_model(target, **loading)
-            check_chain([self.target], [target])
-            self.models: dict[str, PreTrainedModel] = {}
-            for path in paths:
-                try:
-                    model = load_model(path, **loading)
-                    check_chain([model, self.target], [path, target])
-                    if model.num_parameters() >= self.target.num_parameters():
-                        raise ValueError("it is no smaller than the target")
-                    self.models[str(path)] = model
-                except (ValueError, TypeError, OSError) as error:
-                    if str(path) in args.draft:
-                        raise
-                    say(f"skipped {path}: {' '.join(str(error).split())}")
-        self.vocabulary = vocabulary
-        self.prompts = self._encoded(prompts)
-
-    def _encoded(self, prompts: list[str] | None) -> list[Any] | None:
-        from pipespec.demo import FAMILY, family_path
-        from pipespec.demo import prompts as function_heads
         from pipespec.models.tokenizers import load_tokenizer
+        from pipespec.pipeline import load_chain
+        from pipespec.planning.measure import agreement, step_times, written_by
 
-        if prompts is None and Path(self.path) in [family_path(name) for name in FAMILY]:
-            prompts = function_heads(4)
-        if prompts is None:
-            return None
-        tokenizer = load_tokenizer(self.path, trust_remote_code=self.args.trust_remote_code)
-        found = [tokenizer(prompt).input_ids for prompt in prompts]
-        limit = getattr(self.target.config, "max_position_embeddings", None)
-        longest = max(map(len, found))
-        if limit is not None and longest + self.args.new_tokens > limit:
+        loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
+        target = load_model(path, **loading)
+        models: dict[str, PreTrainedModel] = {}
+        for name in drafts:
+            (model, _), _, translation = load_chain(target, [name], **loading)
+            if translation is None:
+                models[name] = model
+            else:
+                say(f"skipped {name}: it has another tokenizer than the target")
+        tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
+        ids = [tokenizer(prompt).input_ids for prompt in prompts or _BUILT_IN]
+        limit, longest = getattr(target.config, "max_position_embeddings", None), max(map(len, ids))
+        if limit is not None and longest + args.new_tokens > limit:
             raise ValueError(
-                f"a prompt of {longest} tokens and {self.args.new_tokens} new ones pass the target's limit of {limit}: give shorter "
-                "prompts, or fewer --new-tokens"
+                f"a prompt of {longest} tokens and {args.new_tokens} new ones pass the target's limit of {limit}: give shorter prompts, or "
+                "fewer --new-tokens"
             )
-        return found
+    with working("the target writes a text behind each prompt"):
+        texts = written_by(target, ids, args.new_tokens)
+    with working("measuring step times and agreement"):
+        steps = step_times(target, "target")
+        measured = {name: (float(agreement(m, texts).mean()), step_times(m, name)) for name, m in models.items()}
+    found = predictions(steps, measured, lookups(texts))
+    best = [c for c in found if c.drafts][:MEASURED]
+    rates: list[Candidate] = []
+    for number, candidate in enumerate([next(c for c in found if not c.drafts), *best], 1):
+        with working(f"running {' + '.join(candidate.drafts) or 'plain decoding'} ({number} of {1 + len(best)})"):
+            rates.append(replace(candidate, measured=_rate(target, models, candidate, texts, args.new_tokens)))
+    rates.sort(key=lambda c: -(c.measured or 0.0))
+    return [*rates, *(c for c in found if c.drafts and c not in best)], len(texts)
 
-    def recommendation(self) -> Recommendation:
-        """Measure, predict, and run the best options."""
-        from pipespec.planning import planner
-        from pipespec.planning.drafts import written_by
-        from pipespec.planning.recommend import Recommendation, mean_context, measure_options
 
-        with working("generating the target's texts"):
-            texts = written_by(self.target, self.prompts, self.args.new_tokens)
-        self.call = planner.CallShape(1, *mean_context(texts))
-        self._add_self(texts)
-        self._add_cheaper()
-        options = self._predicted(texts)
-        with working(f"running the best {self.args.measure} options"):
-            measured = measure_options(options, lambda option: self._run(option, texts), self.args.measure)
-        given = [*(["--dtype", self.dtype] if self.dtype != "auto" else [])]
-        given += ["--trust-remote-code"] * self.args.trust_remote_code
-        return Recommendation(measured, str(self.path), tuple(given))
+def lookups(texts: Sequence[Text]) -> list[np.ndarray]:
+    """What an n-gram index drafts at each new position of each text: 1 for the target's token, 0 for another one, -1 for none."""
+    import numpy as np
 
-    def _add_self(self, texts: list[Text]) -> None:
-        from pipespec.models.derived import with_layers
-        from pipespec.models.properties import text_config
-        from pipespec.planning.drafts import measure_layers
+    from pipespec.engine.ngram import NgramDraft
 
-        if text_config(self.target.config).num_hidden_layers < 2:
-            return
-        with working("measuring which of the target's layers draft best"):
-            survey = measure_layers(self.target, texts=texts)
-        if not self.args.json:
-            print(survey, end="\n\n")
-        self.models[survey.best.name] = with_layers(self.target, survey.best.layers)
+    found = []
+    for text, first in texts:
+        drafted = NgramDraft().followers(text, first)
+        found.append(np.where(drafted < 0, -1, drafted == text[first:]))
+    return found
 
-    def _add_cheaper(self) -> None:
-        """With ``--draft-dtype`` and ``--draft-vocabulary``: each draft as it is, trimmed, quantised, and both."""
-        from pipespec.models.derived import in_int8, with_vocabulary
-        from pipespec.models.vocabulary import draft_vocabulary as ids_of
 
-        self.options: dict[str, tuple[str, ...]] = dict.fromkeys(self.models, ())
-        self.given = {name: name for name in self.models}
-        words = tuple(map(str, self.args.draft_vocabulary or ()))
-        ids = None if self.vocabulary is None else ids_of(self.vocabulary, self.path, self.target)
-        for name, model in list(self.models.items()):
-            forms: list[tuple[tuple[str, ...], PreTrainedModel]] = []
-            if ids is not None:
-                forms.append((("--draft-vocabulary", *words), with_vocabulary(model, ids)))
-            if self.args.draft_dtype is not None:
-                whole: list[tuple[tuple[str, ...], PreTrainedModel]] = [((), model), *forms]
-                forms += [((*o, "--draft-dtype", self.args.draft_dtype), in_int8(m)) for o, m in whole]
-            for options, changed in forms:
-                changed_name = " ".join([name, *(o.removeprefix("--draft-") for o in options)])
-                self.models[changed_name], self.options[changed_name], self.given[changed_name] = changed, options, name
+def predictions(
+    target: StepTimes, drafts: dict[str, tuple[float, StepTimes]], index: Sequence[np.ndarray]
+) -> list[Candidate]:
+    """Plain decoding, each draft, the index, the index beside each draft, and pairs of drafts, by predicted tokens per second.
 
-    def _predicted(self, texts: list[Text]) -> list[Option]:
-        """Plain decoding, options with one draft each, those of the best two drafts together, and all of them over the n-gram index."""
-        import os
-        from dataclasses import replace
+    Args:
+        target: Its step times.
+        drafts: By name: agreement with the target, and step times.
+        index: From :func:`lookups`.
+    """
+    plain_s = target.at(1)
+    found = [Candidate((), 1 / plain_s)]
+    drafted = [answer for text in index for answer in text if answer >= 0]
+    share = sum(drafted) / len(drafted) if drafted else math.nan
+    rate, ahead = lookup_rate(index, target, plain_s)
+    found.append(Candidate((_NGRAM,), rate, (share,), ahead))
+    alone: dict[str, Candidate] = {}
+    for name, (a, times) in drafts.items():
+        rate, ahead = best_lockstep(a, times.at(1), target)
+        alone[name] = Candidate((name,), rate, (a,), ahead)
+        beside, _ = lookup_rate(index, target, 1 / max(rate, 1 / plain_s))
+        found += [alone[name], Candidate((_NGRAM, name), beside, (share, a), ahead)]
+    for first, (a, times) in drafts.items():
+        for second, (b, its_times) in drafts.items():
+            if times.at(1) < its_times.at(1) and first != second:
+                # Two drafts agree with each other at least as often as both with the target.
+                inner, _ = best_lockstep(min(1.0, a / max(b, 1e-9)), times.at(1), its_times)
+                rate, ahead = best_lockstep(b, 1 / inner, target)
+                found.append(Candidate((first, second), rate, (a, b), ahead))
+    return sorted(found, key=lambda c: -c.predicted)
 
-        from pipespec.engine.ngram import NGRAM, NgramDraft
-        from pipespec.planning import measure, planner
-        from pipespec.planning.drafts import agreement_with
-        from pipespec.planning.recommend import Draft, Option, best_drafts, ngram_agreement, options_of
-        from pipespec.planning.simulator import Answers
 
-        names, models = list(self.models), list(self.models.values())
-        labels = {given: Path(given).name for given in self.given.values()}
-        if len(set(labels.values())) < len(labels):
-            labels = {given: given for given in labels}
-        cores = len(os.sched_getaffinity(0))
-        with working(f"measuring {len(models)} drafts"):
-            profile = measure.measure_stages(
-                [*models, self.target], [*names, "target"], budget_s=1.0 + 0.7 * len(models)
-            )
-            table = agreement_with(models, self.target, texts, NgramDraft())
-            index = measure.measure_ngram(NgramDraft())
-        drafts = [
-            Draft(
-                self.given[name],
-                float((table[:, 1 + i] == 0).mean()),
-                stage.seconds(1, threads=profile.threads, context=self.call.context),
-                self.options[name],
-                labels[self.given[name]],
-            )
-            for i, (name, stage) in enumerate(zip(names, profile.stages[:-1], strict=True))
-        ]
-        ngram = Draft(NGRAM, ngram_agreement(table[:, 0]), index.seconds(1, threads=1))
+def best_lockstep(a: float, draft_s: float, target: StepTimes) -> tuple[float, int]:
+    """Tokens per second of a draft with the best number of draft tokens, and that number, by :func:`pipespec.planning.closed_form.lockstep_rate`."""
+    from pipespec.planning.closed_form import lockstep_rate
 
-        def planned(some: list[int], of: Profile) -> list[Option]:
-            columns = table[:, [0, *(1 + i for i in some)]].copy()
-            plan = planner.plan(replace(of, stages=(index, *of.stages)), Answers(table=columns), self.call, cores=cores)
-            found = options_of(plan, [ngram, *(drafts[i] for i in some)], plain.rate)
-            return [o for o in found if not some or o.drafts != (ngram,)]
+    return max((lockstep_rate(a, k, draft_s, target.at(1 + k)), k) for k in _LOOKAHEADS)
 
-        plain = planner.plan(replace_stages(profile, [len(names)]), Answers(), self.call).plain
 
-        alone = planned([], replace_stages(profile, [len(names)]))
-        options = [o for i in range(len(names)) for o in planned([i], replace_stages(profile, [i, len(names)]))]
-        best = [drafts.index(draft) for draft in best_drafts(options, 2)]
-        best.sort(key=lambda i: drafts[i].step_s)
-        if len(best) == 2 or (best and cores > 1):
-            with working("measuring the best drafts beside the target"):
-                own = self._beside([models[i] for i in best], [names[i] for i in best], cores)
-            # Replaces the predictions without the slowdown of concurrent stages.
-            again = [drafts[i] for i in best]
-            options = [o for o in options if o.drafts[-1] not in again] + planned(
-                best, own or replace_stages(profile, [*best, len(names)])
-            )
-        return [*alone, *options, Option((), "plain", rate=plain.rate)]
+def lookup_rate(index: Sequence[np.ndarray], target: StepTimes, otherwise_s: float) -> tuple[float, int]:
+    """Tokens per second of an n-gram index, replayed along the texts, with the best lookahead, and that lookahead.
 
-    def _beside(self, models: list[PreTrainedModel], names: list[str], cores: int) -> Profile | None:
-        """The profile of a chain with the slowdown of its worker processes; None where there are none."""
-        from pipespec.config import SpeculationConfig
-        from pipespec.drivers import WorkersDriver
-        from pipespec.planning import measure
-        from pipespec.process.signals import pass_on
+    Args:
+        index: From :func:`lookups`.
+        target: Its step times.
+        otherwise_s: Seconds per token where the index has no match.
+    """
 
-        if cores < 2:
-            return None
-        config = SpeculationConfig(schedule="workers", lookahead=(8,) * len(models))
-        try:
-            driver = WorkersDriver([*models, self.target], config)
-        except (ValueError, RuntimeError) as error:
-            pass_on(error)
-            say(f"no worker processes here: {error}")
-            return None
-        try:
-            return measure.measure_stages(
-                [*models, self.target], [*names, "target"], budget_s=2.0 * len(models), beside=driver
-            )
-        finally:
-            driver.close()
+    def rate(ahead: int) -> float:
+        seconds, tokens = 0.0, 0
+        for answers in index:
+            at = 0
+            while at < len(answers):
+                if answers[at] < 0:
+                    seconds, at = seconds + otherwise_s, at + 1
+                    continue
+                accepted = 0
+                while accepted < ahead and at + accepted < len(answers) and answers[at + accepted] == 1:
+                    accepted += 1
+                seconds, at = seconds + target.at(1 + ahead), at + accepted + 1
+            tokens += len(answers)
+        return tokens / seconds
 
-    def _reports(self, pipe: Any, texts: list[Text]) -> Iterator[Any]:
-        import torch
+    return max((rate(ahead), ahead) for ahead in _LOOKAHEADS)
 
-        for text, first in texts:
-            ids = torch.from_numpy(text[None, :first].astype("int64")).to(self.target.device)
-            pipe.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.args.new_tokens, do_sample=False
-            )
-            yield pipe.report
 
-    def _run(self, option: Option, texts: list[Text]) -> tuple[int, float]:
-        """New tokens and seconds of one option on all prompts."""
-        from pipespec.pipeline import Pipeline
+def _rate(
+    target: PreTrainedModel, models: dict[str, PreTrainedModel], candidate: Candidate, texts: Sequence[Text], new: int
+) -> float:
+    """Tokens per second of a candidate on all prompts."""
+    import torch
 
-        drafts = [self._model(draft) for draft in option.drafts]
-        numbers: dict[str, Any] = {}
-        if drafts:
-            numbers = {"lookahead": list(option.lookahead), "min_draft_tokens": option.min_draft_tokens}
-            numbers["decode_meanwhile"] = option.decode_meanwhile
-        with Pipeline(self.target, drafts, schedule=option.schedule, **numbers) as pipe:
-            for _ in self._reports(pipe, texts[:1]):
-                pass  # caches, processes and packed weights are there from now on
-            reports = list(self._reports(pipe, texts))
-        return sum(r.tokens for r in reports), sum(r.seconds for r in reports)
+    from pipespec.pipeline import Pipeline
 
-    def _model(self, draft: Draft) -> Any:
-        if draft.given == "ngram":
-            return "ngram"
-        return next(
-            model
-            for name, model in self.models.items()
-            if (self.given[name], self.options[name]) == (draft.given, draft.options)
+    tokens, seconds = 0, 0.0
+    drafts = [models.get(name, name) for name in candidate.drafts]
+    with Pipeline(target, drafts, schedule="lockstep" if drafts else "plain") as pipe:
+        # Caches and packed weights are there from the first call on.
+        for number, (text, first) in enumerate([texts[0], *texts]):
+            ids = torch.from_numpy(text[None, :first].astype("int64"))
+            mask = torch.ones_like(ids)
+            pipe.generate(ids, attention_mask=mask, max_new_tokens=new if number else min(new, 4), do_sample=False)
+            if number:
+                assert pipe.report is not None
+                tokens, seconds = tokens + pipe.report.tokens, seconds + pipe.report.seconds
+    return tokens / seconds
+
+
+def _speedup(candidate: Candidate, plain: Candidate) -> float:
+    """Over plain decoding: measured, or predicted where it did not run."""
+    if candidate.measured is None or plain.measured is None:
+        return candidate.predicted / plain.predicted
+    return candidate.measured / plain.measured
+
+
+def table(found: Sequence[Candidate], plain: Candidate, best: Candidate) -> str:
+    """The candidates as a table, and the reason for the choice."""
+    last = {name: Path(name).name for c in found for name in c.drafts}
+    labels = last if len(set(last.values())) == len(last) else {name: name for name in last}
+    lines: list[Sequence[str]] = [
+        ("", "drafts", "agreement", "draft tokens", "tokens/s, predicted", "measured", "vs plain")
+    ]
+    lines += [
+        (
+            "->" if c is best else "",
+            " + ".join(labels[name] for name in c.drafts) or "none",
+            "/".join("-" if math.isnan(a) else f"{a:.2f}" for a in c.agreement) or "-",
+            str(c.lookahead or "-"),
+            f"{c.predicted:.1f}",
+            "-" if c.measured is None else f"{c.measured:.1f}",
+            f"{_speedup(c, plain):.2f}x" + (" (predicted)" if c.measured is None else ""),
         )
-
-
-def replace_stages(profile: Profile, stages: list[int]) -> Profile:
-    """The profile of some of the stages."""
-    from dataclasses import replace
-
-    return replace(profile, stages=tuple(profile.stages[i] for i in stages))
+        for c in found
+    ]
+    why = (
+        "drafting pays"
+        if best.drafts
+        else f"do not draft: no measured candidate reaches {MARGIN:.2f}x of plain decoding"
+    )
+    return f"{aligned(lines, left=2)}\n{why}"

@@ -55,7 +55,7 @@ class SelfDraft:
             found = [int(n) for n in numbers.split(",")]
         except ValueError:
             raise ValueError(
-                f"{draft!r} is no self-draft: use 'self' (measured), 'self:4' (the first 4 layers) or 'self:0,1,11' (these layers); a folder "
+                f"{draft!r} is no self-draft: use 'self' (assistant_early_exit of the target), 'self:4' (the first 4 layers) or 'self:0,1,11' (these layers); a folder "
                 f"of this name is './{draft}'"
             ) from None
         return cls(found[0] if len(found) == 1 else tuple(found))

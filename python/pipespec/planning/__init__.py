@@ -1,5 +1,4 @@
-"""Planning: the analytical model, the simulator, the profile of a chain, and the choice of a schedule.
+"""Planning: the analytical model, the simulator, measured step times, and drafts that are made here.
 
-``closed_form``, ``simulator``, ``profile`` and ``planner`` need numpy and the native core only. ``measure``, ``profile_store`` and ``auto``
-run models and need torch.
+``closed_form``, ``simulator`` and ``steps`` need numpy and the native core only. ``measure`` and ``drafts`` run models and need torch.
 """
