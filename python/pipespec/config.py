@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 SCHEDULES = ("plain", "lockstep", "workers", "streams", "ranks")
@@ -26,7 +27,7 @@ _MOST_TOKENS = 2**31 - 1
 """Of lookahead and ``min_draft_tokens``: stages hold them in 32 bits."""
 
 _LOOKAHEAD = {"lockstep": 4, "workers": 8, "streams": 8, "ranks": 8}
-"""Lockstep pays for each draft token with its own time. Asynchronous drafts run while the target works."""
+"""Lockstep pays for each draft token with its own time. Drafts with a device or a memory bus of their own run while the target works."""
 
 _NGRAM_LOOKAHEAD = 8
 """Draft tokens of an n-gram index take no time, but a long verification of wrong ones does."""
@@ -250,11 +251,15 @@ def default_schedule(
     graphs: bool | None = None,
     cores: int | None = None,
     *,
+    nodes: int | None = None,
     ngram: bool = False,
     translated: bool = False,
     whole: bool = True,
 ) -> tuple[str, bool]:
     """Choose the schedule where the user names none, without measuring.
+
+    All cores with one memory bus are one device: a stage that runs beside another on it slows it down by as much as it works. Processes pay where stages
+    have memory buses of their own.
 
     | stages | schedule |
     |---|---|
@@ -262,8 +267,9 @@ def default_schedule(
     | an n-gram index as the only draft | ``"lockstep"``, as it has no steps to overlap |
     | all on one GPU | ``"lockstep"``, captured rounds |
     | all on GPUs, more than one | ``"streams"`` |
-    | drafts on the CPU, and a core for each stage | ``"workers"`` |
-    | otherwise | ``"lockstep"`` |
+    | all on the CPU, and a NUMA node for each stage | ``"workers"`` |
+    | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
+    | otherwise, so on a CPU with one node | ``"lockstep"`` |
 
     Beside an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are captured.
 
@@ -271,6 +277,7 @@ def default_schedule(
         devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
         graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
         cores: CPU cores for this process. None: as the operating system reports.
+        nodes: NUMA nodes on whose cores this process may run. None: likewise.
         ngram: Whether the first draft is an n-gram index.
         translated: Whether the first draft has another tokenizer than the target.
         whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
@@ -286,9 +293,38 @@ def default_schedule(
     if captured:
         on_gpus = target.startswith("cuda") and len(set(devices)) > 1
         return ("streams" if on_gpus else "lockstep"), True
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
-    has_cores = graphs is None and all(device == "cpu" for device in drafts) and cores >= len(devices)
-    return ("workers" if has_cores else "lockstep"), False
+    if graphs is not None or any(device != "cpu" for device in drafts):
+        return "lockstep", False
+    if target == "cpu":
+        places = numa_nodes() if nodes is None else nodes
+    else:
+        places = len(os.sched_getaffinity(0)) if cores is None else cores
+    return ("workers" if places >= len(devices) else "lockstep"), False
+
+
+def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
+    """Number of nodes on whose cores this process may run, at least 1.
+
+    Args:
+        folder: Where the kernel lists them, one folder ``node*`` with a file ``cpulist`` each.
+    """
+    own, found = os.sched_getaffinity(0), 0
+    for file in folder.glob("node[0-9]*/cpulist"):
+        try:
+            found += not own.isdisjoint(_cores(file.read_text()))
+        except (OSError, ValueError):  # a container may hide or change it
+            continue
+    return max(1, found)
+
+
+def _cores(text: str) -> set[int]:
+    """The cores of a list such as ``0-3,8``."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def takes_ngram(schedule: str, options: Mapping[str, Any]) -> bool:

@@ -117,7 +117,7 @@ BUGS = (
     [
         "bench --dry-run --agreement nan",
         "bench --dry-run --threads 0",
-        "recommend --draft-vocabulary ²",
+        "generate --draft-vocabulary ²",
         "generate --system spd --device 0",
         "generate --system spd --device auto",
     ],

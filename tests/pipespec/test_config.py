@@ -11,7 +11,7 @@ import torch
 import pipespec
 from pipespec import Pipeline, config
 from pipespec import pipeline as pipelines
-from pipespec.config import SpeculationConfig, default_schedule
+from pipespec.config import SpeculationConfig, default_schedule, numa_nodes
 from pipespec.drivers.base import SpeedWarning
 from pipespec.errors import NotCapturable
 from tests.conftest import noisy, random_llama
@@ -25,33 +25,33 @@ def model():
 
 
 @pytest.fixture
-def cores(monkeypatch):
+def nodes(monkeypatch):
     def have(count):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
+        monkeypatch.setattr(config, "numa_nodes", lambda: count)
 
     return have
 
 
 @pytest.mark.parametrize(
-    ("devices", "cores", "expected"),
+    ("devices", "cores", "nodes", "expected"),
     [
-        (["cpu"], 8, ("plain", False)),
-        (["cuda:0"], 8, ("plain", True)),
-        (["cpu", "cpu"], 1, ("lockstep", False)),
-        (["cpu", "cpu"], 2, ("workers", False)),
-        (["cpu", "cpu", "cpu"], 2, ("lockstep", False)),
-        (["cpu", "cpu", "cpu"], 3, ("workers", False)),
-        (["cuda:0", "cuda:0"], 1, ("lockstep", True)),
-        (["cuda:1", "cuda:1", "cuda:1"], 8, ("lockstep", True)),
-        (["cuda:1", "cuda:0"], 8, ("streams", True)),
-        (["cuda:0", "cuda:1", "cuda:0"], 1, ("streams", True)),
-        (["cpu", "cuda:0"], 2, ("workers", False)),
-        (["cpu", "cuda:0"], 1, ("lockstep", False)),
-        (["cuda:0", "cpu"], 8, ("lockstep", False)),
+        (["cpu"], 8, 1, ("plain", False)),
+        (["cuda:0"], 8, 1, ("plain", True)),
+        (["cpu", "cpu"], 8, 1, ("lockstep", False)),
+        (["cpu", "cpu"], 8, 2, ("workers", False)),
+        (["cpu", "cpu", "cpu"], 8, 2, ("lockstep", False)),
+        (["cpu", "cpu", "cpu"], 8, 3, ("workers", False)),
+        (["cuda:0", "cuda:0"], 1, 1, ("lockstep", True)),
+        (["cuda:1", "cuda:1", "cuda:1"], 8, 1, ("lockstep", True)),
+        (["cuda:1", "cuda:0"], 8, 1, ("streams", True)),
+        (["cuda:0", "cuda:1", "cuda:0"], 1, 1, ("streams", True)),
+        (["cpu", "cuda:0"], 2, 1, ("workers", False)),
+        (["cpu", "cuda:0"], 1, 2, ("lockstep", False)),
+        (["cuda:0", "cpu"], 8, 2, ("lockstep", False)),
     ],
 )
-def test_the_rule(devices, cores, expected):
-    assert default_schedule(devices, cores=cores) == expected
+def test_the_rule(devices, cores, nodes, expected):
+    assert default_schedule(devices, cores=cores, nodes=nodes) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,50 +68,59 @@ def test_the_rule_with_graphs_as_the_user_wants_them(devices, graphs, expected):
     assert default_schedule(devices, graphs, cores=8) == expected
 
 
-def test_it_counts_the_cores_of_this_process(cores):
-    cores(1)
-    assert default_schedule(["cpu", "cpu"]) == ("lockstep", False)
-    cores(2)
-    assert default_schedule(["cpu", "cpu"]) == ("workers", False)
+def test_it_counts_the_nodes_of_this_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 6, 9})
+    for name, cores in (
+        ("node0", "0-3\n"),
+        ("node1", "4,6-7\n"),
+        ("node2", "8\n"),
+        ("node3", "\n"),
+        ("node4", "odd\n"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpulist").write_text(cores)
+    (tmp_path / "node5").mkdir()
+    assert numa_nodes(tmp_path) == 2
+    assert numa_nodes(tmp_path / "none") == 1
+    assert numa_nodes() >= 1
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_pipeline_says_what_was_chosen(model, cores, count):
-    cores(count)
+def test_a_pipeline_says_what_was_chosen(model, nodes, count):
+    nodes(count)
     chosen = {1: "lockstep", 2: "workers"}[count]
     wanted = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
     with Pipeline(model, noisy(model, 0.02)) as pipe:
         assert pipe.schedule == pipe.config.schedule == chosen
-        assert pipe.config.lookahead == ({"lockstep": 4, "workers": 8}[chosen],)
+        assert (pipe.config.ngram is not None) == (chosen == "lockstep")
         assert torch.equal(pipe.generate(PROMPT, max_new_tokens=9), wanted)
         assert pipe.report.schedule == chosen
-        assert pipe.report.decisions is None
-    assert Pipeline(model).schedule == "plain"
+    assert Pipeline(model, schedule="plain").schedule == "plain"
 
 
-def test_drafts_that_no_worker_can_run(model, cores):
+def test_drafts_that_no_worker_can_run(model, nodes):
     """They run in lockstep, and the report has the reason."""
 
     class Own(type(model)):
         pass
 
-    cores(2)
+    nodes(2)
     draft = Own(model.config)
     wanted = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
     with Pipeline(model, draft, trace=16) as pipe:
         assert pipe.schedule == "lockstep"
-        assert pipe.config == SpeculationConfig(schedule="lockstep", lookahead=(4,), trace=16)
+        assert (pipe.config.lookahead, pipe.config.trace) == ((4,), 16)
         assert torch.equal(pipe.generate(PROMPT, max_new_tokens=9), wanted)
         assert pipe.report.schedule == "lockstep"
-        (reason,) = pipe.report.decisions
+        reason = pipe.report.decisions[0]
         assert "'lockstep' instead of 'workers': draft 0: a worker process cannot import its class" in reason
     with pytest.raises(ValueError, match="cannot import its class"):  # what is named is not replaced
         Pipeline(model, draft, schedule="workers")
 
 
-def test_attach_has_the_same_default(cores):
+def test_attach_has_the_same_default(nodes):
     target = random_llama(1)
-    cores(1)
+    nodes(1)
     assert pipespec.attach(target, noisy(target, 0.02)).schedule == "lockstep"
     pipespec.detach(target)
 

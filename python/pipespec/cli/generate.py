@@ -263,7 +263,7 @@ def _bundled(schedule: str | None, acceptance: str) -> list[str]:
     if schedule == "ranks":  # as many as there are ranks
         world = int(os.environ.get("WORLD_SIZE", "1"))
         return ["small", "medium"][max(0, 3 - world) :][: world - 1]
-    names = ["small", "medium"] if schedule in (None, "lockstep") or len(os.sched_getaffinity(0)) > 2 else ["medium"]
+    names = ["small", "medium"] if schedule == "lockstep" or len(os.sched_getaffinity(0)) > 2 else ["medium"]
     if acceptance != "coupled":
         names = names[-1:]
     if schedule == "plain":

@@ -23,7 +23,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         action="append",
         default=[],
-        help="draft; several: smallest first; ngram: prompt lookup, first or alone; self: the target's own layers, self:4 its first four; only the first may have another tokenizer",
+        help="draft; several: smallest first; ngram: prompt lookup, first or alone; self:4: the target's first four layers; only the first may have another tokenizer",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
     parser.add_argument(
