@@ -312,7 +312,7 @@ class Driver(Decoder):
         model, trace, native = self._model_of(i), self._trace_of(i), self.config.native
         if i == 0 and self.config.translation is not None:
             return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
-        return kind(
+        stage = kind(
             model,
             self.block,
             i,
@@ -323,6 +323,9 @@ class Driver(Decoder):
             confidence=self.config.confidence,
             in_turn=self.schedule != "workers",
         )
+        # Products of a library may depend on the number of threads.
+        stage.reads_wide = not self.config.exact
+        return stage
 
     def _acceptance_remarks(self, request: GenerationRequest) -> tuple[str, ...]:
         """What the text of a call depends on under another rule of acceptance than coupled sampling."""

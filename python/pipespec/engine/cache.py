@@ -505,6 +505,26 @@ class RowCache(Cache):
         self._copy_prefix(other._stores, top)
         self._set(list(lengths))
 
+    @contextmanager
+    def row_alone(self, row: int, more: int) -> Iterator[RowCache]:
+        """A cache of one row with its keys and values, and room for ``more`` tokens. This cache takes over what they become.
+
+        Raises:
+            ValueError: there is no room.
+        """
+        begin = self._lengths[row]
+        end = begin + more
+        if end > self._capacity:
+            raise ValueError(f"RowCache is full: row {row} holds {begin} of {self._capacity} tokens, not {more} more")
+        alone = RowCache(self._config, 1, end, dtype=self.dtype, device=self._device)
+        for store, other in zip(alone._stores, self._stores, strict=True):
+            store[:, 0, :, :begin].copy_(other[:, row, :, :begin])
+        alone._set([begin])
+        yield alone
+        for store, other in zip(alone._stores, self._stores, strict=True):
+            other[:, row, :, begin:end].copy_(store[:, 0, :, begin:end])
+        self._set([end if r == row else n for r, n in enumerate(self._lengths)])
+
     def sync(self) -> None:
         """Copy the host's lengths to each device, if they have changed. A forward does so, too."""
         if self._stale:

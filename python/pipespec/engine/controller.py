@@ -65,7 +65,7 @@ class StepTimes:
             return
         # A step that was interrupted says little about the next one.
         ratio = min(max(seconds * machine.speed / entry[0], 0.5), 2.0)
-        machine.speed *= ratio**-0.1
+        machine.speed *= ratio**-0.2
         entry[1] += 1.0
         entry[0] *= ratio ** max(1.0 / entry[1], 0.05)
 

@@ -20,6 +20,8 @@ from pipespec.engine.fused import FusedForm, fused_form, fused_signature
 from pipespec.engine.native import NATIVE, Form, NativeForm, PartsForm, native_form, native_signature, probe_cache
 from pipespec.engine.recurrent import recurrent_signature, with_states
 from pipespec.engine.states import LayerStates
+from pipespec.models.compat import library_columns
+from pipespec.models.derived import has_int8
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable, packed_bytes
 from pipespec.models.layout import CacheLayout, takes_mask_per_type
@@ -71,6 +73,34 @@ def forward(
         return call(tokens, cache, keep)
     with torch.inference_mode():
         return call(tokens, cache, keep)
+
+
+def wide_columns(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> int | None:
+    """From how many columns on a forward over part of a prompt belongs to the model's own modules; None: :func:`forward` runs all of them.
+
+    It depends on the model, its dtype and the processor: where oneDNN has instructions for a dtype that the native form computes in float32, wide products
+    are several times faster there. So one machine reads one prompt by the same forwards in each schedule, batch and call.
+    """
+    if native_form_of(model, cache, native=native) is None or has_int8(model):
+        return None
+    return library_columns(cache.dtype)
+
+
+def forward_row(model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, row: int) -> None:
+    """Cache part of the prompt of one row by the model's own modules, apart from the other rows, whose lengths would change its bits.
+
+    Args:
+        model: as for :func:`forward`.
+        tokens: ``[1, q]``.
+        cache: of this model; the row grows by ``q``.
+        row: its index.
+    """
+    with torch.inference_mode():
+        if cache.rows == 1:
+            _WholeModel(model)(tokens, cache, 0)
+            return
+        with cache.row_alone(row, tokens.shape[1]) as alone:
+            _WholeModel(model)(tokens, alone, 0)
 
 
 def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> NativeForm | None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.acceptance import Acceptance, SharedAcceptance
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.forward import described, forward, forward_row, recheck, release, wide_columns
 from pipespec.engine.grammar import Grammar
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramStage
@@ -185,6 +185,8 @@ class Stage:
         self._clamp: int | None = None
         self._rope: DynamicRope | None = None
         self._group = ForwardGroup.of(model)
+        self.reads_wide = True
+        """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
         self.defers = False
         """Whether the prompt is read in the first step of a call, which may never come. For drafts."""
         self.agreement = (0, 0)
@@ -475,6 +477,8 @@ class Stage:
 
     def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int) -> None:
         """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the RoPE of a forward of ``seen`` tokens."""
+        if self.reads_wide and self._rope is None and self._group is None:
+            begin = self._fill_by_library(cache, begin, end)
         # The states of a complete row do not survive further columns.
         level = not any(self._in_cache(begin)) and not cache.is_recurrent
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
@@ -489,6 +493,16 @@ class Stage:
                 # Padding columns of complete rows must not use up the capacity.
                 cache.truncate(self._in_cache(begin))
         cache.truncate(self._in_cache(end))
+
+    def _fill_by_library(self, cache: RowCache, begin: list[int], end: list[int]) -> list[int]:
+        """Cache the tokens that belong to wide forwards, row by row. Returns where the rest begins."""
+        wide, begin = wide_columns(self.model, cache, native=self._native), list(begin)
+        for row, last in enumerate(end):
+            while wide is not None and (q := min(self._chunk, last - begin[row])) >= wide:
+                tokens = torch.from_numpy(self._text[row, begin[row] : begin[row] + q])[None].to(self._device)
+                forward_row(self.model, tokens if self._clamp is None else tokens.clamp(max=self._clamp), cache, row)
+                begin[row] += q
+        return begin
 
     def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int, seen: int) -> torch.Tensor:
         if self._clamp is not None:

@@ -215,3 +215,13 @@ def chunked_delta_rule(module: Any) -> Any:
     """
     own = getattr(module, "chunk_gated_delta_rule", None)
     return own or sys.modules[type(module).__module__].torch_chunk_gated_delta_rule
+
+
+def library_columns(dtype: torch.dtype) -> int | None:
+    """From how many columns on torch's matrix products are faster than those of the native form on this processor; None: never.
+
+    The native form computes in float32. oneDNN multiplies bfloat16 with AMX or AVX-512-BF16, at several times the rate; without either, torch's
+    products in bfloat16 are many times slower. In float32 both reach the same rate.
+    """
+    has = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return 24 if dtype == torch.bfloat16 and any(is_there is not None and is_there() for is_there in has) else None

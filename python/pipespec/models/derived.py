@@ -317,6 +317,11 @@ class Int8Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+def has_int8(model: PreTrainedModel) -> bool:
+    """Whether the matrices are :class:`Int8Linear`."""
+    return Derivation.of(model).int8
+
+
 def in_int8(model: PreTrainedModel) -> PreTrainedModel:
     """A draft whose matrices, the head included, are :class:`Int8Linear`, with adapters merged. All else is shared with ``model``.
 
