@@ -1,6 +1,6 @@
 """Comparisons and bounds of speculative decoding in closed form: lockstep, break-even rates, optimal policies, one device.
 
-Symbols as in ``pipespec.planning.closed_form``. These forms explain results in the docs page ``theory.md``. The planner does not use them.
+Symbols as in ``pipespec.planning.closed_form``. These forms explain results in the docs page ``theory.md``.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 
@@ -57,9 +57,6 @@ _RESTART_TIMEOUT_S = 10.0
 
 _TEMPLATE_TIMEOUT_S = 5.0
 """A call waits at most this long for a template that is started again. Its workers import by themselves then, while the call goes on."""
-
-_ENDLESS = 2**20
-"""A lookahead that is larger than any text."""
 
 _SEND_TIMEOUT_S = 5.0
 """A worker that waits for a message reads it within this time, or counts as hung."""
@@ -522,33 +519,6 @@ class WorkersDriver(Driver):
                     f"has ended ({worker.exit_reason()}); this call continues without it, the next one starts it again",
                 )
 
-    @contextmanager
-    def drafting(self, request: GenerationRequest, draft: int) -> Iterator[Callable[[int], int]]:
-        """Let one draft run alone up to the request's limit, for measurements. The other drafts and the target rest.
-
-        Yields:
-            A function that waits until the draft has a given number of tokens and returns their number; 0 if the worker is dead.
-        """
-        before, begin = self.config, len(request.inputs.prompts[0])
-        lookahead = tuple(_ENDLESS if i == draft else 0 for i in range(len(before.lookahead)))
-        self.config = replace(before, lookahead=lookahead, min_draft_tokens=0)
-
-        def drafted(at_least: int) -> int:
-            deadline = time.monotonic() + _READY_TIMEOUT_S
-            while (count := self.block.length(draft, 0) - begin) < at_least:
-                self._tend(call)
-                if draft not in self._workers or self._workers[draft].is_dead() or time.monotonic() > deadline:
-                    return 0
-                time.sleep(1e-3)
-            return count
-
-        try:
-            call = self._begin(request)
-            yield drafted
-        finally:
-            self.config = before
-            self.block.start(0)
-
     def _generate(self, request: GenerationRequest) -> None:
         self.remarks = self._acceptance_remarks(request)
         try:
@@ -613,7 +583,7 @@ class WorkersDriver(Driver):
         """Set the target's threads. It uses the cores of the drafts while they rest."""
         config = self.in_force
         own = self._all_threads if config.rests else self._target_threads
-        set_threads(min(config.threads or own, self._all_threads))
+        set_threads(min(own, self._all_threads))
 
     def _step(self) -> Action:
         if self._is_drafting and not self._target.accepts_draft_tokens:
