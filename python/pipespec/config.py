@@ -42,7 +42,7 @@ class SpeculationConfig:
     """How a chain runs: one object for pipeline, factory and driver.
 
     :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`. ``dataclasses.replace`` makes the one for
-    :meth:`pipespec.drivers.Driver.steer`; ``lookahead``, ``min_draft_tokens``, ``decode_meanwhile`` and ``threads`` may change between any
+    :meth:`pipespec.drivers.Driver.steer`; ``lookahead``, ``min_draft_tokens`` and ``decode_meanwhile`` may change between any
     two steps.
 
     Args:
@@ -52,7 +52,6 @@ class SpeculationConfig:
         decode_meanwhile: During that wait, the target decodes one token at a time.
         graphs: Captured steps in ``"plain"`` and ``"lockstep"``; ``"streams"`` always captures.
         trace: Steps per stage that the trace of a call keeps. 0: no trace.
-        threads: CPU threads of the target while worker processes run. None: the cores that the workers leave free, or all cores while the drafts rest.
         native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`; captured steps in the fused
             form, see :mod:`pipespec.engine.fused`.
         exact: The target runs in a form whose bits depend on neither batch nor width (on the CPU the native one, in captured steps the exact
@@ -76,7 +75,6 @@ class SpeculationConfig:
     decode_meanwhile: bool = False
     graphs: bool = False
     trace: int = 0
-    threads: int | None = None
     native: bool = True
     exact: bool = False
     ngram: Any = None

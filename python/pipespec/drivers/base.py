@@ -424,7 +424,7 @@ class Driver(Decoder):
         if self.target.accepts_draft_tokens:
             return self.config
         resting = (0,) * len(self.config.lookahead)
-        return replace(self.config, lookahead=resting, min_draft_tokens=0, decode_meanwhile=False, threads=None)
+        return replace(self.config, lookahead=resting, min_draft_tokens=0, decode_meanwhile=False)
 
     # ---- memory
 
