@@ -1,0 +1,292 @@
+"""Speed on real models, row beside row: transformers' ways, and ours with each option.
+
+    python -m tools.real_models build/real
+    python -m bench.bench_real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl --json real.json
+
+Each prompt is a line of a JSON file with its first text in ``turns``. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
+slower does so for all. Per row: tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst
+prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and the share of texts that equal those of our plain decoding. Sampled rows have one seed per prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.harness import markdown_table, save
+from pipespec import Pipeline
+from pipespec.bench.contenders import CommitClock, private_copies
+from pipespec.bench.machine import provenance
+from pipespec.process.progress import quiet_transformers, say
+
+PLAIN = "plain"
+
+Row = Callable[[torch.Tensor, dict[str, Any]], tuple[list[int], float, float]]
+"""Token ids of a prompt and arguments of ``generate()`` to the new tokens, the seconds of the call, and those to the first token."""
+
+
+def shuffled(model: Any) -> Any:
+    """A copy with its layers in another order: a draft that is as expensive as the model and hardly ever right."""
+    import copy
+
+    twin = copy.deepcopy(model)
+    layers = twin.model.layers
+    order = torch.randperm(len(layers), generator=torch.Generator().manual_seed(1)).tolist()
+    twin.model.layers = torch.nn.ModuleList(layers[i] for i in order)
+    for i, layer in enumerate(twin.model.layers):
+        layer.self_attn.layer_idx = i
+    return twin
+
+
+def options_of(draft: Any, target: Any) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """By row: drafts and options of the pipeline."""
+    fixed = {f"lockstep, draft x{n}": ([draft], {"schedule": "lockstep", "lookahead": n}) for n in (1, 2, 3, 4, 6)}
+    ngram = {f"lockstep, n-gram x{n}": (["ngram"], {"schedule": "lockstep", "lookahead": n}) for n in (2, 4, 8, 16)}
+    return {
+        PLAIN: ([], {"schedule": "plain"}),
+        "default": ([draft], {}),
+        "default, no draft": ([], {}),
+        "default, useless draft": ([shuffled], {}),
+        "default, itself as draft": ([target], {}),
+        "controller, draft alone": ([draft], {"schedule": "lockstep"}),
+        **fixed,
+        **ngram,
+        "n-gram before the draft": (["ngram", draft], {"schedule": "lockstep", "lookahead": 4}),
+        "workers": ([draft], {"schedule": "workers"}),
+        "workers, n-gram before": (["ngram", draft], {"schedule": "workers"}),
+        "workers, min_draft_tokens 2": ([draft], {"schedule": "workers", "min_draft_tokens": 2}),
+        "workers, decode_meanwhile": (
+            [draft],
+            {"schedule": "workers", "min_draft_tokens": 2, "decode_meanwhile": True},
+        ),
+        "streams": ([draft], {"schedule": "streams"}),
+        "graphs": ([draft], {"schedule": "lockstep", "graphs": True}),
+        "confidence": ([draft], {"schedule": "lockstep", "confidence": True}),
+        "confidence, workers": ([draft], {"schedule": "workers", "confidence": True}),
+        "exact": ([draft], {"exact": True}),
+        "rejection": ([draft], {"acceptance": "rejection"}),
+        "block": ([draft], {"acceptance": "block"}),
+        "int8 draft": ([draft], {"schedule": "lockstep", "lookahead": 3, "draft_dtype": "int8"}),
+        "int8 draft, default": ([draft], {"draft_dtype": "int8"}),
+        "draft_vocabulary 32000": ([draft], {"schedule": "lockstep", "lookahead": 3, "draft_vocabulary": 32000}),
+        "self, 4 layers": (["self:4"], {"schedule": "lockstep", "lookahead": 2}),
+    }
+
+
+def pipeline_row(target: Any, drafts: list[Any], options: dict[str, Any]) -> tuple[Row, Pipeline]:
+    """A row of ours, and its pipeline."""
+    drafts = [draft(target) if draft is shuffled else draft for draft in drafts]
+    drafts = private_copies(drafts) if options.get("schedule") == "workers" else drafts
+    pipe = Pipeline(target, drafts, **options)
+
+    def run(ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
+        return timed(pipe.generate, ids, arguments)
+
+    return run, pipe
+
+
+def hf_row(target: Any, **options: Any) -> Row:
+    """A row of transformers."""
+
+    def run(ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
+        arguments = dict(arguments)
+        torch.manual_seed(arguments.pop("seed", 0))
+        return timed(target.generate, ids, arguments | options)
+
+    return run
+
+
+def timed(generate: Callable[..., Any], ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
+    """Run a call with a clock as its streamer."""
+    clock = CommitClock()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **arguments)
+    seconds = time.perf_counter() - clock.began
+    return out[0, ids.shape[1] :].tolist(), seconds, clock.commits[0][0]
+
+
+def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) -> list[tuple[str, torch.Tensor]]:
+    """The first ``count`` prompts of each file, as chats of one turn: name of the file and token ids ``[1, S]``."""
+    found = []
+    for entry in given:
+        name, _, path = entry.partition("=")
+        for line in Path(path).read_text(encoding="utf-8").splitlines()[:count]:
+            chat = [{"role": "user", "content": json.loads(line)["turns"][0]}]
+            ids = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+            found.append((name, ids[:, -most:]))
+    return found
+
+
+def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """One record per row and kind of prompt. ``texts[row][prompt]``: the results of the repeats."""
+    records = []
+    for kind in [*dict.fromkeys(kinds), "all"]:
+        places = [i for i, k in enumerate(kinds) if kind in (k, "all")]
+        plain = {i: statistics.median(seconds for _, seconds, _ in texts[PLAIN][i]) for i in places}
+        plain_rate = {i: len(texts[PLAIN][i][0][0]) / plain[i] for i in places}
+        for row, results in texts.items():
+            if any(not results[i] for i in places):
+                continue
+            seconds = {i: statistics.median(s for _, s, _ in results[i]) for i in places}
+            first = {i: statistics.median(f for _, _, f in results[i]) for i in places}
+            tokens = {i: len(results[i][0][0]) for i in places}
+            ratios = [tokens[i] / seconds[i] / plain_rate[i] for i in places]
+            same = sum(results[i][0][0] == texts[PLAIN][i][0][0] for i in places)
+            rate = sum(tokens.values()) / sum(seconds.values())
+            records.append(
+                {
+                    "row": row,
+                    "prompts": kind,
+                    "tokens_per_second": rate,
+                    "of_plain": rate / (sum(len(texts[PLAIN][i][0][0]) for i in places) / sum(plain.values())),
+                    "worst_prompt_of_plain": min(ratios),
+                    "first_token_ms": 1000 * statistics.median(first.values()),
+                    "decoding_tokens_per_second": (sum(tokens.values()) - len(places))
+                    / (sum(seconds.values()) - sum(first.values())),
+                    "same_text": [same, len(places)],
+                }
+            )
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The records as Markdown."""
+    rows = []
+    for r in records:
+        numbers = [f"{r['tokens_per_second']:.2f}", f"{r['of_plain']:.2f}x", f"{r['worst_prompt_of_plain']:.2f}x"]
+        numbers += [
+            f"{r['first_token_ms']:.0f}",
+            f"{r['decoding_tokens_per_second']:.2f}",
+            "/".join(map(str, r["same_text"])),
+        ]
+        rows.append([r["row"], r["prompts"], *numbers])
+    header = (
+        "row",
+        "prompts",
+        "tokens/s",
+        "of plain",
+        "worst prompt",
+        "first token, ms",
+        "decoding, tokens/s",
+        "same text as plain",
+    )
+    return markdown_table(header, rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--models", type=Path, required=True, help="folder of tools.real_models")
+    out.add_argument("--target", default="q15")
+    out.add_argument("--draft", default="q05")
+    out.add_argument("--dtype", default="bfloat16")
+    out.add_argument(
+        "--hf", choices=("none", "bfloat16", "float32"), default="none", help="transformers' rows, in this dtype"
+    )
+    out.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
+    out.add_argument("--count", type=int, default=4, help="prompts of each file (%(default)s)")
+    out.add_argument("--prompt-tokens", type=int, default=1024, help="at most, the last ones (%(default)s)")
+    out.add_argument("--new-tokens", type=int, default=64)
+    out.add_argument("--repeats", type=int, default=3)
+    out.add_argument("--temperature", type=float, help="sample (greedy without)")
+    out.add_argument("--rows", nargs="+", help="all without; plain is always there")
+    out.add_argument("--json", type=Path)
+    return out
+
+
+def main() -> None:
+    """Measure, print and save."""
+    options = parser().parse_args()
+    with quiet_transformers():
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run all rows in turn."""
+    tokenizer = AutoTokenizer.from_pretrained(options.models / f"{options.target}-hf")
+
+    def load(name: str, dtype: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(options.models / f"{name}-hf", dtype=getattr(torch, dtype)).eval()
+
+    target, draft = load(options.target, options.dtype), load(options.draft, options.dtype)
+    arguments: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}
+    if options.temperature:
+        arguments = {
+            "max_new_tokens": options.new_tokens,
+            "do_sample": True,
+            "temperature": options.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
+    prompts = read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens)
+    kinds = [kind for kind, _ in prompts]
+    rows: dict[str, Row] = {}
+    closing: list[Pipeline] = []
+    failed: dict[str, str] = {}
+    for name, (drafts, more) in options_of(draft, target).items():
+        if name != PLAIN and options.rows and name not in options.rows:
+            continue
+        try:
+            rows[name], pipe = pipeline_row(target, drafts, more)
+            closing.append(pipe)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    if options.hf != "none":
+        theirs = target if options.hf == options.dtype else load(options.target, options.hf)
+        assistant = draft if options.hf == options.dtype else load(options.draft, options.hf)
+        rows["HF generate()"] = hf_row(theirs)
+        for n in (5, 10, 20):
+            rows[f"HF prompt lookup, {n}"] = hf_row(theirs, prompt_lookup_num_tokens=n)
+        rows["HF assisted"] = hf_row(theirs, assistant_model=assistant)
+    texts: dict[str, list[list[tuple[list[int], float, float]]]] = {row: [[] for _ in prompts] for row in rows}
+    warm = prompts[0][1]
+    for repeat in range(options.repeats):
+        for i, (kind, ids) in enumerate(prompts):
+            for row, run in rows.items():
+                if row in failed:
+                    continue
+                seeded = arguments | ({"seed": 1000 + i} if arguments["do_sample"] else {})
+                try:
+                    if repeat == 0 and i == 0:  # packs weights, starts processes
+                        run(warm, seeded | {"max_new_tokens": 2})
+                    texts[row][i].append(run(ids, seeded))
+                except Exception as error:
+                    failed[row] = f"{type(error).__name__}: {error}"
+            say(f"repeat {repeat + 1}, prompt {i + 1} of {len(prompts)} ({kind})")
+    records = summary(texts, kinds)
+    print(table(records))
+    for row, why in failed.items():
+        print(f"failed: {row}: {why}")
+    for pipe in closing:
+        pipe.close()
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(options).items()
+        if key not in ("models", "json")
+    }
+    lengths = [ids.shape[1] for _, ids in prompts]
+    record = {
+        "benchmark": "real",
+        "machine": provenance(),
+        "settings": settings,
+        "prompt_tokens": lengths,
+        "rows": records,
+        "failed": failed,
+    }
+    save(options.json, record)
+
+
+if __name__ == "__main__":
+    main()
