@@ -26,11 +26,11 @@ CPP_FILES = $(shell find csrc tests/native -name '*.?pp' -o -name '*.cu' -o -nam
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all lint format types native native-test pytest test-oldest bench check-results docs \
-  check-clean-build clean
+  test-real check-clean-build clean
 
 help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
-	@echo "also: env lint format types native-test pytest test-oldest check-results docs check-clean-build clean"
+	@echo "also: env lint format types native-test pytest test-oldest test-real check-results docs check-clean-build clean"
 
 # --- the environment ---------------------------------------------------------------------------------------------
 .venv/tools.stamp: constraints.txt
@@ -128,6 +128,11 @@ OLDEST = $(shell sed -n 's/^transformers==//p' constraints-oldest.txt)
 test-oldest: .venv-oldest/stamp native
 	.venv-oldest/bin/python -c 'import transformers; assert transformers.__version__ == "$(OLDEST)", transformers'
 	PYTHONPATH=$(CURDIR):$(CURDIR)/python .venv-oldest/bin/python -m pytest $(AT_ONCE) $(OLDEST_TESTS)
+
+# Texts of small real models, which `python -m tools.real_models $(REAL)` makes. Not part of `make test`.
+REAL ?= build/real
+test-real: $(DEV) native
+	PIPESPEC_REAL_MODELS=$(abspath $(REAL)) $(PY) -m pytest -m real --durations=0 --durations-min=1
 
 bench: $(RUNTIME) native
 	$(PY) -m bench.bench_generate --rows readme --json build/bench/generate.json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -150,6 +151,16 @@ def patience() -> Iterator[None]:
 def no_thread_is_left() -> Iterator[None]:
     with no_more_threads():
         yield
+
+
+@pytest.fixture(scope="session")
+def real_family() -> Path:
+    """The folder of small real models that ``tools.real_models`` makes. Tests that use it are marked ``real``."""
+    folder = Path(os.environ.get("PIPESPEC_REAL_MODELS") or Path(__file__).parents[1] / "build" / "real")
+    lacking = [name for name in ("smol-hf", "q05-hf", "q15-hf") if not (folder / name).is_dir()]
+    if lacking:
+        pytest.skip(f"{folder} lacks {', '.join(lacking)}: run `python -m tools.real_models {folder}`")
+    return folder
 
 
 @pytest.fixture(scope="session")

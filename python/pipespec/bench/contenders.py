@@ -360,7 +360,9 @@ class PipelineContender(Contender):
         if report.schedule != self.schedule:
             notes.append(f"ran as {report.schedule}")
         notes += report.decisions or ()
-        names = (*self.drafts, "target")[-len(report.stages) :]
+        # The index is the last draft where the controller chooses. "draft 0" is the first of the models.
+        models = [name for name in self.drafts if name != NGRAM]
+        names = [models[int(s.name.split()[1])] if s.name.startswith("draft ") else s.name for s in report.stages]
         stages = tuple(counts_of(name, stage) for name, stage in zip(names, report.stages, strict=True))
         tokens = output[0, ids.shape[1] :].tolist()
         figures: dict[str, Any] = {"schedule": report.schedule}
