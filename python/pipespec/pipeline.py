@@ -735,7 +735,7 @@ class Pipeline(BasePipeline):
         rope, most = DynamicRope.of(self.target), max(generation.limits)
         if rope is None or not generation.follows(rope):
             check_rope(self.target, most)
-        elif most > rope.limit and self.schedule != "plain" and not self._warned_of_rope:
+        elif most > rope.limit and len(self._caching()) > 1 and not self._warned_of_rope:
             self._warned_of_rope = True
             warnings.warn(
                 f"beyond {rope.limit} tokens the target's RoPE depends on the length of the text: from there on it decodes one "

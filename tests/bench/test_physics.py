@@ -103,7 +103,7 @@ def test_steps_that_were_not_captured_are_no_result(monkeypatch: pytest.MonkeyPa
 def test_a_pipeline_without_graphs_is_no_result() -> None:
     """Where a model cannot be captured at all, another driver runs in lockstep without a remark."""
     ids = torch.arange(3, 9)[None]
-    with Pipeline(random_llama(1), random_llama(2), schedule="lockstep") as pipe:
+    with Pipeline(random_llama(1), random_llama(2), schedule="lockstep", lookahead=4) as pipe:
         pipe.generate(ids, max_new_tokens=4, do_sample=False)
         with pytest.raises(RuntimeError, match="no step can be captured"):
             check_captured(pipe, "lockstep")

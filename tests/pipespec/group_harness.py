@@ -100,7 +100,7 @@ def scenario(schedules: list[str]) -> dict[str, Any]:
     target, draft = sharded(whole), noisy(whole, 0.02)
     found["texts"] = []
     for schedule in schedules:
-        with Pipeline(target, draft, schedule=schedule) as pipe:
+        with Pipeline(target, draft, schedule=schedule, lookahead=4) as pipe:
             for ids, mask, options in calls():
                 found["texts"].append(pipe.generate(ids, attention_mask=mask, **options).tolist())
             found["form"] = pipe.report.stages[-1].forward

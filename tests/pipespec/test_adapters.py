@@ -73,11 +73,11 @@ def chain():
 
 def test_in_this_process(chain):
     target, draft, wanted = chain
-    pipe = Pipeline(target, draft, schedule="lockstep")
+    pipe = Pipeline(target, draft, schedule="lockstep", lookahead=4)
     assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)
     assert pipe.report.stages[-1].acceptance_rate > 0.5
     assert "q_proj is of class Lora" in pipe.report.stages[-1].forward
-    attached = pipespec.attach(target, [draft], schedule="lockstep")
+    attached = pipespec.attach(target, [draft], schedule="lockstep", lookahead=4)
     assert pipespec.attached(target) is attached
     assert torch.equal(target.generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)
     assert attached.report.tokens == NEW

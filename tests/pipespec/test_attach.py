@@ -48,7 +48,7 @@ def family():
 @pytest.fixture
 def attached_family(family):
     target, draft, _ = family
-    pipeline = pipespec.attach(target, draft, schedule="lockstep")
+    pipeline = pipespec.attach(target, draft, schedule="lockstep", lookahead=4)
     yield pipeline
     pipespec.detach(target)
 

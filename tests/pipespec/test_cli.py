@@ -260,6 +260,8 @@ def test_trace_writes_what_every_stage_did(family, capsys, tmp_path):
         str(family / "small"),
         "--schedule",
         "lockstep",
+        "--lookahead",
+        "4",
     ]
     files = ["--out", str(tmp_path / "run.json"), "--svg", str(tmp_path / "run.svg")]
     assert main([*arguments, *files, "--prompt", "def f(x):", "--max-new-tokens", "20"]) == 0

@@ -109,11 +109,11 @@ def test_a_draft_stops_at_what_it_doubts(chain, monkeypatch) -> None:
 def test_without_it_nothing_is_published(chain) -> None:
     target, (small, _) = chain
     prompt = random_prompts(1, seed=9, shortest=8)[0][None]
-    with Pipeline(target, small, schedule="lockstep") as pipe:
+    with Pipeline(target, small, schedule="lockstep", lookahead=4) as pipe:
         pipe.generate(prompt, max_new_tokens=16, do_sample=False)
         assert set(pipe._driver.block.confidence(0, 0)) == {0}
         assert pipe.report.stages[-1].calibration is None
-    with Pipeline(target, small, schedule="lockstep", confidence=True) as pipe:
+    with Pipeline(target, small, schedule="lockstep", lookahead=4, confidence=True) as pipe:
         pipe.generate(prompt, max_new_tokens=16, do_sample=False)
         assert any(pipe._driver.block.confidence(0, 0))
         assert set(pipe._driver.block.confidence(1, 0)) == {0}, "no stage reads that of the target"

@@ -263,7 +263,7 @@ def test_a_damaged_block_is_made_again(models, damage):
 def test_a_damaged_block_of_one_process_is_made_again(models, schedule, damage):
     target, drafts, texts = models
     drafts = drafts if schedule != "plain" else []
-    with Pipeline(target, drafts, schedule=None if schedule == "plain" else schedule) as pipe:
+    with Pipeline(target, drafts, schedule=schedule, lookahead=4) as pipe:
         block = pipe._driver.block
         for content in (255, 0):
             assert generate(pipe, texts) == []

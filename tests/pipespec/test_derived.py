@@ -133,7 +133,7 @@ def test_the_text_is_the_targets(model, drafts, options, kwargs):
     ids, mask = left_pad(random_prompts(3, seed=8))
     wants = {"max_new_tokens": NEW, "pad_token_id": 0, **kwargs}
     wanted = plain(model, ids, mask, **wants)
-    with Pipeline(model, drafts, schedule="lockstep", **options) as pipe:
+    with Pipeline(model, drafts, schedule="lockstep", lookahead=4, **options) as pipe:
         for _ in range(2):
             assert torch.equal(pipe.generate(ids, attention_mask=mask, **wants), wanted)
         stages = pipe.report.stages
@@ -241,12 +241,16 @@ def test_noise_belongs_to_the_targets_tokens(model, native):
     wants = {"max_new_tokens": NEW, "do_sample": True, "seed": 9, "temperature": 1.0}
     wanted = plain(model, prompt, torch.ones_like(prompt), **wants)
     ids = sorted(set(wanted[0].tolist()))
-    with Pipeline(model, always_right(model), schedule="lockstep", draft_vocabulary=ids, native=native) as pipe:
+    with Pipeline(
+        model, always_right(model), schedule="lockstep", lookahead=4, draft_vocabulary=ids, native=native
+    ) as pipe:
         assert torch.equal(pipe.generate(prompt, **wants), wanted)
         assert pipe.report.draft_acceptance_rate == 1.0
         assert pipe.report.decisions[0] == f"draft 0: drafts {len(ids)} of {VOCABULARY} tokens"
     without = [i for i in ids if i != int(wanted[0, -3])]
-    with Pipeline(model, always_right(model), schedule="lockstep", draft_vocabulary=without, native=native) as pipe:
+    with Pipeline(
+        model, always_right(model), schedule="lockstep", lookahead=4, draft_vocabulary=without, native=native
+    ) as pipe:
         assert torch.equal(pipe.generate(prompt, **wants), wanted)
         assert 0 < pipe.report.draft_acceptance_rate < 1.0
 

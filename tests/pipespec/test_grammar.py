@@ -344,7 +344,7 @@ class Strict(Classes):
 def test_a_matcher_that_raises(target, matcher, message) -> None:
     """The call is refused by name, also if the draft's step is the first to fail."""
     options = {"max_new_tokens": 9, "eos_token_id": END, "do_sample": False, "grammar": [None, matcher(9)]}
-    with Pipeline(target, [noisy(target, 0.3)], schedule="lockstep") as pipe:
+    with Pipeline(target, [noisy(target, 0.3)], schedule="lockstep", lookahead=4) as pipe:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StageFailure)
             with pytest.raises(ValueError, match=message):

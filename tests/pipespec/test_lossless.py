@@ -195,7 +195,7 @@ def test_bundled_family(bundled, k, schedule):
     texts = accepted = 0
     eos = target.generation_config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    with Pipeline(target, drafts, schedule=schedule) as pipeline:
+    with Pipeline(target, drafts, schedule=schedule, lookahead=4) as pipeline:
         for batch in BATCHES:
             for number, (rows, ids, mask, wanted) in enumerate(reference(batch)):
                 keep_up = schedule == "workers" and number == 0  # so that draft tokens come in time

@@ -100,7 +100,7 @@ def test_batches(model, repetitive, models, schedule, kwargs):
     wants = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": 0, **kwargs}
     wanted = plain(model, ids, mask, **wants)
     drafts = [noisy(model, 0.2, seed=1), noisy(model, 0.03, seed=2)][2 - models :]
-    with Pipeline(model, ["ngram", *drafts], schedule=schedule) as pipe:
+    with Pipeline(model, ["ngram", *drafts], schedule=schedule, lookahead=4) as pipe:
         for _ in range(2):
             assert torch.equal(wanted, pipe.generate(ids, attention_mask=mask, **wants))
         names = [stage.name for stage in pipe.report.stages]
@@ -253,7 +253,7 @@ def test_calls_after_an_interrupted_one(model, repetitive, schedule, drafts):
 def test_a_text_in_turns(model, repetitive):
     """A caller's cache continues; the index starts with the whole text."""
     prompt = repetitive[0]
-    with Pipeline(model, "ngram") as pipe:
+    with Pipeline(model, "ngram", lookahead=8) as pipe:
         first = pipe.generate(prompt[None], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
         more = torch.cat([first.sequences, prompt[None, :7]], 1)
         wanted = model.generate(more, max_new_tokens=NEW, do_sample=False)
@@ -266,7 +266,7 @@ def test_a_text_in_turns(model, repetitive):
 def test_a_fork(model, repetitive):
     prompt = repetitive[0]
     wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
-    with Pipeline(model, ["ngram", noisy(model, 0.05)], schedule="lockstep") as pipe:
+    with Pipeline(model, ["ngram", noisy(model, 0.05)], schedule="lockstep", lookahead=4) as pipe:
         pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
 
         def body() -> None:
@@ -293,7 +293,7 @@ def test_attach(repetitive):
 def test_dynamic_numbers(model, repetitive):
     """A lookahead of 0 lets the index rest."""
     prompt = repetitive[0]
-    with Pipeline(model, "ngram", schedule="lockstep") as pipe:
+    with Pipeline(model, "ngram", schedule="lockstep", lookahead=4) as pipe:
         driver = pipe._driver
         driver.steer(SpeculationConfig(schedule="lockstep", lookahead=(0,), ngram=driver.config.ngram))
         pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
@@ -312,7 +312,7 @@ def test_defaults(model):
     assert default_schedule(["cpu"], ngram=True) == ("lockstep", False)
     assert default_schedule(["cuda:0"], ngram=True) == ("lockstep", False)
     assert default_schedule(["cuda:0", "cuda:0"], ngram=True) == ("lockstep", False)
-    assert default_schedule(["cpu", "cpu"], cores=2, ngram=True) == ("workers", False)
+    assert default_schedule(["cpu", "cpu"], nodes=2, ngram=True) == ("workers", False)
 
 
 @pytest.mark.parametrize(

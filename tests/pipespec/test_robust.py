@@ -86,7 +86,9 @@ def test_a_cache_grows_with_the_text(model, chain, monkeypatch, rows):
 def test_token_ids_outside_of_the_vocabulary(model, monkeypatch, garbage, drafts, rows):
     """In a draft's sequence they are draft tokens that the target rejects."""
     ids, mask = left_pad(random_prompts(rows, seed=8, shortest=4))
-    with Pipeline(model, [noisy(model, 0.02 * i) for i in range(drafts, 0, -1)], schedule="lockstep") as pipe:
+    with Pipeline(
+        model, [noisy(model, 0.02 * i) for i in range(drafts, 0, -1)], schedule="lockstep", lookahead=4
+    ) as pipe:
         first = pipe._driver._stages[0]
         real = first.prefill
 
@@ -128,7 +130,7 @@ def test_models_that_are_cast_between_calls(model, chain):
 @pytest.mark.parametrize("call", [1, 3], ids=["prefill", "step"])
 def test_a_draft_that_fails_in_lockstep(model, stage, call):
     drafts = [Faulty.like(noisy(model, 0.02, seed=i)) for i in range(2)]
-    pipeline = Pipeline(model, drafts, schedule="lockstep")
+    pipeline = Pipeline(model, drafts, schedule="lockstep", lookahead=4)
     drafts[stage].set(fail_at=call)
     with pytest.warns(StageFailure, match=rf"draft stage {stage} failed \(ArithmeticError: made to fail\)") as caught:
         got = pipeline.generate(PROMPT, max_new_tokens=20)

@@ -110,7 +110,7 @@ def test_the_rope_of_these_models_matters(monkeypatch):
         target = model_of(kind)
         with monkeypatch.context() as patch:
             patch.setattr(DynamicRope, "of", classmethod(lambda cls, model: None))
-            pipe = Pipeline(copy.deepcopy(target), always_right(target), schedule="lockstep")
+            pipe = Pipeline(copy.deepcopy(target), always_right(target), schedule="lockstep", lookahead=4)
             with pytest.warns(RuntimeWarning, match=r"beyond 32 tokens.*may differ"):
                 texts = [pipe.generate(prompt_of(n), max_new_tokens=NEW, do_sample=False) for n in (LIMIT - 5, LIMIT)]
         wanted = [wanted_of(target, prompt_of(n)) for n in (LIMIT - 5, LIMIT)]
@@ -281,7 +281,7 @@ def test_the_drafts_rest_behind_the_change():
 def test_warnings():
     """One warning that drafts rest. A warning that the text may differ comes only if it can."""
     target = model_of("longrope")
-    pipe = Pipeline(target, always_right(target), schedule="lockstep")
+    pipe = Pipeline(target, always_right(target), schedule="lockstep", lookahead=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe.generate(prompt_of(LIMIT - 8), max_new_tokens=8, do_sample=False)

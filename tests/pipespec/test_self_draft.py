@@ -156,7 +156,7 @@ def test_a_verification_continues_behind_the_shared_layers(model, monkeypatch):
     ],
 )
 def test_chains_and_options(model, own_cache, native, options):
-    chain = {"schedule": "lockstep", "native": native, **options}
+    chain = {"schedule": "lockstep", "lookahead": 4, "native": native, **options}
     with Pipeline(model, **chain) as pipe, own_cache(model, **chain) as other:
         wants = {"max_new_tokens": 90 if options.get("lookahead") == 70 else NEW}
         for kwargs in (GREEDY, SAMPLED | {"repetition_penalty": 1.3}):
@@ -299,7 +299,10 @@ def test_a_draft_that_fails_in_a_round(model, monkeypatch):
         return hidden
 
     monkeypatch.setattr(NativeForm, "run_first", run_first)
-    with Pipeline(model, schedule="plain") as plain, Pipeline(model, "self:2", schedule="lockstep") as pipe:
+    with (
+        Pipeline(model, schedule="plain") as plain,
+        Pipeline(model, "self:2", schedule="lockstep", lookahead=4) as pipe,
+    ):
         wanted = generate(plain, 2)
         with pytest.warns(RuntimeWarning, match="planted"):
             got = generate(pipe, 2)

@@ -82,7 +82,7 @@ def test_an_error_of_the_callers_while_a_draft_computes(models, how, number, kin
     if how == "spd":
         pipe = SpeculativePipeline(target, draft, stages=2)
     else:
-        pipe = Pipeline(target, draft, schedule="lockstep", graphs=how == "rounds")
+        pipe = Pipeline(target, draft, schedule="lockstep", lookahead=4, graphs=how == "rounds")
     wanted = pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
     draft.at = number
     with raising(kind), pytest.raises(kind, match="time is up"):

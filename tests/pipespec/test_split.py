@@ -85,7 +85,7 @@ def test_drafts_and_other_entries(model):
     """An offloaded draft in lockstep, the default schedule, ``attach()``, and what is refused by name."""
     draft, brought = offloaded(noisy(model, 0.02))
     wanted = model.generate(PROMPT, max_new_tokens=10, do_sample=False)
-    pipe = Pipeline(model, draft, schedule="lockstep")
+    pipe = Pipeline(model, draft, schedule="lockstep", lookahead=4)
     assert torch.equal(pipe.generate(PROMPT, max_new_tokens=10), wanted)
     assert pipe.report.stages[1].accepted > 0
     assert brought
@@ -94,7 +94,7 @@ def test_drafts_and_other_entries(model):
     target, _ = offloaded(model, "model.layers.2")
     plain = Pipeline(target)
     assert plain.schedule == "plain"
-    attach(target, noisy(model, 0.02), schedule="lockstep")
+    attach(target, noisy(model, 0.02), schedule="lockstep", lookahead=4)
     assert torch.equal(target.generate(PROMPT, max_new_tokens=10, do_sample=False), wanted)
     detach(target)
     with pytest.raises(NotCapturable, match=r"model.layers.2.self_attn.q_proj: accelerate brings its weights"):

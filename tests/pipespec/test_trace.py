@@ -147,7 +147,7 @@ def schedules() -> list:
         pytest.param(0, {"schedule": "plain", "graphs": True}, id="plain-graphs"),
         pytest.param(1, {"schedule": "lockstep", "graphs": True}, id="lockstep-graphs"),
         pytest.param(1, {"schedule": "streams"}, id="streams-2"),
-        pytest.param(1, {"schedule": "lockstep"}, id="lockstep-2"),
+        pytest.param(1, {"schedule": "lockstep", "lookahead": 4}, id="lockstep-2"),
         pytest.param(2, {"schedule": "lockstep", "lookahead": [3, 5]}, id="lockstep-3"),
         pytest.param(1, {"schedule": "workers"}, id="workers-2"),
         pytest.param(2, {"schedule": "workers", "lookahead": 4, "min_draft_tokens": 2}, id="workers-3"),
@@ -237,7 +237,7 @@ def test_chunks_of_a_prompt_and_a_cache_that_comes_back(target) -> None:
 def test_a_draft_that_fails_has_a_trace_until_then() -> None:
     plain = random_llama(3)
     draft = Faulty.like(noisy(plain, 0.03))
-    with Pipeline(plain, [draft], trace=1000, schedule="lockstep") as pipe:
+    with Pipeline(plain, [draft], trace=1000, schedule="lockstep", lookahead=4) as pipe:
         draft.set(fail_at=9)
         with pytest.warns(StageFailure):
             pipe.generate(random_prompts(1, seed=12, shortest=3)[0][None], max_new_tokens=30)

@@ -75,15 +75,16 @@ def forward(
         return call(tokens, cache, keep)
 
 
-def wide_columns(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> int | None:
-    """From how many columns on a forward over part of a prompt belongs to the model's own modules; None: :func:`forward` runs all of them.
+def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: bool = True) -> int | None:
+    """From how many columns on a forward over part of a prompt belongs to the model's own modules; None: :func:`forward` runs all up to ``most``.
 
     It depends on the model, its dtype and the processor: where oneDNN has instructions for a dtype that the native form computes in float32, wide products
     are several times faster there. So one machine reads one prompt by the same forwards in each schedule, batch and call.
     """
-    if native_form_of(model, cache, native=native) is None or has_int8(model):
+    wide = library_columns(cache.dtype)
+    if wide is None or most < wide or native_form_of(model, cache, native=native) is None or has_int8(model):
         return None
-    return library_columns(cache.dtype)
+    return wide
 
 
 def forward_row(model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, row: int) -> None:

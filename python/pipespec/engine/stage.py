@@ -496,7 +496,8 @@ class Stage:
 
     def _fill_by_library(self, cache: RowCache, begin: list[int], end: list[int]) -> list[int]:
         """Cache the tokens that belong to wide forwards, row by row. Returns where the rest begins."""
-        wide, begin = wide_columns(self.model, cache, native=self._native), list(begin)
+        missing, begin = max(e - b for b, e in zip(begin, end, strict=True)), list(begin)
+        wide = wide_columns(self.model, cache, missing, native=self._native)
         for row, last in enumerate(end):
             while wide is not None and (q := min(self._chunk, last - begin[row])) >= wide:
                 tokens = torch.from_numpy(self._text[row, begin[row] : begin[row] + q])[None].to(self._device)
