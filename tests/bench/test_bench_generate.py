@@ -594,7 +594,8 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
         assert row.reason is None, row.reason
         assert row.identical == row.runs == 1, key
     assert rows["plain"].accepted_length == {"target": 1.0}
-    for key in ("assisted-tiny-small", "reference-lockstep-tiny-small", "lockstep-tiny-small"):
+    assert rows["lockstep-tiny-small"].accepted_length["target"] >= 1  # the controller may let the draft rest
+    for key in ("assisted-tiny-small", "reference-lockstep-tiny-small"):
         assert 1 < rows[key].accepted_length["target"] <= 12
     assert {"commit", "date", "cpu", "cores", "threads", "torch", "transformers"} <= set(record["machine"])
     assert record["tuning"]["lookup"][0]["setting"] == "3 draft tokens, 1 thread"

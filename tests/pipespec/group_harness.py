@@ -105,7 +105,7 @@ def scenario(schedules: list[str]) -> dict[str, Any]:
                 found["texts"].append(pipe.generate(ids, attention_mask=mask, **options).tolist())
             found["form"] = pipe.report.stages[-1].forward
             found["schedule"] = pipe.report.schedule
-    pipe = Pipeline(target, draft, schedule="lockstep")
+    pipe = Pipeline(target, draft, schedule="lockstep", lookahead=4)
     ids = random_prompts(1, seed=3, shortest=6, longest=6)[0][None]
     first = pipe.generate(ids, max_new_tokens=9, return_dict_in_generate=True, output_hidden_states=True)
     cache = first.past_key_values
