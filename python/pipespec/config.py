@@ -177,8 +177,8 @@ class SpeculationConfig:
         Args:
             num_drafts: Number of drafts, an n-gram index included. With none, every schedule is plain decoding.
             schedule: See the class, as for all that follow.
-            lookahead: One integer for all drafts, or one per draft, each at least 1. Default: 4 in lockstep, otherwise 8; 8 for an n-gram
-                index; 16 with ``confidence``.
+            lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, with
+                4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules and for an n-gram index, 16 with ``confidence``.
             min_draft_tokens: Default: 0, since a wide forward on a CPU costs more than a narrow one.
             decode_meanwhile: Needs an asynchronous schedule and ``min_draft_tokens``.
             graphs: See the class. Default: only in ``"streams"``.

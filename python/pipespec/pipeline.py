@@ -514,7 +514,8 @@ class Pipeline(BasePipeline):
     Args:
         target: A LLaMA-family causal language model, its path (a folder with ``config.json`` and safetensors), or its name
             on the Hugging Face Hub.
-        drafts: Models or paths, smallest first, with the target's tokenizer. Without any, the target decodes plainly. An embedding may be
+        drafts: Models or paths, smallest first, with the target's tokenizer. On a CPU an n-gram index joins them, unless ``schedule`` or ``lookahead`` is
+            given. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
             ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. ``"self"`` is a draft out of the target's own layers,
             see :func:`pipespec.self_draft`: ``"self:4"`` of its first four, ``"self:0,1,11"`` of these three, ``"self"`` of as many as the
@@ -526,8 +527,9 @@ class Pipeline(BasePipeline):
             a captured CUDA graph; on a CPU, threads run the same steps uncaptured. ``"ranks"`` runs each stage in a process that torchrun has
             started, on any machine: rank 0 has the target and ``generate()``, rank 1 the first draft, and so on; they call :meth:`serve`. Each
             rank loads its own model only.
-        lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: 4 in lockstep, otherwise 8; 8 for
-            ``"ngram"``.
+        lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: in lockstep, the controller chooses before each
+            round which draft proposes tokens and how many (see :mod:`pipespec.engine.controller`); 4 where it cannot: in captured rounds and with
+            ``acceptance`` other than coupled. In other schedules 8.
         min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``,
             ``"streams"`` and ``"ranks"``.
         decode_meanwhile: During that wait, the target decodes one token at a time. This pays if a verification costs much more than a
