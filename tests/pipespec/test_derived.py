@@ -106,7 +106,7 @@ def test_an_attached_target(model):
     target = copy.deepcopy(model)
     prompt = random_prompts(1, seed=4)[0][None]
     wanted = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    pipe = attach(target, "self:2", schedule="lockstep")
+    pipe = attach(target, "self:2", schedule="lockstep", lookahead=4)
     try:
         assert torch.equal(target.generate(prompt, max_new_tokens=NEW, do_sample=False), wanted)
         assert pipe.report.stages[-1].drafted > 0

@@ -155,7 +155,7 @@ def test_a_corpus_from_a_file(tmp_path):
     file = tmp_path / "corpus.txt"
     file.write_text(AutoTokenizer.from_pretrained(path).decode(text[0], skip_special_tokens=True))
     for corpus in (file, str(file)):
-        with Pipeline(path, NgramDraft(corpus=corpus), dtype="float32") as pipe:
+        with Pipeline(path, NgramDraft(corpus=corpus), dtype="float32", lookahead=8) as pipe:
             assert torch.equal(text, pipe.generate(ids, max_new_tokens=32, do_sample=False))
             assert pipe.report.stages[-1].accepted > 16
 

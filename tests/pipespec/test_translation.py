@@ -129,7 +129,8 @@ def test_under_a_draft_with_the_targets_tokenizer(target, tokenizer, other, rows
 
 def test_a_text_in_turns(target, tokenizer, other, rows):
     """Caches of both models continue."""
-    with Pipeline(target, other[0], schedule="lockstep", tokenizer=tokenizer, draft_tokenizers=other[1]) as pipe:
+    options = {"tokenizer": tokenizer, "draft_tokenizers": other[1]}
+    with Pipeline(target, other[0], schedule="lockstep", lookahead=4, **options) as pipe:
         first = pipe.generate(rows[0][None], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
         more = torch.cat([first.sequences, rows[2][None, 1:]], 1)
         wanted = target.generate(more, max_new_tokens=NEW, do_sample=False)
@@ -171,7 +172,7 @@ def folder(tmp_path_factory, other):
 
 def test_folders_tell_their_tokenizers(target, folder, rows, tmp_path):
     wanted = target.generate(rows[0][None], max_new_tokens=NEW, do_sample=False)
-    with Pipeline(family_path("target"), [folder], schedule="lockstep", dtype="float32") as pipe:
+    with Pipeline(family_path("target"), [folder], schedule="lockstep", lookahead=4, dtype="float32") as pipe:
         assert torch.equal(wanted, pipe.generate(rows[0][None], max_new_tokens=NEW, do_sample=False))
         assert pipe.report.stages[0].translated > 0
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -181,7 +182,7 @@ def test_folders_tell_their_tokenizers(target, folder, rows, tmp_path):
     with Pipeline(target, loaded, schedule="plain") as pipe:
         pipe.generate(rows[0][None], max_new_tokens=2)
         assert [stage.name for stage in pipe.report.stages] == ["target"]
-    pipe = attach(target, folder, schedule="lockstep", dtype="float32")
+    pipe = attach(target, folder, schedule="lockstep", lookahead=4, dtype="float32")
     try:
         assert torch.equal(wanted, target.generate(rows[0][None], max_new_tokens=NEW, do_sample=False))
         assert pipe.report.stages[-1].accepted > 0

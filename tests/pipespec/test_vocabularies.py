@@ -114,8 +114,8 @@ def test_a_target_that_is_padded_less_than_its_draft_never_says_the_drafts_paddi
     with torch.no_grad():
         assert (draft(ids, attention_mask=mask).logits[:, -1].argmax(-1) >= 320).any()
     pipe, unpadded = (
-        Pipeline(paths["target"], paths["more"], schedule="lockstep"),
-        Pipeline(model, noisy(model, 0.02), schedule="lockstep"),
+        Pipeline(paths["target"], paths["more"], schedule="lockstep", lookahead=4),
+        Pipeline(model, noisy(model, 0.02), schedule="lockstep", lookahead=4),
     )
     check(pipe, model, prompts)
     check(unpadded, model, prompts)
