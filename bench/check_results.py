@@ -48,6 +48,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "planted_float32.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
     "prompt_lookup.json": (*_GENERATE, "bench/bench_prompt_lookup.py", "bench/bench_confidence.py"),
     "ranks.json": (*_ENGINE, "python/pipespec/process/ranks.py", "bench/bench_ranks.py"),
+    "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
+    "real.json": (*_ENGINE, "bench/bench_real.py"),
     "sampling.json": (*_ENGINE, "bench/bench_sampling.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
     "tokenizers.json": (*_ENGINE, "bench/bench_tokenizers.py"),

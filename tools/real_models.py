@@ -174,7 +174,8 @@ def convert(file: Path, folder: Path) -> None:
     transformers dequantises one tensor at a time in float32 and rounds it at once, so the memory need is that of the result and the file, 6 GB
     for the largest.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: it reads files that are here
+    # Before transformers is imported: it reads files that are here, and its bar of tensors would break ours.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
