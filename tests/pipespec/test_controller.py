@@ -135,6 +135,15 @@ def test_the_target_as_its_own_draft_is_never_tried():
     assert world.draft_steps == 0
 
 
+def test_the_first_step_of_a_draft_is_not_measured():
+    """It packs the draft's weights, which takes longer than a hundred steps."""
+    controller = Controller(0.2)
+    controller.note_draft(20, 100.0)
+    assert controller.draft.seconds(1) is None
+    controller.note_draft(1, 0.2)
+    assert controller.draft.seconds(1) == pytest.approx(0.2)
+
+
 def test_a_draft_that_becomes_good_is_found_again():
     world = World(cost=0.1, rate=0.02)
     controller = Controller(world.cost)

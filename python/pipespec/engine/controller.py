@@ -221,6 +221,7 @@ class Controller:
         self._plain_rate = 0.0
         self._ngram_tables: list[list[tuple[int, float]]] = [[(0, 0.0)]] * 3
         self._generated = 0
+        self._has_drafted = False
         self.rested = 0
         """Rounds of the present call without draft tokens."""
 
@@ -264,8 +265,10 @@ class Controller:
             self._plain_age = 0
 
     def note_draft(self, columns: int, seconds: float) -> None:
-        """Learn from a step of the draft model."""
-        self.draft.note(columns, seconds)
+        """Learn from a step of the draft model, but for the first one, which also packs its weights."""
+        if self._has_drafted:
+            self.draft.note(columns, seconds)
+        self._has_drafted = True
 
     def note_round(
         self, choice: Choice, matches: Sequence[tuple[int, int]], outcome: Sequence[tuple[int, int]]
