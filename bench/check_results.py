@@ -52,6 +52,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "real.json": (*_ENGINE, "bench/bench_real.py"),
     "sampling.json": (*_ENGINE, "bench/bench_sampling.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
+    "spd_real.json": ("python/pipespec/spd", "bench/bench_spd_real.py", "bench/recipes"),
     "tokenizers.json": (*_ENGINE, "bench/bench_tokenizers.py"),
 }
 """By results file: the files and folders whose changes outdate it."""

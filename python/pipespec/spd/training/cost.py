@@ -73,7 +73,8 @@ def sequence_cost(config: DraftModuleConfig, length: int, *, full: float, freeze
 
     The rows are those of :func:`pipespec.spd.training.trainer.simulate`: one per position and depth that exists, and in the last block
     queries of the newest depth only. A backward takes twice its forward: once for the inputs, once for the weights. The projections have no
-    gradient of their inputs, a frozen head none of its weights.
+    gradient of their inputs, a frozen head none of its weights. Both heads count at every position; a run computes them where there is a
+    token to learn, so conversations cost less.
 
     Args:
         config: The module, with its target's sizes.

@@ -308,6 +308,10 @@ class Batches:
         self._order = np.zeros(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> TrainingBatch:
+        return collate([self.examples[i] for i in self.rows(number)])
+
+    def rows(self, number: int) -> list[int]:
+        """The examples of a batch, as indices."""
         turn, index = divmod(number, self.per_pass)
         if turn != self._turn:
             draw = np.random.default_rng([self.seed, turn])
@@ -319,7 +323,7 @@ class Batches:
             ]
             whole = np.concatenate(pieces)[: self.per_pass * self.size].reshape(self.per_pass, self.size)
             self._order, self._turn = whole[draw.permutation(self.per_pass)], turn
-        return collate([self.examples[i] for i in self._order[index]])
+        return [int(i) for i in self._order[index]]
 
     def steps(self, epochs: float, accumulate: int, processes: int) -> int:
         """Optimizer steps of ``epochs`` passes over the data, the last one begun counted whole.

@@ -107,7 +107,7 @@ def _mask(length: int, fill: int, n: int, device: torch.device) -> torch.Tensor:
     return visible(length, fill, n, device)[None, None]
 
 
-def simulate(module: DraftModule, anchors: torch.Tensor, fill: int) -> torch.Tensor:
+def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torch.Tensor | None = None) -> torch.Tensor:
     """Compute the draft logits that decoding with ``fill`` tokens in flight gives, for the token after each position.
 
     For the logits of position t, t is the newest position. The ``fill - 1`` positions before it are in flight at depths 1, 2, ..., and the
@@ -117,9 +117,10 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int) -> torch.Ten
         module: The draft module.
         anchors: ``[B, S, k, H]``, the target's anchors of all positions.
         fill: Tokens in flight.
+        wanted: Bool ``[B, S]``, the positions whose logits are computed. None: all.
 
     Returns:
-        ``[B, S, Vd]``.
+        ``[B, S, Vd]``, or ``[number of wanted positions, Vd]``.
     """
     config = module.config
     length = anchors.shape[1]
@@ -138,7 +139,7 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int) -> torch.Ten
         rows = last(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)[
             :, -length:
         ]
-    return module.logits(rows)
+    return module.logits(rows if wanted is None else rows[wanted])
 
 
 def _newest_only(
@@ -169,21 +170,19 @@ def _newest_only(
 def loss_of(
     student: torch.Tensor,
     teacher: torch.Tensor,
-    valid: torch.Tensor,
     temperature: float = 1.0,
     argmax_weight: float = 0.0,
 ) -> torch.Tensor:
-    """KL(teacher || student) in nats per valid token, times ``temperature`` squared; 0 without a valid token.
+    """KL(teacher || student) in nats per position, times ``temperature`` squared; 0 without a position.
 
     Args:
-        student: Logits ``[B, S, Vd]`` over the draft vocabulary.
-        teacher: Logits ``[B, S, Vd]`` of the same tokens, renormalised by the restriction to them (SPD, section 4.3).
-        valid: Bool ``[B, S]``.
+        student: Logits ``[N, Vd]`` over the draft vocabulary.
+        teacher: Logits ``[N, Vd]`` of the same tokens, renormalised by the restriction to them (SPD, section 4.3).
         temperature: Divides both logits.
         argmax_weight: Weight of the cross entropy with the teacher's argmax, which is added.
     """
-    log_q = F.log_softmax(student[valid].float() / temperature, dim=-1)
-    log_p = F.log_softmax(teacher[valid].float() / temperature, dim=-1)
+    log_q = F.log_softmax(student.float() / temperature, dim=-1)
+    log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
     total = F.kl_div(log_q, log_p, log_target=True, reduction="sum") * temperature**2
     if argmax_weight:
         total = total + argmax_weight * F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")
@@ -461,11 +460,15 @@ def train(
         return float(now)
 
     def lesson(which: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Anchors, the positions to learn (bool ``[B, S]``), and the target's logits at these. Both heads compute no other position: for a
+        large vocabulary they are the larger part of a step and of its memory."""
+        valid = which.wanted.to(device)
         with torch.no_grad(), _autocast(device, settings.amp):
             anchors, last = which.taught or teach(target, which.ids.to(device), module.config.anchors)
-            logits = target.get_output_embeddings()(last.to(device, target.dtype))
-        anchors = anchors.to(device, module.head.weight.dtype)
-        return anchors, logits[..., columns], which.wanted.to(device) & inside[logits.argmax(-1)]
+            logits = target.get_output_embeddings()(last.to(device)[valid].to(target.dtype))
+        learnt = inside[logits.argmax(-1)]
+        valid = valid.masked_scatter(valid, learnt)
+        return anchors.to(device, module.head.weight.dtype), valid, logits[learnt][:, columns]
 
     def record() -> dict[str, Any]:
         return {
@@ -535,13 +538,13 @@ def train(
         value = counted = fed = 0.0
         for part in range(settings.accumulate):
             which = batch(position + part * world + rank)
-            anchors, wished, valid = lesson(which)
+            anchors, valid, wished = lesson(which)
             with _autocast(device, settings.amp):
-                logits = simulate(module, anchors, fill)
-            loss = loss_of(logits, wished, valid, settings.temperature, settings.argmax_weight) / settings.accumulate
+                logits = simulate(module, anchors, fill, valid)
+            loss = loss_of(logits, wished, settings.temperature, settings.argmax_weight) / settings.accumulate
             loss.backward()
             value += loss.item()
-            counted += int(valid.sum())
+            counted += len(wished)
             fed += which.ids.numel() if which.tokens is None else which.tokens
         if world > 1:
             for p in trained:
@@ -627,15 +630,15 @@ def _held_out(module: DraftModule, lessons: Any, settings: TrainingSettings) -> 
     n = module.config.n
     count, loss = 0, 0.0
     same = [0] * n
-    for anchors, wished, valid in lessons:
-        found = int(valid.sum())
+    for anchors, valid, wished in lessons:
+        found = len(wished)
         count += found
         for fill in range(1, n + 1):
             with _autocast(anchors.device, settings.amp):
-                logits = simulate(module, anchors, fill)
-            same[fill - 1] += int((logits.argmax(-1) == wished.argmax(-1))[valid].sum())
+                logits = simulate(module, anchors, fill, valid)
+            same[fill - 1] += int((logits.argmax(-1) == wished.argmax(-1)).sum())
             if fill == n:
-                loss += loss_of(logits, wished, valid, settings.temperature).item() * found
+                loss += loss_of(logits, wished, settings.temperature).item() * found
     if not count:
         raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
     figures = {"held_out_loss": loss / count, "agreement": same[-1] / count}
