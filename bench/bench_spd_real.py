@@ -270,6 +270,7 @@ def evaluate(args: argparse.Namespace) -> None:
         )
         for name, texts in answers.items():
             row: dict[str, Any] = {"stages": config.n, "prompts": name, "count": len(texts)}
+            say(f"{folder.name}, {name}")
             tables = [drafts_right(model, trained, text)[0] for text, _ in texts]
             row |= counted(tables, [begin for _, begin in texts])
             row["decoded"] = []  # the same counts from decoding itself
