@@ -1,11 +1,11 @@
-"""Draft modules of SPD for a real target: its own text, the training, and what the modules reach on prompts that they have not seen.
+"""Draft modules of SPD for a real target: its own text, the training, and what the modules reach on prompts that they have not seen::
 
-    python -m bench.bench_spd_real text TARGET WORK --minutes 20 [--part 0 2]        # text of the target, with its states
-    python -m bench.bench_spd_real train TARGET WORK --recipe FILE --stages 4 --minutes 20
-    python -m bench.bench_spd_real evaluate TARGET WORK --prompts FILE.jsonl ... --json bench/results/spd_real.json
+    python -m bench.bench_spd_real text TARGET WORK --minutes 15 --part 0 2 & python -m bench.bench_spd_real text TARGET WORK --minutes 15 --part 1 2
+    python -m bench.bench_spd_real train TARGET WORK --stages 4 --minutes 27
+    python -m bench.bench_spd_real evaluate TARGET WORK --module WORK/module-4 --prompts FILE.jsonl ... --json bench/results/spd_real.json
 
-``text`` keeps the states that the modules read while it writes, so that training does not run the target. ``WORK/text.jsonl`` has the same
-conversations for ``pipespec spd train``. The files of ``--prompts`` have one object per line with ``turns``, of which the first is asked.
+``text`` keeps the states that the modules read while it writes, so that training does not run the target. The files of ``--prompts`` have one
+object per line with ``turns``, of which the first is asked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from bench.harness import save
 from pipespec.bench.machine import provenance
 from pipespec.models.loading import load_model
+from pipespec.models.properties import end_tokens
 from pipespec.process.progress import say
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
@@ -122,18 +123,18 @@ def write_text(
     tok.padding_side = "left"
     inputs = tok(asked, return_tensors="pt", padding=True, add_special_tokens=False)
     ids, pads = inputs["input_ids"], (inputs["attention_mask"] == 0).sum(1)
-    begin, end = ids.shape[1], model.generation_config.eos_token_id
+    begin, end = ids.shape[1], torch.tensor(list(end_tokens(model)), dtype=torch.int64)
     writer = Writer(model, len(texts), begin + length, kept)
     alive = torch.ones(len(texts), dtype=torch.bool)
     new = ids
     while ids.shape[1] < begin + length and alive.any():
         logits = writer.forward(new, ids.shape[1] - new.shape[1], pads)
         chosen = logits.argmax(-1) if greedy else torch.multinomial(torch.softmax(logits / 0.8, -1), 1)[:, 0]
-        new = torch.where(alive, chosen, end)[:, None]
+        new = torch.where(alive, chosen, 0)[:, None]
         ids = torch.cat([ids, new], 1)
-        alive &= new[:, 0] != end
+        alive &= ~torch.isin(chosen, end)
     for row, pad in enumerate(pads.tolist()):
-        ends = (ids[row, begin:] == end).nonzero()
+        ends = torch.isin(ids[row, begin:], end).nonzero()
         stop = begin + int(ends[0, 0]) + 1 if len(ends) else ids.shape[1]
         yield ids[row, pad:stop].numpy(), begin - pad, writer.states[row, pad : stop - 1].numpy()
 
@@ -181,7 +182,7 @@ def read_text(work: Path, kept: list[int]) -> tuple[list[TrainingExample], list[
     return examples, states
 
 
-def draft_vocabulary(examples: list[TrainingExample], size: int, always: list[int]) -> list[int]:
+def draft_vocabulary(examples: list[TrainingExample], size: int, always: Iterable[int]) -> list[int]:
     """The tokens of the text, filled up with those of the smallest ids: a BPE vocabulary is ordered by how often its merges were found."""
     seen = frequent_tokens(examples, size, always)
     return sorted([*seen, *[i for i in range(2 * size) if i not in set(seen)][: size - len(seen)]])
@@ -192,7 +193,7 @@ def train_module(args: argparse.Namespace) -> None:
     options = {name.replace("-", "_"): value for name, value in recipe.load(args.recipe).options.items()}
     model = load_model(args.target, dtype="float32")
     examples, states = read_text(args.work, args.kept)
-    vocabulary = draft_vocabulary(examples, options["vocabulary"], [model.generation_config.eos_token_id])
+    vocabulary = draft_vocabulary(examples, options["vocabulary"], end_tokens(model))
     ranges = cut(model.config.num_hidden_layers, args.stages, list).ranges
     config = DraftModuleConfig.for_target(model, ranges, layers=options["layers"], vocabulary=vocabulary)
     module = DraftModule.of_target(model, config)
@@ -275,7 +276,8 @@ def evaluate(args: argparse.Namespace) -> None:
             row |= counted(tables, [begin for _, begin in texts])
             row["decoded"] = []  # the same counts from decoding itself
             for (text, begin), table in list(zip(texts, tables, strict=True))[: args.decode]:
-                same = torch.equal(pipe.generate(text[:, :begin], max_new_tokens=ANSWER, do_sample=False), text)
+                asked, options = text[:, :begin], {"max_new_tokens": ANSWER, "do_sample": False}
+                same = torch.equal(pipe.generate(asked, attention_mask=torch.ones_like(asked), **options), text)
                 report = pipe.report
                 assert report is not None
                 counts = replay(table, begin)
@@ -303,25 +305,29 @@ def evaluate(args: argparse.Namespace) -> None:
     save(args.json, {"machine": provenance(), **settings, "training": runs, "rows": rows})
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "bench_spd_real", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("phase", choices=("text", "train", "evaluate"))
     parser.add_argument("target")
     parser.add_argument("work", type=Path)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"))
-    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=27.0, metavar="M", help="of writing, or of training")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th prompt from the I-th on"
+    )
+    parser.add_argument("--stages", type=int, default=4, metavar="N", help="of the module to train")
     parser.add_argument("--recipe", default=str(PROMPTS.with_name("smollm2-135m.toml")))
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], metavar="FILE")
-    parser.add_argument("--decode", type=int, default=1, metavar="N")
-    parser.add_argument("--count", type=int, default=12, metavar="N")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="prompts per file that are decoded, too")
+    parser.add_argument("--count", type=int, default=12, metavar="N", help="prompts of each file")
     parser.add_argument("--module", type=Path, nargs="+", default=[], metavar="FOLDER")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--first", type=int, default=0, metavar="N")
-    parser.add_argument("--kept", type=int, nargs="+", default=[8, 15, 16, 23, 29], metavar="K")
-    args = parser.parse_args()
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="prompts that an earlier call has used")
+    parser.add_argument(
+        "--kept", type=int, nargs="+", default=[8, 15, 16, 23, 29], metavar="K", help="states that are kept"
+    )
+    args = parser.parse_args(arguments)
     {"text": text, "train": train_module, "evaluate": evaluate}[args.phase](args)
     return 0
 
