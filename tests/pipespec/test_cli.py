@@ -348,7 +348,7 @@ sys.exit(main())
     assert children
 
     def lives(child: psutil.Process) -> bool:
-        """A zombie does not: in a container nobody may reap it."""
+        """A zombie does not: in a container there may be no process that reaps it."""
         with suppress(psutil.NoSuchProcess):
             return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
         return False

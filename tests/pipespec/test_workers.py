@@ -468,7 +468,7 @@ def test_a_stopped_worker(rig, monkeypatch):
 
 
 def test_a_worker_stopped_between_calls_does_not_block_the_caller(rig):
-    # Prompts larger than the socket's buffer. Nobody may wait until a process that is stopped has read them.
+    # Prompts larger than the socket's buffer. No process may wait until a process that is stopped has read them.
     ids = torch.randint(2, VOCABULARY, (20, 256), generator=torch.Generator().manual_seed(0))
     with socket.socket(fileno=os.dup(rig.pipeline._driver._workers[0].conn.fileno())) as sender:
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
