@@ -545,7 +545,7 @@ class Pipeline(BasePipeline):
         draft_vocabulary: Tokens that drafts may propose, so that their heads take less time: a number N (the N lowest ids), a text (its tokens),
             ``(N, text)`` (the N commonest of it), or token ids. The target's end tokens are always among them. The text does not depend on it.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
-            ``"auto"``, see :func:`pipespec.preflight.placement.choose`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
+            ``"auto"``, see :func:`pipespec.preflight.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
             needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
             (``device_map``).
         trust_remote_code: Allow the Python code in a model's folder to run.
@@ -820,7 +820,9 @@ def load_chain(
     given = [*(draft for draft in chosen if not isinstance(draft, SelfDraft)), target]
     int8 = draft_dtype == INT8
     dtypes = [*[dtype if draft_dtype is None or int8 else draft_dtype] * (len(given) - 1), dtype]
-    devices = arrange(given, device=device, schedule=schedule, dtype=dtypes, trust_remote_code=trust_remote_code)
+    devices = arrange(
+        given, device=device, shares_weights=schedule == "workers", dtype=dtypes, trust_remote_code=trust_remote_code
+    )
     models = [
         load_model(m, dtype=t, device=d, trust_remote_code=trust_remote_code)
         for m, t, d in zip(given, dtypes, devices, strict=True)

@@ -135,28 +135,15 @@ def test_damaged_tokenizers(model, tmp_path, content):
     [
         ({"num_hidden_layers": 0}, "draft 0 has num_hidden_layers=0 .* at least one layer"),
         ({"num_hidden_layers": -1}, "draft 0 has num_hidden_layers=-1 .* at least one layer"),
-        ({"num_hidden_layers": "x"}, "broken: .*config.json.*num_hidden_layers"),
-        ({"num_attention_heads": 0}, "broken: .*config.json"),
-        ({"num_key_value_heads": 0}, "broken: .*config.json"),
-        ({"vocab_size": 0}, r"broken: .*config\.json has vocab_size=0, .*at least one token; get the file again"),
-        ({"vocab_size": -1}, r"broken: .*config\.json has vocab_size=-1, .*at least one token; get the file again"),
-        (
-            {"pad_token_id": 10**9},
-            r"broken: .*config\.json has pad_token_id=1000000000, .*vocabulary of 320; set it to",
-        ),
-        ({"dtype": "nope"}, r"broken/config\.json: dtype='nope' .*use 'float32'"),
-        ({"dtype": "nn"}, r"broken/config\.json: dtype='nn' .*use 'float32'"),
-        ({"quantization_config": 3}, "broken: .*config.json.*get the files of this model again"),
-        ({"quantization_config": {}}, "broken holds no model that can be loaded: .*quant_method"),
-        ({"auto_map": 3}, "broken: .*config.json.*get the files of this model again"),
+        ({"num_hidden_layers": "x"}, "broken holds no model.*num_hidden_layers"),
+        ({"num_attention_heads": 0}, "broken holds no model"),
+        ({"num_key_value_heads": 0}, "broken holds no model"),
+        ({"quantization_config": 3}, "broken holds no model"),
+        ({"quantization_config": {}}, "broken holds no model.*quant_method"),
+        ({"auto_map": 3}, "broken holds no model"),
         (
             {"model_type": "unheard_of"},
-            "(?s)broken holds no model that can be loaded: .*unheard_of.*upgrade transformers",
-        ),
-        # It takes minutes to make so many layers without weights.
-        (
-            {"num_hidden_layers": 10**6},
-            "broken: .*num_hidden_layers=1000000, .* hold 21 tensors, .*get the files again",
+            "(?s)broken holds no model.*unheard_of.*upgrade transformers",
         ),
     ],
 )
@@ -166,15 +153,6 @@ def test_configurations_that_no_model_has(model, tmp_path, change, match):
     (folder / "config.json").write_text(json.dumps(config | change))
     refused(ValueError, match, model, folder)
     refused(ValueError, match.replace("draft 0", "target"), folder)
-
-
-@pytest.mark.parametrize("content", ["3", "null", "[]", '"llama"'])
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_files_that_hold_no_object(model, tmp_path, name, content):
-    folder = save(noisy(model, 0.1), tmp_path / "broken")
-    (folder / name).write_text(content)
-    for models in ((model, folder), (folder,)):
-        refused(ValueError, rf"broken/{name} is damaged: it holds no JSON object; get the file again", *models)
 
 
 @pytest.mark.parametrize("content", ["{}", '{"model": {}}', '{"model": {"vocab": {}}}'])

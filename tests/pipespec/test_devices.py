@@ -12,10 +12,10 @@ from pipespec import Pipeline, attach, pipeline
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
 from pipespec.preflight.devices import DeviceFacts, device_facts, requested
-from pipespec.preflight.placement import arrange, choose
-from pipespec.preflight.stages import StageFacts
+from pipespec.preflight.memory import StageFacts
+from pipespec.preflight.placement import arrange
 from tests.conftest import noisy, random_llama
-from tests.pipespec.checkpoints import GIB, PROMPT, gpus, llama, save
+from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save
 
 
 @pytest.fixture(scope="module")
@@ -23,48 +23,34 @@ def model():
     return random_llama(3)
 
 
-_FREE = [(40, ("cuda:3",)), (79, ("cuda:2",)), (70, ("cuda:1",)), (75, ("cuda:0",))]
+def machine(*free):
+    """Facts of the CPU and of GPUs with so many GiB free."""
+    return [
+        DeviceFacts("cpu", 64 * GIB, 60 * GIB),
+        *(DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)),
+    ]
 
 
-GPUS = [
-    DeviceFacts("cpu", 64 * GIB, 60 * GIB),
-    *(DeviceFacts(f"cuda:{i}", 80 * GIB, free * GIB, peers) for i, (free, peers) in enumerate(_FREE)),
-]
+def test_the_automatic_choice(tmp_path):
+    """The target goes where most memory is free, then the drafts, the last one first, where most is left."""
+    draft = folder_of(llama("1B"), tmp_path / "draft", dtype="bfloat16")
+    target = folder_of(llama("8B"), tmp_path / "target", dtype="bfloat16")
 
+    def chosen(models, facts, **options):
+        return arrange(models, device="auto", facts=facts, **options)
 
-def stage(name, gib, device=None):
-    config = llama("1B")
-    where = {"device": device, "loaded": True} if device else {}
-    return StageFacts(name, config, torch.bfloat16, int(gib * GIB), **where)
-
-
-def chosen(*args, **kwargs):
-    """Per stage its device; of a split one the devices, each with its number of layers."""
-    stages = choose(*args, **kwargs)
-    return [{share.device: share.layers for share in s.shares} if s.shares else s.device for s in stages]
-
-
-def test_the_automatic_choice():
-    """The target goes where most memory is free; drafts to free GPUs, preferably one that the target's accesses directly."""
-    chain = [stage("draft 0", 2), stage("draft 1", 16), stage("target", 60)]
-    assert chosen(chain, GPUS) == ["cuda:3", "cuda:2", "cuda:1"]
-    assert chosen(chain, GPUS[::-1]) == ["cuda:3", "cuda:2", "cuda:1"]
-    assert chosen(chain, GPUS[:3]) == ["cuda:0", "cuda:0", "cuda:1"]  # no third GPU: where most is left
-    assert chosen(chain[::2], GPUS[2:3]) == ["cuda:1", "cuda:1"]
-    assert chosen(chain, GPUS[:1]) == ["cpu"] * 3
+    assert chosen([draft, target], machine(40, 79)) == ["cuda:1", "cuda:1"]
+    assert chosen([draft, target], machine(70, 79)) == ["cuda:0", "cuda:1"]
+    assert chosen([draft, draft, target], machine(70, 68, 79)) == ["cuda:1", "cuda:0", "cuda:2"]
+    assert chosen([draft, target], machine()) == ["cpu", "cpu"]
     # What a draft needs must be free beside the target.
-    assert chosen([stage("draft 0", 15), stage("target", 60)], GPUS[2:3]) == ["cuda:1"] * 2
-    with pytest.raises(DoesNotFit, match=r"draft 0 fits on no GPU(.|\n)*target(.|\n)*draft 0") as caught:
-        chosen([stage("draft 0", 30), stage("target", 60)], GPUS[2:3])
-    assert "79.00 free of 80.00" in str(caught.value)
-    with pytest.raises(DoesNotFit, match="target fits on no GPU"):
-        chosen([stage("target", 79)], GPUS)
-    # Equal GPUs: the first one. Loaded models stay and take no more memory.
-    equal = [DeviceFacts(f"cuda:{i}", 80 * GIB, 50 * GIB) for i in range(3)]
-    assert chosen([stage("draft 0", 1), stage("target", 1)], equal) == ["cuda:1", "cuda:0"]
-    assert chosen([stage("draft 0", 1), stage("target", 60, "cuda:2")], equal) == ["cuda:0", "cuda:2"]
-    assert chosen([stage("draft 0", 60, "cuda:0"), stage("target", 40)], equal) == ["cuda:0", "cuda:1"]
-    assert chosen([stage("draft 0", 1, "cuda:1"), stage("target", 1)], GPUS) == ["cuda:1", "cuda:1"]
+    assert chosen([draft, target], machine(20)) == ["cuda:0", "cuda:0"]
+    with pytest.raises(DoesNotFit, match=r"the stages need(.|\n)*draft 0(.|\n)*target") as caught:
+        chosen([draft, target], machine(17))
+    assert "17.00 free of 80.00" in str(caught.value)
+    # One stage of several, and a loaded model, which stays.
+    assert arrange([draft, target], device=["cpu", "auto"], facts=machine(40, 79)) == ["cpu", "cuda:1"]
+    assert chosen([draft, random_llama(1)], machine(40, 79)) == ["cuda:1", None]
 
 
 def test_what_device_may_be(monkeypatch):
@@ -75,7 +61,8 @@ def test_what_device_may_be(monkeypatch):
     assert requested(["cuda:1", None], 2) == ["cuda:1", None]
     assert requested(("cpu", "cuda"), 2) == ["cpu", "cuda:1"]
     assert requested({"draft 1": "cpu", "target": "cuda:0"}, 3) == [None, "cpu", "cuda:0"]
-    assert requested("auto", 3) == "auto"
+    assert requested("auto", 3) == ["auto"] * 3
+    assert requested({"target": "auto"}, 2) == [None, "auto"]
 
 
 def test_what_device_may_not_be(model, monkeypatch, tmp_path):
@@ -93,9 +80,6 @@ def test_what_device_may_not_be(model, monkeypatch, tmp_path):
         for given in (device, [None, device], {"draft 0": device}):
             with pytest.raises(ValueError, match=match):
                 Pipeline(folder, folder, device=given, schedule="lockstep")
-    for given in (["auto", "cpu"], {"draft 0": "auto"}):
-        with pytest.raises(ValueError, match="'auto' places all stages, not one"):
-            Pipeline(folder, folder, device=given, schedule="lockstep")
     gpus(monkeypatch)
     with pytest.raises(ValueError, match="torch sees 2 GPUs, cuda:0 to cuda:1"):
         Pipeline(folder, device="cuda:2")
@@ -127,7 +111,7 @@ def test_a_loaded_model_stays_on_its_device(model, monkeypatch, tmp_path):
     for device, expected in (
         ({"draft 1": "cuda:1", "target": "cuda:0"}, ["cpu", "cuda:1", "cuda:0"]),
         (["cuda:1", "cpu", "cuda:0"], ["cuda:1", "cpu", "cuda:0"]),
-        ("auto", ["cuda:0", "cuda:1", "cuda:0"]),
+        ("auto", ["cuda:1", "cuda:0", "cuda:0"]),
     ):
         loads.clear()
         with pytest.raises(ValueError, match="same object"):  # what was loaded here is None
@@ -146,9 +130,8 @@ def test_models_that_are_no_decoders_are_refused_as_such(model, tmp_path, monkey
     monkeypatch.setattr(
         StageFacts, "of_path", lambda name, *args, **kwargs: StageFacts(name, SizeLess(), torch.float32, 5)
     )
-    gpus(monkeypatch)
-    for device, expected in ((None, "cpu"), ("auto", "cpu"), ("cuda:1", "cuda:1"), ([None, "cpu"], "cpu")):
-        assert arrange(["somewhere", "elsewhere"], device=device)[0] == expected
+    for device in (None, "auto"):
+        assert arrange(["somewhere", "elsewhere"], device=device) == ["cpu", "cpu"]
 
 
 class SizeLess:

@@ -16,15 +16,13 @@ from pipespec import Pipeline, pipeline
 from pipespec.cli.main import main
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
-from pipespec.engine.native import NativeForm
 from pipespec.engine.stage import stage_names
 from pipespec.errors import DoesNotFit
-from pipespec.models import families, loading
+from pipespec.models import loading
 from pipespec.models.properties import weight_bytes
 from pipespec.preflight.devices import DeviceFacts
-from pipespec.preflight.memory import HEADROOM, check_memory, estimate
+from pipespec.preflight.memory import HEADROOM, StageFacts, check_memory, estimate
 from pipespec.preflight.placement import arrange
-from pipespec.preflight.stages import StageFacts
 from pipespec.preflight.support import check_shareable
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama
@@ -77,19 +75,6 @@ def test_tied_weights_count_once(tmp_path):
     assert sizes[0] - sizes[1] == 2 * config.vocab_size * config.hidden_size
 
 
-def test_packed_copies_are_counted_where_the_native_form_makes_them(model, tmp_path):
-    for dtype in ("float32", "bfloat16", "float16"):
-        folder = save(model, tmp_path / dtype)
-        facts, loaded = StageFacts.of_path("target", folder, dtype), loading.load_model(folder, dtype=dtype)
-        counted = 0 if dtype == "float16" else families.packed_bytes(loaded)
-        assert facts.packed == StageFacts.of_model("target", loaded).packed == counted
-        assert estimate([facts], 1, 10).needs[0].packed == counted
-    made = NativeForm(loaded.float(), 0).nbytes
-    assert estimate([StageFacts.of_model("target", loaded)], 1, 10).needs[0].packed >= made / 1.3  # padding to panels
-    on_a_gpu = estimate([StageFacts.of_model("target", on_gpu(model, "cuda:0"))], 1, 10).needs[0]
-    assert on_a_gpu.packed == 0
-
-
 @pytest.mark.parametrize(("size", "parameters"), [("1B", 1235814400), ("8B", 8030261248), ("70B", 70553706496)])
 def test_published_models_have_their_published_size(tmp_path, size, parameters):
     """Parameters as the model cards' safetensors list them, two bytes each, and the frequencies of the rotary embedding."""
@@ -128,7 +113,6 @@ def test_caches_are_counted_to_the_byte(model, rows, capacity):
         cache.set_lengths([capacity] * rows)
         assert need.caches == cache.nbytes == sum(t.nbytes for keys, values, _ in cache for t in (keys, values))
         assert need.weights == 0  # the weights are loaded already
-        assert need.loaded == tensor_bytes(stage)
 
 
 def test_the_dtype_is_what_loading_makes_of_it(model, tmp_path):
@@ -169,11 +153,11 @@ def test_what_each_stage_needs_adds_up(model):
     found = estimate(stages, 3, 100)
     each = RowCache.bytes_for(model.config, 3, 100, torch.float32) + found.needs[0].activations + HEADROOM
     assert found.on("cpu") == 2 * each
-    stages = [StageFacts(s.name, s.config, s.dtype, s.weights, "cuda:0") for s in stages]
+    stages = [StageFacts(s.name, s.config, s.dtype, weight_bytes(model), "cuda:0") for s in stages]
     together = estimate(stages, 3, 100)
     assert together.on("cuda:0") == 2 * (stages[0].weights + each)
     assert together.on("cpu") == 0
-    apart = estimate(stages, 3, 100, schedule="workers")
+    apart = estimate(stages, 3, 100, shares_weights=True)
     assert apart.on("cuda:0") - together.on("cuda:0") == stages[0].weights + HEADROOM
     assert apart.on("cpu") == stages[0].weights
 
@@ -192,15 +176,12 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, monkeypa
         Pipeline(target, draft, schedule="lockstep")
     lines = str(caught.value).splitlines()
     assert "148 GiB" in lines[0]
-    assert lines[1].split() == ["on", "weights", "caches", "activations", "headroom", "sum", "packed", "copy"]
+    assert lines[1].split() == ["on", "weights", "caches", "activations", "headroom", "sum"]
     name, _, where, weights, caches, *_ = lines[2].split()
     assert (name, where, weights) == ("draft", "cpu", f"{2 * 8030261248 / GIB:.2f}")
     assert caches == f"{1088 * (128 << 10) / GIB:.2f}"
     assert lines[3].split()[:3] == ["target", "cpu", f"{2 * 70553706496 / GIB:.0f}"]
-    # The whole weights but for the draft's embedding, which its head does not share.
-    copies = [2 * (8030261248 - 128256 * 4096) / GIB, 2 * (70553706496 - 128256 * 8192) / GIB]
-    assert [lines[2].split()[-1], lines[3].split()[-1]] == [f"{copies[0]:.2f}", f"{copies[1]:.0f}"]
-    assert f"148 GiB needed and up to {sum(copies):.0f} for packed copies" in lines[4]
+    assert "148 GiB needed" in lines[4]
     assert "60.00 free of 64.00" in lines[4]
     assert "quantised weights" in lines[-1]
     assert "smaller dtype" not in lines[-1]  # it is bfloat16
@@ -219,7 +200,7 @@ def test_the_command_line_shows_the_table(tmp_path, monkeypatch, capsys):
     assert main(["generate", "--target", str(target), "--prompt", "x"]) == 2
     lines = capsys.readouterr().err.splitlines()
     begin = next(i for i, line in enumerate(lines) if "error: the stages need" in line)
-    assert lines[begin + 1].split() == ["on", "weights", "caches", "activations", "headroom", "sum", "packed", "copy"]
+    assert lines[begin + 1].split() == ["on", "weights", "caches", "activations", "headroom", "sum"]
     assert lines[begin + 2].startswith("target")
     assert lines[-1].startswith("What helps")
 
@@ -431,11 +412,9 @@ def test_the_estimate_on_a_gpu():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = random_llama(1, hidden=512, layers=4, vocabulary=8000).to("cuda")
-    stage = StageFacts.of_model("target", model)
+    stage, weights = StageFacts.of_model("target", model), weight_bytes(model)
     ids = torch.full((2, 300), 7, device="cuda")
     Pipeline(model).generate(ids, max_new_tokens=100)
     need = estimate([stage], 2, 400 + 64).needs[0]
     peak = torch.cuda.max_memory_allocated() - before
-    assert (
-        stage.weights + need.caches <= peak <= stage.weights + need.sum + (32 << 20)
-    )  # cuBLAS has a work space of its own
+    assert weights + need.caches <= peak <= weights + need.sum + (32 << 20)  # cuBLAS has a work space of its own

@@ -25,8 +25,7 @@ from pipespec.engine.self_draft import SharedLayers, shared_layers
 from pipespec.engine.stage import StageInputs
 from pipespec.models.derived import first_layers_of, in_int8, with_layers, with_vocabulary
 from pipespec.pipeline import check_memory
-from pipespec.preflight.memory import estimate
-from pipespec.preflight.stages import StageFacts
+from pipespec.preflight.memory import StageFacts, estimate
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.state import Action
 from tests.conftest import left_pad, random_llama, random_prompts
@@ -394,7 +393,7 @@ def test_one_draft_of_a_chain_shares(model):
 def test_memory_of_a_shared_cache_counts_once(model, monkeypatch):
     draft = with_layers(model, 2)
     for has_cache, layers in ((True, 2), (False, 0)):
-        facts = StageFacts.of_call("draft 0", draft, has_cache=has_cache)
+        facts = StageFacts.of_model("draft 0", draft, has_cache=has_cache)
         (need,) = estimate([facts], 3, 100).needs
         assert need.caches == layers * RowCache.bytes_for(model.config, 3, 100, torch.float32) // 4
     given = []

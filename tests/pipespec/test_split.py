@@ -21,9 +21,8 @@ from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.models import loading
 from pipespec.models.devices import LayerDevices, offloaded_modules
 from pipespec.preflight.devices import DeviceFacts, requested
-from pipespec.preflight.memory import estimate
+from pipespec.preflight.memory import StageFacts, estimate
 from pipespec.preflight.placement import arrange
-from pipespec.preflight.stages import StageFacts
 from pipespec.preflight.support import check_streams
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
@@ -150,7 +149,6 @@ def test_what_offloaded_weights_take(model):
     facts = StageFacts.of_model("target", target)
     assert facts.device == "cpu"
     assert facts.staged == model.lm_head.weight.nbytes  # the largest
-    assert facts.weights < model.lm_head.weight.nbytes  # buffers
     whole = StageFacts.of_model("target", model)
     more = estimate([facts], 2, 100).needs[0].activations - estimate([whole], 2, 100).needs[0].activations
     assert more == facts.staged
@@ -253,7 +251,7 @@ def test_devices_of_one_stage(monkeypatch):
     for wrong in (["cuda:1"], ["cuda:1", "cuda:1"], ["cuda:1", "cpu"]):
         with pytest.raises(ValueError, match="name two or more different GPUs to split it over"):
             requested({"target": wrong}, 1)
-    with pytest.raises(ValueError, match="'auto' places all stages"):
+    with pytest.raises(ValueError, match="'auto' is not a device"):
         requested({"target": ["auto", "cuda:1"]}, 1)
 
 
@@ -265,35 +263,26 @@ def some_gpus(*free):
 
 
 def layers_on(device_map):
-    """Number of layers by device, and the devices of the other parts."""
-    counts, others = {}, {}
-    for name, device in device_map.items():
-        if ".layers." in name:
-            counts[device] = counts.get(device, 0) + 1
-        else:
-            others[name] = device
-    return counts, others
+    """Number of layers by device, in their order, and the devices of the other parts."""
+    places = [device for name, device in device_map.items() if ".layers." in name]
+    others = {name: device for name, device in device_map.items() if ".layers." not in name}
+    return {device: places.count(device) for device in dict.fromkeys(places)}, others
 
 
 def test_a_target_over_several_gpus(tmp_path, monkeypatch):
-    """A run of layers on each. Equal bytes where that fits, else by free memory; the ends belong to the first and the last."""
+    """A run of layers on each, in the order of the devices. About equal bytes where that fits, else by free memory."""
     gpus(monkeypatch, 4)
     draft = folder_of(llama("8B"), tmp_path / "draft", dtype="bfloat16")
     target = folder_of(llama("70B"), tmp_path / "target", dtype="bfloat16")
     facts = some_gpus(79, 79, 79)
-    over = arrange([draft, target], device={"draft 0": "cuda:0", "target": ["cuda:1", "cuda:2"]}, facts=facts)
-    assert over[0] == "cuda:0"
-    counts, others = layers_on(over[1])
-    assert counts == {"cuda:1": 40, "cuda:2": 40}
-    assert others == {
-        "model.embed_tokens": "cuda:1",
-        "model.rotary_emb": "cuda:1",
-        "model.norm": "cuda:2",
-        "lm_head": "cuda:2",
-    }
-    assert [f"model.layers.{i}" for i in range(80)] == [name for name in over[1] if ".layers." in name]
-    places = [over[1][f"model.layers.{i}"] for i in range(80)]
-    assert places == sorted(places)
+    for devices in (["cuda:1", "cuda:2"], ["cuda:2", "cuda:1"]):
+        first, over = arrange([draft, target], device={"draft 0": "cuda:0", "target": devices}, facts=facts)
+        assert first == "cuda:0"
+        counts, others = layers_on(over)
+        assert list(counts) == devices
+        assert sum(counts.values()) == 80
+        assert abs(counts[devices[0]] - 40) <= 2
+        assert (others["model.embed_tokens"], others["lm_head"]) == tuple(devices)
     uneven, _ = layers_on(arrange([target], device=[["cuda:0", "cuda:1"]], facts=some_gpus(100, 50))[0])
     assert uneven["cuda:0"] > 1.5 * uneven["cuda:1"]
     # The numbers by device.
@@ -306,26 +295,24 @@ def test_a_target_over_several_gpus(tmp_path, monkeypatch):
     tied = folder_of(llama("1B"), tmp_path / "tied", dtype="bfloat16")
     counts, others = layers_on(arrange([tied], device=[["cuda:0", "cuda:1"]], facts=facts)[0])
     assert sum(counts.values()) == 16
-    assert counts["cuda:0"] < counts["cuda:1"]  # the embedding is a quarter of the weights
-    assert (others["model.embed_tokens"], others["lm_head"], others["model.norm"]) == ("cuda:0", "cuda:0", "cuda:1")
-    with pytest.raises(ValueError, match=r"target cannot be split over .*: it has 2 layers"):
-        arrange([save(random_llama(1), tmp_path / "short")], device=[["cuda:0", "cuda:1", "cuda:2"]], facts=facts)
+    assert len(counts) == 2
+    assert others["model.embed_tokens"] == others["lm_head"] == "cuda:0"
     with pytest.raises(ValueError, match="draft 0 is split over cuda:0, cuda:1: a worker process"):
         arrange(
-            [tied, target], device=[["cuda:0", "cuda:1"], "cuda:2"], schedule="workers", facts=some_gpus(79, 79, 200)
+            [tied, target], device=[["cuda:0", "cuda:1"], "cuda:2"], shares_weights=True, facts=some_gpus(79, 79, 200)
         )
 
 
 def test_the_automatic_choice_splits_a_target_that_fits_on_no_gpu(tmp_path):
-    """Over as few GPUs as suffice. Drafts then go where there is room."""
+    """Over as few GPUs as suffice, those with most free memory first. Drafts then go where there is room."""
     draft = folder_of(llama("1B"), tmp_path / "draft", dtype="bfloat16")
     target = folder_of(llama("70B"), tmp_path / "target", dtype="bfloat16")
     first, over = arrange([draft, target], device="auto", facts=some_gpus(40, 79, 70, 75))
-    assert layers_on(over)[0].keys() == {"cuda:1", "cuda:3"}
+    assert list(layers_on(over)[0]) == ["cuda:1", "cuda:3"]
     assert first == "cuda:2"
     _, over = arrange([draft, target], device="auto", facts=some_gpus(60, 60, 60))
     assert len(layers_on(over)[0]) == 3
-    with pytest.raises(DoesNotFit, match="target fits on no GPU and not on all of them together"):
+    with pytest.raises(DoesNotFit, match="the stages need"):
         arrange([draft, target], device="auto", facts=some_gpus(60, 60))
     assert arrange([draft], device="auto", facts=some_gpus(60, 60)) == ["cuda:0"]
 

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.errors import DoesNotFit
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.properties import text_config
 from pipespec.process.signals import pass_on
 from pipespec.process.threads import renew_pool
 
@@ -31,10 +30,7 @@ DAMAGE = (
     RuntimeError,
     TypeError,
 )
-"""Errors of transformers for damaged files. For example, a size of 0 in config.json fails in the arithmetic of a constructor."""
-
-_MANY_LAYERS = 1000
-"""More layers than models have. Even without their weights it takes minutes to make a million of them."""
+"""Errors of transformers and safetensors for damaged files. A size of 0 in config.json, for example, fails in the arithmetic of a constructor."""
 
 
 def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -68,55 +64,14 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
         raise FileNotFoundError(
             f"there is no folder {model}: a model is a folder with config.json and safetensors, or a hub name"
         )
-    if path.is_dir():
-        _check_entries(path)
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except OSError as error:
         pass_on(error)
         raise _no_model(model, error) from error
-    except DAMAGE as error:
-        pass_on(error)
-        raise damaged(model, error) from error
-    except ValueError as error:
+    except (ValueError, *DAMAGE) as error:
         pass_on(error)
         raise unusable(model, error) from error
-    _check_sizes(path, config)
-    return config
-
-
-def _check_entries(folder: Path) -> None:
-    """Raise ``ValueError`` for files of a model whose JSON is no object, and for a dtype that torch does not have."""
-    for name in ("config.json", "generation_config.json"):
-        try:
-            content = json.loads((folder / name).read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            pass_on(error)
-            continue  # transformers reports what it does not ignore
-        if not isinstance(content, dict):
-            raise ValueError(f"{folder / name} is damaged: it holds no JSON object; get the file again")
-        dtype = content.get("dtype", content.get("torch_dtype")) if name == "config.json" else None
-        if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(
-                f"{folder / name}: dtype={dtype!r} is not a dtype of torch; use 'float32', 'bfloat16' or 'float16' there"
-            )
-
-
-def _check_sizes(path: Path, config: Any) -> None:
-    """Raise ``ValueError`` for a vocabulary without tokens, and for more layers than the folder's safetensors can have."""
-    decoder = text_config(config)
-    vocabulary, layers = (getattr(decoder, name, None) for name in ("vocab_size", "num_hidden_layers"))
-    if isinstance(vocabulary, int) and vocabulary < 1:
-        raise ValueError(
-            f"{path}: its config.json has vocab_size={vocabulary}, and a model has at least one token; get the file again"
-        )
-    if isinstance(layers, int) and layers > _MANY_LAYERS and path.is_dir():
-        stored = len(stored_tensors(path))
-        if stored and layers > stored:
-            raise ValueError(
-                f"{path}: its config.json has num_hidden_layers={layers}, and its safetensors hold {stored} tensors, fewer than one per "
-                "layer; get the files again"
-            )
 
 
 def stored_tensors(path: str | Path) -> list[tuple[str, int]]:
@@ -178,11 +133,8 @@ def load_model(
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     is_split = isinstance(device, dict)
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
-    if is_split and importlib.util.find_spec("accelerate") is None:
-        raise ImportError(
-            f"{model}: a model over several devices needs the package accelerate, which moves its hidden states between them: pip install "
-            "accelerate"
-        )
+    if is_split:
+        require_accelerate(model)
     renew_pool()  # transformers reads weights with several threads
     try:
         with _logged() as logged:
@@ -198,14 +150,11 @@ def load_model(
     except OSError as error:
         pass_on(error)
         raise _no_model(model, error) from error
-    except (MemoryError, *DAMAGE) as error:
+    except (MemoryError, ValueError, *DAMAGE) as error:
         pass_on(error)
         if is_out_of_memory(error, *logged):
             where = ", ".join(dict.fromkeys(device.values())) if isinstance(device, dict) else device
             raise _too_large(model, where if in_place else None, error) from error
-        raise damaged(model, error, config) from error
-    except ValueError as error:
-        pass_on(error)
         raise unusable(model, error) from error
     if found["missing_keys"]:
         # transformers would initialise them at random, with a warning.
@@ -215,6 +164,15 @@ def load_model(
             f"({len(missing)} in all); get the complete weights"
         )
     return loaded.eval() if device is None or isinstance(device, dict) or in_place else loaded.to(device).eval()
+
+
+def require_accelerate(what: Any) -> None:
+    """Raise ``ImportError`` if the package is missing that splits models over devices."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise ImportError(
+            f"{what}: a model over several devices needs the package accelerate, which moves its hidden states between them: pip install "
+            "accelerate"
+        )
 
 
 def _no_model(model: str | Path, error: Exception) -> FileNotFoundError:
@@ -258,19 +216,6 @@ def _too_large(model: str | Path, device: torch.device | str | None, error: Exce
     )
 
 
-def damaged(model: str | Path, error: Exception, config: Any = None) -> ValueError:
-    """The error for a model whose files raised one of :data:`DAMAGE`. ``config``: the model's, if that could be read."""
-    decoder = None if config is None else text_config(config)
-    vocabulary, pad = (getattr(decoder, name, None) for name in ("vocab_size", "pad_token_id"))
-    if isinstance(vocabulary, int) and isinstance(pad, int) and not -vocabulary <= pad < vocabulary:
-        return ValueError(
-            f"{model}: its config.json has pad_token_id={pad}, which is no token of a vocabulary of {vocabulary}; set it to one, or to null"
-        )
-    return ValueError(
-        f"{model}: its weights are damaged, or do not fit its config.json: {error or type(error).__name__}; get the files of this model again"
-    )
-
-
-def unusable(model: str | Path, error: ValueError) -> ValueError:
-    """The error for a model that transformers refuses."""
-    return ValueError(f"{model} holds no model that can be loaded: {error}")
+def unusable(model: str | Path, error: Exception) -> ValueError:
+    """The error for a model that transformers or safetensors cannot read."""
+    return ValueError(f"{model} holds no model that can be loaded: {error or type(error).__name__}")

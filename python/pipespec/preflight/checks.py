@@ -188,7 +188,7 @@ def _check_layers(name: str, model: PreTrainedModel, decoder: Any) -> None:
     if layout.states is not None:
         _check_recurrent(name, model)
     elif kind not in FAMILIES:
-        _check_kept(name, model, layout)
+        _check_stored(name, model, layout)
 
 
 def check_recurrent(models: Sequence[PreTrainedModel], *, target_is_placed: bool = False) -> None:
@@ -212,75 +212,53 @@ def _check_recurrent(name: str, model: PreTrainedModel, *, is_placed: bool = Fal
         raise TypeError(f"{name} is a {type(model).__name__}: {why}")
 
 
-class _Kept(DynamicCache):
-    """A cache that keeps what each layer would store, as ``(layer, heads, size of a key, size of a value)``."""
+class _Stored(DynamicCache):
+    """A cache that records what each layer stores, as ``(layer, heads, size of a key, size of a value)``, and whether it stores anything else."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[tuple[int, int, int, int]] = []
-        self.other = ""
+        self.sizes: list[tuple[int, int, int, int]] = []
+        self.has_other = False
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.kept.append((layer_idx, key_states.shape[1], key_states.shape[3], value_states.shape[3]))
+        self.sizes.append((layer_idx, key_states.shape[1], key_states.shape[3], value_states.shape[3]))
         return key_states, value_states
 
-    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.other = "the state of a convolution"
-        return conv_states
+    def _note_other(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.has_other = True
+        return states
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.other = "a recurrent state"
-        return recurrent_states
-
-    def update_indexer(self, indexer_key_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.other = "the keys of an index"
-        return indexer_key_states
+    update_conv_state = update_recurrent_state = update_indexer = _note_other
 
 
-def _check_kept(name: str, model: PreTrainedModel, layout: CacheLayout) -> None:
-    """Raise ``TypeError`` for a model whose layers keep something else than its configuration says.
+def _check_stored(name: str, model: PreTrainedModel, layout: CacheLayout) -> None:
+    """Raise ``TypeError`` for a model of an unknown family whose layers store something else than its configuration says.
 
-    A twin without weights runs one token on the meta device. Where its operations wait for data (experts), the layers before count.
+    A copy without weights runs one token on the meta device. Where its operations wait for data (experts), the layers before count.
     """
-    kept, is_complete = _Kept(), False
-    config = copy.deepcopy(model.config)
+    stored, is_complete = _Stored(), False
     try:
         with torch.device("meta"), torch.inference_mode():
-            twin = type(model)(config).eval()
-            twin(
+            hollow = type(model)(copy.deepcopy(model.config)).eval()
+            hollow(
                 input_ids=torch.zeros((1, 1), dtype=torch.long),
-                attention_mask=torch.zeros((1, 1, 1, 1), dtype=twin.dtype),
+                attention_mask=torch.zeros((1, 1, 1, 1), dtype=hollow.dtype),
                 position_ids=torch.zeros((1, 1), dtype=torch.long),
-                past_key_values=kept,
+                past_key_values=stored,
                 use_cache=True,
                 logits_to_keep=1,
             )
         is_complete = True
     except Exception as error:
         pass_on(error)
-    what = kept.other
-    sizes = (layout.heads, layout.key_dim, layout.value_dim)
-    other = next(
-        (
-            f"{keys} and values of {values} in {heads} heads"
-            for _, heads, keys, values in kept.kept
-            if (heads, keys, values) != sizes
-        ),
-        "",
-    )
-    layers = [layer for layer, *_ in kept.kept]
-    if other:
-        what = (
-            f"keys of {other}, where its configuration says {layout.key_dim} and {layout.value_dim} in {layout.heads}"
+    expected = [(i, layout.heads, layout.key_dim, layout.value_dim) for i in range(len(layout.windows))]
+    if stored.has_other or stored.sizes != (expected if is_complete else expected[: len(stored.sizes)]):
+        raise TypeError(
+            f"{name} is a {type(model).__name__} whose layers do not each store the keys and values that its configuration says; no cache here "
+            "can roll that back"
         )
-    elif layers != list(range(len(layout.windows)))[: len(layers)] or (
-        is_complete and len(layers) < len(layout.windows)
-    ):
-        what = f"keys and values of the layers {layers} and not of each of the {len(layout.windows)}"
-    if what:
-        raise TypeError(f"{name} is a {type(model).__name__} that stores {what}; no cache here can roll that back")
 
 
 _NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}

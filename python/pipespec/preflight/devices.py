@@ -13,7 +13,7 @@ from pipespec_kernels.env import host_memory
 Device = torch.device | str
 Place = Device | Sequence[Device] | None
 Devices = Device | Mapping[str, Place] | Sequence[Place] | None
-"""Values of ``device=``: one device for all stages, ``"auto"``, one per stage (drafts first, target last), or a mapping by stage name. A stage that
+"""Values of ``device=``: one device or ``"auto"`` for all stages, one per stage (drafts first, target last), or a mapping by stage name. A stage that
 has a list of devices is split over them."""
 
 AUTO = "auto"
@@ -27,13 +27,11 @@ class DeviceFacts:
         name: ``"cpu"``, or ``"cuda:0"`` and so on.
         total: bytes of its memory; 0 where the system does not report it.
         free: bytes that can be allocated there now.
-        peers: GPUs whose memory it can access directly.
     """
 
     name: str
     total: int
     free: int
-    peers: tuple[str, ...] = ()
 
 
 def device_facts(names: Sequence[str] | None = None) -> list[DeviceFacts]:
@@ -48,17 +46,15 @@ def device_facts(names: Sequence[str] | None = None) -> list[DeviceFacts]:
     found = []
     if names is None or "cpu" in names:
         found.append(DeviceFacts("cpu", *host_memory()))
-    count = torch.cuda.device_count()
-    for i in range(count):
+    for i in range(torch.cuda.device_count()):
         if names is None or f"cuda:{i}" in names:
             free, total = torch.cuda.mem_get_info(i)
             free += torch.cuda.memory_reserved(i) - torch.cuda.memory_allocated(i)
-            peers = tuple(f"cuda:{j}" for j in range(count) if j != i and torch.cuda.can_device_access_peer(i, j))
-            found.append(DeviceFacts(f"cuda:{i}", total, free, peers))
+            found.append(DeviceFacts(f"cuda:{i}", total, free))
     return found
 
 
-def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None] | str:
+def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]:
     """Normalise ``device=``.
 
     Args:
@@ -66,7 +62,7 @@ def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]
         count: number of stages.
 
     Returns:
-        One name or None per stage (``"cuda"`` becomes the current GPU), a tuple of names for a stage that is to be split, or :data:`AUTO`.
+        Per stage one name (``"cuda"`` becomes the current GPU), :data:`AUTO`, a tuple of names for a stage that is to be split, or None.
 
     Raises:
         ValueError: a device that does not exist or that no stage can run on; too many or too few devices; an unknown stage.
@@ -85,8 +81,6 @@ def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]
         if len(device) != count:
             raise ValueError(f"device: one for all, or one per stage ({count}: {', '.join(names)}), not {len(device)}")
         each = list(device)
-    elif device == AUTO:
-        return AUTO
     else:
         each = [device] * count
     return [_place(d) for d in each]
@@ -97,7 +91,7 @@ def _place(place: Place) -> str | tuple[str, ...] | None:
     if isinstance(place, str) and "+" in place:
         place = place.split("+")  # as the command line names them
     if place is None or isinstance(place, (str, torch.device)) or not isinstance(place, Sequence):
-        return None if place is None else device_name(place)
+        return place if place is None or place == AUTO else device_name(place)
     several = tuple(device_name(device) for device in place)
     if len(several) < 2 or len(set(several)) < len(several) or "cpu" in several:
         raise ValueError(
@@ -116,14 +110,10 @@ def device_name(device: Device) -> str:
     """
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"device must be 'cpu', 'cuda:0' or the like, not {device!r}")
-    if device == AUTO:
-        raise ValueError(
-            "device='auto' places all stages, not one of several: pass it alone, or name a device for each"
-        )
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda', 'cuda:1', or 'auto'") from None
+        raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from None
     if found.type == "cpu":
         if found.index:
             raise ValueError(f"device={str(device)!r}: all cores are one device; use 'cpu'")

@@ -1,27 +1,34 @@
-"""Memory: the need of a chain's stages on each device, and a comparison with the memory of the device.
+"""One memory estimate: what the stages of a chain need on each device, compared with the memory of the device.
 
 The rule: weights, exactly; caches, exactly (:meth:`pipespec.models.layout.CacheLayout.bytes_for`); an upper bound of the activations of one
-forward; :data:`HEADROOM` per stage. The packed copies of the native form stand beside the sum, because no stage depends on one: it is made only where
-it takes at most half of the free memory, see :class:`pipespec.engine.native.NativeForm`.
+forward; :data:`HEADROOM` per stage.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
+import functools
 import resource
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.stage import PREFILL_CHUNK, first_capacity, static_capacity
 from pipespec.errors import DoesNotFit
+from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
+from pipespec.models.layout import CacheLayout
+from pipespec.models.loading import DAMAGE, load_config, stored_tensors, unusable
+from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
-from pipespec.preflight.stages import Share, StageFacts
+from pipespec.process.signals import pass_on
 from pipespec.process.table import aligned
 from pipespec.process.warnings import user_stacklevel
 
@@ -53,6 +60,136 @@ def shortage_explained() -> Iterator[None]:
         raise
 
 
+# ---- what a stage is
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one device has of a stage: ``weights`` in bytes that are not there yet, and the number of ``layers``."""
+
+    device: str
+    weights: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What the memory estimate needs of a stage.
+
+    Attributes:
+        name: of the stage.
+        config: of its decoder.
+        dtype: of its hidden states, keys and values.
+        weights: bytes of its parameters and buffers that are to be loaded; 0 where they are loaded.
+        device: where it is, or is to be; of a split stage, where its inputs are.
+        loaded: whether its weights are on ``device`` already.
+        quantised: the method, or None.
+        shares: of a stage that is split over devices; empty for one that is whole.
+        staged: bytes that offloaded weights take at a time on the device that computes, at most.
+        kv_heads: key/value heads per layer in this process; None: as the configuration says.
+        skeleton: the model on the meta device, if it can be split.
+    """
+
+    name: str
+    config: Any
+    dtype: torch.dtype
+    weights: int
+    device: str = "cpu"
+    loaded: bool = False
+    quantised: str | None = None
+    shares: tuple[Share, ...] = ()
+    staged: int = 0
+    kv_heads: int | None = None
+    skeleton: PreTrainedModel | None = None
+
+    @functools.cached_property
+    def layout(self) -> CacheLayout:
+        """Of its keys and values in this process."""
+        return CacheLayout.of(self.config, self.kv_heads)
+
+    @property
+    def on(self) -> tuple[Share, ...]:
+        """What each of its devices has."""
+        return self.shares or (Share(self.device, self.weights, getattr(self.config, "num_hidden_layers", 0)),)
+
+    @classmethod
+    def of_model(cls, name: str, model: PreTrainedModel, *, has_cache: bool = True) -> StageFacts:
+        """Of a model that is loaded. ``has_cache``: False for one that uses another's cache."""
+        at, offloaded = LayerDevices.of(model), offloaded_modules(model)
+        on = at.shares()
+        shares = tuple(Share(str(d), 0, on[d]) for d in at.devices) if at.is_split else ()
+        if not has_cache:
+            shares = (Share(str(at.inputs), 0, 0),)
+        return cls(
+            name,
+            text_config(model.config),
+            compute_dtype(model),
+            0,
+            str(at.inputs),
+            True,
+            shares=shares,
+            staged=max((sum(p.nbytes for p in part.parameters()) for part in offloaded.values()), default=0),
+            kv_heads=local_kv_heads(model),
+        )
+
+    @classmethod
+    def of_path(
+        cls, name: str, path: str | Path, dtype: torch.dtype | str = "auto", *, trust_remote_code: bool = False
+    ) -> StageFacts:
+        """Of a model that is not loaded.
+
+        Weights are counted on the meta device. Quantised weights count as the headers of their safetensors list them.
+
+        Args:
+            name: of the stage.
+            path: a folder, or a hub name.
+            dtype: as ``from_pretrained`` takes it.
+            trust_remote_code: as ``from_pretrained`` takes it.
+
+        Raises:
+            ValueError: a dtype that torch does not have, or files that hold no model.
+            Exception: those of :func:`pipespec.models.loading.load_config`.
+        """
+        config = load_config(path, trust_remote_code=trust_remote_code)
+        quantised, loaded_dtype = quantisation(config), _loaded_dtype(dtype, config, path)
+        if quantised is not None and (weights := sum(size for _, size in stored_tensors(path))):
+            return cls(name, text_config(config), loaded_dtype, weights, quantised=quantised)
+        try:
+            with torch.device("meta"):
+                skeleton = AutoModelForCausalLM.from_config(
+                    copy.deepcopy(config), dtype=loaded_dtype, trust_remote_code=trust_remote_code
+                )
+        except (ValueError, *DAMAGE) as error:
+            pass_on(error)
+            raise unusable(path, error) from error
+        skeleton.tie_weights()  # transformers 5.0 ties in from_pretrained only
+        weights = weight_bytes(skeleton)
+        return cls(name, text_config(config), loaded_dtype, weights, quantised=quantised, skeleton=skeleton)
+
+
+_STORED_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _loaded_dtype(requested: torch.dtype | str, config: Any, path: str | Path) -> torch.dtype:
+    """The dtype by the rule of ``from_pretrained``: the requested one, else the configuration's, else that of the first float stored."""
+    if isinstance(requested, str) and requested != "auto":
+        found = getattr(torch, requested, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(
+                f"dtype={requested!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'"
+            )
+        return found
+    if isinstance(requested, torch.dtype):
+        return requested
+    configured = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
+    if isinstance(configured, torch.dtype):
+        return configured
+    return next((_STORED_FLOATS[name] for name, _ in stored_tensors(path) if name in _STORED_FLOATS), torch.float32)
+
+
+# ---- the estimate
+
+
 @dataclass(frozen=True)
 class StageNeed:
     """Bytes that a stage takes on one device.
@@ -65,8 +202,6 @@ class StageNeed:
         activations: bytes that one forward holds at a time, at most.
         headroom: see :data:`HEADROOM`.
         dtype: of the stage.
-        loaded: bytes of weights that are there already.
-        packed: bytes of a packed copy of the weights, at most, not in the sum.
     """
 
     name: str
@@ -76,8 +211,6 @@ class StageNeed:
     activations: int
     headroom: int
     dtype: torch.dtype
-    loaded: int = 0
-    packed: int = 0
 
     @property
     def sum(self) -> int:
@@ -99,17 +232,14 @@ class Estimate:
 
     def table(self, facts: Sequence[DeviceFacts]) -> str:
         """The numbers in GiB: a line per stage and device, then a line per device."""
-        rows: list[tuple[str, ...]] = [("", "on", "weights", "caches", "activations", "headroom", "sum", "packed copy")]
+        rows: list[tuple[str, ...]] = [("", "on", "weights", "caches", "activations", "headroom", "sum")]
         for n in self.needs:
-            weights = _gib(n.weights) if n.weights or not n.loaded else "loaded"
-            caches, activations, headroom, total = map(_gib, (n.caches, n.activations, n.headroom, n.sum))
-            packed = _gib(n.packed) if n.packed else "-"
-            rows.append((n.name, n.device, weights, caches, activations, headroom, total, packed))
+            sizes = (n.weights, n.caches, n.activations, n.headroom, n.sum)
+            rows.append((n.name, n.device, *map(_gib, sizes)))
         lines = [aligned(rows, left=2)]
         for fact in facts:
-            needed, copied = _gib(self.on(fact.name)), sum(n.packed for n in self.needs if n.device == fact.name)
-            copies = f" and up to {_gib(copied)} for packed copies, where there is room" if copied else ""
-            lines.append(f"{fact.name}: {needed} GiB needed{copies}, {_gib(fact.free)} free of {_gib(fact.total)}")
+            needed = _gib(self.on(fact.name))
+            lines.append(f"{fact.name}: {needed} GiB needed, {_gib(fact.free)} free of {_gib(fact.total)}")
         return "\n".join(lines)
 
     def check(self, facts: Sequence[DeviceFacts]) -> None:
@@ -122,12 +252,10 @@ class Estimate:
             DoesNotFit: with the numbers, where a device does not have enough.
         """
         for fact in facts:
-            need = self.on(fact.name)
+            need, on_cpu = self.on(fact.name), fact.name == "cpu"
             if fact.total == 0:
                 continue
-            on_cpu = fact.name == "cpu"
-            loaded = sum(n.loaded for n in self.needs if n.device == fact.name)
-            available = fact.total - loaded if on_cpu else fact.free
+            available = fact.total if on_cpu else fact.free
             if need > available:
                 one, many = f"a text of {self.capacity} positions", f"{self.rows} x {self.capacity} positions"
                 raise DoesNotFit(
@@ -161,33 +289,25 @@ def _gib(size: int) -> str:
     return f"{size / _GIB:.2f}" if size < 100 * _GIB else f"{size / _GIB:.0f}"
 
 
-def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, schedule: str = "lockstep") -> Estimate:
-    """Bytes that a chain needs on each device, by the rule of this module.
-
-    A stage that is split over devices has a need on each. With ``schedule="workers"`` the weights of a draft on a GPU exist three times: in the caller's process, in the worker's, and in shared
-    memory of the host.
+def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, shares_weights: bool = False) -> Estimate:
+    """Bytes that a chain needs on each device, by the rule of this module. A stage that is split over devices has a need on each.
 
     Args:
         stages: drafts first, target last.
         rows: texts in the batch.
         capacity: positions of each cache.
-        schedule: how the stages run.
+        shares_weights: whether drafts run in processes of their own. The weights of a draft on a GPU then exist three times: in the caller's process,
+            in the draft's, and in shared memory of the host.
     """
     needs = []
     for stage in stages:
-        shared = schedule == "workers" and stage.device != "cpu" and stage.name != "target"
+        is_copied = shares_weights and stage.device != "cpu" and stage.name != "target"
         activations = _activations(stage, rows, capacity) + stage.staged
         for share in stage.on:
-            weights, headroom = 0 if stage.loaded else share.weights, HEADROOM
+            weights, headroom = (2 * share.weights, 2 * HEADROOM) if is_copied else (share.weights, HEADROOM)
             caches = cache_bytes(stage, share, rows, capacity)
-            if shared:
-                weights, headroom = weights + stage.weights, 2 * HEADROOM
-            loaded = share.weights if stage.loaded else 0
-            packed = stage.packed if share.device == "cpu" and not stage.shares else 0
-            needs.append(
-                StageNeed(stage.name, share.device, weights, caches, activations, headroom, stage.dtype, loaded, packed)
-            )
-        if shared:
+            needs.append(StageNeed(stage.name, share.device, weights, caches, activations, headroom, stage.dtype))
+        if is_copied:
             needs.append(StageNeed(f"{stage.name} (shared)", "cpu", stage.weights, 0, 0, 0, stage.dtype))
     return Estimate(tuple(needs), rows, capacity)
 
@@ -255,7 +375,7 @@ def check_memory(
     Raises:
         DoesNotFit: with the numbers.
     """
-    stages = [StageFacts.of_call(name, model, has_cache=name not in in_targets_cache) for name, model in models.items()]
+    stages = [StageFacts.of_model(name, m, has_cache=name not in in_targets_cache) for name, m in models.items()]
     devices = list(dict.fromkeys([*(share.device for stage in stages for share in stage.on), *(distributions or {})]))
 
     def available() -> list[DeviceFacts]:
@@ -264,17 +384,13 @@ def check_memory(
 
     def needed(capacity: int) -> Estimate:
         found = estimate(stages, rows, capacity)
-        kept = (distributions or {}).items()
-        drawn = tuple(StageNeed("distributions", device, 0, size, 0, 0, torch.float32) for device, size in kept)
-        found = replace(found, needs=(*found.needs, *drawn))
-        if not copied:
-            return found
-        target = stages[-1]
-        copies = tuple(
-            StageNeed("its copy", s.device, 0, cache_bytes(target, s, rows, min(capacity, most)), 0, 0, target.dtype)
-            for s in target.on
-        )
-        return replace(found, needs=(*found.needs, *copies))
+        more = [StageNeed("distributions", d, 0, n, 0, 0, torch.float32) for d, n in (distributions or {}).items()]
+        if copied:
+            target = stages[-1]
+            for s in target.on:
+                size = cache_bytes(target, s, rows, min(capacity, most))
+                more.append(StageNeed("its copy", s.device, 0, size, 0, 0, target.dtype))
+        return replace(found, needs=(*found.needs, *more))
 
     last = needed(static_capacity(most) if graphs else most)
     facts = available()

@@ -1,4 +1,4 @@
-"""Placement: the device of each stage of a chain, before any weight is read."""
+"""Placement: the device of each stage of a chain, before any weight is read. accelerate plans a stage that is split."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.stage import INITIAL_CAPACITY, stage_names
-from pipespec.errors import DoesNotFit
+from pipespec.models.devices import decoder_layers
+from pipespec.models.loading import require_accelerate
 from pipespec.preflight.devices import AUTO, DeviceFacts, Devices, device_facts, requested
-from pipespec.preflight.memory import estimate
-from pipespec.preflight.stages import Share, StageFacts
+from pipespec.preflight.memory import Share, StageFacts, estimate
 from pipespec.preflight.support import check_quantised_draft, check_whole_draft
 
-_CACHE_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
-"""Fields of a configuration without which its caches cannot be counted."""
+DeviceMap = dict[str, str]
+"""The device of each module by its name, as ``from_pretrained`` takes it."""
 
 
 def arrange(
@@ -26,29 +26,32 @@ def arrange(
     *,
     device: Devices = None,
     dtype: torch.dtype | str | Sequence[torch.dtype | str] = "auto",
-    schedule: str = "lockstep",
+    shares_weights: bool = False,
     trust_remote_code: bool = False,
     facts: Sequence[DeviceFacts] | None = None,
     names: Sequence[str] | None = None,
-) -> list[str | dict[str, str] | None]:
+) -> list[str | DeviceMap | None]:
     """Choose the device of each stage, and check that weights and the caches of one text fit there.
+
+    A stage with ``device="auto"`` goes to the GPU with the most free memory, the target first; where none has enough, accelerate splits it over all of
+    them. Without GPUs it goes to the CPU.
 
     Args:
         given: models or paths, drafts first, target last.
         device: the user's request.
         dtype: as ``from_pretrained`` takes it: of all stages, or one per stage.
-        schedule: how the stages are to run.
+        shares_weights: whether drafts run in processes of their own, see :func:`pipespec.preflight.memory.estimate`.
         trust_remote_code: as ``from_pretrained`` takes it.
         facts: of the devices; None queries them.
         names: of the stages; None: ``given`` is the whole chain.
 
     Returns:
-        Per stage the device to load it to, or for one that is split the devices by the names of its modules (``device_map``); None for a model
-        that is loaded.
+        Per stage the device to load it to, or for one that is split a device map; None for a model that is loaded.
 
     Raises:
         DoesNotFit: the weights, or the caches of one text, do not fit.
-        ValueError: a device that cannot be used, or a stage that cannot run in ``schedule``.
+        ImportError: a stage is to be split, and accelerate is not installed.
+        ValueError: a device that cannot be used, or a stage that cannot be split or shared.
         Exception: those of :func:`pipespec.models.loading.load_config`.
     """
     wanted = requested(device, len(given))
@@ -59,183 +62,116 @@ def arrange(
         else StageFacts.of_path(name, model, of_stage, trust_remote_code=trust_remote_code)
         for name, model, of_stage in zip(names or stage_names(len(given)), given, dtypes, strict=True)
     ]
-    if schedule == "workers":
-        for stage in stages[:-1]:
+    for stage, place in zip(stages, wanted, strict=True):
+        _check_contradiction(stage, place)
+        if shares_weights and stage is not stages[-1]:
             check_quantised_draft(stage.name, stage.quantised)
-    if isinstance(wanted, list):
-        _check_contradictions(stages, wanted)
     if all(stage.loaded and not any(s.device.startswith("cuda") for s in stage.on) for stage in stages):
         return [None] * len(stages)
-    if any(not hasattr(stage.config, field) for stage in stages for field in _CACHE_SIZES):
+    if not all(hasattr(stage.config, "num_attention_heads") for stage in stages):
         # Not a decoder: check_architecture() refuses it by name once it is loaded.
-        first = [d[0] if isinstance(d, tuple) else d for d in ([None] * len(stages) if wanted == AUTO else wanted)]
-        return [None if s.loaded else d or "cpu" for s, d in zip(stages, first, strict=True)]
+        return [None if stage.loaded else "cpu" for stage in stages]
     longest = [getattr(stage.config, "max_position_embeddings", None) or INITIAL_CAPACITY for stage in stages]
     capacity = min(*longest, INITIAL_CAPACITY) + WIDTH
-    if isinstance(wanted, str):
-        facts = device_facts() if facts is None else facts
-        stages = choose(stages, facts, capacity, schedule=schedule)
-    else:
-        several = list(dict.fromkeys(name for d in wanted if isinstance(d, tuple) for name in d))
-        known = facts if facts is not None or not several else device_facts(several)
-        stages = [
-            _split(stage, d, {f.name: f.free for f in known or ()}, capacity)
-            if isinstance(d, tuple)
-            else stage
-            if stage.loaded
-            else replace(stage, device=d or "cpu")
-            for stage, d in zip(stages, wanted, strict=True)
-        ]
-        if schedule == "workers":
-            for stage in stages[:-1]:
-                check_whole_draft(stage.name, [share.device for share in stage.on])
-    needed = estimate(stages, 1, capacity, schedule=schedule)
-    used = list(dict.fromkeys(need.device for need in needed.needs))
-    needed.check(device_facts(used) if facts is None else [f for f in facts if f.name in used])
-    return [None if stage.loaded else _device_map(stage) if stage.shares else stage.device for stage in stages]
+    if facts is None:
+        named = {name for place in wanted for name in ([place] if isinstance(place, str) else place or ())}
+        present = {share.device for stage in stages for share in stage.on}
+        facts = device_facts(None if AUTO in named else sorted({"cpu"} | named | present))
+    free = {fact.name: fact.free for fact in facts}
+    maps: dict[str, DeviceMap] = {}
+    for i in reversed(range(len(stages))):
+        place, stage = wanted[i], stages[i]
+        if not stage.loaded:
+            if place == AUTO:
+                place = _automatic(stage, free, capacity)
+            if isinstance(place, tuple):
+                stage, maps[stage.name] = _split(stage, place, free, capacity, is_even=wanted[i] != AUTO)
+            else:
+                stage = replace(stage, device=place or "cpu")
+        if shares_weights and i + 1 < len(stages):
+            check_whole_draft(stage.name, [share.device for share in stage.on])
+        stages[i] = stage
+        for need in estimate([stage], 1, capacity, shares_weights=shares_weights).needs:
+            free[need.device] = free.get(need.device, 0) - need.sum
+    needed = estimate(stages, 1, capacity, shares_weights=shares_weights)
+    used = {need.device for need in needed.needs}
+    needed.check([fact for fact in facts if fact.name in used])
+    return [None if stage.loaded else maps.get(stage.name, stage.device) for stage in stages]
 
 
-def choose(
-    stages: Sequence[StageFacts],
-    facts: Sequence[DeviceFacts],
-    capacity: int = INITIAL_CAPACITY,
-    *,
-    schedule: str = "lockstep",
-) -> list[StageFacts]:
-    """The stages on the devices of ``device="auto"``: a function of its arguments alone.
-
-    Without GPUs, the CPU. Otherwise the target goes to the GPU with most free memory. The drafts follow, the last one first, each to a GPU
-    where it fits. The order of preference: a GPU without a stage, one that the target's GPU accesses directly, more free memory, the first
-    one. Loaded models stay. No stage goes to the CPU unless the user requests it. A target that fits on no GPU is split over as few as suffice, those
-    with most free memory.
-
-    Args:
-        stages: drafts first, target last.
-        facts: of the devices.
-        capacity: positions of each cache, for one text.
-        schedule: how the stages are to run.
-
-    Raises:
-        DoesNotFit: a stage that fits on no GPU.
-    """
-    gpus = [f for f in facts if f.name != "cpu"]
+def _automatic(stage: StageFacts, free: Mapping[str, int], capacity: int) -> str | tuple[str, ...]:
+    """The GPU with the most free memory if the stage fits there, else all GPUs, those with the most free memory first; without GPUs, the CPU."""
+    gpus = sorted((name for name in free if name != "cpu"), key=lambda name: -free[name])
     if not gpus:
-        return [stage if stage.loaded else replace(stage, device="cpu") for stage in stages]
-    placed = {stage.name: stage for stage in stages if stage.loaded}
-
-    def left(gpu: DeviceFacts) -> int:
-        return gpu.free - estimate(list(placed.values()), 1, capacity, schedule=schedule).on(gpu.name)
-
-    for stage in reversed(stages):
-        if stage.loaded:
-            continue
-        target = placed.get("target")
-        used = {share.device for s in placed.values() for share in s.on}
-        reached = {f.name for f in gpus if target is not None and target.device in f.peers}
-        if target is None:
-            ranked = sorted(gpus, key=lambda gpu: -left(gpu))
-        else:
-            ranked = sorted(gpus, key=lambda gpu: (gpu.name in used, gpu.name not in reached, -left(gpu)))
-        for gpu in ranked:
-            here = replace(stage, device=gpu.name)
-            if estimate([here], 1, capacity, schedule=schedule).on(gpu.name) <= left(gpu):
-                placed[stage.name] = here
-                break
-        else:
-            over = None
-            if stage.name == "target":
-                over = _fewest(stage, ranked, {gpu.name: left(gpu) for gpu in gpus}, capacity)
-            if over is not None:
-                placed[stage.name] = over
-                continue
-            tried = [*placed.values(), replace(stage, device=ranked[0].name)]
-            raise DoesNotFit(
-                f"{stage.name} fits on no GPU{' and not on all of them together' if stage.name == 'target' and len(gpus) > 1 else ''} (GiB):\n{estimate(tried, 1, capacity, schedule=schedule).table(gpus)}\n"
-                "What helps: a smaller dtype (dtype='bfloat16'), quantised weights, fewer drafts, or device= with a device for each stage"
-            )
-    return [placed[stage.name] for stage in stages]
+        return "cpu"
+    need = estimate([replace(stage, device=gpus[0])], 1, capacity).on(gpus[0])
+    return gpus[0] if need <= free[gpus[0]] or len(gpus) == 1 or stage.skeleton is None else tuple(gpus)
 
 
-def _fewest(
-    stage: StageFacts, ranked: Sequence[DeviceFacts], free: Mapping[str, int], capacity: int
-) -> StageFacts | None:
-    """The stage over the fewest GPUs that suffice, in their order; None: all of them do not."""
-    if not stage.parts:
-        return None
-    for count in range(2, len(ranked) + 1):
-        names = sorted((gpu.name for gpu in ranked[:count]), key=[gpu.name for gpu in ranked].index)
-        over = _split(stage, tuple(names), free, capacity)
-        found = estimate([over], 1, capacity)
-        if all(found.on(name) <= free[name] for name in names):
-            return over
-    return None
-
-
-def _split(stage: StageFacts, devices: tuple[str, ...], free: Mapping[str, int], capacity: int) -> StageFacts:
-    """Cut a stage into runs of layers, one per device.
-
-    Equal bytes of weights and caches where that fits, else in the proportion of free memory.
+def _split(
+    stage: StageFacts, devices: tuple[str, ...], free: Mapping[str, int], capacity: int, *, is_even: bool
+) -> tuple[StageFacts, DeviceMap]:
+    """Split a stage into runs of layers, one per device.
 
     Args:
         stage: one that is not loaded.
         devices: in the order of the layers.
-        free: bytes per device; empty: unknown.
+        free: bytes per device.
         capacity: positions of each cache, for one text.
+        is_even: about equal bytes of weights on each device, where that fits. Otherwise each device in turn is filled.
 
     Raises:
-        ValueError: the stage is loaded, cannot be cut, or has fewer layers than there are devices.
+        ValueError: it cannot be split.
     """
-    layers = sum(part.is_layer for part in stage.parts)
-    if layers < len(devices):
-        why = (
-            f"it has {layers} layers"
-            if stage.parts
-            else "its parts are not known before it is loaded; load it with device_map="
+    model = stage.skeleton
+    if model is None:
+        raise ValueError(
+            f"{stage.name} cannot be split over {', '.join(devices)}: its parts are not known before it is loaded; load it with device_map="
         )
-        raise ValueError(f"{stage.name} cannot be split over {', '.join(devices)}: {why}")
-    equal = _cut(stage, devices, [1] * len(devices), capacity)
-    need = estimate([equal], 1, capacity)
-    if not free or all(need.on(name) <= free[name] for name in devices):
-        return equal
-    fixed = need.needs[0].activations + need.needs[0].headroom
-    return _cut(stage, devices, [max(1, free[name] - fixed) for name in devices], capacity)
+    require_accelerate(stage.name)
+    from accelerate import infer_auto_device_map
+
+    need = estimate([stage], 1, capacity).needs[0]
+    beside = need.activations + need.headroom + need.caches // len(devices)
+    room = {i: max(0, free.get(name, 0) - beside) for i, name in enumerate(devices)}
+    # accelerate leaves room for the largest part on the first device.
+    largest = max(
+        sum(p.nbytes for p in part.parameters()) for part in (*decoder_layers(model), model.get_input_embeddings())
+    )
+    even = {i: stage.weights // len(devices) + largest for i in room}
+    last = len(devices) - 1
+    blocks = list(model._no_split_modules or ())
+    for limits in ([even] if is_even and all(even[i] <= room[i] for i in room) else []) + [
+        room,
+        room | {last: 1 << 60},
+    ]:
+        # The last attempt puts all the rest on the last device: the check of the memory names what is lacking.
+        found = infer_auto_device_map(model, dict(limits), no_split_module_classes=blocks, dtype=stage.dtype)
+        if "disk" not in found.values():
+            break
+    device_map = {name: devices[i] for name, i in found.items()}
+
+    def device_of(name: str) -> str:
+        while name and name not in device_map:
+            name = name.rpartition(".")[0]
+        return device_map.get(name, devices[-1])
+
+    weights, layers, seen = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0), set[int]()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            weights[device_of(name)] += tensor.nbytes
+    at = {id(module): name for name, module in model.named_modules()}
+    for layer in decoder_layers(model):
+        layers[device_of(at[id(layer)])] += 1
+    shares = tuple(Share(name, weights[name], layers[name]) for name in devices if weights[name])
+    return replace(stage, device=shares[0].device, shares=shares), device_map
 
 
-def _cut(stage: StageFacts, devices: Sequence[str], portions: Sequence[int], capacity: int) -> StageFacts:
-    """:func:`_split` in these proportions. Each device gets a layer at least."""
-    cache = stage.layout.bytes_for(1, capacity, stage.dtype, 1)
-    sizes = [part.weights + (cache if part.is_layer else 0) for part in stage.parts]
-    layers = [i for i, part in enumerate(stage.parts) if part.is_layer]
-    whole, begin, shares = sum(sizes), 0, []
-    for number, device in enumerate(devices):
-        until = whole * sum(portions[: number + 1]) / sum(portions)
-        # The first layer of the next device: at least one layer for this device, and for each of those behind it.
-        least = next(i for i in layers if i >= begin) + 1
-        most = layers[len(layers) - (len(devices) - 1 - number)] if number + 1 < len(devices) else len(sizes)
-        end = least
-        while end < most and (number + 1 == len(devices) or sum(sizes[: end + 1]) - sizes[end] / 2 <= until):
-            end += 1
-        mine = stage.parts[begin:end]
-        shares.append(Share(device, sum(part.weights for part in mine), sum(part.is_layer for part in mine)))
-        begin = end
-    return replace(stage, device=devices[0], shares=tuple(shares))
-
-
-def _device_map(stage: StageFacts) -> dict[str, str]:
-    """The device of each part of a split stage, as ``from_pretrained`` takes it."""
-    layers = iter(share.device for share in stage.shares for _ in range(share.layers))
-    placed, device = {}, stage.shares[0].device
-    for part in stage.parts:
-        device = next(layers) if part.is_layer else device
-        placed[part.name] = device
-    return placed
-
-
-def _check_contradictions(stages: Sequence[StageFacts], devices: Sequence[str | tuple[str, ...] | None]) -> None:
+def _check_contradiction(stage: StageFacts, place: str | tuple[str, ...] | None) -> None:
     """Raises ``ValueError`` where the user requests another device for a loaded model than the one it is on."""
-    for stage, device in zip(stages, devices, strict=True):
-        if stage.loaded and device is not None and device not in (stage.device, tuple(s.device for s in stage.on)):
-            raise ValueError(
-                f"{stage.name} was given as a model on {', '.join(s.device for s in stage.on)}, which contradicts device={device!r}: move it with "
-                "model.to(...), leave device out, or give its path"
-            )
+    if stage.loaded and place not in (None, AUTO, stage.device, tuple(s.device for s in stage.on)):
+        raise ValueError(
+            f"{stage.name} was given as a model on {', '.join(s.device for s in stage.on)}, which contradicts device={place!r}: move it with "
+            "model.to(...), leave device out, or give its path"
+        )

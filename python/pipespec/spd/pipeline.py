@@ -17,7 +17,7 @@ from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import load_model
 from pipespec.pipeline import BasePipeline
 from pipespec.preflight.checks import check_chain
-from pipespec.preflight.devices import AUTO, device_name
+from pipespec.preflight.devices import device_name
 from pipespec.preflight.support import check_whole
 from pipespec.spd.chain import AsynchronousChain, ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
@@ -85,10 +85,6 @@ class SpeculativePipeline(BasePipeline):
         check_draft_schedule(drafter, draft_schedule)
         if devices is not None and device is not None:
             raise ValueError("give either device=, for all stages, or devices=, one per stage")
-        if device == AUTO:
-            raise ValueError(
-                "device='auto': name the device of all stages, such as 'cuda:0', or one per stage with devices="
-            )
         place_name = None if device is None else device_name(device)
         options: dict[str, Any] = {"dtype": dtype, "device": place_name, "trust_remote_code": trust_remote_code}
         if isinstance(target, (str, Path)):  # before any weight is loaded
