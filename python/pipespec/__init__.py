@@ -8,7 +8,8 @@ from pipespec.engine.attention import register_attention, register_when_imported
 from pipespec_kernels import __version__
 
 if TYPE_CHECKING:
-    from pipespec.attachment import attach, attached, detach
+    from pipespec.api.attach import attach, attached, detach
+    from pipespec.api.pipeline import Pipeline
     from pipespec.drivers.base import SpeedWarning, StageFailure
     from pipespec.engine.grammar import TokenMatcher
     from pipespec.engine.ngram import NgramDraft
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from pipespec.models.derived import SelfDraft
     from pipespec.models.vocabulary import common_tokens
     from pipespec.observe import Report, StageReport
-    from pipespec.pipeline import Pipeline
     from pipespec.planning.drafts import self_draft
 
 __all__ = [
@@ -41,17 +41,17 @@ __all__ = [
 _HOMES = {
     "NgramDraft": "pipespec.engine.ngram",
     "OutputPenaltyLogitsProcessor": "pipespec.engine.sampling",
-    "Pipeline": "pipespec.pipeline",
+    "Pipeline": "pipespec.api.pipeline",
     "Report": "pipespec.observe",
     "SelfDraft": "pipespec.models.derived",
     "SpeedWarning": "pipespec.drivers.base",
     "StageFailure": "pipespec.drivers.base",
     "StageReport": "pipespec.observe",
     "TokenMatcher": "pipespec.engine.grammar",
-    "attach": "pipespec.attachment",
-    "attached": "pipespec.attachment",
+    "attach": "pipespec.api.attach",
+    "attached": "pipespec.api.attach",
     "common_tokens": "pipespec.models.vocabulary",
-    "detach": "pipespec.attachment",
+    "detach": "pipespec.api.attach",
     "self_draft": "pipespec.planning.drafts",
 }
 

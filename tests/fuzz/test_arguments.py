@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipespec import Pipeline
+from pipespec.api.arguments import ARGUMENTS, OWN
 from pipespec.config import SpeculationConfig
-from pipespec.generation.arguments import ARGUMENTS, OWN
 from tests.conftest import noisy, random_llama
 from tests.fuzz.mutations import ODD_NUMBERS, ODD_TEXTS, VALUES, examples
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipespec import Pipeline
-from pipespec import pipeline as pipeline_module
+from pipespec.api import pipeline as pipeline_module
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.ranks.draft import DraftRank
 from pipespec.drivers.ranks.driver import RanksDriver

@@ -16,7 +16,7 @@ from transformers import GenerationMixin, StaticCache, StoppingCriteria, Stoppin
 
 import pipespec
 from pipespec import Pipeline
-from pipespec.attachment import attached
+from pipespec.api.attach import attached
 from pipespec.demo import family_path
 from pipespec.drivers.base import SpeedWarning
 from pipespec.drivers.workers import template

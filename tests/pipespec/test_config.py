@@ -10,7 +10,7 @@ import torch
 
 import pipespec
 from pipespec import Pipeline, config
-from pipespec import pipeline as pipelines
+from pipespec.api import pipeline as pipelines
 from pipespec.config import SpeculationConfig, default_schedule, numa_nodes
 from pipespec.drivers.base import SpeedWarning
 from pipespec.errors import NotCapturable

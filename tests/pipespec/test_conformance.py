@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from pipespec import Pipeline
+from pipespec.api.arguments import ARGUMENTS, How
 from pipespec.engine.cache import RowCache
-from pipespec.generation.arguments import ARGUMENTS, How
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 
 NEW = 20  # tokens per call
@@ -388,7 +388,7 @@ REFUSED = {
 def test_every_argument_is_classified_and_has_a_case(capsys):
     unknown = sorted(set(INSTALLED) - set(ARGUMENTS))
     assert not unknown, (
-        f"this transformers has arguments that pipespec.generation.arguments.ARGUMENTS does not classify: {unknown}"
+        f"this transformers has arguments that pipespec.api.arguments.ARGUMENTS does not classify: {unknown}"
     )
     honoured = of(How.HONOURED, How.FUSED, How.STEPWISE)
     assert sorted([*CASES, *SAMPLED, *DRAWN, *OWN]) == sorted(honoured)
@@ -415,7 +415,7 @@ def test_an_unknown_argument_is_refused(situations, monkeypatch):
             self.quantum_leap = None
             super().__init__(**kwargs)
 
-    monkeypatch.setattr("pipespec.generation.arguments.GenerationConfig", Later)
+    monkeypatch.setattr("pipespec.api.arguments.GenerationConfig", Later)
     config = Later(max_new_tokens=3)
     config.quantum_leap = 3
     with pytest.raises(NotImplementedError, match="quantum_leap=3"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import pipespec.generation
+import pipespec.api.prepare
 from pipespec import Pipeline
 from pipespec.engine.sampling import Sampler, SamplingParams
 from pipespec.engine.stage import Stage
@@ -324,9 +324,9 @@ def test_noise_by_row_instead_of_seed(monkeypatch):
         with pytest.raises(AssertionError):
             test_sampling.check_reproducible(alone)
     # The same with noise that depends on seed and row.
-    own = pipespec.generation.row_seeds
+    own = pipespec.api.prepare.row_seeds
     monkeypatch.setattr(
-        pipespec.generation, "row_seeds", lambda seed, rows: [s + r for r, s in enumerate(own(seed, rows))]
+        pipespec.api.prepare, "row_seeds", lambda seed, rows: [s + r for r, s in enumerate(own(seed, rows))]
     )
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "__init__", lambda self, s, *rest: real(self, _rekeyed(s), *rest))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipespec.generation.arguments import table
+from pipespec.api.arguments import table
 
 BEGIN, END = "<!-- arguments:begin -->\n", "<!-- arguments:end -->"
 
@@ -13,5 +13,5 @@ def test_the_table_of_arguments():
     text = (Path(__file__).resolve().parents[2] / "docs" / "generate.md").read_text()
     shown = text.partition(BEGIN)[2].partition(END)[0]
     assert shown == table(), (
-        "docs/generate.md is behind the code: run python -m pipespec.generation.arguments docs/generate.md"
+        "docs/generate.md is behind the code: run python -m pipespec.api.arguments docs/generate.md"
     )

@@ -628,7 +628,7 @@ def test_attentions_of_captured_steps(eager):
 
 
 def test_a_failure_after_the_text_leaves_the_text(pipe, model, monkeypatch):
-    monkeypatch.setattr("pipespec.generation.features_of", raise_out_of_memory)
+    monkeypatch.setattr("pipespec.api.output.features_of", raise_out_of_memory)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         pipe.generate(prompt(50), max_new_tokens=NEW, return_dict_in_generate=True, output_hidden_states=True)
     text = plain(model, prompt(50), max_new_tokens=NEW)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from pipespec import Pipeline, pipeline
+from pipespec import Pipeline
+from pipespec.api import pipeline
 from pipespec.cli.main import main
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache

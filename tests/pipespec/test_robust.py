@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipespec import Pipeline, attach, detach, generation
+from pipespec import Pipeline, attach, detach
+from pipespec.api import prepare
+from pipespec.api.text import Progress
 from pipespec.drivers.base import StageFailure
 from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
-from pipespec.generation import Generation
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
@@ -47,13 +48,13 @@ def greedy(model, ids=PROMPT, new: int = 20, **kwargs) -> torch.Tensor:
 
 def test_nothing_of_a_call_waits_for_the_garbage_collector(chain, monkeypatch):
     made = []
-    real = generation.Generation.__init__
+    real = prepare.Generation.__init__
 
     def watched(self, *args, **kwargs):
         made.append(weakref.ref(self))
         real(self, *args, **kwargs)
 
-    monkeypatch.setattr(generation.Generation, "__init__", watched)
+    monkeypatch.setattr(prepare.Generation, "__init__", watched)
     gc.collect()
     gc.disable()
     try:
@@ -433,7 +434,7 @@ def test_a_lent_cache_whose_return_is_interrupted(model, monkeypatch, how, withi
     first = pipe.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
     cache, ids = first.past_key_values, torch.cat([first.sequences, PROMPT], 1)
     held = list(cache.lengths)
-    function, finish, struck = getattr(within, interrupted), Generation.finish, []
+    function, finish, struck = getattr(within, interrupted), Progress.finish, []
 
     def interrupts(*args: object) -> None:
         function(*args)
@@ -441,13 +442,13 @@ def test_a_lent_cache_whose_return_is_interrupted(model, monkeypatch, how, withi
             struck.append(None)
             raise KeyboardInterrupt
 
-    def finishes(generation: Generation) -> None:
-        finish(generation)
+    def finishes(progress: Progress) -> None:
+        finish(progress)
         struck.append(None)  # the text is complete
 
     with monkeypatch.context() as patch:
         patch.setattr(within, interrupted, interrupts)
-        patch.setattr(Generation, "finish", finishes)
+        patch.setattr(Progress, "finish", finishes)
         with pytest.raises(KeyboardInterrupt):
             pipe.generate(ids, past_key_values=cache, max_new_tokens=60)
     assert all(n <= before for n, before in zip(cache.lengths, held, strict=True))

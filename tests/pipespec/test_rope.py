@@ -265,7 +265,7 @@ def test_a_prompt_fed_in_chunks(kind):
 
 
 def test_a_long_prompt_is_fed_piecewise_with_the_rope_of_the_whole(monkeypatch):
-    monkeypatch.setattr("pipespec.generation.PREFILL_CHUNK", 11)
+    monkeypatch.setattr("pipespec.api.prepare.PREFILL_CHUNK", 11)
     for kind in KINDS:
         check(Pipeline(model_of(kind)), kind, LIMIT + 20)
 

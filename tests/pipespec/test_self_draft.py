@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from pipespec import Pipeline
+from pipespec.api.pipeline import check_memory
 from pipespec.config import SpeculationConfig
 from pipespec.drivers import GenerationRequest, LockstepDriver, lockstep
 from pipespec.engine import stage as stages_module
@@ -24,7 +25,6 @@ from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.self_draft import SharedLayers, shared_layers
 from pipespec.engine.stage import StageInputs
 from pipespec.models.derived import first_layers_of, in_int8, with_layers, with_vocabulary
-from pipespec.pipeline import check_memory
 from pipespec.preflight.memory import StageFacts, estimate
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.state import Action
@@ -398,7 +398,7 @@ def test_memory_of_a_shared_cache_counts_once(model, monkeypatch):
         assert need.caches == layers * RowCache.bytes_for(model.config, 3, 100, torch.float32) // 4
     given = []
     monkeypatch.setattr(
-        "pipespec.pipeline.check_memory", lambda *args, **kw: given.append(kw) or check_memory(*args, **kw)
+        "pipespec.api.pipeline.check_memory", lambda *args, **kw: given.append(kw) or check_memory(*args, **kw)
     )
     with Pipeline(model, ["ngram", "self:2"], schedule="lockstep") as pipe:
         generate(pipe, 2)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-from pipespec import Pipeline, pipeline
+from pipespec import Pipeline
+from pipespec.api import pipeline
 from pipespec.config import SpeculationConfig
 from pipespec.drivers import WorkersDriver
 from pipespec.drivers.workers import driver as workers

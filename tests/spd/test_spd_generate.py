@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LogitsProcessor, StoppingCriteria
 
-from pipespec import Pipeline, generation
+from pipespec import Pipeline
+from pipespec.api import prepare
 from pipespec.drivers.base import StageFailure
 from pipespec.spd import Drafter, SpeculativePipeline
 from pipespec.spd import partition as runtime
@@ -401,13 +402,13 @@ def test_an_interrupted_call(model, good):
 
 
 def test_nothing_of_a_call_waits_for_the_garbage_collector(model, good, monkeypatch):
-    made, real = [], generation.Generation.__init__
+    made, real = [], prepare.Generation.__init__
 
     def watched(self, *args, **kwargs):
         made.append(weakref.ref(self))
         real(self, *args, **kwargs)
 
-    monkeypatch.setattr(generation.Generation, "__init__", watched)
+    monkeypatch.setattr(prepare.Generation, "__init__", watched)
     pipeline = SpeculativePipeline(model, good, stages=3)
     gc.collect()
     gc.disable()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.api.pipeline import Pipeline
 from pipespec.bench.results import Step, StepCounts
 from pipespec.drivers.base import StageFailure
 from pipespec.engine.ngram import NGRAM
@@ -27,7 +28,6 @@ from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.observe import StageReport
-from pipespec.pipeline import Pipeline
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _pipeline_error() -> str | None:
     """The error of importing the pipeline, which needs every dependency; None if the import works."""
     try:
-        import pipespec.pipeline  # noqa: F401
+        import pipespec.api.pipeline  # noqa: F401
     except Exception as error:  # broken packages raise errors of many types
         return f"{type(error).__name__}: {error}"
     return None

@@ -205,7 +205,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
 
 def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path], dtype: str, trace: int) -> Any:
     """The chain of models that the options describe."""
-    from pipespec.pipeline import Pipeline
+    from pipespec.api.pipeline import Pipeline
 
     pipe = Pipeline(
         target,

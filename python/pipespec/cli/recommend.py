@@ -137,9 +137,9 @@ def _compare(
 ) -> tuple[list[Candidate], int]:
     """Measure, predict, and run: plain decoding and the best candidates first; and the number of texts."""
     with working("loading the models"):
+        from pipespec.api.pipeline import load_chain
         from pipespec.models.loading import load_model
         from pipespec.models.tokenizers import load_tokenizer
-        from pipespec.pipeline import load_chain
         from pipespec.planning.measure import agreement, step_times, written_by
 
         loading: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
@@ -259,7 +259,7 @@ def _rate(
     """Tokens per second of a candidate on all prompts."""
     import torch
 
-    from pipespec.pipeline import Pipeline
+    from pipespec.api.pipeline import Pipeline
 
     tokens, seconds = 0, 0.0
     drafts = [models.get(name, name) for name in candidate.drafts]

@@ -16,12 +16,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pipespec.api.pipeline import BasePipeline
 from pipespec.bench.comparison import HEADER, Measurement, SpeedComparison, cells, footnotes
 from pipespec.bench.contenders import Family, PipelineContender, Workload, standard_contenders
 from pipespec.bench.machine import describe, provenance
 from pipespec.demo import load_family, prompts
 from pipespec.observe.text import TextStream
-from pipespec.pipeline import BasePipeline
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
 

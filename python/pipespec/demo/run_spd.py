@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from pipespec.api.pipeline import Pipeline
 from pipespec.bench.contenders import Family
 from pipespec.bench.machine import describe, provenance
 from pipespec.demo import draft_module_path, family_path, prompts
 from pipespec.demo.run import DemoSize, stream_text
 from pipespec.models.loading import load_model
-from pipespec.pipeline import Pipeline
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
 from pipespec.spd import SpeculativePipeline

@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.api.output import report_of
+from pipespec.api.pipeline import BasePipeline
+from pipespec.api.prepare import Generation, without_features
 from pipespec.drivers import GenerationRequest
 from pipespec.errors import UnsupportedInput
-from pipespec.generation import Generation, without_features
 from pipespec.models.devices import LayerDevices
 from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import load_model
-from pipespec.pipeline import BasePipeline
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import device_name
 from pipespec.preflight.support import check_whole
@@ -147,7 +148,7 @@ class SpeculativePipeline(BasePipeline):
 
 def speculative_report(generation: Generation, driver: SpeculativeDriver) -> SpeculativeReport:
     """The report of the last call of ``driver``."""
-    plain = generation.report(driver)
+    plain = report_of(generation, driver)
     counts = [driver.machine.count(row) for row in range(plain.rows)]
     phases, known = driver.clock.seconds, sum(driver.clock.seconds.values())
     return SpeculativeReport(

@@ -35,13 +35,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.api.pipeline import BasePipeline
+from pipespec.api.prepare import Generation
 from pipespec.drivers import GenerationRequest
 from pipespec.drivers.base import Decoder
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import open_sections, stream_dtype
 from pipespec.engine.native import NATIVE
-from pipespec.generation import Generation
-from pipespec.pipeline import BasePipeline
 from pipespec.process.ranks import START_S, RankError, own_device, rank_and_world
 from pipespec.process.signals import DelayedHandlers
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams

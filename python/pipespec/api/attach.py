@@ -11,16 +11,16 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from pipespec.api.arguments import OWN, plain_number
+from pipespec.api.caches import for_transformers
+from pipespec.api.pipeline import Pipeline
 from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
-from pipespec.generation import for_transformers
-from pipespec.generation.arguments import OWN, plain_number
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.derived import SelfDraft
 from pipespec.observe.text import notify_reader_of_failure
-from pipespec.pipeline import Pipeline
 from pipespec.process.warnings import user_stacklevel
 
 

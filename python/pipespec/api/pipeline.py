@@ -1,6 +1,6 @@
 """Pipeline: models in, ``generate()`` out.
 
-A call is checked (``generate``), prepared (:class:`pipespec.generation.Generation`), run (:meth:`pipespec.drivers.Decoder.run`) and reported. Each
+A call is checked (``generate``), prepared (:class:`pipespec.api.prepare.Generation`), run (:meth:`pipespec.drivers.Decoder.run`) and reported. Each
 step is one call from here, and only ``GenerationRequest.on_commit`` calls back.
 """
 
@@ -21,6 +21,18 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
+from pipespec.api.arguments import (
+    ARGUMENTS,
+    How,
+    check_arguments,
+    check_callables,
+    check_penalties,
+    for_forward,
+    plain_number,
+    refusal,
+)
+from pipespec.api.output import output_of, report_of
+from pipespec.api.prepare import CallOptions, Generation, without_features
 from pipespec.config import SpeculationConfig, default_schedule, takes_ngram
 from pipespec.drivers import Driver, make_driver
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
@@ -33,17 +45,6 @@ from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.engine.stage import stage_names
 from pipespec.engine.translation import Translation
 from pipespec.errors import DoesNotFit, NotCapturable, UnsupportedInput
-from pipespec.generation import Generation, without_features
-from pipespec.generation.arguments import (
-    ARGUMENTS,
-    How,
-    check_arguments,
-    check_callables,
-    check_penalties,
-    for_forward,
-    plain_number,
-    refusal,
-)
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.compat import lost_arguments
 from pipespec.models.derived import INT8, SelfDraft
@@ -150,7 +151,7 @@ class BasePipeline:
 
     def _report(self, generation: Generation) -> Report:
         """The report of the call that has just run."""
-        return generation.report(self._driver)
+        return report_of(generation, self._driver)
 
     @_notifying_reader
     @shortage_explained()
@@ -200,12 +201,12 @@ class BasePipeline:
             grammar: What constrains the text: a :class:`pipespec.TokenMatcher` such as ``xgrammar.GrammarMatcher``, new for each call, or a list with one
                 per row of the batch, None for a free row.
             logprobs: 0: log-probabilities of the generated tokens; ``n``: those of the ``n`` likeliest tokens at each position, too. The result has them as
-                ``logprobs``, see :class:`pipespec.generation.Logprobs`.
+                ``logprobs``, see :class:`pipespec.api.output.Logprobs`.
             **kwargs: Fields of ``GenerationConfig``, and all else that ``generate()`` takes.
 
         Returns:
             int64 ``[B, S + new]``, the prompt included, finished rows padded. With ``return_dict_in_generate=True`` a
-            :class:`pipespec.generation.PipelineOutput`.
+            :class:`pipespec.api.output.PipelineOutput`.
 
         Raises:
             ValueError: A value cannot work; the message names the argument.
@@ -244,10 +245,9 @@ class BasePipeline:
                 # transformers drops the tokenizer before it calls a custom_generate.
                 stopping_criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
                 kwargs["stop_strings"] = None
-            decode = functools.partial(
-                self._decode,
-                own_streamer=streamer,
-                own_cache=past_key_values,
+            options = CallOptions(
+                streamer=streamer,
+                cache=past_key_values,
                 seed=seed,
                 penalties=penalties,
                 grammar=grammar,
@@ -261,7 +261,7 @@ class BasePipeline:
                 stopping_criteria=stopping_criteria,
                 prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
                 attention_mask=mask,
-                custom_generate=decode,
+                custom_generate=functools.partial(self._decode, call_options=options),
                 **kwargs,
             )
 
@@ -294,21 +294,17 @@ class BasePipeline:
             # transformers makes a cache if the caller gave none.
             prepared = model_kwargs.pop("past_key_values", None)
             cache = lost.get("past_key_values", prepared)
-            return self._decode(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                own_streamer=lost.get("streamer"),
-                own_cache=cache,
+            options = CallOptions(
+                streamer=lost.get("streamer"),
+                cache=cache,
                 seed=seed,
                 penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
                 grammar=grammar,
                 logprobs=logprobs,
                 prompt_streamed=True,
-                **model_kwargs,
             )
+            prepared_call = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+            return self._decode(*prepared_call, call_options=options, **model_kwargs)
 
     def _decode(
         self,
@@ -317,13 +313,8 @@ class BasePipeline:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: GenerationConfig,
-        own_streamer: Any = None,
-        own_cache: Cache | None = None,
-        seed: int | Sequence[int] | None = None,
-        penalties: Mapping[str, Any] | None = None,
-        grammar: Any = None,
-        logprobs: int | None = None,
-        prompt_streamed: bool = False,
+        *,
+        call_options: CallOptions,
         **model_kwargs: Any,
     ) -> Any:
         """Run a call whose arguments transformers has prepared."""
@@ -345,12 +336,7 @@ class BasePipeline:
                 logits_processor,
                 stopping_criteria,
                 generation_config,
-                streamer=own_streamer,
-                seed=seed,
-                penalties=penalties,
-                grammar=grammar,
-                logprobs=logprobs,
-                cache=own_cache,
+                call_options,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
             )
@@ -362,25 +348,25 @@ class BasePipeline:
                     self._group.agree(request.inputs.prompts, request.inputs.limits, error)
                 raise
             generation.draw_seeds()
-            request = generation.request()
+            request = generation.request(generation.progress.on_commit)
             if self._group is not None:
                 self._group.agree(request.inputs.prompts, request.inputs.limits)
                 if not self._group.is_leader:
                     generation.follow()
             self.partial = None
-            if not prompt_streamed:
-                generation.stream_prompt()
+            if not call_options.prompt_streamed:
+                generation.progress.stream_prompt()
             self._leave_parent()  # the streamer may have forked
             try:
                 with self._leading(generation):
                     self._driver.run(request)
-                    generation.finish()
+                    generation.progress.finish()
                 self.report = self._report(generation)
-                return generation.output(self.report, functools.partial(request.return_cache, self._driver.target))
+                return output_of(generation, self.report, functools.partial(request.return_cache, self._driver.target))
             except BaseException as error:
                 request.take_back()
                 with suppress(Exception):
-                    self.partial = error.partial = generation.sequences()  # type: ignore[attr-defined]
+                    self.partial = error.partial = generation.progress.text.sequences()  # type: ignore[attr-defined]
                     error.add_note("What was generated until then is in the pipeline's .partial")
                 raise
 
@@ -409,7 +395,7 @@ class BasePipeline:
                     group.fail(error)
             raise
         if group is not None:
-            group.end(generation.generated())
+            group.end(generation.progress.text.generated())
 
     def _leave_parent(self) -> None:
         """In a fork, get a decoder of this process. ``RuntimeError`` where a fork cannot run the models."""

@@ -526,7 +526,7 @@ def as_ids(name: str, value: Any) -> list[int]:
 
 
 def _main() -> None:
-    """``python -m pipespec.generation.arguments FILE`` writes the table into FILE, between its marks."""
+    """``python -m pipespec.api.arguments FILE`` writes the table into FILE, between its marks."""
     file = Path(sys.argv[1])
     head, begin, rest = file.read_text(encoding="utf-8").partition("<!-- arguments:begin -->\n")
     tail = rest.partition("<!-- arguments:end -->")[2]

@@ -1,0 +1,1 @@
+"""The API: the contract of `generate()`."""

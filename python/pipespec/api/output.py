@@ -1,0 +1,129 @@
+"""The result of a call: what transformers would have returned, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from transformers import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from pipespec.api.caches import give_back
+from pipespec.api.prepare import Generation
+from pipespec.drivers.base import Decoder
+from pipespec.engine.cache import RowCache
+from pipespec.engine.sampling import ScoreRecord
+from pipespec.observe import Report
+from pipespec.observe.features import Features, features_of
+from pipespec.observe.report import stage_report
+
+ReturnCache = Callable[[Sequence[int]], RowCache | None]
+"""That of the target's stage, see :class:`pipespec.drivers.base.CacheOwner`."""
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of the new tokens, by the target's processed scores: what ``compute_transition_scores(normalize_logits=True)`` of transformers computes
+    from ``scores``, and vLLM with ``logprobs_mode="processed_logprobs"``.
+
+    Attributes:
+        chosen: Float32 ``[B, new]``, of the generated tokens; 0 behind the end of a row, so that the sum of a row is that of its text.
+        top_ids: Int64 ``[B, new, n]``, the likeliest tokens, likeliest first; -1 where processors and filters leave fewer, and behind the end of a row.
+        top: Float32 ``[B, new, n]``, theirs; -inf where ``top_ids`` is -1.
+    """
+
+    chosen: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+
+@dataclass
+class PipelineOutput(GenerateDecoderOnlyOutput):
+    """What ``return_dict_in_generate=True`` returns: transformers' fields, the call's report as ``speculation``, and what ``logprobs=`` asks for."""
+
+    speculation: Report | None = None
+    logprobs: Logprobs | None = None
+
+
+def report_of(call: Generation, decoder: Decoder) -> Report:
+    """The report of a call that ``decoder`` has run."""
+    progress, rows, names, traces = call.progress, len(call.prompts), decoder.names, decoder.traces()
+    assert progress.seconds is not None
+    translated, calibrations, first = decoder.translated, decoder.calibrations, progress.seconds_to_first
+    return Report(
+        schedule=decoder.ran_as,
+        rows=rows,
+        tokens=sum(progress.text.counts()),
+        seconds=progress.seconds,
+        seconds_to_first_token=first if first is not None else progress.seconds,
+        stages=tuple(
+            stage_report(name, decoder.block, i, rows, form, translated.get(i), calibrations.get(i))
+            for i, (name, form) in enumerate(zip(names, decoder.forms, strict=True))
+        ),
+        seeds=None if call.seeds is None else tuple(call.seeds),
+        decisions=decoder.remarks or None,
+        trace=traces or None,
+    )
+
+
+def output_of(call: Generation, report: Report, return_cache: ReturnCache) -> torch.Tensor | PipelineOutput:
+    """The result of ``model.generate()``."""
+    text = call.progress.text
+    sequences = text.sequences()
+    cache = _returned_cache(call, return_cache)
+    if not call.config.return_dict_in_generate:
+        return sequences
+    steps = sequences.shape[1] - text.input_ids.shape[1]
+    scores = logits = logprobs = None
+    if call.record is not None:
+        scores, logits = _per_token(call, call.record.scores, steps), _per_token(call, call.record.logits, steps)
+        logprobs = _logprobs(call, call.record, steps)
+    features = Features(None, None)
+    if call.features:
+        features = features_of(
+            call.target,
+            sequences,
+            call.mask,
+            hidden_states="output_hidden_states" in call.features,
+            attentions="output_attentions" in call.features,
+            cached=call.config.use_cache is not False,
+        )
+    return PipelineOutput(
+        sequences=sequences,
+        scores=scores,
+        logits=logits,
+        hidden_states=features.hidden_states,
+        attentions=features.attentions,
+        past_key_values=cache,
+        speculation=report,
+        logprobs=logprobs,
+    )
+
+
+def _logprobs(call: Generation, record: ScoreRecord, steps: int) -> Logprobs | None:
+    both, ids = _per_token(call, record.logprobs, steps), _per_token(call, record.top_ids, steps)
+    if both is None or ids is None:
+        return None
+    stacked, top_ids = torch.stack(both, 1), torch.stack(ids, 1).long()
+    counts = torch.tensor(call.progress.text.counts(), device=stacked.device)
+    over = (torch.arange(steps, device=stacked.device) >= counts[:, None])[:, :, None]
+    return Logprobs(stacked[:, :, 0], top_ids.masked_fill(over, -1), stacked[:, :, 1:].masked_fill(over, -torch.inf))
+
+
+def _per_token(call: Generation, rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+    """Per generated token ``[B, V]``."""
+    return None if rows is None else tuple(call.progress.text.column(rows, i) for i in range(steps))
+
+
+def _returned_cache(call: Generation, return_cache: ReturnCache) -> Cache | None:
+    """The target's keys and values of all but each row's last token, where the caller gets them."""
+    if not call.returns_cache:
+        return None
+    own, cache = return_cache([n - 1 for n in call.progress.text.lengths]), call.options.cache
+    if own is not None and not call.is_text_known:
+        own.text = None
+    if own is None or cache is None or cache is own:
+        return own
+    give_back(own, cache, call.columns)
+    return cache

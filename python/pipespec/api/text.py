@@ -1,0 +1,218 @@
+"""The text of a call while it is generated: what is committed, checked by stopping criteria, streamed and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipespec.drivers.base import TextSource
+from pipespec.engine.sampling import ScoreRecord
+from pipespec.process import shutdown
+
+
+class CommittedText:
+    """The committed text, as far as the criteria have checked it: ``lengths[row]`` positions, the prompt included."""
+
+    def __init__(
+        self, input_ids: torch.Tensor, prompts: Sequence[np.ndarray], limits: Sequence[int], eos: list[int], pad: int
+    ) -> None:
+        self.input_ids, self.pad = input_ids, pad
+        self.starts = [len(p) for p in prompts]
+        self.lengths = list(self.starts)
+        self.limits, self._eos = limits, eos
+        self.stopped = [False] * len(prompts)  # by a criterion
+        self.source: TextSource | None = None
+
+    def tokens(self, row: int, begin: int, end: int) -> list[int]:
+        if self.source is None:
+            return []
+        return self.source.tokens(self.source.target, row, begin, end)
+
+    def counts(self) -> list[int]:
+        """New tokens per row."""
+        return [n - start for n, start in zip(self.lengths, self.starts, strict=True)]
+
+    def generated(self) -> list[list[int]]:
+        """The new tokens per row."""
+        return [
+            self.tokens(row, start, n) for row, (start, n) in enumerate(zip(self.starts, self.lengths, strict=True))
+        ]
+
+    def sequences(self) -> torch.Tensor:
+        """The committed text: int64 ``[B, S + longest]``, the prompt included. Finished rows are filled with the pad token."""
+        generated = self.generated()
+        new = torch.full((len(generated), max(map(len, generated))), self.pad, dtype=torch.long, device="cpu")
+        for row, tokens in enumerate(generated):
+            new[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long, device="cpu")
+        return torch.cat([self.input_ids.long(), new.to(self.input_ids.device)], dim=1)
+
+    def has_ended(self, row: int) -> bool:
+        n = self.lengths[row]
+        if self.stopped[row] or n >= self.limits[row]:
+            return True
+        return n > self.starts[row] and self.tokens(row, n - 1, n)[0] in self._eos
+
+    def stop(self, row: int) -> None:
+        """End ``row`` at its present length."""
+        assert self.source is not None
+        self.stopped[row] = True
+        self.source.end_row(row)
+
+    def column(self, rows: list[list[torch.Tensor]], i: int) -> torch.Tensor:
+        """The recorded scores of the ``i``-th new token of every row, ``[B, V]``; zeros for rows that have ended."""
+        nothing = torch.zeros_like(rows[0][0])
+        return torch.stack([row[i] if i < n else nothing for row, n in zip(rows, self.counts(), strict=True)])
+
+
+class Criteria:
+    """Stopping criteria, called as transformers calls them: one token of each row at a time, ended rows padded.
+
+    A row that is ahead of the slowest row is cut where it should have ended.
+    """
+
+    def __init__(self, text: CommittedText, criteria: Sequence[Any], pads: bool, record: ScoreRecord | None) -> None:
+        self._text, self._criteria, self._pads, self._record = text, criteria, pads, record
+        rows, self._width = text.input_ids.shape
+        most = max(limit - start for limit, start in zip(text.limits, text.starts, strict=True))
+        # Input of the criteria: ids [B, S + n], and scores per column.
+        self._ids = text.input_ids.new_full((rows, self._width + most), text.pad)
+        self._ids[:, : self._width] = text.input_ids
+        self._scores: list[torch.Tensor] = []
+        self._num_checked = 0
+        self._over = torch.zeros(rows, dtype=torch.bool, device="cpu")  # rows that some criterion has ended
+
+    def check(self, committed: list[int]) -> None:
+        """Call the criteria for each new column that all open rows have reached."""
+        text = self._text
+        while True:
+            open_ = [row for row in range(len(committed)) if not text.has_ended(row)]
+            if not open_ or any(committed[row] == text.lengths[row] for row in open_):
+                return
+            at = self._width + self._num_checked
+            self._num_checked += 1
+            for row in open_:
+                text.lengths[row] += 1
+                self._ids[row, at] = text.tokens(row, text.lengths[row] - 1, text.lengths[row])[0]
+            if self._record is not None and self._record.scores is not None:
+                self._scores.append(text.column(self._record.scores, self._num_checked - 1))
+            over = torch.zeros(len(committed), dtype=torch.bool, device="cpu")
+            for criterion in self._criteria:
+                verdict = criterion(self._ids[:, : at + 1], tuple(self._scores) if self._scores else None)
+                over |= torch.as_tensor(verdict).cpu().bool()
+            if not self._pads:  # transformers then continues each row until all rows are over
+                self._over |= over
+                over = self._over.all().expand_as(over)
+            for row in open_:
+                if over[row]:
+                    text.stop(row)
+
+
+class Stream:
+    """Passes tokens to a streamer, each one once and in order, as transformers does."""
+
+    def __init__(self, text: CommittedText, streamer: Any) -> None:
+        self._text, self._streamer = text, streamer
+        self._streamed = 0  # new tokens per row
+
+    def put_prompt(self) -> None:
+        self._streamer.put(self._text.input_ids.cpu())
+
+    def put_new(self, final: bool) -> None:
+        text = self._text
+        if len(text.starts) == 1:
+            new = text.tokens(0, text.starts[0] + self._streamed, text.lengths[0])
+            self._streamed += len(new)
+            # One by one, as transformers does outside of assisted decoding, unless the streamer takes blocks.
+            for block in [new] if getattr(self._streamer, "takes_blocks", False) else [[token] for token in new]:
+                if block:
+                    self._streamer.put(torch.tensor(block, device="cpu"))
+            return
+        # As transformers streams a batch: one token of each row at a time, so the slowest row sets the pace.
+        counts = text.counts()
+        if final:
+            whole = max(counts)
+        else:
+            whole = min((n for row, n in enumerate(counts) if not text.has_ended(row)), default=0)
+        while self._streamed < whole:
+            i = self._streamed
+            self._streamed += 1
+            column = [
+                text.tokens(row, start + i, start + i + 1)[0] if i < count else text.pad
+                for row, (start, count) in enumerate(zip(text.starts, counts, strict=True))
+            ]
+            self._streamer.put(torch.tensor(column, device="cpu"))
+
+    def end(self) -> None:
+        self._streamer.end()
+
+
+class Progress:
+    """The progress of a call's text, from step to step of the target.
+
+    Args:
+        text: What is committed.
+        criteria: To be checked; None: there are none.
+        stream: To be fed; None: there is none.
+        record: Of scores and logits; None: there is none.
+        max_length: transformers' criterion, which warns of texts beyond the model's length.
+
+    Attributes:
+        seconds_to_first: Until the first step of the target; None before it.
+        seconds: Of the call; None until it is finished.
+    """
+
+    def __init__(
+        self,
+        text: CommittedText,
+        criteria: Criteria | None,
+        stream: Stream | None,
+        record: ScoreRecord | None,
+        max_length: Any,
+    ) -> None:
+        self.text = text
+        self._criteria, self._stream, self._record, self._max_length = criteria, stream, record, max_length
+        self._began = time.perf_counter()
+        self.seconds_to_first: float | None = None
+        self.seconds: float | None = None
+
+    def stream_prompt(self) -> None:
+        """Give the prompt to the streamer, as transformers does before it decodes."""
+        if self._stream is not None:
+            self._stream.put_prompt()
+
+    def on_commit(self, source: TextSource) -> None:
+        """Check the new tokens of a step against the criteria, then stream them."""
+        shutdown.check()
+        if self.seconds_to_first is None:
+            self.seconds_to_first = time.perf_counter() - self._began
+        text = self.text
+        text.source = source
+        committed = [source.length(source.target, row) for row in range(len(text.starts))]
+        if self._record is not None:
+            # Captured steps go on meanwhile: their tokens count as soon as the record has them, too.
+            recorded = zip(committed, text.starts, self._record.counts, strict=True)
+            committed = [min(length, start + count) for length, start, count in recorded]
+        if self._criteria is not None:
+            self._criteria.check(committed)
+        else:
+            text.lengths = committed
+        if self._stream is not None:
+            self._stream.put_new(final=False)
+
+    def follow(self) -> None:
+        """Take the text as it comes, without criteria and record."""
+        self._criteria = self._record = None
+
+    def finish(self) -> None:
+        """Stream the remaining tokens, and stop the clock. After the decoder has run."""
+        # transformers' warning of texts beyond the model's length, at the last length from which it would continue.
+        reached = min(self.text.input_ids.shape[1] + max(self.text.counts()), int(self._max_length.max_length) - 1)
+        self._max_length(self.text.input_ids.new_empty((1, reached)), None)
+        if self._stream is not None:
+            self._stream.put_new(final=True)
+            self._stream.end()
+        self.seconds = time.perf_counter() - self._began
