@@ -23,9 +23,9 @@ def read(monkeypatch):
     """The forwards by the library, in order: row and columns."""
     found, own = [], stage_module.forward_row
 
-    def recorded(model, tokens, cache, row):
+    def recorded(model, tokens, cache, row, keep):
         found.append((row, tokens.shape[1]))
-        own(model, tokens, cache, row)
+        return own(model, tokens, cache, row, keep)
 
     monkeypatch.setattr(stage_module, "forward_row", recorded)
     return found
@@ -41,8 +41,8 @@ def target(dtype):
 
 
 def wanted_forwards(length):
-    """Of a prompt whose last token is fed by the first step."""
-    left, found = length - 1, []
+    """Of a prompt, up to its last token."""
+    left, found = length, []
     while (q := min(CHUNK, left)) >= WIDE:
         found.append(q)
         left -= q
@@ -104,7 +104,7 @@ def test_an_interrupted_prompt_is_read_again(monkeypatch, at):
         calls.append(0)
         if len(calls) == at + 1:
             raise KeyboardInterrupt
-        own(*args)
+        return own(*args)
 
     with Pipeline(model, []) as fresh:
         wanted = fresh.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
@@ -114,3 +114,13 @@ def test_an_interrupted_prompt_is_read_again(monkeypatch, at):
             pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
         again = pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     assert torch.equal(again, wanted)
+
+
+def test_the_first_token_comes_with_the_prompt(monkeypatch):
+    """Where the library reads a prompt to its end, no forward of one column follows before the first token."""
+    model, (prompt,) = target(torch.float32), prompts([30])
+    with Pipeline(model, []) as pipe:
+        wanted = pipe.generate(prompt[None], max_new_tokens=1, do_sample=False)
+    monkeypatch.setattr(stage_module, "forward", lambda *args, **kwargs: pytest.fail("a second forward"))
+    with Pipeline(model, []) as pipe:
+        assert torch.equal(pipe.generate(prompt[None], max_new_tokens=1, do_sample=False), wanted)

@@ -67,7 +67,7 @@ class ControlledDriver(LockstepDriver):
         target, block, control = self.target, self.block, self.controller
         before = [block.length(block.target, row) for row in range(len(self._limits))]
         choice, matches = Choice(), []
-        if target.accepts_draft_tokens:
+        if reads := target.accepts_draft_tokens:
             if self._last is not None:
                 matches = self._last.foresee(MAX_DRAFT_TOKENS)
             remaining = max(limit - length for limit, length in zip(self._limits, before, strict=True))
@@ -76,7 +76,8 @@ class ControlledDriver(LockstepDriver):
         began = time.perf_counter()
         action = target.step(0, choice.tokens)
         if action == Action.STEP:
-            control.note_target(target.port.columns, time.perf_counter() - began)
+            if reads:
+                control.note_target(target.port.columns, time.perf_counter() - began)
             if choice.tokens:
                 after = (block.length(block.target, row) for row in range(len(self._limits)))
                 drafted = target.num_draft_tokens

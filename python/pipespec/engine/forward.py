@@ -87,7 +87,7 @@ def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: 
     return wide
 
 
-def forward_row(model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, row: int) -> None:
+def forward_row(model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, row: int, keep: int = 0) -> torch.Tensor:
     """Cache part of the prompt of one row by the model's own modules, apart from the other rows, whose lengths would change its bits.
 
     Args:
@@ -95,13 +95,16 @@ def forward_row(model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, r
         tokens: ``[1, q]``.
         cache: of this model; the row grows by ``q``.
         row: its index.
+        keep: for how many of the last columns logits are computed.
+
+    Returns:
+        ``[1, keep, V]``.
     """
     with torch.inference_mode():
         if cache.rows == 1:
-            _WholeModel(model)(tokens, cache, 0)
-            return
+            return _WholeModel(model)(tokens, cache, keep)
         with cache.row_alone(row, tokens.shape[1]) as alone:
-            _WholeModel(model)(tokens, alone, 0)
+            return _WholeModel(model)(tokens, alone, keep)
 
 
 def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> NativeForm | None:

@@ -185,6 +185,7 @@ class Stage:
         self._clamp: int | None = None
         self._rope: DynamicRope | None = None
         self._group = ForwardGroup.of(model)
+        self._prompt_logits: torch.Tensor | None = None
         self.reads_wide = True
         """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
         self.defers = False
@@ -280,9 +281,10 @@ class Stage:
         self.agreement = (0, 0)
         if self.defers:
             self._held = held
+        self._prompt_logits = None
         for seen in () if self.defers else (self._rope is not None and inputs.forwards) or (longest,):
             until = [min(max(b, seen - r), e) for b, r, e in zip(filled, self._behind, self._held, strict=True)]
-            self._fill(cache, filled, until, seen)
+            self._fill(cache, filled, until, seen, selects=is_target and inputs.right_padding is None)
             filled = until
         self._first_logits: dict[tuple[int, int], torch.Tensor] = {}
         if inputs.right_padding is not None and is_target:
@@ -475,10 +477,15 @@ class Stage:
             self._cache = cache = RowCache.for_model(self.model, rows, capacity)
         return cache
 
-    def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int) -> None:
-        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the RoPE of a forward of ``seen`` tokens."""
+    def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int, *, selects: bool = False) -> None:
+        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the RoPE of a forward of ``seen`` tokens.
+
+        With ``selects``, forwards by the library also read the last token of a prompt. The first step takes their logits, and reads no weights.
+        """
+        logits: dict[int, torch.Tensor] = {}
         if self.reads_wide and self._rope is None and self._group is None:
-            begin = self._fill_by_library(cache, begin, end)
+            begin = self._fill_by_library(cache, begin, end, logits if selects else None)
+            end = [max(pair) for pair in zip(begin, end, strict=True)]
         # The states of a complete row do not survive further columns.
         level = not any(self._in_cache(begin)) and not cache.is_recurrent
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
@@ -493,17 +500,40 @@ class Stage:
                 # Padding columns of complete rows must not use up the capacity.
                 cache.truncate(self._in_cache(begin))
         cache.truncate(self._in_cache(end))
+        if logits:
+            self._complete(cache, logits, end)
 
-    def _fill_by_library(self, cache: RowCache, begin: list[int], end: list[int]) -> list[int]:
-        """Cache the tokens that belong to wide forwards, row by row. Returns where the rest begins."""
-        missing, begin = max(e - b for b, e in zip(begin, end, strict=True)), list(begin)
-        wide = wide_columns(self.model, cache, missing, native=self._native)
-        for row, last in enumerate(end):
-            while wide is not None and (q := min(self._chunk, last - begin[row])) >= wide:
+    def _fill_by_library(
+        self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
+    ) -> list[int]:
+        """Cache the tokens that belong to wide forwards, row by row. Returns where the rest begins.
+
+        With ``logits``, they go up to the last token of a prompt, and its logits are added by row.
+        """
+        last, begin = [e + (logits is not None) for e in end], list(begin)
+        wide = wide_columns(
+            self.model, cache, max(e - b for b, e in zip(begin, last, strict=True)), native=self._native
+        )
+        for row, to in enumerate(last):
+            while wide is not None and (q := min(self._chunk, to - begin[row])) >= wide:
                 tokens = torch.from_numpy(self._text[row, begin[row] : begin[row] + q])[None].to(self._device)
-                forward_row(self.model, tokens if self._clamp is None else tokens.clamp(max=self._clamp), cache, row)
+                tokens = tokens if self._clamp is None else tokens.clamp(max=self._clamp)
                 begin[row] += q
+                keep = int(logits is not None and begin[row] == to)
+                kept = forward_row(self.model, tokens, cache, row, keep)
+                if logits is not None and keep:
+                    logits[row] = kept
         return begin
+
+    def _complete(self, cache: RowCache, logits: dict[int, torch.Tensor], end: list[int]) -> None:
+        """Read the last token of the other prompts, each for itself: a forward of all rows would compute the keys and values of the complete ones again."""
+        for row, last in enumerate(end):
+            if row not in logits:
+                token = torch.from_numpy(self._text[row, last : last + 1])[None].to(self._device)
+                with cache.row_alone(row, 1) as alone:
+                    logits[row] = forward(self.model, token, alone, keep=1, native=self._native)
+        self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
+        self.accepts_draft_tokens = False
 
     def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int, seen: int) -> torch.Tensor:
         if self._clamp is not None:
@@ -545,7 +575,9 @@ class Stage:
             ValueError: a token was to be drawn from logits that are no distribution; only in the target.
         """
         began = time.perf_counter_ns()
-        port = self.port
+        port, prompt_logits = self.port, self._prompt_logits
+        if prompt_logits is not None:
+            max_draft_tokens = min_draft_tokens = 0
         if self._ngram is not None and max_draft_tokens > 0:
             self._ngram.fill(max_draft_tokens)
         if self._policy is not None and max_draft_tokens > 0:
@@ -564,7 +596,8 @@ class Stage:
         assert cache is not None
         if self._unread is not None:
             self._read_prompt(cache)
-        self._roll_back(cache, self._in_cache(self._kv.tolist()))
+        if prompt_logits is None:
+            self._roll_back(cache, self._in_cache(self._kv.tolist()))
         seen = 0 if self._rope is None else self._limit_to_rope(cache, self._rope)
         columns = port.columns if self._rope is None else int(self._query_lens.max())
         self._grow(cache, cache.get_seq_length() + columns)
@@ -582,7 +615,11 @@ class Stage:
             # Columns before the first one that selects need no logits.
             first = int((self._n_select - self._num_draft_tokens)[selecting].min()) - 1
             measures = first >= _LONG_REST and self._rows == 1 and self.index != self.block.target
-            logits = self._forward(fed, cache, keep=columns if measures else columns - first, seen=seen)
+            if prompt_logits is not None:
+                logits = prompt_logits
+                self._prompt_logits, self.accepts_draft_tokens = None, True
+            else:
+                logits = self._forward(fed, cache, keep=columns if measures else columns - first, seen=seen)
             if measures:
                 self._measure_agreement(logits, fed, first + 1)
                 logits = logits[:, first:]
@@ -610,6 +647,8 @@ class Stage:
             self._forward(fed, cache, keep=0, seen=seen)
             # Rows that only feed missing tokens select nothing.
             port.commit(0, 0)
+        if prompt_logits is not None:
+            return action
         took = time.perf_counter_ns() - began
         self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
         port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
