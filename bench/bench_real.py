@@ -1,9 +1,9 @@
 """Speed on real models, row beside row: transformers' ways, and ours with each option.
 
     python -m tools.real_models build/real
-    python -m bench.bench_real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl --json real.json
+    python -m bench.bench_real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/schedules.md
 
-Each prompt is a line of a JSON file with its first text in ``turns``. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
+Each prompt is a line of a JSON file with its first text in ``turns``; any other file is a text to edit, in one prompt. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
 slower does so for all. Per row: tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst
 prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and the share of texts that equal those of our plain decoding. Sampled rows have one seed per prompt.
 """
@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness import markdown_table, save
+from bench.real_rivals import LlamaServer, OpenVino
 from pipespec import Pipeline
 from pipespec.bench.contenders import CommitClock, private_copies
 from pipespec.bench.machine import provenance
 from pipespec.process.progress import quiet_transformers, say
 
 PLAIN = "plain"
+LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-draft-n-max", "16")
+EDIT_TOKENS = 1400
+"""Of a text to edit."""
 
 Row = Callable[[torch.Tensor, dict[str, Any]], tuple[list[int], float, float]]
 """Token ids of a prompt and arguments of ``generate()`` to the new tokens, the seconds of the call, and those to the first token."""
@@ -47,7 +51,7 @@ def shuffled(model: Any) -> Any:
     return twin
 
 
-def options_of(draft: Any, target: Any) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+def options_of(draft: Any, target: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, Any]]]:
     """By row: drafts and options of the pipeline."""
     fixed = {f"lockstep, draft x{n}": ([draft], {"schedule": "lockstep", "lookahead": n}) for n in (1, 2, 3, 4, 6)}
     ngram = {f"lockstep, n-gram x{n}": (["ngram"], {"schedule": "lockstep", "lookahead": n}) for n in (2, 4, 8, 16)}
@@ -79,6 +83,10 @@ def options_of(draft: Any, target: Any) -> dict[str, tuple[list[Any], dict[str, 
         "int8 draft, default": ([draft], {"draft_dtype": "int8"}),
         "draft_vocabulary 32000": ([draft], {"schedule": "lockstep", "lookahead": 3, "draft_vocabulary": 32000}),
         "self, 4 layers": (["self:4"], {"schedule": "lockstep", "lookahead": 2}),
+        "other tokenizer x2": ([third], {"schedule": "lockstep", "lookahead": 2}),
+        "other tokenizer, default": ([third], {}),
+        "three models": ([third, draft], {"schedule": "lockstep", "lookahead": 2}),
+        "three models, workers": ([third, draft], {"schedule": "workers"}),
     }
 
 
@@ -120,13 +128,46 @@ def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) ->
     found = []
     for entry in given:
         name, _, path = entry.partition("=")
-        for line in Path(path).read_text(encoding="utf-8").splitlines()[:count]:
-            chat = [{"role": "user", "content": json.loads(line)["turns"][0]}]
+        text = Path(path).read_text(encoding="utf-8")
+        if path.endswith("jsonl"):
+            asked = [json.loads(line)["turns"][0] for line in text.splitlines()[:count]]
+        else:
+            page = tokenizer.decode(tokenizer(text)["input_ids"][:EDIT_TOKENS])
+            asked = [f"Correct the spelling of this text and write it again, unchanged otherwise.\n\n{page}"]
+        for question in asked:
+            chat = [{"role": "user", "content": question}]
             ids = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )["input_ids"]
             found.append((name, ids[:, -most:]))
     return found
+
+
+def rivals(options: argparse.Namespace) -> Iterator[tuple[str, LlamaServer | OpenVino]]:
+    """Rows of other programs: the files and folders next to the models that are there."""
+    gguf = {name: options.models / f"{name}.gguf" for name in (options.target, options.draft)}
+    if options.llama is not None:
+        threads = torch.get_num_threads()
+        draft = ("-md", str(gguf[options.draft]), "--spec-draft-n-max", "4")
+        plain: dict[str, tuple[str, ...]] = {"": ()}
+        ways = plain | {", n-gram": LLAMA_NGRAM, ", draft": draft}
+        for way, more in ways.items():
+            yield f"llama.cpp Q4_K_M{way}", LlamaServer(options.llama, gguf[options.target], threads, more)
+        wide = options.models / f"{options.target}-bf16.gguf"
+        for way, more in {"": (), ", n-gram": LLAMA_NGRAM}.items():
+            if wide.exists():
+                yield f"llama.cpp bfloat16{way}", LlamaServer(options.llama, wide, threads, more)
+    if options.openvino is not None:
+        python, folder = options.openvino
+        for kind in ("fp16", "int8", "int4"):
+            target, draft_folder = (folder / f"{name}-{kind}" for name in (options.target, options.draft))
+            if not target.exists():
+                continue
+            label = "bfloat16" if kind == "fp16" else kind
+            yield f"OpenVINO {label}", OpenVino(python, target)
+            if kind != "fp16":
+                yield f"OpenVINO {label}, lookup", OpenVino(python, target, lookup=8)
+                yield f"OpenVINO {label}, draft", OpenVino(python, target, draft=draft_folder)
 
 
 def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds: Sequence[str]) -> list[dict[str, Any]]:
@@ -201,6 +242,15 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--new-tokens", type=int, default=64)
     out.add_argument("--repeats", type=int, default=3)
     out.add_argument("--temperature", type=float, help="sample (greedy without)")
+    out.add_argument("--third", default="smol", help="a smaller draft with another tokenizer (%(default)s)")
+    out.add_argument("--llama", type=Path, help="llama.cpp's llama-server: its rows")
+    out.add_argument(
+        "--openvino",
+        nargs=2,
+        type=Path,
+        metavar=("PYTHON", "FOLDER"),
+        help="OpenVINO GenAI's rows: an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4",
+    )
     out.add_argument("--rows", nargs="+", help="all without; plain is always there")
     out.add_argument("--json", type=Path)
     return out
@@ -233,9 +283,10 @@ def measure(options: argparse.Namespace) -> None:
     prompts = read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens)
     kinds = [kind for kind, _ in prompts]
     rows: dict[str, Row] = {}
-    closing: list[Pipeline] = []
+    closing: list[Pipeline | LlamaServer | OpenVino] = []
     failed: dict[str, str] = {}
-    for name, (drafts, more) in options_of(draft, target).items():
+    third = load(options.third, options.dtype)
+    for name, (drafts, more) in options_of(draft, target, third).items():
         if name != PLAIN and options.rows and name not in options.rows:
             continue
         try:
@@ -250,6 +301,9 @@ def measure(options: argparse.Namespace) -> None:
         for n in (5, 10, 20):
             rows[f"HF prompt lookup, {n}"] = hf_row(theirs, prompt_lookup_num_tokens=n)
         rows["HF assisted"] = hf_row(theirs, assistant_model=assistant)
+    for name, rival in rivals(options):
+        rows[name] = rival
+        closing.append(rival)
     texts: dict[str, list[list[tuple[list[int], float, float]]]] = {row: [[] for _ in prompts] for row in rows}
     warm = prompts[0][1]
     for repeat in range(options.repeats):
@@ -274,7 +328,7 @@ def measure(options: argparse.Namespace) -> None:
     settings = {
         key: str(value) if isinstance(value, Path) else value
         for key, value in vars(options).items()
-        if key not in ("models", "json")
+        if key not in ("models", "json", "llama", "openvino")
     }
     lengths = [ids.shape[1] for _, ids in prompts]
     record = {
