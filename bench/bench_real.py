@@ -30,7 +30,7 @@ from pipespec.bench.machine import provenance
 from pipespec.process.progress import quiet_transformers, say
 
 PLAIN = "plain"
-LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-draft-n-max", "16")
+LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "16")
 EDIT_TOKENS = 1400
 """Of a text to edit."""
 
@@ -148,7 +148,7 @@ def rivals(options: argparse.Namespace) -> Iterator[tuple[str, LlamaServer | Ope
     gguf = {name: options.models / f"{name}.gguf" for name in (options.target, options.draft)}
     if options.llama is not None:
         threads = torch.get_num_threads()
-        draft = ("-md", str(gguf[options.draft]), "--spec-draft-n-max", "4")
+        draft = ("--spec-type", "draft-simple", "-md", str(gguf[options.draft]), "--spec-draft-n-max", "4")
         plain: dict[str, tuple[str, ...]] = {"": ()}
         ways = plain | {", n-gram": LLAMA_NGRAM, ", draft": draft}
         for way, more in ways.items():
