@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
+from pipespec.drivers import factory
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, no_more_threads
 
@@ -24,6 +25,10 @@ torch.set_num_threads(1)
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that. The tests of Ctrl-C need its default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Captured schedules run their steps uncaptured on a CPU, which a user's pipeline refuses.
+factory._runs_uncaptured = True
 
 
 LONGEST = ("test_ranks.py", "test_interpreted.py", "test_compile_gate.py")

@@ -1,19 +1,15 @@
-"""SpeculationConfig: how the models of a chain run. The generated text depends on none of it.
+"""SpeculationConfig: how the models of a chain run. Apart from ``acceptance``, the generated text depends on none of it.
 
 This module imports neither torch nor the native module: the command line reads it before it loads them.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-SCHEDULES = ("plain", "lockstep", "workers", "streams", "ranks")
-"""Values of ``schedule``."""
+from pipespec.registry import EXCLUDED, LOCKSTEP, OPTIONS, PLAIN, SCHEDULES, UNCAPTURED, Schedule, names, with_option
 
 ACCEPTANCES = ("coupled", "rejection", "block")
 """Values of ``acceptance``."""
@@ -24,15 +20,11 @@ WIDTH = 64
 PATIENCE = 1.5
 """Deadline of the wait for ``min_draft_tokens``: this factor times the expected duration of the missing draft steps."""
 
-_MOST_TOKENS = 2**31 - 1
+_MAX_TOKENS = 2**31 - 1
 """Of lookahead and ``min_draft_tokens``: stages hold them in 32 bits."""
-
-_LOOKAHEAD = {"lockstep": 4, "workers": 8, "streams": 8, "ranks": 8}
-"""Lockstep pays for each draft token with its own time. Drafts with a device or a memory bus of their own run while the target works."""
 
 _NGRAM_LOOKAHEAD = 8
 """Draft tokens of an n-gram index take no time, but a long verification of wrong ones does."""
-
 
 _CONFIDENT_LOOKAHEAD = 16
 """A bound only: drafts that use their confidence stop where it says so."""
@@ -43,11 +35,11 @@ class SpeculationConfig:
     """How a chain runs: one object for pipeline, factory and driver.
 
     :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`. ``dataclasses.replace`` makes the one for
-    :meth:`pipespec.drivers.Driver.steer`; ``lookahead``, ``min_draft_tokens`` and ``decode_meanwhile`` may change between any
+    :meth:`pipespec.drivers.base.Driver.steer`; ``lookahead``, ``min_draft_tokens`` and ``decode_meanwhile`` may change between any
     two steps.
 
     Args:
-        schedule: One of :data:`SCHEDULES`.
+        schedule: One of :data:`pipespec.registry.SCHEDULES`.
         lookahead: Per draft, how many tokens it may be ahead of the next stage. 0: the draft rests.
         min_draft_tokens: Draft tokens that the target waits for if it has fewer. The wait has a deadline, see :data:`PATIENCE`.
         decode_meanwhile: During that wait, the target decodes one token at a time.
@@ -70,7 +62,7 @@ class SpeculationConfig:
         ValueError: A value is out of range.
     """
 
-    schedule: str = "lockstep"
+    schedule: str = LOCKSTEP.name
     lookahead: tuple[int, ...] = ()
     min_draft_tokens: int = 0
     decode_meanwhile: bool = False
@@ -87,108 +79,70 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         for name in ("decode_meanwhile", "graphs", "native", "exact", "confidence"):
             _require_bool(name, getattr(self, name))
-        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+        _require_one_of("schedule", self.schedule, SCHEDULES)
+        _require_one_of("acceptance", self.acceptance, ACCEPTANCES)
         if not isinstance(self.lookahead, tuple) or not all(map(_is_integer, self.lookahead)):
             raise TypeError(f"lookahead must be an integer, or one integer per draft, not {self.lookahead!r}")
-        if any(n < 0 for n in self.lookahead):
-            raise ValueError(f"lookahead must be at least 1 (0: the draft rests), got {list(self.lookahead)}")
-        if not _is_integer(self.min_draft_tokens):
-            raise TypeError(f"min_draft_tokens must be a number of draft tokens, not {self.min_draft_tokens!r}")
-        if self.min_draft_tokens < 0:
-            raise ValueError(f"min_draft_tokens must not be negative, got {self.min_draft_tokens}")
-        for name, most in (("lookahead", max(self.lookahead, default=0)), ("min_draft_tokens", self.min_draft_tokens)):
-            if most > _MOST_TOKENS:
-                raise ValueError(f"{name} must be at most {_MOST_TOKENS}, got {most}")
-        if not _is_integer(self.trace):
-            raise TypeError(f"trace must be a number of steps per stage, not {self.trace!r}")
-        if self.trace:
+        for number in self.lookahead:  # 0: the draft rests
+            _require_number("lookahead", number, 0, _MAX_TOKENS)
+        _require_number("min_draft_tokens", self.min_draft_tokens, 0, _MAX_TOKENS)
+        if not (_is_integer(self.trace) and self.trace == 0):
             from pipespec_kernels.trace import MOST_ENTRIES
 
-            if not 0 <= self.trace <= MOST_ENTRIES:
-                raise ValueError(f"trace must be 0 to {MOST_ENTRIES} steps per stage, not {self.trace}")
-        if self.graphs and self.schedule not in ("plain", "lockstep", "streams"):
-            raise ValueError(f"graphs=True is for schedule='plain', 'lockstep' or 'streams', not for {self.schedule!r}")
-        if self.ngram is not None and (self.graphs or self.schedule == "streams"):
-            what = "schedule='streams'" if self.schedule == "streams" else "graphs=True"
-            raise ValueError(
-                f"{what} does not support an n-gram draft, as yet: use schedule='lockstep' or 'workers', or leave 'ngram' out of the drafts"
-            )
-        if not isinstance(self.acceptance, str) or self.acceptance not in ACCEPTANCES:
-            raise ValueError(f"acceptance={self.acceptance!r} is not one of {', '.join(map(repr, ACCEPTANCES))}")
-        if self.acceptance != "coupled":
-            self._check_acceptance()
-        if self.translation is not None and (self.graphs or self.schedule == "streams"):
-            what = "schedule='streams'" if self.schedule == "streams" else "graphs=True"
-            raise ValueError(
-                f"{what} does not support a draft with another tokenizer, as yet: use schedule='lockstep' or 'workers', or drafts with the "
-                "target's tokenizer"
-            )
-        if self.confidence and (self.graphs or self.schedule not in ("plain", "lockstep", "workers")):
-            what = "graphs=True" if self.graphs else f"schedule={self.schedule!r}"
-            raise ValueError(
-                f"{what} does not support confidence=True, as yet: use schedule='lockstep' or 'workers' without graphs, or leave confidence out"
-            )
+            _require_number("trace", self.trace, 0, MOST_ENTRIES)
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """Check the options in use against the table of schedules."""
+        used = {name for name in (*OPTIONS, "exact") if getattr(self, name) not in (None, False, "coupled")}
+        if self.row.is_captured:
+            used.add("graphs")
+        for option in OPTIONS if self.row.has_drafts else ():
+            if option not in used:
+                continue
+            label = OPTIONS[option]
+            if option not in self.row.options:
+                takers = names(with_option(option))
+                raise ValueError(f"{label} is for schedule={takers}, not for {self.schedule!r}")
+            if option in UNCAPTURED and "graphs" in used:
+                takers = names([row for row in with_option(option) if not row.is_captured])
+                raise ValueError(f"graphs=True does not support {label}: use schedule={takers} without graphs")
+            for other in EXCLUDED.get(option, ()):
+                if other in used:
+                    raise ValueError(
+                        f"{label} does not go with {OPTIONS.get(other, f'{other}=True')}: leave one of the two out"
+                    )
+        if "acceptance" in used and len(self.lookahead) > 1:
+            raise ValueError(f"acceptance={self.acceptance!r} is for one draft model: use acceptance='coupled'")
         if self.exact and not self.native:
             raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
 
-    def _check_acceptance(self) -> None:
-        """Check that the target can have both distributions of each draft token."""
-        where = ""
-        if self.schedule not in ("plain", "lockstep", "workers"):
-            where = f"schedule={self.schedule!r}: use 'lockstep' or 'workers'"
-        elif self.graphs:
-            where = "graphs=True: leave it out"
-        elif self.ngram is not None or len(self.lookahead) > 1:
-            where = "a chain other than one draft model and the target"
-        elif self.translation is not None:
-            where = "a draft with another tokenizer, which has no distribution over the target's tokens"
-        elif self.confidence:
-            where = "confidence=True, which verifies fewer tokens than the draft drew"
-        elif self.decode_meanwhile:
-            where = "decode_meanwhile=True, which leaves out draft tokens that were drawn: leave it out"
-        elif self.exact:
-            where = "exact=True, as the text then depends on the draft"
-        if where:
-            raise ValueError(
-                f"acceptance={self.acceptance!r} is not supported with {where}, or use acceptance='coupled'"
-            )
+    @property
+    def row(self) -> Schedule:
+        """Of its schedule, in the table."""
+        return SCHEDULES[self.schedule]
 
     @classmethod
     def of(
         cls,
         num_drafts: int,
         *,
-        schedule: str = "lockstep",
+        schedule: str = LOCKSTEP.name,
         lookahead: int | Sequence[int] | None = None,
         min_draft_tokens: int | None = None,
-        decode_meanwhile: bool = False,
         graphs: bool | None = None,
-        trace: int = 0,
-        native: bool = True,
-        exact: bool = False,
-        ngram: Any = None,
-        acceptance: str = "coupled",
-        translation: Any = None,
-        confidence: bool = False,
+        **options: Any,
     ) -> SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
         Args:
             num_drafts: Number of drafts, an n-gram index included. With none, every schedule is plain decoding.
-            schedule: See the class, as for all that follow.
+            schedule: See the class.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, with
                 4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules and for an n-gram index, 16 with ``confidence``.
             min_draft_tokens: Default: 0, since a wide forward on a CPU costs more than a narrow one.
-            decode_meanwhile: Needs an asynchronous schedule and ``min_draft_tokens``.
-            graphs: See the class. Default: only in ``"streams"``.
-            trace: See the class.
-            native: See the class.
-            exact: See the class.
-            ngram: See the class.
-            acceptance: See the class. Without drafts it has no effect.
-            translation: See the class.
-            confidence: See the class. Without drafts it has no effect.
+            graphs: See the class. Default: only in schedules whose steps are all captured.
+            **options: Other fields of the class. Those of drafts have no effect without drafts.
 
         Raises:
             TypeError: A value has the wrong type.
@@ -196,40 +150,31 @@ class SpeculationConfig:
         """
         if graphs is not None:
             _require_bool("graphs", graphs)
-        config = cls(
-            schedule=schedule,
-            min_draft_tokens=0 if min_draft_tokens is None else min_draft_tokens,
-            decode_meanwhile=decode_meanwhile,
-            graphs=bool(graphs),
-            trace=trace,
-            native=native,
-            exact=exact,
-            ngram=None if schedule == "plain" else ngram,
-            acceptance=acceptance,
-            translation=None if schedule == "plain" else translation,
-            confidence=confidence and schedule != "plain" if isinstance(confidence, bool) else confidence,
-        )
-        if schedule == "plain" or num_drafts == 0:
-            captured = bool(graphs) or schedule == "streams"
-            return cls(schedule="plain", graphs=captured, trace=trace, native=native, exact=exact)
+        minimum = 0 if min_draft_tokens is None else min_draft_tokens
+        config = cls(schedule=schedule, min_draft_tokens=minimum, graphs=bool(graphs), **options)
+        config = replace(config, graphs=config.graphs or config.row.is_captured)
+        if num_drafts == 0 or not config.row.has_drafts:
+            of_target = {name: getattr(config, name) for name in ("graphs", "trace", "native", "exact")}
+            return cls(schedule=PLAIN.name, **of_target)
         if lookahead is None:
-            can_control = schedule == "lockstep" and not graphs and acceptance == "coupled" and not confidence
-            config = replace(config, controlled=can_control)
-            models = num_drafts - (ngram is not None)
-            each = _CONFIDENT_LOOKAHEAD if confidence else _LOOKAHEAD[schedule]
-            ngram_lookahead = _CONFIDENT_LOOKAHEAD if confidence else _NGRAM_LOOKAHEAD
-            lookahead = [*[ngram_lookahead] * (num_drafts - models), *[each] * models]
+            config = replace(config, controlled=config.is_controllable)
+            each = _CONFIDENT_LOOKAHEAD if config.confidence else config.row.lookahead
+            ngram = [_CONFIDENT_LOOKAHEAD if config.confidence else _NGRAM_LOOKAHEAD] * (config.ngram is not None)
+            lookahead = [*ngram, *[each] * (num_drafts - len(ngram))]
         per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * num_drafts
-        config = replace(config, lookahead=per_draft, graphs=bool(graphs) or schedule == "streams")
+        config = replace(config, lookahead=per_draft)
         if len(config.lookahead) != num_drafts:
             raise ValueError(f"lookahead: one per draft, {num_drafts}, not {len(config.lookahead)}")
         if min(config.lookahead) < 1:
             raise ValueError(f"lookahead must be at least 1, got {list(config.lookahead)}")
-        if decode_meanwhile and (schedule not in ("workers", "streams", "ranks") or config.min_draft_tokens == 0):
-            raise ValueError(
-                "decode_meanwhile is for schedule='workers', 'streams' or 'ranks' and needs min_draft_tokens of at least 1"
-            )
+        if config.decode_meanwhile and config.min_draft_tokens == 0:
+            raise ValueError("decode_meanwhile=True needs min_draft_tokens of at least 1")
         return config
+
+    @property
+    def is_controllable(self) -> bool:
+        """Whether the controller can choose the number of draft tokens."""
+        return bool(self.row.controlled) and not (self.graphs or self.confidence) and self.acceptance == "coupled"
 
     def lookahead_of(self, stage: int) -> int:
         """How many tokens ``stage`` may be ahead of the next one; 0 for the target."""
@@ -245,99 +190,21 @@ class SpeculationConfig:
         return self.max_draft_tokens(len(self.lookahead)) == 0
 
 
-def default_schedule(
-    devices: Sequence[str],
-    graphs: bool | None = None,
-    cores: int | None = None,
-    *,
-    nodes: int | None = None,
-    ngram: bool = False,
-    translated: bool = False,
-    whole: bool = True,
-) -> tuple[str, bool]:
-    """Choose the schedule where the user names none, without measuring.
-
-    All cores with one memory bus are one device: a stage that runs beside another on it slows it down by as much as it works. Processes pay where stages
-    have memory buses of their own.
-
-    | stages | schedule |
-    |---|---|
-    | no drafts | ``"plain"`` |
-    | an n-gram index as the only draft | ``"lockstep"``, as it has no steps to overlap |
-    | all on one GPU | ``"lockstep"``, captured rounds |
-    | all on GPUs, more than one | ``"streams"`` |
-    | all on the CPU, and a NUMA node for each stage | ``"workers"`` |
-    | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
-    | otherwise, so on a CPU with one node | ``"lockstep"`` |
-
-    Beside an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are captured.
-
-    Args:
-        devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
-        graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
-        cores: CPU cores for this process. None: as the operating system reports.
-        nodes: NUMA nodes on whose cores this process may run. None: likewise.
-        ngram: Whether the first draft is an n-gram index.
-        translated: Whether the first draft has another tokenizer than the target.
-        whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
-
-    Returns:
-        The schedule, and whether ``"plain"`` and ``"lockstep"`` run in captured steps.
-    """
-    *drafts, target = devices
-    captured = whole and all(device.startswith("cuda") for device in devices) if graphs is None else graphs
-    captured = captured and not ngram and not translated
-    if not drafts:
-        return "lockstep" if ngram else "plain", captured
-    if captured:
-        on_gpus = target.startswith("cuda") and len(set(devices)) > 1
-        return ("streams" if on_gpus else "lockstep"), True
-    if graphs is not None or any(device != "cpu" for device in drafts):
-        return "lockstep", False
-    if target == "cpu":
-        places = numa_nodes() if nodes is None else nodes
-    else:
-        places = len(os.sched_getaffinity(0)) if cores is None else cores
-    return ("workers" if places >= len(devices) else "lockstep"), False
-
-
-def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
-    """Number of nodes on whose cores this process may run, at least 1.
-
-    Args:
-        folder: Where the kernel lists them, one folder ``node*`` with a file ``cpulist`` each.
-    """
-    own, found = os.sched_getaffinity(0), 0
-    for file in folder.glob("node[0-9]*/cpulist"):
-        with suppress(ValueError):  # a container may change it
-            found += not own.isdisjoint(_cores(file.read_text()))
-    return max(1, found)
-
-
-def _cores(text: str) -> set[int]:
-    """The cores of a list such as ``0-3,8``."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    return cores
-
-
-def takes_ngram(schedule: str, options: Mapping[str, Any]) -> bool:
-    """Whether an n-gram index joins the drafts where the user names no schedule: where the controller can let it rest, it costs nothing."""
-    is_controllable = schedule in ("plain", "lockstep") and not options["graphs"] and not options["confidence"]
-    return (
-        is_controllable
-        and options["lookahead"] is None
-        and options["ngram"] is None
-        and options["acceptance"] == "coupled"
-    )
-
-
 def _require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def _require_one_of(name: str, value: object, values: Sequence[str] | Mapping[str, object]) -> None:
+    if not isinstance(value, str) or value not in values:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, values))}")
+
+
+def _require_number(name: str, value: object, low: int, high: int) -> None:
+    if not _is_integer(value):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if not low <= value <= high:  # type: ignore[operator]
+        raise ValueError(f"{name} must be {low} to {high}, not {value}")
 
 
 def _is_integer(value: object) -> bool:

@@ -74,7 +74,7 @@ def check(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -
     def work(*args: object, **kwargs: object) -> None:
         raise Reached
 
-    for name in ("pipespec.models.loading.load_model", "pipespec.api.pipeline.load_chain", "pipespec.api.pipeline.Pipeline.__init__", "pipespec.bench.runner.prepare",
+    for name in ("pipespec.models.loading.load_model", "pipespec.api.chain.load_chain", "pipespec.api.pipeline.Pipeline.__init__", "pipespec.bench.runner.prepare",
                  "pipespec.cli.demo.run", "pipespec.demo.run.load_family", "pipespec.models.loading.load_tokenizer"):  # fmt: skip
         with contextlib.suppress(AttributeError, ImportError):
             monkeypatch.setattr(name, work)

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import pipespec
-from pipespec import Pipeline, config
+from pipespec import Pipeline, config, registry
 from pipespec.api import pipeline as pipelines
-from pipespec.config import SpeculationConfig, default_schedule, numa_nodes
-from pipespec.drivers.base import SpeedWarning
+from pipespec.config import SpeculationConfig
+from pipespec.drivers import factory
+from pipespec.drivers.base import Driver, SpeedWarning
 from pipespec.errors import NotCapturable
+from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, numa_nodes
 from tests.conftest import noisy, random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -27,7 +29,7 @@ def model():
 @pytest.fixture
 def nodes(monkeypatch):
     def have(count):
-        monkeypatch.setattr(config, "numa_nodes", lambda: count)
+        monkeypatch.setattr(registry, "numa_nodes", lambda: count)
 
     return have
 
@@ -145,18 +147,23 @@ def test_numbers_of_a_stage():
 @pytest.mark.parametrize(
     ("error", "match", "options"),
     [
-        (ValueError, "schedule='parallel' is not one of 'plain'", {"schedule": "parallel"}),
+        (ValueError, "schedule='parallel' is not one of 'lockstep'", {"schedule": "parallel"}),
         (TypeError, "lookahead must be an integer", {"lookahead": "many"}),
         (TypeError, "lookahead must be an integer", {"lookahead": [1.5, 2]}),
         (ValueError, "lookahead must be at least 1", {"lookahead": [2, 0]}),
         (ValueError, "one per draft, 2, not 3", {"lookahead": [2, 2, 2]}),
-        (TypeError, "min_draft_tokens must be a number", {"min_draft_tokens": True}),
-        (ValueError, "min_draft_tokens must not be negative", {"min_draft_tokens": -1}),
-        (TypeError, "trace must be a number", {"trace": 2.0}),
+        (TypeError, "min_draft_tokens must be an integer", {"min_draft_tokens": True}),
+        (ValueError, "min_draft_tokens must be 0 to", {"min_draft_tokens": -1}),
+        (TypeError, "trace must be an integer", {"trace": 2.0}),
         (ValueError, "trace must be 0 to", {"trace": 2**40}),
         (ValueError, "not for 'workers'", {"schedule": "workers", "graphs": True}),
         (ValueError, "schedule='auto' is not one of", {"schedule": "auto"}),
-        (ValueError, "decode_meanwhile is for", {"schedule": "lockstep", "decode_meanwhile": True}),
+        (
+            ValueError,
+            "decode_meanwhile=True is for schedule='workers'",
+            {"schedule": "lockstep", "decode_meanwhile": True},
+        ),
+        (ValueError, "decode_meanwhile=True needs min_draft", {"schedule": "workers", "decode_meanwhile": True}),
     ],
 )
 def test_what_is_refused(error, match, options):
@@ -181,3 +188,48 @@ def test_the_schedule_in_place_of_one_that_cannot_be_captured(model, monkeypatch
         assert pipe.config.trace == 16
         pipe.generate(PROMPT, max_new_tokens=3)
         assert pipe.report.schedule == "workers"
+
+
+# ---- the table of schedules
+
+
+VALUES = {"graphs": True, "ngram": object(), "translation": object(), "confidence": True, "acceptance": "rejection"}
+VALUES |= {"decode_meanwhile": True}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_takes_the_options_of_its_row(name, option):
+    """Any other is refused, and the message names the schedules that take it."""
+    given = {"schedule": name, option: VALUES[option], "min_draft_tokens": 1}
+    if option in SCHEDULES[name].options:
+        assert SpeculationConfig.of(1, **given).schedule in (name, registry.PLAIN.name)
+        return
+    takers = [row.name for row in registry.with_option(option)]
+    with pytest.raises(ValueError, match=f"is for schedule=.*not for '{name}'") as caught:
+        SpeculationConfig.of(1, **given)
+    assert all(repr(taker) in str(caught.value) for taker in takers)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_row_names_its_driver(name):
+    row = SCHEDULES[name]
+    kinds = [row.driver_class()]
+    kinds += [row.driver_class(captured=True)] if row.captured else []
+    kinds += [row.driver_class(controlled=True)] if row.controlled else []
+    assert all(issubclass(kind, Driver) for kind in kinds)
+    assert kinds[0].schedule in (name, "lockstep")  # plain decoding is lockstep of one stage
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"schedule": "streams"}, "schedule='streams' runs captured CUDA graphs, and all models are on the CPU"),
+        ({"schedule": "lockstep", "graphs": True}, "graphs=True runs captured CUDA graphs.*without graphs"),
+        ({"schedule": "plain", "graphs": True}, "graphs=True runs captured CUDA graphs"),
+    ],
+)
+def test_captured_steps_are_for_gpus(model, monkeypatch, options, match):
+    monkeypatch.setattr(factory, "_runs_uncaptured", False)
+    with pytest.raises(ValueError, match=match):
+        Pipeline(model, noisy(model, 0.02), **options)

@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipespec import Pipeline, attach
-from pipespec.api import pipeline
+from pipespec.api import chain
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
 from pipespec.preflight.devices import DeviceFacts, device_facts, requested
@@ -67,7 +67,7 @@ def test_what_device_may_be(monkeypatch):
 
 
 def test_what_device_may_not_be(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(pipeline, "load_model", None)  # nothing is loaded
+    monkeypatch.setattr(chain, "load_model", None)  # nothing is loaded
     folder = save(model, tmp_path / "model")
     for device, match in {
         "cuda": "torch sees no GPU here",
@@ -106,7 +106,7 @@ def test_a_loaded_model_stays_on_its_device(model, monkeypatch, tmp_path):
         assert [str(m.device) for m in pipe.models] == ["cpu", "cpu"]
     # The devices as given, in their order.
     loads = []
-    monkeypatch.setattr(pipeline, "load_model", lambda m, device, **kwargs: loads.append(device))
+    monkeypatch.setattr(chain, "load_model", lambda m, device, **kwargs: loads.append(device))
     facts = [DeviceFacts("cuda:0", GIB, GIB), DeviceFacts("cuda:1", GIB, GIB)]
     monkeypatch.setattr("pipespec.preflight.placement.device_facts", lambda names=None: facts)
     for device, expected in (

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from pipespec import Pipeline
-from pipespec.api import pipeline
+from pipespec.api import base, chain
 from pipespec.cli.main import main
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, monkeypa
     target = folder_of(llama("70B"), tmp_path / "target", dtype="bfloat16")
     facts = [DeviceFacts("cpu", 64 * GIB, 60 * GIB)]
     monkeypatch.setattr("pipespec.preflight.placement.device_facts", lambda names=None: facts)
-    monkeypatch.setattr(pipeline, "load_model", None)
+    monkeypatch.setattr(chain, "load_model", None)
     with pytest.raises(DoesNotFit) as caught:
         Pipeline(target, draft, schedule="lockstep")
     lines = str(caught.value).splitlines()
@@ -346,7 +346,7 @@ def test_a_conversation_goes_on_in_tight_memory(model, monkeypatch, options):
 def test_the_copy_that_is_returned_is_counted(model, monkeypatch, how):
     """Static caches and those of a partition are returned as copies, and a DynamicCache always is one. The copy must fit, too."""
     asked = []
-    monkeypatch.setattr(pipeline, "check_memory", lambda *args, copied, **kwargs: asked.append(copied))
+    monkeypatch.setattr(base, "check_memory", lambda *args, copied, **kwargs: asked.append(copied))
     keeps_its_own = how != "lockstep"
     pipe = SpeculativePipeline(model, stages=2) if how == "stages" else Pipeline(model, noisy(model, 0.1), schedule=how)
 

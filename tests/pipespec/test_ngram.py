@@ -11,7 +11,8 @@ import torch
 
 import pipespec
 from pipespec import NgramDraft, Pipeline, attach, detach
-from pipespec.config import SpeculationConfig, default_schedule
+from pipespec.config import SpeculationConfig
+from pipespec.registry import default_schedule
 from tests.conftest import VOCABULARY, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.test_forks import Child
 from tests.waiting import drafts_keep_up

@@ -14,9 +14,11 @@ from transformers import LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from pipespec import Pipeline
-from pipespec.api.pipeline import check_memory
+from pipespec.api.base import check_memory
 from pipespec.config import SpeculationConfig
-from pipespec.drivers import GenerationRequest, LockstepDriver, lockstep
+from pipespec.drivers import lockstep
+from pipespec.drivers.base import GenerationRequest
+from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.engine import stage as stages_module
 from pipespec.engine.cache import FirstLayers, RowCache
 from pipespec.engine.forward import _callers, forward, native_form_of
@@ -398,7 +400,7 @@ def test_memory_of_a_shared_cache_counts_once(model, monkeypatch):
         assert need.caches == layers * RowCache.bytes_for(model.config, 3, 100, torch.float32) // 4
     given = []
     monkeypatch.setattr(
-        "pipespec.api.pipeline.check_memory", lambda *args, **kw: given.append(kw) or check_memory(*args, **kw)
+        "pipespec.api.base.check_memory", lambda *args, **kw: given.append(kw) or check_memory(*args, **kw)
     )
     with Pipeline(model, ["ngram", "self:2"], schedule="lockstep") as pipe:
         generate(pipe, 2)

@@ -503,9 +503,7 @@ def test_the_ring_is_no_larger_than_the_lookahead_needs(target) -> None:
 
 def test_memory_of_the_distributions_is_counted(pipes, monkeypatch) -> None:
     counted = []
-    monkeypatch.setattr(
-        "pipespec.api.pipeline.check_memory", lambda *_, distributions, **__: counted.append(distributions)
-    )
+    monkeypatch.setattr("pipespec.api.base.check_memory", lambda *_, distributions, **__: counted.append(distributions))
     pipe, ids = pipes["block"], PROMPT.repeat(7, 1)
     pipe.generate(ids, do_sample=True, max_new_tokens=2, pad_token_id=0)
     pipe.generate(ids, do_sample=False, max_new_tokens=2, pad_token_id=0)

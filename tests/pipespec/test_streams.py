@@ -31,12 +31,14 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 from pipespec import Pipeline, attach, detach
 from pipespec.config import SpeculationConfig
-from pipespec.drivers import LockstepDriver, RoundsDriver, StreamsDriver, factory
+from pipespec.drivers import factory
 from pipespec.drivers.base import SpeedWarning, StageFailure
 from pipespec.drivers.graphed.buffers import SamplingKind
 from pipespec.drivers.graphed.driver import GraphedDriver
-from pipespec.drivers.graphed.rounds import round_steps
+from pipespec.drivers.graphed.rounds import RoundsDriver, round_steps
+from pipespec.drivers.graphed.streams import StreamsDriver
 from pipespec.drivers.graphed.tracker import ModuleTracker
+from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.engine.sampling import SamplingParams
@@ -371,7 +373,12 @@ def test_steering_while_it_runs(model, expected):
             def __call__(self, ids, scores, **kwargs):
                 n = ids.shape[1]
                 pipe._driver.steer(
-                    SpeculationConfig(lookahead=(n % 4, 3 * n % 9), min_draft_tokens=n % 3, decode_meanwhile=n % 2 == 1)
+                    replace(
+                        pipe.config,
+                        lookahead=(n % 4, 3 * n % 9),
+                        min_draft_tokens=n % 3,
+                        decode_meanwhile=n % 2 == 1,
+                    )
                 )
                 steered.append(n)
                 return torch.zeros(len(ids), dtype=torch.bool)

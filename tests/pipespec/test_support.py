@@ -11,10 +11,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from pipespec import Pipeline
-from pipespec.api import pipeline
+from pipespec.api import chain
 from pipespec.config import SpeculationConfig
-from pipespec.drivers import WorkersDriver
 from pipespec.drivers.workers import driver as workers
+from pipespec.drivers.workers.driver import WorkersDriver
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
 from pipespec.preflight.support import check_capturable, check_runnable, check_shareable, check_streams
@@ -205,7 +205,7 @@ def test_a_quantised_draft_has_no_process_of_its_own(model, tmp_path, monkeypatc
         check_shareable([*drafts, model])
     # A path is checked before it is loaded.
     folder = save(noisy(model, 0.1), tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
-    monkeypatch.setattr(pipeline, "load_model", None)
+    monkeypatch.setattr(chain, "load_model", None)
     refused(r"draft 0 is quantised \(gptq 4-bit\)", [folder, model], schedule="workers")
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from pipespec.api.pipeline import BasePipeline
+from pipespec.api.base import BasePipeline
 from pipespec.demo import load_family
 from pipespec.process.ranks import RankError, join_store, own_device
 from pipespec.spd import SpeculativePipeline, link

@@ -372,12 +372,6 @@ class PipelineContender(Contender):
         commits = clock.until(len(tokens)) if clock else ()
         return GeneratedText(tokens, stages, "; ".join(notes), commits=commits, figures=figures)
 
-    def rest(self) -> None:
-        # The threads of stages on a CPU would slow down every other contender (docs/speed.md). On a GPU none of them waits
-        # actively, and the graphs would have to be captured again.
-        if self.schedule == "streams" and self.pipe is not None and self.pipe.target.device.type == "cpu":
-            self.pipe.close()
-
     def pause(self) -> None:
         self.close()
 

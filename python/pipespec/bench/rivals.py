@@ -35,11 +35,13 @@ LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
 
 def all_contenders(drafts: Sequence[str]) -> list[Contender]:
     """Every row for a target with these drafts, smallest first."""
-    standard = standard_contenders(drafts, ("lockstep", "workers", "streams"))
+    captured = torch.cuda.is_available()
+    standard = standard_contenders(drafts, ("lockstep", "workers", *(["streams"] if captured else [])))
     hf = [c for c in standard if c.group == "hf"]
     ours = [c for c in standard if c.group == "ours"]
-    ours.append(PipelineContender("ours-plain-graphs", "ours, target alone, graphs", "plain", graphs=True))
-    for chain in chains(drafts):
+    if captured:
+        ours.append(PipelineContender("ours-plain-graphs", "ours, target alone, graphs", "plain", graphs=True))
+    for chain in chains(drafts) if captured else ():
         name, label = "+".join(chain), f"lockstep, {' + '.join(chain)}, graphs"
         ours.append(PipelineContender(f"lockstep-graphs-{name}", label, "lockstep", chain, graphs=True))
     published = [PublishedContender(*pair) for pair in itertools.product(LOOKAHEADS, chains(drafts))]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipespec.cli.options import Subparsers
-from pipespec.config import SCHEDULES, default_schedule
 from pipespec.process.progress import working
+from pipespec.registry import SCHEDULES, Schedule, default_schedule
 from pipespec_kernels import collect_env, problems
 
 
@@ -90,12 +90,15 @@ def _schedules(env: dict[str, Any]) -> dict[str, str]:
     """Per schedule: ``"yes"`` or ``"no"``, with a restriction or a reason."""
     if env["pipeline_error"]:
         return dict.fromkeys(SCHEDULES, "no: pipespec does not import")
-    available = dict.fromkeys(SCHEDULES, "yes") | {"ranks": "yes, in processes that torchrun starts"}
-    if env["cpu"]["usable_cores"] < 2:
-        available["workers"] = "yes, but with one core the stages take turns"
-    if not env["cuda"]["devices"]:
-        available["streams"] = "yes, but on a CPU workers is faster"
-    return available
+    return {row.name: _availability(row, env) for row in SCHEDULES.values()}
+
+
+def _availability(row: Schedule, env: dict[str, Any]) -> str:
+    if row.is_captured and not env["cuda"]["devices"]:
+        return f"no: it needs {row.needs}"
+    if row.has_processes and env["cpu"]["usable_cores"] < 2:
+        return "yes, but with one core the stages take turns"
+    return f"yes, in {row.needs}" if row.needs_ranks else "yes"
 
 
 def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -19,8 +19,9 @@ from pipespec.cli.options import (
     require_text,
 )
 from pipespec.cli.staged import bundled_module, check_spd, spd_pipeline
-from pipespec.config import ACCEPTANCES, SCHEDULES
+from pipespec.config import ACCEPTANCES
 from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.registry import LOCKSTEP, SCHEDULES
 
 if TYPE_CHECKING:
     from pipespec.observe import Report
@@ -61,7 +62,10 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         help="with --system spd under torchrun: longest time of a rank for its part of a cycle, or of a chunk of the prompt (default: 6)",
     )
     parser.add_argument(
-        "--schedule", choices=SCHEDULES, help="how the stages run; default: by devices and cores, see `pipespec doctor`"
+        "--schedule",
+        choices=SCHEDULES,
+        help="how the stages run; default: by devices and cores, see `pipespec doctor`. "
+        + "; ".join(f"{row.name}: {row.stages.replace('`', '')}" for row in SCHEDULES.values()),
     )
     parser.add_argument(
         "--lookahead",
@@ -145,7 +149,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
         OSError: A file or a model cannot be read.
     """
     prompt = ""
-    if (args.schedule == "ranks" or args.system == "spd") and int(os.environ.get("RANK", "0")):
+    has_ranks = args.system == "spd" or (args.schedule is not None and SCHEDULES[args.schedule].needs_ranks)
+    if has_ranks and int(os.environ.get("RANK", "0")):
         pass  # rank 0 has the prompt
     elif args.prompt is None:
         prompt = read_text(args.prompt_file)
@@ -260,13 +265,14 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
 
 def _bundled(schedule: str | None, acceptance: str) -> list[str]:
     """Drafts of the bundled family; with few cores, one draft, since a worker process needs a core of its own."""
-    if schedule == "ranks":  # as many as there are ranks
+    row = None if schedule is None else SCHEDULES[schedule]
+    if row is not None and row.needs_ranks:  # as many as there are ranks
         world = int(os.environ.get("WORLD_SIZE", "1"))
         return ["small", "medium"][max(0, 3 - world) :][: world - 1]
-    names = ["small", "medium"] if schedule == "lockstep" or len(os.sched_getaffinity(0)) > 2 else ["medium"]
+    names = ["small", "medium"] if row is LOCKSTEP or len(os.sched_getaffinity(0)) > 2 else ["medium"]
     if acceptance != "coupled":
         names = names[-1:]
-    if schedule == "plain":
+    if row is not None and not row.has_drafts:
         names = []
     say(f"no --target: using the bundled demo family, target{''.join(f' + {name}' for name in names)}")
     return names

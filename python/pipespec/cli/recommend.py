@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.cli.options import DTYPES, Subparsers, at_least_one, read_text
+from pipespec.config import SpeculationConfig
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
+from pipespec.registry import LOCKSTEP, PLAIN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +60,7 @@ class Candidate:
         arguments = [repr(target)]
         if self.drafts:
             arguments.append(f"drafts={list(self.drafts)!r}")
-        arguments.append(f"schedule={'lockstep' if self.drafts else 'plain'!r}")
+        arguments.append(f"schedule={(LOCKSTEP if self.drafts else PLAIN).name!r}")
         if dtype != "auto":
             arguments.append(f"dtype={dtype!r}")
         return f"pipe = pipespec.Pipeline({', '.join(arguments)})"
@@ -137,7 +139,7 @@ def _compare(
 ) -> tuple[list[Candidate], int]:
     """Measure, predict, and run: plain decoding and the best candidates first; and the number of texts."""
     with working("loading the models"):
-        from pipespec.api.pipeline import load_chain
+        from pipespec.api.chain import Loading, load_chain
         from pipespec.models.loading import load_model
         from pipespec.models.tokenizers import load_tokenizer
         from pipespec.planning.measure import agreement, step_times, written_by
@@ -146,9 +148,9 @@ def _compare(
         target = load_model(path, **loading)
         models: dict[str, PreTrainedModel] = {}
         for name in drafts:
-            (model, _), _, translation = load_chain(target, [name], **loading)
-            if translation is None:
-                models[name] = model
+            chain = load_chain(target, [name], SpeculationConfig(lookahead=(1,)), Loading(**loading))
+            if chain.translation is None:
+                models[name] = chain.models[0]
             else:
                 say(f"skipped {name}: it has another tokenizer than the target")
         tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
@@ -263,7 +265,7 @@ def _rate(
 
     tokens, seconds = 0, 0.0
     drafts = [models.get(name, name) for name in candidate.drafts]
-    with Pipeline(target, drafts, schedule="lockstep" if drafts else "plain") as pipe:
+    with Pipeline(target, drafts, schedule=(LOCKSTEP if drafts else PLAIN).name) as pipe:
         # Caches and packed weights are there from the first call on.
         for number, (text, first) in enumerate([texts[0], *texts]):
             ids = torch.from_numpy(text[None, :first].astype("int64"))

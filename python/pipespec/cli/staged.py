@@ -9,6 +9,7 @@ from typing import Any
 
 from pipespec.cli.options import one_or_all
 from pipespec.process.progress import say
+from pipespec.registry import LOCKSTEP, WORKERS
 
 _OF_CHAINS = (
     "lookahead",
@@ -19,7 +20,7 @@ _OF_CHAINS = (
     "draft_dtype",
     "draft_vocabulary",
 )
-_SCHEDULES = (None, "lockstep", "workers")
+_SCHEDULES = (None, LOCKSTEP.name, WORKERS.name)
 
 
 def _ranks() -> int:
@@ -93,7 +94,7 @@ def spd_pipeline(args: argparse.Namespace, target: str | Path, drafts: list[str 
         stages = [end - begin for begin, end in trained.stages]
     else:
         stages = _ranks() or 2
-    options: dict[str, Any] = {"stages": stages, "draft_schedule": args.schedule or "lockstep"}
+    options: dict[str, Any] = {"stages": stages, "draft_schedule": args.schedule or LOCKSTEP.name}
     if _ranks():
         device = "cpu" if args.device is None else args.device[0]
         given = None if dtype == "auto" else getattr(torch, dtype)

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipespec.api.pipeline import BasePipeline
+from pipespec.api.base import BasePipeline
 from pipespec.bench.comparison import HEADER, Measurement, SpeedComparison, cells, footnotes
 from pipespec.bench.contenders import Family, PipelineContender, Workload, standard_contenders
 from pipespec.bench.machine import describe, provenance

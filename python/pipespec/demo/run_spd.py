@@ -20,6 +20,7 @@ from pipespec.demo.run import DemoSize, stream_text
 from pipespec.models.loading import load_model
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
+from pipespec.registry import PLAIN
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig
 from pipespec.spd.report import SpeculativeReport
@@ -79,7 +80,7 @@ def run_spd_demo(size: DemoSize, prompt: str | None = None, folder: Path | None 
             config = DraftModuleConfig.load(module)
             family = Family("", load_model(path, dtype=torch.float32), {}, AutoTokenizer.from_pretrained(path))
             pipe = SpeculativePipeline(family.target, module, stages=[end - begin for begin, end in config.stages])
-        plain = Pipeline(family.target, schedule="plain")
+        plain = Pipeline(family.target, schedule=PLAIN.name)
         with working("reading the held-out modules of the standard library"):
             texts = [prompt] if prompt else prompts(size.prompts)
         new_tokens = min(size.new_tokens, family.most_new_tokens(texts))

@@ -28,6 +28,7 @@ from pipespec.engine.translation import TranslatedStage
 from pipespec.models.devices import input_device
 from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
+from pipespec.registry import PLAIN, SCHEDULES
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 from pipespec_kernels.trace import TraceMemory
@@ -276,7 +277,7 @@ class Driver(Decoder):
         return self.models[i - self._first]
 
     def _name_of(self, schedule: str) -> str:
-        return schedule if self._stage_count > 1 else "plain"
+        return schedule if self._stage_count > 1 else PLAIN.name
 
     def _draft_name(self, i: int) -> str:
         """Of the draft at stage ``i``, for messages: models are counted."""
@@ -321,7 +322,7 @@ class Driver(Decoder):
             ngram=ngram,
             acceptance=acceptance,
             confidence=self.config.confidence,
-            in_turn=self.schedule != "workers",
+            in_turn=not SCHEDULES[self.schedule].has_processes,
         )
         # Products of a library may depend on the number of threads.
         stage.reads_wide = not self.config.exact

@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import Driver
-from pipespec.drivers.controlled import ControlledDriver
-from pipespec.drivers.graphed.rounds import RoundsDriver
-from pipespec.drivers.graphed.streams import StreamsDriver
-from pipespec.drivers.lockstep import LockstepDriver
-from pipespec.drivers.workers.driver import WorkersDriver
+from pipespec.models.devices import input_device
+from pipespec.registry import SCHEDULES, names
+
+_runs_uncaptured = False
+"""Whether captured schedules run their steps uncaptured on a CPU. Only the tests set this."""
 
 
 def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> Driver:
@@ -24,16 +24,18 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
             :func:`pipespec.drivers.ranks.membership.join`.
 
     Raises:
-        ValueError: The models cannot run in this schedule.
+        ValueError: The models cannot run in this schedule, or captured steps would run on a CPU.
         RuntimeError: Worker processes do not start.
         NotCapturable: A step cannot become a CUDA graph.
     """
-    if config.schedule == "workers":
-        return WorkersDriver(models, config)
-    if config.schedule == "streams":
-        return StreamsDriver(models, config)
-    if config.schedule == "plain":
+    row = config.row
+    if not row.has_drafts:
         models = models[-1:]
-    if config.graphs:
-        return RoundsDriver(models, config)
-    return ControlledDriver(models, config) if config.controlled else LockstepDriver(models, config)
+    if config.graphs and not _runs_uncaptured and all(input_device(model).type == "cpu" for model in models):
+        what = f"schedule={row.name!r}" if row.is_captured else "graphs=True"
+        others = names([r for r in SCHEDULES.values() if not (r.needs or r.is_captured)])
+        raise ValueError(
+            f"{what} runs captured CUDA graphs, and all models are on the CPU: use schedule={others} without graphs there"
+        )
+    kind: type[Driver] = row.driver_class(captured=config.graphs, controlled=config.controlled)
+    return kind(models, config)

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers import GenerationRequest, make_driver
+from pipespec.drivers.base import GenerationRequest
+from pipespec.drivers.factory import make_driver
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.engine.sampling import SamplingParams
@@ -20,6 +21,7 @@ from pipespec.engine.stage import PREFILL_CHUNK, StageInputs
 from pipespec.models.properties import embedding_size, end_tokens, head_size
 from pipespec.planning.steps import StepTimes
 from pipespec.process.threads import threads_set
+from pipespec.registry import PLAIN
 from pipespec_kernels import ops
 
 WIDTHS = (1, 2, 4, 8)
@@ -89,7 +91,7 @@ def written_by(target: PreTrainedModel, prompts: Sequence[Any], tokens: int) -> 
     Raises:
         ValueError: The target writes nothing.
     """
-    driver, found = make_driver([target], SpeculationConfig(schedule="plain")), []
+    driver, found = make_driver([target], SpeculationConfig(schedule=PLAIN.name)), []
     try:
         for prompt in prompts:
             ids = np.asarray(torch.as_tensor(prompt).flatten().cpu(), dtype=np.int32)

@@ -22,9 +22,11 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import PATIENCE, WIDTH, SpeculationConfig
-from pipespec.drivers import GenerationRequest, LockstepDriver
+from pipespec.drivers.base import GenerationRequest
+from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.drivers.workers.driver import WorkersDriver
 from pipespec.engine.stage import StageInputs
+from pipespec.registry import WORKERS
 from pipespec.spd.decoding import DraftSampler
 from pipespec.spd.drafting import Drafter, SampleTokens
 from pipespec.spd.machine import DraftRequest
@@ -196,7 +198,7 @@ class AsynchronousChain(Drafter):
         # The tokens in flight, the next one, and some that are ready when a cycle is shorter than a step of the chain.
         self._most = min(stages + _LOOKAHEAD, WIDTH // 2)
         lookahead = (*[_LOOKAHEAD] * (len(self.models) - 1), self._most)
-        self._driver = _Workers(self.models, SpeculationConfig(schedule="workers", lookahead=lookahead))
+        self._driver = _Workers(self.models, SpeculationConfig(schedule=WORKERS.name, lookahead=lookahead))
         self._is_late = False  # the last wait was in vain
 
     def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:

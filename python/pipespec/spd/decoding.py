@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.drivers import GenerationRequest
-from pipespec.drivers.base import Decoder, StageFailure
+from pipespec.drivers.base import Decoder, GenerationRequest, StageFailure
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import open_sections
 from pipespec.engine.sampling import Sampler, SamplingParams

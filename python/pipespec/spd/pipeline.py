@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.api.base import BasePipeline
 from pipespec.api.output import report_of
-from pipespec.api.pipeline import BasePipeline
 from pipespec.api.prepare import Generation, without_features
-from pipespec.drivers import GenerationRequest
+from pipespec.drivers.base import GenerationRequest
 from pipespec.errors import UnsupportedInput
 from pipespec.models.devices import LayerDevices
 from pipespec.models.layout import CacheLayout
@@ -20,6 +20,7 @@ from pipespec.models.loading import load_model
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import device_name
 from pipespec.preflight.support import check_whole
+from pipespec.registry import LOCKSTEP, WORKERS
 from pipespec.spd.chain import AsynchronousChain, ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
@@ -28,7 +29,7 @@ from pipespec.spd.ngram import NgramDrafter
 from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place, stage_devices
 from pipespec.spd.report import SpeculativeReport
 
-DRAFT_SCHEDULES = ("lockstep", "workers")
+DRAFT_SCHEDULES = (LOCKSTEP.name, WORKERS.name)
 """How the models of a drafter run, see :mod:`pipespec.spd.chain`."""
 
 _Model: TypeAlias = PreTrainedModel | str | Path
@@ -81,7 +82,7 @@ class SpeculativePipeline(BasePipeline):
         devices: Sequence[torch.device | str] | None = None,
         trust_remote_code: bool = False,
         native: bool = True,
-        draft_schedule: str = "lockstep",
+        draft_schedule: str = LOCKSTEP.name,
     ) -> None:
         check_draft_schedule(drafter, draft_schedule)
         if devices is not None and device is not None:
@@ -179,7 +180,7 @@ def resolve_drafter(
     target: PreTrainedModel,
     given_target: Any,
     partition: Partition,
-    draft_schedule: str = "lockstep",
+    draft_schedule: str = LOCKSTEP.name,
     inputs: torch.device | None = None,
     **options: Any,
 ) -> tuple[Drafter, list[PreTrainedModel]]:
@@ -227,7 +228,7 @@ def resolve_drafter(
         return drafter, []
     if not models:
         return NgramDrafter(), []
-    if draft_schedule == "workers":
+    if draft_schedule == WORKERS.name:
         return AsynchronousChain(models, partition.stages), models
     return ChainDrafter(models), models
 
@@ -236,7 +237,7 @@ def check_draft_schedule(drafter: Any, draft_schedule: str) -> None:
     """Raise ``ValueError`` for a ``draft_schedule`` that does not exist, or that ``drafter`` does not have."""
     if draft_schedule not in DRAFT_SCHEDULES:
         raise ValueError(f"draft_schedule={draft_schedule!r}: one of {', '.join(map(repr, DRAFT_SCHEDULES))}")
-    if draft_schedule != "lockstep" and (
+    if draft_schedule != LOCKSTEP.name and (
         isinstance(drafter, Drafter) or drafter == "ngram" or module_config(drafter) is not None
     ):
         raise ValueError(

@@ -35,15 +35,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.api.pipeline import BasePipeline
+from pipespec.api.base import BasePipeline
 from pipespec.api.prepare import Generation
-from pipespec.drivers import GenerationRequest
-from pipespec.drivers.base import Decoder
+from pipespec.drivers.base import Decoder, GenerationRequest
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import open_sections, stream_dtype
 from pipespec.engine.native import NATIVE
 from pipespec.process.ranks import START_S, RankError, own_device, rank_and_world
 from pipespec.process.signals import DelayedHandlers
+from pipespec.registry import LOCKSTEP, RANKS
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.lines import DeviceReceiver, DeviceSender, Receiver, Sender
@@ -354,7 +354,7 @@ class RanksDriver(SpeculativeDriver):
         self._remote = range(1 if local is not None else 0, partition.stages)
         self._chunks: deque[_Chunk] = deque()
 
-    ran_as = "ranks"
+    ran_as = RANKS.name
 
     @property
     def target(self) -> _Remote:
@@ -611,7 +611,7 @@ class RanksPipeline(BasePipeline):
         device: torch.device | str = "cpu",
         native: bool = True,
         transport: str = "gloo",
-        draft_schedule: str = "lockstep",
+        draft_schedule: str = LOCKSTEP.name,
     ) -> None:
         rank, world = rank_and_world()
         if not isinstance(target, (str, Path)):

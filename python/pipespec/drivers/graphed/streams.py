@@ -1,7 +1,7 @@
-"""Streams: all stages in one process, each with a C++ thread and steps without Python. On a GPU each step is a captured graph.
+"""Streams: all stages in one process, each with a C++ thread and steps without Python. Each step is a captured graph.
 
-On a CPU the stages are threads of this process that call the same steps without capture. That is for tests and experiments: the threads share
-Python's lock and torch's threads, and ``workers`` is faster.
+The tests also run the steps on a CPU, without capture (:func:`pipespec.drivers.factory.make_driver`): the stages are then threads that share Python's lock
+and torch's threads.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.process.ranks import RankError
 from pipespec.process.signals import pass_on
+from pipespec.registry import RANKS
 from pipespec_kernels.state import StateBlock
 
 SILENT_S = 300.0
@@ -141,7 +142,7 @@ class DraftRank(Decoder):
         world: Number of ranks, one per model of the chain.
     """
 
-    ran_as = "ranks"
+    ran_as = RANKS.name
 
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, store: Any, rank: int, world: int) -> None:
         super().__init__()

@@ -1,0 +1,152 @@
+"""The models of a chain: what users give, loaded, made and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.config import SpeculationConfig
+from pipespec.engine.ngram import NgramDraft
+from pipespec.engine.translation import Translation
+from pipespec.models.adapters import without_wrapper
+from pipespec.models.derived import INT8, SelfDraft
+from pipespec.models.devices import tensor_parallel_size
+from pipespec.models.loading import load_model
+from pipespec.models.vocabulary import draft_vocabulary as vocabulary_ids
+from pipespec.planning.drafts import make_drafts
+from pipespec.preflight.checks import check_chain
+from pipespec.preflight.devices import Devices
+from pipespec.preflight.placement import arrange
+from pipespec.preflight.tokenizers import translation_for
+from pipespec.registry import SCHEDULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How models are loaded and drafts are made: arguments of :class:`pipespec.Pipeline`."""
+
+    dtype: torch.dtype | str = "auto"
+    draft_dtype: torch.dtype | str | None = None
+    draft_vocabulary: Any = None
+    device: Devices = None
+    tokenizer: Any = None
+    draft_tokenizers: Any = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain whose models are loaded.
+
+    Attributes:
+        models: Drafts first, target last.
+        notes: About the drafts that were made.
+        translation: For a first draft with another tokenizer.
+        is_known: Whether it is known that the others have the target's tokenizer.
+    """
+
+    models: list[PreTrainedModel]
+    notes: list[str]
+    translation: Translation | None
+    is_known: bool
+
+
+def given_drafts(drafts: Any) -> list[Any]:
+    """The drafts that a user names, as a list without wrappers. Raises ``TypeError`` for what is no list of drafts."""
+    drafts = without_wrapper(drafts)
+    if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft, SelfDraft)):
+        drafts = [] if drafts is None else [drafts]
+    if not isinstance(drafts, Sequence):
+        raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
+    return [without_wrapper(draft) for draft in drafts]
+
+
+def load_chain(
+    target: PreTrainedModel | str | Path, drafts: Sequence[Any], config: SpeculationConfig, loading: Loading
+) -> Chain:
+    """Load the models of a chain, make those that are made here, and check that they form one.
+
+    Args:
+        target: As for :class:`pipespec.Pipeline`.
+        drafts: Likewise, without an n-gram index.
+        config: How they are to run.
+        loading: How they are loaded.
+    """
+    chosen = [SelfDraft.of(draft) for draft in drafts]
+    if not config.row.has_drafts:  # they are ignored
+        chosen = [draft for draft in chosen if not isinstance(draft, SelfDraft)]
+    given = [*(draft for draft in chosen if not isinstance(draft, SelfDraft)), target]
+    int8, remote = loading.draft_dtype == INT8, loading.trust_remote_code
+    of_drafts = loading.dtype if loading.draft_dtype is None or int8 else loading.draft_dtype
+    dtypes = [*[of_drafts] * (len(given) - 1), loading.dtype]
+    shares_weights = config.row.has_processes
+    devices = arrange(
+        given, device=loading.device, shares_weights=shares_weights, dtype=dtypes, trust_remote_code=remote
+    )
+    models = [
+        load_model(m, dtype=t, device=d, trust_remote_code=remote)
+        for m, t, d in zip(given, dtypes, devices, strict=True)
+    ]
+    is_behind = config.ngram is not None or (bool(chosen) and isinstance(chosen[0], SelfDraft))
+    translation = translation_for(
+        models,
+        given,
+        loading.tokenizer,
+        loading.draft_tokenizers,
+        has_ngram=is_behind,
+        trust_remote_code=remote,
+    )
+    translated = translation is not None
+    check_chain(models, given, translated=translated)
+    if translated and loading.draft_vocabulary is not None:
+        raise ValueError(
+            "draft_vocabulary names tokens of the target, and draft 0 has another tokenizer: leave one of the two out"
+        )
+    is_derived = int8 or loading.draft_vocabulary is not None
+    is_own = any(isinstance(draft, SelfDraft) for draft in chosen)
+    is_known = is_own or any(x is not None for x in (translation, loading.tokenizer, loading.draft_tokenizers))
+    if not chosen or not (is_derived or is_own):
+        return Chain(models, [], translation, is_known)
+    *loaded, its_target = models
+    named = loading.draft_vocabulary
+    ids = None if named is None else vocabulary_ids(named, target, its_target)
+    made, notes = make_drafts(chosen, loaded, its_target, ids=ids, int8=int8)
+    models = [*made, its_target]
+    check_chain(models, [its_target] * len(models), translated=translated)
+    return Chain(models, notes, translation, is_known)
+
+
+def check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:
+    """Refuse what a tensor-parallel target excludes, in each of its processes: those that do not lead have no drafts."""
+    if schedule in SCHEDULES and SCHEDULES[schedule].needs_ranks and drafts:
+        raise ValueError(
+            "the target is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: use 'plain', 'lockstep' or "
+            "'workers'"
+        )
+    if any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in drafts):
+        raise ValueError("drafts='self' needs a target that is whole on one device, and it is sharded over processes")
+
+
+def check_rank_drafts(drafts: Sequence[Any], loading: Loading) -> None:
+    """Refuse drafts that are made out of other models: a rank loads its own model alone."""
+    for name in ("draft_dtype", "draft_vocabulary", "tokenizer", "draft_tokenizers"):
+        value = getattr(loading, name)
+        if value is not None:
+            # A dtype can be saved, int8 and a trimmed head cannot.
+            instead = (
+                "save such a draft and give its path" if name == "draft_dtype" and value != INT8 else "leave it out"
+            )
+            raise ValueError(
+                f"{name} is not for schedule='ranks', where each rank loads its own model as its folder has it: {instead}"
+            )
+    if any(tensor_parallel_size(draft) > 1 for draft in drafts if isinstance(draft, PreTrainedModel)):
+        raise ValueError(
+            "a draft is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: load it whole"
+        )
+    if any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in drafts):
+        raise ValueError("drafts='self' is not for schedule='ranks', where no rank but the target's has its weights")

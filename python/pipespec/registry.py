@@ -1,0 +1,230 @@
+"""The schedules: one row each. Validation, command line, documents and tests read this table.
+
+A new schedule is one file with its driver and one row here. This module imports neither torch nor a driver: the command line reads it first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+OPTIONS = {
+    "graphs": "graphs=True",
+    "ngram": "an n-gram draft",
+    "translation": "a draft with another tokenizer",
+    "confidence": "confidence=True",
+    "acceptance": "acceptance other than 'coupled'",
+    "decode_meanwhile": "decode_meanwhile=True",
+}
+"""The options of :class:`pipespec.config.SpeculationConfig` that some schedules do not take, and how messages call them."""
+
+UNCAPTURED = frozenset({"ngram", "translation", "confidence", "acceptance"})
+"""Options that no captured step takes."""
+
+EXCLUDED = {
+    "acceptance": ("ngram", "translation", "confidence", "decode_meanwhile", "exact"),
+}
+"""By option, those that it excludes: rejection sampling needs the distribution of the one draft that drew a token."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to run the stages of a chain.
+
+    Attributes:
+        name: As users write it.
+        driver: Its driver class, ``"module:class"``.
+        stages: Where the stages run, in one line.
+        purpose: What it is for, in one line.
+        options: Those of :data:`OPTIONS` that it takes.
+        lookahead: Default, for each draft.
+        captured: The driver class of captured steps, if there is one; the same as ``driver`` where no other steps exist.
+        controlled: The driver class in which the controller chooses the number of draft tokens, if there is one.
+        needs: What it needs; empty: nothing but the models.
+        has_drafts: Whether drafts take part.
+        is_asynchronous: Whether drafts run while the target works, so that it may wait for draft tokens.
+        has_processes: Whether each draft runs in a process of its own, which shares its weights.
+        needs_ranks: Whether each model is in a process that a launcher has started.
+    """
+
+    name: str
+    driver: str
+    stages: str
+    purpose: str
+    options: frozenset[str]
+    lookahead: int = 0
+    captured: str = ""
+    controlled: str = ""
+    needs: str = ""
+    has_drafts: bool = True
+    is_asynchronous: bool = False
+    has_processes: bool = False
+    needs_ranks: bool = False
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether all of its steps are captured."""
+        return self.captured == self.driver
+
+    def driver_class(self, *, captured: bool = False, controlled: bool = False) -> Any:
+        """Import the driver class."""
+        where = self.captured if captured else self.controlled if controlled else self.driver
+        module, _, name = where.partition(":")
+        return getattr(import_module(module), name)
+
+
+PLAIN = Schedule(
+    "plain",
+    "pipespec.drivers.lockstep:LockstepDriver",
+    "the target alone, through the same loop; drafts are ignored",
+    "comparison",
+    frozenset(OPTIONS),  # those of drafts have no effect
+    captured="pipespec.drivers.graphed.rounds:RoundsDriver",
+    has_drafts=False,
+)
+LOCKSTEP = Schedule(
+    "lockstep",
+    "pipespec.drivers.lockstep:LockstepDriver",
+    "one after the other, in one process; with `graphs=True` a round is one captured CUDA graph",
+    "a CPU, one GPU",
+    frozenset({"graphs", "ngram", "translation", "confidence", "acceptance"}),
+    lookahead=4,  # each draft token is paid for with its own time
+    captured="pipespec.drivers.graphed.rounds:RoundsDriver",
+    controlled="pipespec.drivers.controlled:ControlledDriver",
+)
+WORKERS = Schedule(
+    "workers",
+    "pipespec.drivers.workers.driver:WorkersDriver",
+    "each draft in a process of its own, the target in yours, all at once",
+    "stages with a NUMA node or a device each; drafts that must not share a process with the target",
+    frozenset({"ngram", "translation", "confidence", "acceptance", "decode_meanwhile"}),
+    lookahead=8,
+    is_asynchronous=True,
+    has_processes=True,
+)
+STREAMS = Schedule(
+    "streams",
+    "pipespec.drivers.graphed.streams:StreamsDriver",
+    "in one process, a thread and a CUDA stream per stage, each step a captured graph",
+    "several GPUs",
+    frozenset({"graphs", "decode_meanwhile"}),
+    lookahead=8,
+    captured="pipespec.drivers.graphed.streams:StreamsDriver",
+    needs="GPUs",
+    is_asynchronous=True,
+)
+RANKS = Schedule(
+    "ranks",
+    "pipespec.drivers.ranks.driver:RanksDriver",
+    "each stage in a process that torchrun has started, on any machine",
+    "[several machines](several-machines.md)",
+    frozenset({"ngram", "translation", "decode_meanwhile"}),
+    lookahead=8,
+    needs="processes that torchrun starts",
+    needs_ranks=True,
+    is_asynchronous=True,
+)
+
+SCHEDULES: Mapping[str, Schedule] = {row.name: row for row in (LOCKSTEP, WORKERS, STREAMS, RANKS, PLAIN)}
+"""All schedules by name, in the order in which documents list them."""
+
+
+def names(rows: Sequence[Schedule]) -> str:
+    """The names of schedules as messages list them."""
+    *first, last = [repr(row.name) for row in rows]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def with_option(option: str) -> list[Schedule]:
+    """The schedules in which an option has an effect."""
+    return [row for row in SCHEDULES.values() if option in row.options and (row.has_drafts or option == "graphs")]
+
+
+def table() -> str:
+    """The table of schedules in ``docs/how-to/schedules.md``."""
+    lines = ["| schedule | where the stages run | use it for |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{row.name}` | {row.stages} | {row.purpose} |" for row in SCHEDULES.values()), ""])
+
+
+def default_schedule(
+    devices: Sequence[str],
+    graphs: bool | None = None,
+    cores: int | None = None,
+    *,
+    nodes: int | None = None,
+    ngram: bool = False,
+    translated: bool = False,
+    whole: bool = True,
+) -> tuple[str, bool]:
+    """Choose the schedule where the user names none, without measuring.
+
+    All cores with one memory bus are one device: a stage that runs beside another on it slows it down by as much as it works. Processes pay where stages
+    have memory buses of their own.
+
+    | stages | schedule |
+    |---|---|
+    | no drafts | ``"plain"`` |
+    | an n-gram index as the only draft | ``"lockstep"``, as it has no steps to overlap |
+    | all on one GPU | ``"lockstep"``, captured rounds |
+    | all on GPUs, more than one | ``"streams"`` |
+    | all on the CPU, and a NUMA node for each stage | ``"workers"`` |
+    | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
+    | otherwise, so on a CPU with one node | ``"lockstep"`` |
+
+    Beside an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are captured.
+
+    Args:
+        devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
+        graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
+        cores: CPU cores for this process. None: as the operating system reports.
+        nodes: NUMA nodes on whose cores this process may run. None: likewise.
+        ngram: Whether the first draft is an n-gram index.
+        translated: Whether the first draft has another tokenizer than the target.
+        whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
+
+    Returns:
+        The name of the schedule, and whether ``"plain"`` and ``"lockstep"`` run in captured steps.
+    """
+    *drafts, target = devices
+    captured = whole and all(device.startswith("cuda") for device in devices) if graphs is None else graphs
+    captured = captured and not ngram and not translated
+    if not drafts:
+        return (LOCKSTEP if ngram else PLAIN).name, captured
+    if captured:
+        on_gpus = target.startswith("cuda") and len(set(devices)) > 1
+        return (STREAMS if on_gpus else LOCKSTEP).name, True
+    if graphs is not None or any(device != "cpu" for device in drafts):
+        return LOCKSTEP.name, False
+    if target == "cpu":
+        places = numa_nodes() if nodes is None else nodes
+    else:
+        places = len(os.sched_getaffinity(0)) if cores is None else cores
+    return (WORKERS if places >= len(devices) else LOCKSTEP).name, False
+
+
+def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
+    """Number of nodes on whose cores this process may run, at least 1.
+
+    Args:
+        folder: Where the kernel lists them, one folder ``node*`` with a file ``cpulist`` each.
+    """
+    own, found = os.sched_getaffinity(0), 0
+    for file in folder.glob("node[0-9]*/cpulist"):
+        with suppress(ValueError):  # a container may change it
+            found += not own.isdisjoint(_cores(file.read_text()))
+    return max(1, found)
+
+
+def _cores(text: str) -> set[int]:
+    """The cores of a list such as ``0-3,8``."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
