@@ -15,7 +15,7 @@ from pipespec.models.devices import decoder_layers
 from pipespec.models.loading import require_accelerate
 from pipespec.preflight.devices import AUTO, DeviceFacts, Devices, device_facts, requested
 from pipespec.preflight.memory import Share, StageFacts, estimate
-from pipespec.preflight.support import check_quantised_draft, check_whole_draft
+from pipespec.preflight.support import check_shared_draft
 
 DeviceMap = dict[str, str]
 """The device of each module by its name, as ``from_pretrained`` takes it."""
@@ -65,7 +65,7 @@ def arrange(
     for stage, place in zip(stages, wanted, strict=True):
         _check_contradiction(stage, place)
         if shares_weights and stage is not stages[-1]:
-            check_quantised_draft(stage.name, stage.quantised)
+            check_shared_draft(stage.name, stage.quantised, ())
     if all(stage.loaded and not any(s.device.startswith("cuda") for s in stage.on) for stage in stages):
         return [None] * len(stages)
     if not all(hasattr(stage.config, "num_attention_heads") for stage in stages):
@@ -89,7 +89,7 @@ def arrange(
             else:
                 stage = replace(stage, device=place or "cpu")
         if shares_weights and i + 1 < len(stages):
-            check_whole_draft(stage.name, [share.device for share in stage.on])
+            check_shared_draft(stage.name, None, [share.device for share in stage.on])
         stages[i] = stage
         for need in estimate([stage], 1, capacity, shares_weights=shares_weights).needs:
             free[need.device] = free.get(need.device, 0) - need.sum

@@ -125,15 +125,7 @@ def _check_loaded(name: str, model: PreTrainedModel) -> None:
 
 
 def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
-    """Check that each model is whole on one device of this process.
-
-    Args:
-        models: drafts first, target last.
-        where: what needs that, for the message.
-
-    Raises:
-        ValueError: one is split, offloaded or sharded.
-    """
+    """Raise ``ValueError`` for a model that is split, offloaded or sharded. ``where``: what needs whole models, for the message."""
     for name, model in zip(stage_names(len(models)), models, strict=True):
         if (why := why_not_whole(model)) is not None:
             raise ValueError(
@@ -148,49 +140,35 @@ def _some(names: Sequence[str]) -> str:
 # ---- in a worker process
 
 
-def check_quantised_draft(name: str, method: str | None) -> None:
-    """Check that a draft can be shared with a worker process.
+def check_shared_draft(name: str, method: str | None, devices: Sequence[str], offloaded: Sequence[str] = ()) -> None:
+    """Check that a draft can be built in a worker process, around weights in shared memory.
 
     Args:
         name: of the stage.
         method: how it is quantised; None: not at all.
-
-    Raises:
-        ValueError: if it is quantised.
-    """
-    if method is not None:
-        raise ValueError(
-            f"{name} is quantised ({method}): a worker process builds a draft around weights in shared memory, and packed weights "
-            "cannot be put there; use schedule='lockstep', or a draft that is not quantised (the target may be)"
-        )
-
-
-def check_whole_draft(name: str, devices: Sequence[str], offloaded: Sequence[str] = ()) -> None:
-    """Check that a draft lies whole on one device, as a worker process builds it.
-
-    Args:
-        name: of the stage.
         devices: those that it computes on.
         offloaded: names of modules whose weights are elsewhere between calls.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: if it cannot.
     """
-    if offloaded or len(devices) > 1:
-        how = f"offloaded ({_some(offloaded)})" if offloaded else f"split over {', '.join(devices)}"
+    how = (
+        f"quantised ({method})"
+        if method is not None
+        else f"split over {', '.join(devices)}"
+        if len(devices) > 1
+        else ""
+    )
+    how = how or (f"offloaded ({_some(offloaded)})" if offloaded else "")
+    if how:
         raise ValueError(
-            f"{name} is {how}: a worker process builds a draft whole on one device; load it there, or use schedule='lockstep' (the target "
-            "may be split and offloaded)"
+            f"{name} is {how}: a worker process builds a draft whole on one device, around plain weights in shared memory; use "
+            "schedule='lockstep', or another draft (the target may be)"
         )
 
 
 def check_shareable(models: Sequence[PreTrainedModel]) -> None:
-    """Check that each draft can run in a worker process, which builds its class around weights in shared memory.
-
-    The target stays in the caller's process and is not checked.
-
-    Args:
-        models: drafts first, target last.
+    """Check that each draft can run in a worker process, which builds its class around weights in shared memory. The target stays where it is.
 
     Raises:
         ValueError: for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
@@ -202,10 +180,8 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
                 f"{name}: a worker process cannot import its class {kind.__qualname__}; define it in a module, or use "
                 "schedule='lockstep'"
             )
-        check_quantised_draft(name, quantisation(model))
-        check_whole_draft(
-            name, [str(device) for device in LayerDevices.of(model).devices], list(offloaded_modules(model))
-        )
+        devices = [str(device) for device in LayerDevices.of(model).devices]
+        check_shared_draft(name, quantisation(model), devices, list(offloaded_modules(model)))
         for at, tensor in (*model.named_parameters(), *model.named_buffers()):
             if type(tensor) not in _PLAIN:
                 raise ValueError(
@@ -225,12 +201,7 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
 
 
 def check_capturable(models: Sequence[PreTrainedModel]) -> None:
-    """Check, without a GPU, that the step of each model can become a CUDA graph.
-
-    Some causes show only in the capture itself, which raises the same error.
-
-    Args:
-        models: drafts first, target last.
+    """Check, without a GPU, that the step of each model can become a CUDA graph. Some causes show only in the capture itself.
 
     Raises:
         NotCapturable: for the first model whose step cannot.
@@ -244,10 +215,7 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
     """Check that models can run with ``schedule="streams"`` or ``graphs=True``.
 
     On GPUs each step is captured: see :func:`check_capturable`. On the CPU the same steps run uncaptured, so only what static caches and
-    attention by lengths cannot do is refused. GPUs need no access to each other's memory: the state block then lies in pinned memory.
-
-    Args:
-        models: drafts first, target last.
+    attention by lengths cannot do is refused.
 
     Raises:
         ValueError: for stages on GPUs beside stages on the CPU.
