@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +211,22 @@ def test_a_schedule_takes_the_options_of_its_row(name, option):
     with pytest.raises(ValueError, match=f"is for schedule=.*not for '{name}'") as caught:
         SpeculationConfig.of(1, **given)
     assert all(repr(taker) in str(caught.value) for taker in takers)
+
+
+def test_names_of_schedules_are_literals_in_the_table_and_in_their_drivers():
+    """Other modules read the table. ``planning`` and ``bench`` have systems of the publications beside the schedules."""
+    package, found = Path(pipespec.__file__).parent, set()
+    for file in package.rglob("*.py"):
+        if file.relative_to(package).parts[0] in ("planning", "bench", "registry.py"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Compare | ast.keyword) or (
+                isinstance(node, ast.Assign) and "schedule" in ast.unparse(node)
+            ):
+                values = {child.value for child in ast.walk(node) if isinstance(child, ast.Constant)}
+                if values & set(SCHEDULES) and "unsupported" not in ast.unparse(node):
+                    found.add(str(file.relative_to(package / "drivers")) if "drivers" in file.parts else file.name)
+    assert found == {"lockstep.py", "workers/driver.py", "graphed/streams.py", "graphed/rounds.py", "ranks/driver.py"}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

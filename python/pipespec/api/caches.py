@@ -76,70 +76,77 @@ def adopt(
         ValueError: The cache does not fit the call.
         NotImplementedError: A cache of this class, or in this state, cannot be continued.
     """
-    rows = len(prompts)
     if isinstance(cache, RowCache):
-        if cache.rows != rows:
-            raise ValueError(f"past_key_values holds {cache.rows} rows, input_ids {rows}")
-        if not cache.matches(target):
-            raise ValueError(f"past_key_values does not fit the target, it is another model's: {cache!r}")
-        held = list(cache.lengths)
         own = cache
+        if own.rows != len(prompts):
+            raise ValueError(f"past_key_values holds {own.rows} rows, input_ids {len(prompts)}")
+        if not own.matches(target):
+            raise ValueError(f"past_key_values does not fit the target, it is another model's: {own!r}")
     elif isinstance(cache, DynamicCache):
-        if CacheLayout.of(target.config).states is not None:
-            raise Unsupported(
-                "past_key_values",
-                "past_key_values: a DynamicCache has one recurrent state per row, and a rollback needs those of several columns: pass the "
-                "cache that a call of this pipeline returned (return_dict_in_generate=True), or none",
-            )
-        n = int(cache.get_seq_length())
-        if n and cache.layers[0].keys.shape[0] != rows:
-            raise ValueError(f"past_key_values holds {cache.layers[0].keys.shape[0]} rows, input_ids {rows}")
-        if n > columns.count:
-            _refuse_longer(n, 0, prompts[0])
-        if columns.cached and n != columns.cached:
-            raise ValueError(
-                f"past_key_values holds {n} columns, and attention_mask has {columns.cached} before those of input_ids: they must be "
-                "equal where input_ids are the new tokens only"
-            )
-        # Its columns are those of the mask. Ours are the tokens of each row.
-        held = columns.tokens(n)
-        own = RowCache.for_model(target, rows, max(n, *limits) + 1)
-        if n:
-            if len(cache.layers) != len(own.layers):
-                raise ValueError(f"past_key_values has {len(cache.layers)} layers, the target {len(own.layers)}")
-            if any(layer.keys.shape[2] < n for layer in cache.layers):
-                raise UnsupportedInput(
-                    "past_key_values",
-                    f"past_key_values holds only the last tokens of {n} in its sliding-window layers, and a rollback needs them all: pass the "
-                    "cache that a call of this pipeline returned (return_dict_in_generate=True), or a new DynamicCache()",
-                )
-            sources = [columns.of_text(row, h) for row, h in enumerate(held)]
-
-            def ours(states: torch.Tensor) -> torch.Tensor:
-                return _moved(states, sources, [torch.arange(h) for h in held], n)
-
-            try:
-                own.load([(ours(layer.keys), ours(layer.values)) for layer in cache.layers])
-            except ValueError as error:
-                raise ValueError(f"past_key_values does not fit the target: {error}") from error
-            own.set_lengths(held)
+        own = _from_dynamic(target, cache, columns, prompts, limits)
     else:
         raise Unsupported(
             "past_key_values",
             f"past_key_values: {type(cache).__name__} is not supported; pass a DynamicCache, or the cache that a call of this "
             "pipeline returned",
         )
-    for row, (n, prompt) in enumerate(zip(held, prompts, strict=True)):
+    expected = columns.tokens(columns.cached)
+    for row, (n, prompt) in enumerate(zip(own.lengths, prompts, strict=True)):
         if n > len(prompt):
             _refuse_longer(n, row, prompt)
-        if columns.cached and n != (given := columns.tokens(columns.cached)[row]):
+        if columns.cached and n != expected[row]:
             raise ValueError(
-                f"past_key_values holds {n} tokens of row {row}, and attention_mask has {given} before input_ids: they must be equal "
+                f"past_key_values holds {n} tokens of row {row}, and attention_mask has {expected[row]} before input_ids: they must be equal "
                 "where input_ids are the new tokens only"
             )
         known = own.text[row] if own.text is not None else prompt[:0]
         if not np.array_equal(known, prompt[: len(known)]):
             raise ValueError(f"past_key_values was made with another text than row {row} of input_ids")
+    return own
+
+
+def _from_dynamic(
+    target: PreTrainedModel,
+    cache: DynamicCache,
+    columns: Columns,
+    prompts: Sequence[np.ndarray],
+    limits: Sequence[int],
+) -> RowCache:
+    """The rows of a DynamicCache, whose columns are those of the call's mask."""
+    rows, n = len(prompts), int(cache.get_seq_length())
+    if CacheLayout.of(target.config).states is not None:
+        raise Unsupported(
+            "past_key_values",
+            "past_key_values: a DynamicCache has one recurrent state per row, and a rollback needs those of several columns: pass the "
+            "cache that a call of this pipeline returned (return_dict_in_generate=True), or none",
+        )
+    if n and cache.layers[0].keys.shape[0] != rows:
+        raise ValueError(f"past_key_values holds {cache.layers[0].keys.shape[0]} rows, input_ids {rows}")
+    if n > columns.count:
+        _refuse_longer(n, 0, prompts[0])
+    if columns.cached and n != columns.cached:
+        raise ValueError(
+            f"past_key_values holds {n} columns, and attention_mask has {columns.cached} before those of input_ids: they must be "
+            "equal where input_ids are the new tokens only"
+        )
+    own, held = RowCache.for_model(target, rows, max(n, *limits) + 1), columns.tokens(n)
+    if not n:
+        return own
+    if len(cache.layers) != len(own.layers):
+        raise ValueError(f"past_key_values has {len(cache.layers)} layers, the target {len(own.layers)}")
+    if any(layer.keys.shape[2] < n for layer in cache.layers):
+        raise UnsupportedInput(
+            "past_key_values",
+            f"past_key_values holds only the last tokens of {n} in its sliding-window layers, and a rollback needs them all: pass the "
+            "cache that a call of this pipeline returned (return_dict_in_generate=True), or a new DynamicCache()",
+        )
+    sources, targets = [columns.of_text(row, h) for row, h in enumerate(held)], [torch.arange(h) for h in held]
+    states = [[_moved(x, sources, targets, n) for x in (layer.keys, layer.values)] for layer in cache.layers]
+    try:
+        own.load([(keys, values) for keys, values in states])
+    except ValueError as error:
+        raise ValueError(f"past_key_values does not fit the target: {error}") from error
+    own.set_lengths(held)
     return own
 
 

@@ -332,7 +332,7 @@ class Driver(Decoder):
         """What the text of a call depends on under another rule of acceptance than coupled sampling."""
         if self._acceptance is None or request.inputs.sampling_params.seeds is None:
             return ()
-        on = "the draft" if self.schedule == "lockstep" else "the draft and on timing"
+        on = "the draft and on timing" if SCHEDULES[self.schedule].is_asynchronous else "the draft"
         return (
             f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on {on}, too",
         )
@@ -440,7 +440,7 @@ class Driver(Decoder):
         inputs = request.inputs
         if self._acceptance is None or inputs.sampling_params.seeds is None:
             return {}
-        device = "cpu" if self.schedule == "workers" else str(input_device(self.models[-1]))
+        device = "cpu" if SCHEDULES[self.schedule].has_processes else str(input_device(self.models[-1]))
         return {device: self._acceptance.nbytes(len(inputs.prompts), inputs.vocabulary)}
 
     def release_unused(self, request: GenerationRequest) -> None:
