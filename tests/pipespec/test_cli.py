@@ -208,11 +208,11 @@ def test_generate_warns_beyond_the_models_limit(family, capsys, length):
         ),
         (
             ["--prompt", "x", "--lookahead", str(2**32)],
-            "lookahead must be at most 2147483647, got 4294967296",
+            "lookahead must be 0 to 2147483647, not 4294967296",
         ),
         (
             ["--prompt", "x", "--schedule", "workers", "--min-draft-tokens", str(2**70)],
-            "min_draft_tokens must be at most 2147483647, got",
+            "min_draft_tokens must be 0 to 2147483647, not",
         ),
     ],
 )

@@ -123,7 +123,7 @@ def load_chain(
 
 def check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:
     """Refuse what a tensor-parallel target excludes, in each of its processes: those that do not lead have no drafts."""
-    if schedule in SCHEDULES and SCHEDULES[schedule].needs_ranks and drafts:
+    if drafts and schedule is not None and schedule in SCHEDULES and SCHEDULES[schedule].needs_ranks:
         raise ValueError(
             "the target is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: use 'plain', 'lockstep' or "
             "'workers'"

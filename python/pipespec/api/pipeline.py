@@ -197,7 +197,7 @@ class Pipeline(BasePipeline):
         # 3. The driver.
         options |= {"translation": chain.translation}
         if config.ngram is not None:
-            options["ngram"] = config.ngram.for_target(target, self.target)
+            options["ngram"] = config.ngram.for_target(target, chain.models[-1])
         self._driver = self._choose_driver(chain, len(given), schedule, options)
         # A driver in place of another has its own.
         self.config: SpeculationConfig = self._driver.config
@@ -206,8 +206,9 @@ class Pipeline(BasePipeline):
     def _join(self, given: Sequence[Any], config: SpeculationConfig, loading: Loading) -> None:
         """Take this rank's place in a chain whose models are in other processes."""
         check_rank_drafts(given[:-1], loading)
-        options = {"dtype": loading.dtype, "trust_remote_code": loading.trust_remote_code}
-        model, self._driver = join(given, config, device=loading.device, **options)
+        model, self._driver = join(
+            given, config, device=loading.device, dtype=loading.dtype, trust_remote_code=loading.trust_remote_code
+        )
         super().__init__([model])
         self.config, self.schedule = config, config.schedule
         if self.is_controller:
