@@ -162,11 +162,11 @@ class SpeculationConfig:
             ngram = [_CONFIDENT_LOOKAHEAD if config.confidence else _NGRAM_LOOKAHEAD] * (config.ngram is not None)
             lookahead = [*ngram, *[each] * (num_drafts - len(ngram))]
         per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * num_drafts
+        if any(_is_integer(n) and n < 1 for n in per_draft):
+            raise ValueError(f"lookahead must be at least 1, got {list(per_draft)}")
         config = replace(config, lookahead=per_draft)
         if len(config.lookahead) != num_drafts:
             raise ValueError(f"lookahead: one per draft, {num_drafts}, not {len(config.lookahead)}")
-        if min(config.lookahead) < 1:
-            raise ValueError(f"lookahead must be at least 1, got {list(config.lookahead)}")
         if config.decode_meanwhile and config.min_draft_tokens == 0:
             raise ValueError("decode_meanwhile=True needs min_draft_tokens of at least 1")
         return config

@@ -18,7 +18,7 @@ OPTIONS = {
     "ngram": "an n-gram draft",
     "translation": "a draft with another tokenizer",
     "confidence": "confidence=True",
-    "acceptance": "acceptance other than 'coupled'",
+    "acceptance": "rejection sampling (acceptance=)",
     "decode_meanwhile": "decode_meanwhile=True",
 }
 """The options of :class:`pipespec.config.SpeculationConfig` that some schedules do not take, and how messages call them."""

@@ -243,16 +243,13 @@ def test_schedules_lookahead_and_waits(model):
     refused(ValueError, "one per draft, 1, not 2", model, draft, lookahead=[3, 4])
     refused(ValueError, "one per draft, 1, not 0", model, draft, lookahead=[])
     refused(TypeError, "lookahead", model, draft, lookahead=2.5)
-    refused(ValueError, "min_draft_tokens must not be negative", model, draft, min_draft_tokens=-1)
-    for kwargs in ({}, {"schedule": "lockstep", "min_draft_tokens": 2}, {"schedule": "workers", "min_draft_tokens": 0}):
-        refused(
-            ValueError,
-            "decode_meanwhile is for .* and needs min_draft_tokens",
-            model,
-            draft,
-            decode_meanwhile=True,
-            **kwargs,
-        )
+    refused(ValueError, "min_draft_tokens must be 0 to", model, draft, min_draft_tokens=-1)
+    for kwargs, match in (
+        ({}, "decode_meanwhile=True needs min_draft_tokens"),
+        ({"schedule": "lockstep", "min_draft_tokens": 2}, "decode_meanwhile=True is for schedule="),
+        ({"schedule": "workers", "min_draft_tokens": 0}, "decode_meanwhile=True needs min_draft_tokens"),
+    ):
+        refused(ValueError, match, model, draft, decode_meanwhile=True, **kwargs)
 
 
 def test_a_single_draft_needs_no_list(model, tmp_path):

@@ -122,10 +122,10 @@ def test_without_it_nothing_is_published(chain) -> None:
 @pytest.mark.parametrize(
     ("says", "arguments"),
     [
-        ("schedule='streams' does not support confidence=True", {"schedule": "streams"}),
-        ("schedule='ranks' does not support confidence=True", {"schedule": "ranks"}),
+        ("confidence=True is for schedule='lockstep' or 'workers', not for 'streams'", {"schedule": "streams"}),
+        ("confidence=True is for schedule='lockstep' or 'workers', not for 'ranks'", {"schedule": "ranks"}),
         ("graphs=True does not support confidence=True", {"schedule": "lockstep", "graphs": True}),
-        ("acceptance='block' is not supported with confidence=True", {"schedule": "lockstep", "acceptance": "block"}),
+        ("does not go with confidence=True", {"schedule": "lockstep", "acceptance": "block"}),
     ],
 )
 def test_what_does_not_use_it_refuses_it(says, arguments) -> None:

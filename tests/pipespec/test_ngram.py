@@ -322,7 +322,7 @@ def test_defaults(model):
         (lambda m: [noisy(m, 0.1), "ngram"], {}, ValueError, "can only be the first of the drafts"),
         (lambda m: ["ngram", NgramDraft()], {}, ValueError, "can only be the first of the drafts"),
         (lambda m: "ngram", {"graphs": True}, ValueError, "graphs=True does not support an n-gram draft"),
-        (lambda m: "ngram", {"schedule": "streams"}, ValueError, "'streams' does not support an n-gram draft"),
+        (lambda m: "ngram", {"schedule": "streams"}, ValueError, "an n-gram draft is for schedule=.*not for 'streams'"),
         (lambda m: ["ngram"], {"schedule": "lockstep", "lookahead": [4, 4]}, ValueError, "one per draft, 1, not 2"),
         (lambda m: NgramDraft(corpus=[5, VOCABULARY]), {}, ValueError, f"ids from 5 to {VOCABULARY}"),
         (lambda m: NgramDraft(corpus=[-1, 5]), {}, ValueError, "ids from -1 to 5"),

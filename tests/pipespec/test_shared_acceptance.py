@@ -516,11 +516,11 @@ def test_what_is_not_supported() -> None:
 
     assert of(1).acceptance == "rejection"
     for num_drafts, given in ((2, {}), (1, {"ngram": object()})):
-        with pytest.raises(ValueError, match="a chain other than one draft model and the target, or use"):
+        with pytest.raises(ValueError, match=r"for one draft model|does not go with an n-gram"):
             of(num_drafts, **given)
-    with pytest.raises(ValueError, match="confidence=True, which verifies fewer"):
+    with pytest.raises(ValueError, match="does not go with confidence=True"):
         of(1, confidence=True)
-    with pytest.raises(ValueError, match="schedule='ranks': use 'lockstep' or 'workers'"):
+    with pytest.raises(ValueError, match="not for 'ranks'"):
         SpeculationConfig.of(1, schedule="ranks", acceptance="rejection")
 
 

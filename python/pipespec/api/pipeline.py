@@ -195,7 +195,9 @@ class Pipeline(BasePipeline):
         self._notes += tuple(chain.notes)
         self._unchecked = [] if chain.is_known else [*draft_models, target]
         # 3. The driver.
-        options |= {"translation": chain.translation}
+        if chain.translation is not None:
+            options["translation"] = chain.translation
+            config = SpeculationConfig.of(len(given), schedule=config.schedule, **options)
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(target, chain.models[-1])
         self._driver = self._choose_driver(chain, len(given), schedule, options)
