@@ -25,7 +25,7 @@ from pipespec.engine.stage import PREFILL_CHUNK, first_capacity, static_capacity
 from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
-from pipespec.models.loading import DAMAGE, load_config, stored_tensors, unusable
+from pipespec.models.loading import DAMAGE, is_out_of_memory, load_config, stored_tensors, unusable
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
 from pipespec.process.signals import pass_on
@@ -48,11 +48,8 @@ def shortage_explained() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (
-            isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-            or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))  # of torch on a CPU
-        ):
+        is_shortage = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        if is_shortage or (isinstance(error, (MemoryError, RuntimeError)) and is_out_of_memory(error)):
             limit, _ = resource.getrlimit(resource.RLIMIT_AS)
             is_limited = limit != resource.RLIM_INFINITY
             limited = f", or raise this process's limit of {_gib(limit)} GiB (ulimit -v)" if is_limited else ""
@@ -167,24 +164,17 @@ class StageFacts:
         return cls(name, text_config(config), loaded_dtype, weights, quantised=quantised, skeleton=skeleton)
 
 
-_STORED_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
 def _loaded_dtype(requested: torch.dtype | str, config: Any, path: str | Path) -> torch.dtype:
     """The dtype by the rule of ``from_pretrained``: the requested one, else the configuration's, else that of the first float stored."""
-    if isinstance(requested, str) and requested != "auto":
-        found = getattr(torch, requested, None)
+    found = requested if isinstance(requested, torch.dtype) else getattr(torch, requested, None)
+    if requested == "auto":
+        found = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
         if not isinstance(found, torch.dtype):
-            raise ValueError(
-                f"dtype={requested!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'"
-            )
-        return found
-    if isinstance(requested, torch.dtype):
-        return requested
-    configured = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
-    if isinstance(configured, torch.dtype):
-        return configured
-    return next((_STORED_FLOATS[name] for name, _ in stored_tensors(path) if name in _STORED_FLOATS), torch.float32)
+            floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+            found = next((floats[name] for name, _ in stored_tensors(path) if name in floats), torch.float32)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={requested!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'")
+    return found
 
 
 # ---- the estimate
@@ -261,7 +251,8 @@ class Estimate:
                 raise DoesNotFit(
                     f"the stages need {_gib(need)} GiB on {'this machine' if on_cpu else fact.name} for "
                     f"{many if self.rows > 1 else one}, which has {_gib(available)} for them (GiB):\n"
-                    f"{self.table(facts)}\n{self._advice(fact.name)}"
+                    f"{self.table(facts)}\nWhat helps: lower max_new_tokens or the batch; a smaller dtype (dtype='bfloat16') or quantised "
+                    "weights; another device for a draft (device={'draft 0': 'cuda:1'}), or fewer drafts"
                 )
             if need > fact.free:
                 warnings.warn(
@@ -270,19 +261,6 @@ class Estimate:
                     RuntimeWarning,
                     stacklevel=user_stacklevel(),
                 )
-
-    def _advice(self, device: str) -> str:
-        here = [n for n in self.needs if n.device == device]
-        advice = []
-        if sum(n.caches + n.activations for n in here) > sum(n.weights for n in here):
-            advice.append("lower max_new_tokens or the batch")
-        elif any(n.dtype.itemsize > 2 for n in here):
-            advice.append("a smaller dtype (dtype='bfloat16'), or quantised weights")
-        else:
-            advice.append("quantised weights")
-        if any(n.name != "target" for n in here):
-            advice.append("another device for a draft (device={'draft 0': 'cuda:1'}), or fewer drafts")
-        return "What helps: " + "; ".join(advice)
 
 
 def _gib(size: int) -> str:
