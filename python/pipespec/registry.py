@@ -49,7 +49,7 @@ class Schedule:
         has_drafts: Whether drafts take part.
         is_asynchronous: Whether drafts run while the target works, so that it may wait for draft tokens.
         has_processes: Whether each draft runs in a process of its own, which shares its weights.
-        needs_ranks: Whether each model is in a process that a launcher has started.
+        join: Where each model is in a process that a launcher has started, the function that takes this one's place, ``"module:function"``.
     """
 
     name: str
@@ -64,18 +64,30 @@ class Schedule:
     has_drafts: bool = True
     is_asynchronous: bool = False
     has_processes: bool = False
-    needs_ranks: bool = False
+    join: str = ""
 
     @property
     def is_captured(self) -> bool:
         """Whether all of its steps are captured."""
         return self.captured == self.driver
 
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether each model is in a process that a launcher has started."""
+        return bool(self.join)
+
     def driver_class(self, *, captured: bool = False, controlled: bool = False) -> Any:
         """Import the driver class."""
-        where = self.captured if captured else self.controlled if controlled else self.driver
-        module, _, name = where.partition(":")
-        return getattr(import_module(module), name)
+        return _imported(self.captured if captured else self.controlled if controlled else self.driver)
+
+    def join_function(self) -> Any:
+        """Import the function that takes this process's place among the others."""
+        return _imported(self.join)
+
+
+def _imported(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
 
 
 PLAIN = Schedule(
@@ -126,7 +138,7 @@ RANKS = Schedule(
     frozenset({"ngram", "translation", "decode_meanwhile"}),
     lookahead=8,
     needs="processes that torchrun starts",
-    needs_ranks=True,
+    join="pipespec.drivers.ranks.membership:join",
     is_asynchronous=True,
 )
 

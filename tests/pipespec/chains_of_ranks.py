@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 
 from pipespec import Pipeline
-from pipespec.api import pipeline as pipeline_module
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.ranks.draft import DraftRank
 from pipespec.drivers.ranks.driver import RanksDriver
@@ -69,7 +68,7 @@ class InProcess:
 def in_process(monkeypatch: Any, models: Sequence[Any], **options: Any) -> Iterator[tuple[Pipeline, InProcess]]:
     """A pipeline over a chain in this process."""
     chain = InProcess(models, **options)
-    monkeypatch.setattr(pipeline_module, "join", lambda given, config, **_: (given[-1], chain.driver))
+    monkeypatch.setattr("pipespec.drivers.ranks.membership.join", lambda given, config, **_: (given[-1], chain.driver))
     try:
         yield Pipeline(models[-1], models[:-1], schedule="ranks"), chain
     finally:

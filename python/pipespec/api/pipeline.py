@@ -18,8 +18,6 @@ from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import Driver, GenerationRequest
 from pipespec.drivers.factory import make_driver
 from pipespec.drivers.follower import FollowerDriver
-from pipespec.drivers.ranks.draft import DraftRank
-from pipespec.drivers.ranks.membership import join
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.errors import NotCapturable, UnsupportedInput
@@ -208,7 +206,7 @@ class Pipeline(BasePipeline):
     def _join(self, given: Sequence[Any], config: SpeculationConfig, loading: Loading) -> None:
         """Take this rank's place in a chain whose models are in other processes."""
         check_rank_drafts(given[:-1], loading)
-        model, self._driver = join(
+        model, self._driver = config.row.join_function()(
             given, config, device=loading.device, dtype=loading.dtype, trust_remote_code=loading.trust_remote_code
         )
         super().__init__([model])
@@ -253,13 +251,13 @@ class Pipeline(BasePipeline):
     @property
     def is_controller(self) -> bool:
         """Whether this process has the target, and so ``generate()``. False on the ranks of drafts, which call :meth:`serve`."""
-        return not isinstance(self._driver, DraftRank)
+        return not self._driver.serves
 
     @property
     def target(self) -> PreTrainedModel:
         """The model whose text is generated. Raises ``RuntimeError`` on the rank of a draft."""
-        if isinstance(self._driver, DraftRank):
-            raise self._driver.refusal()
+        if self._driver.serves:
+            _ = self._driver.target  # raises
         return super().target
 
     def serve(self) -> None:
@@ -269,8 +267,6 @@ class Pipeline(BasePipeline):
             RuntimeError: This process has the target.
             pipespec.process.ranks.RankError: Rank 0 has ended.
         """
-        if not isinstance(self._driver, DraftRank):
-            raise RuntimeError("serve() is for the ranks of drafts, with schedule='ranks': call generate() here")
         self._driver.serve()
 
     def _caching(self) -> Sequence[PreTrainedModel]:

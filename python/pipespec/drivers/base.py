@@ -159,6 +159,7 @@ class Decoder(ABC):
         ran_as: Name of the schedule that ran the last call.
         remarks: Decisions about the last call, for its report.
         in_targets_cache: Drafts that have no keys and values of their own.
+        serves: Whether it only takes part in the calls of another process, see :meth:`serve`.
     """
 
     block: TextSource
@@ -168,6 +169,7 @@ class Decoder(ABC):
     ran_as: str
     remarks: tuple[str, ...] = ()
     in_targets_cache: Sequence[PreTrainedModel] = ()
+    serves: bool = False
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
@@ -234,6 +236,10 @@ class Decoder(ABC):
 
     def close(self) -> None:
         """End worker processes and drop graphs. A later call starts them again."""
+
+    def serve(self) -> None:
+        """Take part in the calls of the process that has the target, until it closes. Raises ``RuntimeError`` where this process has it."""
+        raise RuntimeError("serve() is for the ranks of drafts, with schedule='ranks': call generate() here")
 
     def for_fork(self) -> Decoder:
         """Return the decoder that runs the calls in a child of a fork. The present one stays the parent's.

@@ -143,6 +143,7 @@ class DraftRank(Decoder):
     """
 
     ran_as = RANKS.name
+    serves = True
 
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, store: Any, rank: int, world: int) -> None:
         super().__init__()
