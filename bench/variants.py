@@ -2,7 +2,7 @@
 
 Operations through ``pipespec_kernels.ops`` and through the function of ``pipespec_kernels.triton`` behind it must give the same bits. The difference
 of the host's time is the cost of checks and dispatch. A target in stages on one device (SPD), and a target in NF4 where bitsandbytes is installed,
-must give the text of ``generate()``. With kernels that were compiled ahead of time the first call of a process must compile nothing.
+must give the text of ``generate()``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,34 +20,11 @@ import torch
 from bench.devices import device_for, host_us
 from bench.figures import Figures, parser
 from pipespec import Pipeline
-from pipespec.bench.planted import SHAPES, plant
+from pipespec.bench.planted import plant
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels import ops
 
 NEW_TOKENS = 48
-FIRST_CALL = ("check-draft", "check-target")
-_FIRST_CALL = """
-import json, sys, time
-import torch, triton
-from pipespec import Pipeline
-from pipespec.bench.planted import plant
-from pipespec_kernels.triton import aot
-
-compiled = []
-def listen(*, src, cache_hit, **_):
-    if not cache_hit:
-        compiled.append(src.name)
-triton.knobs.compilation.listener = listen
-draft, target = plant(sys.argv[1:], texts=0, device="cuda", dtype=torch.bfloat16).models
-ids = torch.arange(5, 21, device="cuda")[None]
-begin = time.monotonic()
-with Pipeline(target, [draft], schedule="lockstep", graphs=True) as pipe:
-    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "top_p": 0.9}):
-        pipe.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, **options)
-torch.cuda.synchronize()
-print(json.dumps({"compiled": compiled, "seconds": time.monotonic() - begin, "state": str(aot.state())}))
-"""
-"""A process that generates, and prints which kernels it has compiled."""
 
 
 class Variants:
@@ -62,7 +34,7 @@ class Variants:
         self.dry, self.device = dry, device_for(dry)
 
     def run(self, figures: Figures) -> int:
-        for section in (self.both_ways, self.stages_on_one_device, self.nf4, self.first_call):
+        for section in (self.both_ways, self.stages_on_one_device, self.nf4):
             figures.section(section.__name__, section)
         return figures.finish()
 
@@ -137,47 +109,6 @@ class Variants:
             target.save_pretrained(folder)
             quantised = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": 0})
         self._compare(figures, "nf4", quantised, lambda model: Pipeline(model, [draft], schedule="lockstep"))
-
-    # ---- kernels that were compiled ahead of time
-
-    def first_call(self, figures: Figures) -> None:
-        """The kernels of a small chain are compiled ahead of time; then a process with an empty cache generates with them, and one without."""
-        if self.dry:
-            figures.leave_out("first_call", "a dry run has no GPU")
-            return
-        from pipespec_kernels.triton.aot import VARIABLE, build, calls
-
-        major, minor = torch.cuda.get_device_capability()
-        models = []
-        for name in FIRST_CALL:
-            shape = SHAPES[name]
-            heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-            sizes = shape.hidden_size, shape.intermediate_size, heads, kv_heads, shape.hidden_size // heads
-            models.append(calls.Model(name, *sizes, shape.vocab_size))
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary, "built")
-            begin = time.monotonic()
-            workload = calls.Workload(tuple(models), torch.bfloat16, batches=(1,))
-            build.build(workload, [major * 10 + minor], folder, build.usable_cores())
-            figures.add("first_call.build_s", time.monotonic() - begin)
-            for which, where in (("with", folder), ("without", Path(temporary, "none"))):
-                cache = {"TRITON_CACHE_DIR": str(Path(temporary, which)), VARIABLE: str(where)}
-                ran = subprocess.run(
-                    [sys.executable, "-c", _FIRST_CALL, *FIRST_CALL],
-                    env=os.environ | cache,
-                    check=True,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                found = json.loads(ran.stdout.splitlines()[-1])
-                figures.add(f"first_call.{which}_s", found["seconds"])
-                figures.add(f"first_call.compiled_{which}", len(found["compiled"]))
-                if which == "with" and found["compiled"]:
-                    raise AssertionError(
-                        f"a first call compiles {', '.join(sorted(found['compiled']))} ({found['state']})"
-                    )
-                if which == "without" and not found["compiled"]:
-                    raise AssertionError("without the folder nothing is compiled either: the check shows nothing")
 
     def _compare(self, figures: Figures, name: str, target: Any, pipeline: Callable[[Any], Any]) -> None:
         ids = torch.arange(5, 21, device=self.device.name)[None]

@@ -33,7 +33,6 @@ def collect_env() -> dict[str, Any]:
         "native": native.build_info() if native else None,
         "native_error": native_error,
         "cuda": _cuda(),
-        "ahead_of_time": _ahead_of_time(),
         "cpu": {
             "model": _cpu_model(),
             "cores": os.cpu_count(),
@@ -179,14 +178,6 @@ def _cuda() -> dict[str, Any]:
         except RuntimeError as refusal:
             facts["device_error"] = str(refusal)
     return facts
-
-
-def _ahead_of_time() -> str:
-    """State of the Triton kernels that were compiled ahead of time."""
-    try:
-        return str(importlib.import_module("pipespec_kernels.triton.aot").state())
-    except Exception as error:  # without triton, or with one that is broken in any way
-        return f"none, Triton does not import: {type(error).__name__}: {error}"
 
 
 def _first_line(path: str) -> str | None:

@@ -7,12 +7,9 @@ could not replay, or depends on earlier calls, so all can be captured in a CUDA 
 
 With ``TRITON_INTERPRET=1`` in the environment before the first import of triton, the same kernels run in triton's
 interpreter on CPU tensors, one program after the other in numpy: for tests, thousands of times slower.
-
-Triton compiles a kernel at its first call, unless ``python -m pipespec_kernels.triton.aot build`` has compiled it ahead of time.
 """
 
 from pipespec_kernels.noise import Streams
-from pipespec_kernels.triton import aot
 from pipespec_kernels.triton.activation import silu_mul
 from pipespec_kernels.triton.attention import verify_attention
 from pipespec_kernels.triton.cutoff import cutoff
@@ -45,5 +42,3 @@ __all__ = [
     "verify",
     "verify_attention",
 ]
-
-aot.use()

@@ -58,16 +58,10 @@ def cut(config: Config, vocab: int) -> Cut:
 
 _RESIDENT = 4
 """Blocks of threads that a multiprocessor holds at once, at least."""
-compiled_for: int | None = None
-"""While kernels are compiled ahead of time: multiprocessors of the device to come. Tensors are on the meta device then. None: kernels run."""
-
-
-def multiprocessors(device: torch.device) -> int:
-    return _multiprocessors(device) if compiled_for is None else compiled_for
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -147,7 +141,7 @@ def check_device(device: torch.device, what: str) -> None:
     if INTERPRETED:
         if device.type != "cpu":
             raise ValueError(f"TRITON_INTERPRET is set: {what} must be on the CPU, is on {device}")
-    elif device.type != ("cuda" if compiled_for is None else "meta"):
+    elif device.type != "cuda":
         raise ValueError(f"{what} must be on a GPU, is on {device} (on the CPU use pipespec_kernels.ops)")
 
 

@@ -113,7 +113,6 @@ def test_doctor_says_that_all_works(capsys):
         "default schedule",
         "bundled family",
         "torch",
-        "ahead-of-time kernels",
     ):
         assert expected in out
 

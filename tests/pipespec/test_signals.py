@@ -164,8 +164,6 @@ EXEMPT = {
     "pipespec/demo/corpus.py": "makes the bundled corpus",
     "pipespec/drivers/workers/process.py": "a worker has no handlers of the caller",
     "pipespec/bench": "programs",
-    "pipespec_kernels/triton/aot/__main__.py": "a program",
-    "pipespec_kernels/triton/aot/build.py": "a program",
 }
 """Files in which an error of a handler may count as the file's or the system's, and why."""
 

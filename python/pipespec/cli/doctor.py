@@ -127,7 +127,6 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
         cuda["file"] if cuda["file"] and not cuda["error"] else "not built" if not cuda["file"] else "broken",
     )
     yield "GPUs", ", ".join(device["name"] for device in cuda["devices"]) or "none"
-    yield "ahead-of-time kernels", env["ahead_of_time"]
     for schedule, state in env["schedules"].items():
         yield f"schedule {schedule}", state
     by_drafts = ", ".join(f"{schedule} with {n} drafts" for n, schedule in env["default_schedules"].items())

@@ -196,5 +196,5 @@ def test_blocks_are_short_where_most_of_them_start_late() -> None:
         assert cut(few, 128256).splits * 16 <= 4 * 132
     assert notes_pay(10, torch.device("cpu")) == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("pipespec_kernels.triton.launch"), "compiled_for", 132)
+        patch.setattr(importlib.import_module("pipespec_kernels.triton.launch"), "multiprocessors", lambda device: 132)
         assert [notes_pay(blocks, torch.device("meta")) for blocks in (528, 529)] == [0, 1]
