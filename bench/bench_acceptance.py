@@ -1,8 +1,8 @@
-"""What each rule of acceptance accepts: ``python -m bench.bench_acceptance [--quick] [--schedule SCHEDULE] [--json FILE] [--docs FILE]``
+"""What each rule of acceptance accepts: ``python -m bench.bench_acceptance [--quick] [--json FILE] [--docs FILE]``
 
-The bundled family on held-out function heads, one at a time, one draft: coupled sampling, rejection sampling and block verification at
-three temperatures. Rules take turns prompt by prompt, so that other load on the machine affects them alike. In lockstep, acceptance is a count and
-exact for these seeds; tokens/s depends on the load of the machine during the run. In worker processes both do, since the draft tokens that are there in time do.
+The bundled family on held-out function heads, one at a time, one draft, in lockstep: coupled sampling and rejection sampling at
+three temperatures. Rules take turns prompt by prompt, so that other load on the machine affects them alike. Acceptance is a count and exact for these
+seeds; tokens/s depends on the load of the machine during the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             key = f"{name}, {rule}"
             rows[key] = name, rule
             settings = {"lookahead": options.lookahead, "acceptance": rule}
-            contenders.append(PipelineContender(key, key, options.schedule, [name], **settings))
+            contenders.append(PipelineContender(key, key, "lockstep", [name], **settings))
         with SpeedComparison(workload, contenders) as comparison:
             comparison.start(texts[0])
             for _ in comparison.measure(texts, options.repeats):
@@ -83,7 +83,6 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser("bench_acceptance", description="What each rule of acceptance accepts.")
     parser.add_argument("--quick", action="store_true", help="one draft, fewer prompts and repeats")
-    parser.add_argument("--schedule", choices=("lockstep", "workers"), default="lockstep", help="%(default)s")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out function heads (8; quick: 2)")
     parser.add_argument("--repeats", type=int, metavar="R", help="(2; quick: 1)")
     parser.add_argument("--new-tokens", type=int, metavar="T", help="per prompt (96; quick: 24)")
@@ -92,8 +91,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the table into this page, between its marks")
     options = parser.parse_args()
-    if options.docs is not None and options.schedule != "lockstep":
-        parser.error("--docs: the page has the table of --schedule lockstep")
     choose_sizes(options, prompts=(8, 2), repeats=(2, 1), new_tokens=(96, 24))
     info = provenance()
     results = measure(options)

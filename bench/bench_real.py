@@ -78,7 +78,6 @@ def options_of(draft: Any, target: Any, third: Any) -> dict[str, tuple[list[Any]
         "confidence, workers": ([draft], {"schedule": "workers", "confidence": True}),
         "exact": ([draft], {"exact": True}),
         "rejection": ([draft], {"acceptance": "rejection"}),
-        "block": ([draft], {"acceptance": "block"}),
         "int8 draft": ([draft], {"schedule": "lockstep", "lookahead": 3, "draft_dtype": "int8"}),
         "int8 draft, default": ([draft], {"draft_dtype": "int8"}),
         "draft_vocabulary 32000": ([draft], {"schedule": "lockstep", "lookahead": 3, "draft_vocabulary": 32000}),

@@ -5,7 +5,7 @@ rows. Processes are signalled at random moments: in the middle of a step, betwee
 signal end a process, SIGSTOP stops it. Each text is compared with that of the target alone.
 
 * ``workers``, ``auto``, ``spd-workers`` (a target in stages with its drafts in processes): one worker or all are struck, and now and then the template
-  that starts workers. Every fourth pipeline of ``workers`` accepts by rejection sampling: its sampled texts are random, and are not compared.
+  that starts workers.
 * ``ranks``, ``spd-ranks``: see :mod:`bench.kills_ranks`.
 
 A call that takes longer than ``LIMIT_S`` is a hang: the program prints the stacks of all threads and ends with status 1.
@@ -108,13 +108,8 @@ def makers(models: Sequence[PreTrainedModel]) -> dict[str, Maker]:
     """By schedule of which this process is the caller."""
     *drafts, target = models
 
-    def workers(number: int) -> tuple[Any, bool]:
-        if number % 4 == 3:
-            return Pipeline(target, drafts[-1], schedule="workers", acceptance="rejection"), False
-        return Pipeline(target, drafts, schedule="workers"), True
-
     return {
-        "workers": workers,
+        "workers": lambda number: (Pipeline(target, drafts, schedule="workers"), True),
         "spd-workers": lambda number: (
             SpeculativePipeline(target, drafts, stages=2, draft_schedule="workers", dtype=torch.float32),
             True,

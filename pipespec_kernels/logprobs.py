@@ -1,6 +1,6 @@
 """Log-probabilities of selected tokens, and of the likeliest ones, from the logits that verification has read.
 
-:func:`logprobs` runs behind :func:`pipespec_kernels.ops.verify`, :func:`pipespec_kernels.ops.rejection_sample` or :func:`pipespec_kernels.ops.block_sample`, for the columns that
+:func:`logprobs` runs behind :func:`pipespec_kernels.ops.verify` or :func:`pipespec_kernels.ops.rejection_sample`, for the columns that
 selected a token. :mod:`pipespec_kernels.ops` exports it, too. On the CPU float64 goes to torch, other dtypes to the native code.
 """
 

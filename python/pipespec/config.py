@@ -11,7 +11,7 @@ from typing import Any
 
 from pipespec.registry import EXCLUDED, LOCKSTEP, OPTIONS, PLAIN, SCHEDULES, UNCAPTURED, Schedule, names, with_option
 
-ACCEPTANCES = ("coupled", "rejection", "block")
+ACCEPTANCES = ("coupled", "rejection")
 """Values of ``acceptance``."""
 
 WIDTH = 64

@@ -27,7 +27,7 @@ UNCAPTURED = frozenset({"ngram", "translation", "confidence", "acceptance"})
 """Options that no captured step takes."""
 
 EXCLUDED = {
-    "acceptance": ("ngram", "translation", "confidence", "decode_meanwhile", "exact"),
+    "acceptance": ("ngram", "translation", "confidence", "exact"),
 }
 """By option, those that it excludes: rejection sampling needs the distribution of the one draft that drew a token."""
 
@@ -114,7 +114,7 @@ WORKERS = Schedule(
     "pipespec.drivers.workers.driver:WorkersDriver",
     "each draft in a process of its own, the target in yours, all at once",
     "stages with a NUMA node or a device each; drafts that must not share a process with the target",
-    frozenset({"ngram", "translation", "confidence", "acceptance", "decode_meanwhile"}),
+    frozenset({"ngram", "translation", "confidence", "decode_meanwhile"}),
     lookahead=8,
     is_asynchronous=True,
     has_processes=True,

@@ -211,7 +211,7 @@ _LIKELY = {
     "lookahead": st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3)),
     "min_draft_tokens": st.integers(-1, 9),
     "trace": st.integers(-1, 9),
-    "acceptance": st.sampled_from(["coupled", "rejection", "block"]),
+    "acceptance": st.sampled_from(["coupled", "rejection"]),
 }
 
 

@@ -66,10 +66,6 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "logits": _logits(), "tokens": _tokens(), "draft_logits": torch.randn(B, Q - 1, V), "noise": _noise(), "threads": 1, "out": None,
         "streams": ops.Streams(), "draft_inv_temperature": None, "draft_cutoff": None, **_counts(),
     },
-    "block_sample": lambda: {
-        "logits": _logits(), "tokens": _tokens(), "draft_logits": torch.randn(B, Q - 1, V), "noise": _noise(), "out": None,
-        "streams": ops.Streams(), "draft_inv_temperature": None, "draft_cutoff": None, **_counts(),
-    },
     "penalize": lambda: {
         "logits": _logits(), "tokens": _tokens(), "history": torch.zeros(B, 16, dtype=torch.int32), "lengths": _lengths(),
         "penalties": ops.Penalties(torch.full((B,), 1.2), torch.zeros(B), torch.zeros(B), _lengths(2)), "bitmask": None, "workspace": None,

@@ -93,7 +93,6 @@ def schema_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
         (namespace.rejection_sample.default, (*fed, None, *noise[:3], None, None, None, *Streams(), 1)),
         (namespace.cutoff.default, (c["logits"], scales, ks, ps, least, *fed[2:])),
         (namespace.cutoff.default, (c["logits"], scales, ks.int(), ps.float(), least, None, None, 1)),
-        (namespace.block_sample.default, (*fed, draft, *noise, scales * 0.5, c["cutoff"] - 1, *Streams())),
         (namespace.logprobs.default, (c["logits"], *logprob_arguments(c), scales, c["cutoff"], 3)),
         (namespace.logprobs.default, (c["logits"], *logprob_arguments(c))),
         (namespace.penalize.default, penalty_arguments()),

@@ -65,15 +65,13 @@ class Trial:
         r = random.Random(seed)
         trial = cls(seed, r.choice(["llama", "llama", "llama", "qwen2", *FAMILIES]))
         trial.adapters = r.choice(["", "", "target", "draft", "both"]) if trial.family == "llama" else ""
-        acceptance = r.choice(["coupled"] * 4 + ["rejection", "block"])
+        acceptance = r.choice(["coupled"] * 4 + ["rejection"] * 2)
         first, last = r.randint(1, LAYERS - 1), sorted(r.sample(range(LAYERS), r.randint(1, LAYERS - 1)))
         kinds = [SelfDraft(tuple(last)), f"self:{first}", "noisy", "noisy", "other"]
         trial.drafts = [r.choice(kinds) for _ in range(1 if acceptance != "coupled" else r.choice([1, 1, 2, 3]))]
         if acceptance == "coupled" and r.random() < 0.2:
             trial.drafts.insert(0, "ngram")
         schedule = r.choice(schedules) if acceptance == "coupled" else "lockstep"
-        if acceptance != "coupled" and "workers" in schedules:
-            schedule = "workers"
         options = trial.options
         options["schedule"] = schedule
         if schedule == "rounds":

@@ -125,7 +125,7 @@ def test_without_it_nothing_is_published(chain) -> None:
         ("confidence=True is for schedule='lockstep' or 'workers', not for 'streams'", {"schedule": "streams"}),
         ("confidence=True is for schedule='lockstep' or 'workers', not for 'ranks'", {"schedule": "ranks"}),
         ("graphs=True does not support confidence=True", {"schedule": "lockstep", "graphs": True}),
-        ("does not go with confidence=True", {"schedule": "lockstep", "acceptance": "block"}),
+        ("does not go with confidence=True", {"schedule": "lockstep", "acceptance": "rejection"}),
     ],
 )
 def test_what_does_not_use_it_refuses_it(says, arguments) -> None:

@@ -91,10 +91,9 @@ class Pipeline(BasePipeline):
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.
         acceptance: How the target accepts draft tokens in sampled calls. ``"coupled"``: both draw with the same noise, and one seed gives one
-            text. ``"rejection"`` and ``"block"`` accept, in expectation, at least as many draft tokens: rejection sampling (Leviathan et al. 2023) and block verification (Sun
-            et al. 2024). The text has the target's distribution, too, but depends on the draft and on ``lookahead``. They are for one draft model
-            in ``schedule="lockstep"``, which they choose by default, or ``"workers"``. There the text depends on timing, too, so one seed does not give
-            one text, and the distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes of shared memory.
+            text. ``"rejection"`` accepts, in expectation, at least as many draft tokens: rejection sampling (Leviathan et al. 2023). The text has the
+            target's distribution, too, but depends on the draft and on ``lookahead``. It is for one draft model in ``schedule="lockstep"``, which it
+            chooses by default. The distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes.
         confidence: Drafts publish how sure they are of each token. How often tokens of such a confidence are kept is learned while texts are generated.
             A draft stops where the next token would cost more than it is expected to gain, and the target verifies, decodes one token, or waits for
             more draft tokens, whichever gains most; ``lookahead`` (default 16) and ``min_draft_tokens`` remain as bounds. The text does not depend on it.

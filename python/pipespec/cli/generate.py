@@ -116,7 +116,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         choices=ACCEPTANCES,
         default="coupled",
-        help="how the target accepts draft tokens; rejection and block: at least as many in expectation, in lockstep and workers with one draft; the text depends on the draft, in workers on timing, too",
+        help="how the target accepts draft tokens; rejection: at least as many in expectation, in lockstep with one draft; the text depends on the draft, too",
     )
     parser.add_argument("--stop", metavar="TEXT", action="append", help="stop after this text; may be repeated")
     parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the prompt")

@@ -338,9 +338,8 @@ class Driver(Decoder):
         """What the text of a call depends on under another rule of acceptance than coupled sampling."""
         if self._acceptance is None or request.inputs.sampling_params.seeds is None:
             return ()
-        on = "the draft and on timing" if SCHEDULES[self.schedule].is_asynchronous else "the draft"
         return (
-            f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on {on}, too",
+            f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on the draft, too",
         )
 
     @property
@@ -446,8 +445,7 @@ class Driver(Decoder):
         inputs = request.inputs
         if self._acceptance is None or inputs.sampling_params.seeds is None:
             return {}
-        device = "cpu" if SCHEDULES[self.schedule].has_processes else str(input_device(self.models[-1]))
-        return {device: self._acceptance.nbytes(len(inputs.prompts), inputs.vocabulary)}
+        return {str(input_device(self.models[-1])): self._acceptance.nbytes(len(inputs.prompts), inputs.vocabulary)}
 
     def release_unused(self, request: GenerationRequest) -> None:
         for stage in self.stages:

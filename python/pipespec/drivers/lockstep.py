@@ -29,7 +29,7 @@ class LockstepDriver(Driver):
         super().__init__(models, config)
         ngram = self._make_ngram()
         if config.acceptance != "coupled" and len(self.models) > 1:
-            self._acceptance = Acceptance(config.acceptance, max(config.lookahead))
+            self._acceptance = Acceptance(max(config.lookahead))
         self._stages: list[Stage] = []
         for model, kind in enumerate(self._kinds()):
             i = self._index_of(model)

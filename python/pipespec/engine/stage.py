@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.acceptance import Acceptance, SharedAcceptance
+from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, forward_row, recheck, release, wide_columns
 from pipespec.engine.grammar import Grammar
@@ -38,9 +37,6 @@ PROMPT_TAIL = 64
 
 _LONG_REST = 8
 """Tokens from which on a draft that has not read them compares them with its own choices. This costs their logits, and tells whether the draft pays."""
-
-_DRAW_TIMEOUT_NS = 500_000_000
-"""A draft that has announced a draw publishes it in milliseconds. One that takes longer than this is stopped or dead."""
 
 
 def stage_names(count: int) -> list[str]:
@@ -298,8 +294,7 @@ class Stage:
             # Processors may name tokens that this model does not have.
             sampling_params = replace(sampling_params, processors=())
         acceptance = None if sampling_params.seeds is None else self._acceptance
-        self._verifies_announced = False
-        if acceptance is not None and (is_target or isinstance(acceptance, SharedAcceptance)):
+        if acceptance is not None and is_target:
             acceptance.begin(rows, inputs.vocabulary, self._device)
         self._select = Sampler(
             sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance, inputs.grammar
@@ -307,8 +302,6 @@ class Stage:
         self.port = self.block.port(self.index, WIDTH)
         self.port.trace(self._trace)
         self.port.use_confidence(self._confidence)
-        if isinstance(acceptance, SharedAcceptance):
-            self._share(acceptance, is_target)
         if self._policy is not None:
             self._policy.begin()
         self._tokens = torch.from_numpy(self.port.tokens)
@@ -358,13 +351,6 @@ class Stage:
         ]
         agreed = sum(a == b for a, b in zip(own, fed[0, 1:known].tolist(), strict=True))
         self.agreement = (self.agreement[0] + agreed, self.agreement[1] + known - 1)
-
-    def _share(self, acceptance: SharedAcceptance, is_target: bool) -> None:
-        """Take the stage's part in a call whose draft tokens come with their distributions from another process."""
-        self._verifies_announced, self._awaits_draws, self._process = is_target, True, os.getpid()
-        if not is_target:
-            acceptance.clear()
-            acceptance.announce = self.port.announce
 
     def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int], int]:
         """Prepare cache, text and RoPE of a call. Returns the cache, how many tokens of each row it holds, and the length of the longest row."""
@@ -587,8 +573,6 @@ class Stage:
             min_draft_tokens = min(min_draft_tokens, max_draft_tokens)
         if self._acceptance is not None:
             lookahead = min(lookahead, self._acceptance.lookahead)
-        if self._verifies_announced and max_draft_tokens > 0:
-            max_draft_tokens = self._decide(max_draft_tokens)
         action = port.plan(lookahead, max_draft_tokens, min_draft_tokens)
         if action != Action.STEP:
             return action
@@ -655,28 +639,6 @@ class Stage:
         if self._policy is not None:
             self.block.note_step(self._policy, columns, took / 1e9, in_turn=self._in_turn)
         return action
-
-    def _decide(self, most: int) -> int:
-        """Decide that the next step verifies the draft tokens which are announced by now, and wait until they are drawn. Returns how many it may verify.
-
-        None after a draft was killed or stopped while it drew: a token that is verified only if it comes in time would not have the draft's
-        distribution. That costs one wait up to its deadline.
-        """
-        if os.getpid() != self._process:
-            return 0  # a fork has none of the draft's present distributions
-        port = self.port
-        port.decide()
-        if not self._awaits_draws:
-            self._awaits_draws = port.is_drawn  # from the next step on
-            return 0
-        deadline = time.monotonic_ns() + _DRAW_TIMEOUT_NS
-        while not port.is_drawn:
-            left = deadline - time.monotonic_ns()
-            if left <= 0 or not self.block.is_alive(self.index - 1):
-                self._awaits_draws = False
-                return 0
-            port.park(left)
-        return most
 
     def _choose_draft_tokens(self, policy: _native.GainPolicy, most: int, least: int, may_wait: bool) -> int:
         """The draft tokens that the next step verifies at most; sets :attr:`wait_ns`."""

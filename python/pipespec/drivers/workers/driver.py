@@ -30,7 +30,6 @@ from pipespec.drivers.workers import template
 from pipespec.drivers.workers.channel import Channel, Closed
 from pipespec.drivers.workers.process import STARTED, Failed, Setup, WorkerCall
 from pipespec.drivers.workers.weights import SharedWeights, share
-from pipespec.engine.acceptance import SharedAcceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.sampling import SamplingParams
@@ -82,7 +81,6 @@ class _Worker:
         native: Whether the draft may run in the native form.
         upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
         confidence: Whether the draft uses the confidence of its tokens.
-        acceptance: Rule, lookahead and memory of the distributions, if the target accepts draft tokens by them; None: sampling is coupled.
         deadline: For the template, see :func:`pipespec.drivers.workers.template.start`.
 
     Raises:
@@ -101,7 +99,6 @@ class _Worker:
         native: bool,
         upstream: NgramDraft | Translation | None,
         confidence: bool,
-        acceptance: tuple[str, int, SharedMemory] | None,
         deadline: float,
     ) -> None:
         self.index, self.name, self._upstream = index, name, upstream
@@ -109,8 +106,6 @@ class _Worker:
         # An n-gram index upstream runs in the same process.
         stages = {0, index} if isinstance(upstream, NgramDraft) else {index}
         parts = [(memory, {0}), (block.memory, block.parts_of(stages))]
-        if acceptance is not None:
-            parts.append((acceptance[2], {0}))
         if trace is not None:
             parts.append((trace.memory, stages))
         with ExitStack() as failed:
@@ -129,9 +124,8 @@ class _Worker:
                 raise RuntimeError(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
             failed.pop_all()
         entries = trace.entries if trace is not None else 0
-        shared = confidence, None if acceptance is None else acceptance[:2]
         counts = [len(fds) for fds in lent]
-        self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None, *shared)
+        self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None, confidence)
         # At once, so that several workers build their models together; unless it would have to wait for the imports of a command.
         self._has_setup = len(pickle.dumps(self._setup)) <= _UNREAD_BYTES
         self.last_error: Failed | None = None
@@ -369,13 +363,7 @@ class WorkersDriver(Driver):
         self._target_threads = target_threads(drafts)
         self._is_running = False
         at, ngram = self.block.target, None if drafts else self._make_ngram()
-        # Rule, lookahead, memory. A fork of this process has no draft whose distributions it could read.
-        self._shared: tuple[str, int, SharedMemory] | None = None
-        if config.acceptance != "coupled":
-            memory = SharedMemory.create([1], copied_by_forks=False)
-            self._shared = config.acceptance, max(config.lookahead), memory
-        self._acceptance = None if self._shared is None else SharedAcceptance(*self._shared)
-        self._target = self._make_stage(at, ngram, self._acceptance)
+        self._target = self._make_stage(at, ngram)
         self.block.set_alive(at, True)
         self._generation = 0
         # By stage.
@@ -420,7 +408,6 @@ class WorkersDriver(Driver):
                         native=self.config.native,
                         upstream=upstream,
                         confidence=self.config.confidence,
-                        acceptance=self._shared,
                         deadline=deadline,
                     )
                 except RuntimeError as failure:
@@ -520,7 +507,6 @@ class WorkersDriver(Driver):
                 )
 
     def _generate(self, request: GenerationRequest) -> None:
-        self.remarks = self._acceptance_remarks(request)
         try:
             call = self._begin(request)
             with restored_threads() as self._all_threads:
@@ -555,9 +541,6 @@ class WorkersDriver(Driver):
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found, inputs = super().reusable_bytes(request), request.inputs
         rows = len(inputs.prompts)
-        for device, size in self.distribution_bytes(request).items():
-            assert self._shared is not None
-            found[device] += min(size, os.fstat(self._shared[2].fds[0]).st_size)
         for i, worker in self._workers.items():
             model, (had_rows, had) = self.models[i - self._first], worker.cache
             # A cache that grows exists twice while it is copied.

@@ -22,7 +22,6 @@ import torch
 from pipespec.drivers.asynchronous import drafting
 from pipespec.drivers.workers.channel import Channel, Closed
 from pipespec.drivers.workers.weights import SharedWeights
-from pipespec.engine.acceptance import SharedAcceptance
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage, StageInputs
 from pipespec.engine.translation import TranslatedStage, Translation
@@ -51,14 +50,12 @@ class Setup:
         index: Stage of the draft.
         weights: The model's tensors in the shared memory.
         threads: Number of torch's threads.
-        parts: Number of file descriptors of each shared memory: the weights, the state block, the distributions if ``acceptance`` is given, the trace if
-            the calls are traced.
+        parts: Number of file descriptors of each shared memory: the weights, the state block, the trace if the calls are traced.
         trace: Entries of the trace for each stage; 0: no trace.
         native: Whether the model may run in the native form.
         has_upstream: Whether the draft upstream is an n-gram index, which runs in this process, or the draft has another tokenizer than the target.
             The index or the tokenizers are sent once the worker is ready.
         confidence: As in :class:`pipespec.engine.stage.Stage`.
-        acceptance: Rule and lookahead of :class:`pipespec.engine.acceptance.SharedAcceptance`; None: sampling is coupled.
     """
 
     index: int
@@ -69,7 +66,6 @@ class Setup:
     native: bool = True
     has_upstream: bool = False
     confidence: bool = False
-    acceptance: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,6 @@ def _serve(conn: Channel, fds: Sequence[int], parent: int) -> None:
     left = iter(fds)
     memories = iter([SharedMemory(list(islice(left, count))) for count in setup.parts])
     weights, shared_block = next(memories), next(memories)
-    acceptance = None if setup.acceptance is None else SharedAcceptance(*setup.acceptance, next(memories))
     shared_trace = next(memories, None)
     model = setup.weights.build(weights)
     conn.send(READY)
@@ -120,8 +115,7 @@ def _serve(conn: Channel, fds: Sequence[int], parent: int) -> None:
                 if upstream is not None:
                     buffer = None if traces is None else traces.buffer(0)
                     ngram = NgramStage(upstream, block, buffer, confidence=setup.confidence)
-                shared: dict[str, Any] = {"acceptance": acceptance, "confidence": setup.confidence}
-                stage = Stage(*at, native=setup.native, ngram=ngram, **shared)
+                stage = Stage(*at, native=setup.native, ngram=ngram, confidence=setup.confidence)
         stage.block.refresh()
         _take_part(stage, call, conn, parent)
         if os.getppid() != parent:
