@@ -236,9 +236,6 @@ void bind_state(py::module_& m) {
                             reinterpret_cast<const std::uint8_t*>(confidence));
           },
           py::arg("selected"), py::arg("stride"), py::arg("confidence") = 0)
-      .def("announce", &StagePort::announce)
-      .def("decide", &StagePort::decide)
-      .def_property_readonly("is_drawn", &StagePort::is_drawn)
       .def("use_confidence", &StagePort::use_confidence, py::arg("uses"))
       .def(
           "choose",

@@ -79,7 +79,6 @@ PIPESPEC_HD inline void reset_row(const Block& block, std::uint32_t row, std::ui
   for (std::uint32_t stage = 0; stage < block.stages(); ++stage) {
     block.ring(stage, row)[(start - 1) & (block.capacity() - 1)] = last;
     block.published(stage, row).word = pack({0, start});
-    block.published(stage, row).announced = pack({0, start});
     block.published(stage, row).committed = start;
     block.priv(stage, row) = Private{start - 1, start, 0, start, pack({0, start}), {}};
   }

@@ -25,7 +25,6 @@ enum class Order : int {
   kRelaxed = __ATOMIC_RELAXED,
   kAcquire = __ATOMIC_ACQUIRE,
   kRelease = __ATOMIC_RELEASE,
-  kSeqCst = __ATOMIC_SEQ_CST,
 };
 
 }  // namespace pipespec
@@ -43,7 +42,6 @@ using ForSystem = ::cuda::atomic_ref<T, ::cuda::thread_scope_system>;
 template <Order order>
 inline constexpr auto kOrder = order == Order::kAcquire   ? ::cuda::memory_order_acquire
                                : order == Order::kRelease ? ::cuda::memory_order_release
-                               : order == Order::kSeqCst  ? ::cuda::memory_order_seq_cst
                                                           : ::cuda::memory_order_relaxed;
 #endif
 
@@ -107,13 +105,6 @@ PIPESPEC_HD inline T load_acquire(const T* p, Scope scope = Scope::kSystem) {
   return memory::load<Order::kAcquire>(p, scope);
 }
 
-// An acquire. Where another thread has passed fence_seq_cst(), it gets what that thread stored
-// before the fence, or a newer value.
-template <typename T>
-PIPESPEC_HD inline T load_seq_cst(const T* p, Scope scope = Scope::kSystem) {
-  return memory::load<Order::kSeqCst>(p, scope);
-}
-
 template <typename T>
 PIPESPEC_HD inline void store_relaxed(T* p, T value, Scope scope = Scope::kSystem) {
   memory::store<Order::kRelaxed>(p, value, scope);
@@ -128,7 +119,5 @@ PIPESPEC_HD inline void store_release(T* p, T value, Scope scope = Scope::kSyste
 PIPESPEC_HD inline void fence_acquire(Scope scope) { memory::fence<Order::kAcquire>(scope); }
 // A thread that sees a store after the fence also sees, after an acquire, the stores before it.
 PIPESPEC_HD inline void fence_release(Scope scope) { memory::fence<Order::kRelease>(scope); }
-// Both. The thread goes on when load_seq_cst() of any other thread gets what it stored before.
-PIPESPEC_HD inline void fence_seq_cst(Scope scope) { memory::fence<Order::kSeqCst>(scope); }
 
 }  // namespace pipespec

@@ -12,12 +12,6 @@
 //   between. The reader loads tokens *before* it looks at the epoch again (still()), with a fence
 //   between. So a reader that saw a token of a new epoch also sees the new epoch (L2).
 //   `committed` is relaxed: behind still(), the tokens below it are the target's (L4).
-//   `announced` must be visible before the draw that it announces begins (L9). With release and
-//   acquire it could stay in the store buffer until the token is drawn, and another stage could
-//   load the old value for as long: what that stage decides would depend on the time of the draw,
-//   and so on the token. So the owner has a sequentially consistent fence between the store and the
-//   draw, and a reader's load is sequentially consistent. The store itself is relaxed, because the
-//   fence of the rollback precedes it: a reader that sees the announcement also sees its epoch.
 //
 // The confidence beside a token is relaxed, and published with the token. A reader may find that of
 // another token. No token depends on it.
@@ -62,10 +56,6 @@ class Sequence {
   [[nodiscard]] PIPESPEC_HD std::uint32_t committed() const {
     return load_relaxed(&published_->committed, scope_);
   }
-  // What the owner will publish, see OwnSequence::announce(). Each draw that has begun is in it.
-  [[nodiscard]] PIPESPEC_HD Word announced() const {
-    return unpack(load_seq_cst(&published_->announced, scope_));
-  }
   [[nodiscard]] PIPESPEC_HD std::int32_t token(std::uint32_t position) const {
     return load_relaxed(&ring_[position & mask_], scope_);
   }
@@ -81,8 +71,7 @@ class Sequence {
   Scope scope_;
 };
 
-// The owner's view: append, adopt, truncate. These publish, but for append(). announce() precedes a
-// draw.
+// The owner's view: append, adopt, truncate. These publish, but for append().
 class OwnSequence : public Sequence {
  public:
   PIPESPEC_HD OwnSequence(const Block& block, std::uint32_t stage, std::uint32_t row)
@@ -94,11 +83,6 @@ class OwnSequence : public Sequence {
   [[nodiscard]] PIPESPEC_HD std::uint32_t epoch() const { return word_.epoch; }
   [[nodiscard]] PIPESPEC_HD std::uint32_t committed() const { return committed_; }
 
-  // The next token, before it is drawn. All readers can see this before the call returns.
-  PIPESPEC_HD void announce() {
-    store_relaxed(&published_->announced, pack({word_.epoch, word_.length + 1}), scope_);
-    fence_seq_cst(scope_);
-  }
   // Writes the next token; visible to others only after publish().
   PIPESPEC_HD void append(std::int32_t token) {
     store_relaxed(&ring_[word_.length++ & mask_], token, scope_);

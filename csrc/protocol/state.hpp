@@ -91,13 +91,10 @@ struct alignas(kLine) Calibration {
 
 // Writer: the stage. `word` = epoch << 32 | length. The epoch grows with every rollback, so within
 // one epoch the tokens below the length never change. Tokens below `committed` equal the target's
-// and never change again. `announced` is the word that the stage's present step will publish, or
-// its last one has: a draft whose tokens are verified by rejection sampling stores it before it
-// draws (OwnSequence::announce()).
+// and never change again.
 struct alignas(kLine) Published {
   std::uint64_t word;
   std::uint32_t committed;
-  std::uint64_t announced;
 };
 
 struct Counters {

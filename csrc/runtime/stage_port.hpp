@@ -48,13 +48,11 @@ class StagePort {
       throw std::logic_error(
           "the state block has grown, or something has overwritten it: make a new port");
     bool waits = false, works = false, all_finished = true;
-    decides_again_ = false;
     columns_ = 0;
     for (std::uint32_t row = 0; row < active; ++row) {
       const Word before = Sequence(block_, stage_, row).word();
       if (is_confident_) bounded.lookahead = hopeful_lookahead(row, lookahead);
-      Step step = plan_row(block_, stage_, row, bounded, arrays_, {}, kv_of_);
-      if (is_decided_) decides_again_ |= keep_decided(row, step, min_draft_tokens);
+      const Step step = plan_row(block_, stage_, row, bounded, arrays_, {}, kv_of_);
       if (is_confident_) note_confidence(row, step);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
       columns_ = detail::max(columns_, step.query_len);
@@ -66,10 +64,10 @@ class StagePort {
     // The neighbours must see the rollback or adoption of plan().
     if (published_) bells_.ring();
     published_ = false;
-    const Action action = waits || decides_again_ ? Action::kWait
-                          : works                 ? Action::kStep
-                          : all_finished          ? Action::kFinished
-                                                  : Action::kIdle;
+    const Action action = waits          ? Action::kWait
+                          : works        ? Action::kStep
+                          : all_finished ? Action::kFinished
+                                         : Action::kIdle;
     if (trace_ != nullptr) {
       start_ns_ = now_ns();
       if (action != Action::kStep) record_rollback();
@@ -102,42 +100,6 @@ class StagePort {
     bells_.ring();
     if (trace_ != nullptr) record(columns_);
     return appended;
-  }
-
-  // Rejection sampling with a draft that runs at the same time. Whether a draft token is verified
-  // must be decided before it is drawn: if some tokens took longer to draw than others, those that
-  // are there in time would not have the draft's distribution. So the draft announces each draw
-  // before it draws, and the target verifies exactly the draws that were announced when it decides.
-
-  // The draft, when its logits are stored: announces the tokens that the planned step selects. When
-  // it returns, decide() takes them (L9).
-  void announce() {
-    const std::size_t active = block_.active_rows();
-    for (std::uint32_t row = 0; row < active && row < n_select_.size(); ++row)
-      if (n_select_[row] > 0) OwnSequence(block_, stage_, row).announce();
-  }
-  // The target, before plan(): from here on plan() takes the draft tokens that upstream has
-  // announced by now, and no others.
-  void decide() {
-    if (stage_ == 0) throw std::logic_error("the first stage has no draft tokens to decide about");
-    decided_.resize(block_.rows());
-    for (std::uint32_t row = 0; row < decided_.size(); ++row)
-      decided_[row] = Sequence(block_, stage_ - 1, row).announced();
-    is_decided_ = true;
-    decides_again_ = false;
-  }
-  // Whether upstream has published what decide() has taken, or rolled it back. If not, a park()
-  // ends when it publishes.
-  bool is_drawn() {
-    bells_.note();
-    for (std::uint32_t row = 0; row < block_.active_rows() && row < decided_.size(); ++row) {
-      const Word now = Sequence(block_, stage_ - 1, row).word();
-      // Nothing is appended to a row that the caller has ended.
-      const std::uint32_t limit = load_acquire(&block_.span(row).limit);
-      if (now.epoch == decided_[row].epoch && now.length < detail::min(decided_[row].length, limit))
-        return false;
-    }
-    return true;
   }
 
   // Whether the stage uses the confidence of tokens: as a draft it stops at its least chance, and
@@ -178,10 +140,8 @@ class StagePort {
 
   // Also returns true when the generation or the lookahead is no longer the one that generation()
   // or lookahead() last returned: a stage reads them before plan() notes the bells, and must not
-  // sleep through a stop or at an old bound if they change in between. Likewise if the plan waits
-  // for draft tokens that have come since decide(): perhaps upstream has nothing more to publish.
+  // sleep through a stop or at an old bound if they change in between.
   bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
-    if (decides_again_ && announces_more()) return true;
     if (asked_ && load_acquire(&block_.header().generation) != generation_) return true;
     if (is_bounded_ && load_acquire(&block_.control(stage_).lookahead) != lookahead_) return true;
     return bells_.park(timeout_ns, awaited);
@@ -253,37 +213,6 @@ class StagePort {
     return lookahead;
   }
 
-  // Whether upstream has announced more than decide() has taken. Not in damaged memory, where
-  // tokens may be published unannounced.
-  bool announces_more() const {
-    for (std::uint32_t row = 0; row < decided_.size(); ++row)
-      if (pack(Sequence(block_, stage_ - 1, row).announced()) != pack(decided_[row])) return true;
-    return false;
-  }
-  // Leaves a planned row the draft tokens that decide() has taken. Returns whether these are too
-  // few now that more have come.
-  bool keep_decided(std::uint32_t row, Step& step, std::uint32_t min_draft_tokens) {
-    if (step.num_draft_tokens == 0) return false;
-    const Word taken = decided_[row];
-    const std::uint32_t first = step.kv + step.query_len - step.num_draft_tokens;
-    // In one epoch, plan() has read one text, and its tokens from `first` on stay until this stage
-    // publishes. If the epoch has changed, upstream has corrected a token before `first`, and has
-    // drawn those behind it again since decide().
-    const bool is_same = Sequence(block_, stage_ - 1, row).still(taken);
-    const std::uint32_t kept = is_same && taken.length > first
-                                   ? detail::min(step.num_draft_tokens, taken.length - first)
-                                   : 0;
-    const bool is_short = kept < detail::min(step.num_draft_tokens, min_draft_tokens);
-    std::int32_t* tokens = tokens_.data() + std::size_t{row} * width_;
-    const std::uint32_t end = step.query_len;
-    step.query_len -= step.num_draft_tokens - kept;
-    step.num_draft_tokens = kept;
-    for (std::uint32_t i = step.query_len; i < end; ++i) tokens[i] = 0;
-    query_lens_[row] = n_select_[row] = static_cast<std::int32_t>(step.query_len);
-    num_draft_tokens_[row] = static_cast<std::int32_t>(kept);
-    return is_short;
-  }
-
   // The confidence of the planned draft tokens. Upstream may have rewritten them since the plan.
   void note_confidence(std::uint32_t row, const Step& step) {
     if (step.num_draft_tokens == 0) return;
@@ -343,9 +272,6 @@ class StagePort {
   Bells bells_;
   bool published_ = false;
   bool is_confident_ = false;
-  bool is_decided_ = false;
-  bool decides_again_ = false;  // the plan waits for draft tokens that have come since
-  std::vector<Word> decided_;   // per row, what upstream had announced at decide()
   KvOf kv_of_ = KvOf::kStage;
   bool asked_ = false;
   std::uint32_t generation_ = 0;

@@ -161,7 +161,6 @@ enum class Kind : std::uint8_t {
   kWord,
   kCommitted,
   kToken,
-  kAnnounced,
   kLimit,
   kAlive,
   kLookahead,
@@ -173,8 +172,8 @@ enum class Kind : std::uint8_t {
   kAwaited,
 };
 inline const char* const kKinds[] = {
-    "",          "word",       "committed",  "token",        "announced", "limit",  "alive",
-    "lookahead", "generation", "confidence", "least chance", "bell",      "parked", "awaited"};
+    "",           "word",       "committed",    "token", "limit",  "alive",  "lookahead",
+    "generation", "confidence", "least chance", "bell",  "parked", "awaited"};
 
 struct Place {
   Kind kind = Kind::kNone;
@@ -210,10 +209,6 @@ enum class Fault : std::uint8_t {
   kWakeLost,           // who waits on a futex sleeps on, now and then
   kParkedUnseen,       // who rings does not see at once that another one sleeps
   kBellUnheard,        // who parks does not see at once that it rang
-  kAnnouncesLate,      // an announcement is stored with what was drawn
-  kAnnouncementLost,   // an announcement is not stored, now and then
-  kNoSeqCstFence,      // an announcement may become visible behind the draw
-  kNoSeqCstLoad,       // an announcement that is visible need not be seen
   kCount,
 };
 inline const char* const kFaults[] = {"none",
@@ -240,11 +235,7 @@ inline const char* const kFaults[] = {"none",
                                       "copy_without_fence",
                                       "wake_lost",
                                       "parked_unseen",
-                                      "bell_unheard",
-                                      "announces_late",
-                                      "announcement_lost",
-                                      "no_seq_cst_fence",
-                                      "no_seq_cst_load"};
+                                      "bell_unheard"};
 
 // Told of every store, in the order in which they happen.
 class Watch {
@@ -276,7 +267,6 @@ class Machine {
     // are left out.
     u64 seen_word[kStages][kRows] = {};
     u32 seen_limit[kRows] = {};
-    u64 seen_announced[kRows] = {};  // that it has loaded last
 
     void look() {
       for (auto& words : seen_word) std::fill(std::begin(words), std::end(words), kNever);
@@ -329,7 +319,6 @@ class Machine {
   void settle() {
     stride_ = (n_ + 15) / 16 * 16;
     views_.assign(stride_, 0);
-    std::fill_n(sequential_, stride_, std::int16_t{0});
     for (u32 w = 1; w < n_; ++w) {
       values_[w].clear();
       values_[w].push_back({plain(w), 0, kNobody});
@@ -408,8 +397,6 @@ class Machine {
     const u32 of = fault_ == Fault::kNone ? word : faulty_load(t, word);
     const auto& values = values_[of];
     const auto newest = static_cast<u32>(values.size()) - 1;
-    const bool is_sequential = order == Order::kSeqCst && fault_ != Fault::kNoSeqCstLoad;
-    if (is_sequential) t.now[of] = std::max(t.now[of], sequential_[of]);
     auto oldest = static_cast<u32>(t.now[of]);
     if (fault_ == Fault::kLoadsOldTokens && places_[of].kind == Kind::kToken &&
         places_[of].stage != current_)
@@ -426,7 +413,6 @@ class Machine {
     const auto at = static_cast<std::int16_t>(found);
     t.now[of] = std::max(t.now[of], at);
     t.acquired[of] = std::max(t.acquired[of], at);
-    if (is_sequential) sequential_[of] = std::max(sequential_[of], at);
     if (value.view != 0) {
       join(t.acquired, t.fenced, value);
       if (order != Order::kRelaxed && fault_ != Fault::kReadsRelaxed) join(t.now, t.joined, value);
@@ -446,8 +432,6 @@ class Machine {
       if (fault_ == Fault::kLimitUnseen) bits = 0xffff;
       u32& seen = t.seen_limit[place.row];
       if (seen == ~u32{0}) seen = static_cast<u32>(bits);
-    } else if (place.kind == Kind::kAnnounced) {
-      t.seen_announced[place.row] = bits;
     } else if (place.kind == Kind::kAlive && fault_ == Fault::kAliveUnseen) {
       bits = 1;
     } else if (place.kind == Kind::kGeneration && fault_ == Fault::kGenerationUnseen) {
@@ -476,19 +460,11 @@ class Machine {
   void fence(Order order) {
     if (active != this) return;
     Thread& t = threads_[current_];
-    const bool both = order == Order::kSeqCst;
-    if ((both || order == Order::kAcquire) && fault_ != Fault::kNoAcquireFence) {
+    if (order == Order::kAcquire && fault_ != Fault::kNoAcquireFence) {
       std::copy_n(t.acquired, stride_, t.now);
       std::copy(std::begin(t.fenced), std::end(t.fenced), std::begin(t.joined));
     }
-    if (both && fault_ != Fault::kNoSeqCstFence) {
-      for (u32 w = 0; w < stride_; ++w) {
-        sequential_[w] = std::max(sequential_[w], t.now[w]);
-        t.now[w] = sequential_[w];
-        t.acquired[w] = std::max(t.acquired[w], t.now[w]);
-      }
-    }
-    if ((both || order == Order::kRelease) && fault_ != Fault::kNoReleaseFence &&
+    if (order == Order::kRelease && fault_ != Fault::kNoReleaseFence &&
         !(fault_ == Fault::kCopyWithoutFence && t.stored_to_copy))
       t.released = snapshot(t);
     if (tracing_) trace({}, "fence", order, 0, 0);
@@ -569,12 +545,11 @@ class Machine {
                    static_cast<unsigned long long>(e.step), e.thread, e.what,
                    e.order == Order::kRelaxed   ? "relaxed"
                    : e.order == Order::kAcquire ? "acquire"
-                   : e.order == Order::kRelease ? "release"
-                                                : "seq_cst");
+                                                : "release");
       if (e.place.kind != Kind::kNone)
         std::fprintf(stderr, "  %s%s of stage %u, row %u", e.place.copy ? "copied " : "",
                      kKinds[static_cast<u32>(e.place.kind)], e.place.stage, e.place.row);
-      if (e.place.kind == Kind::kWord || e.place.kind == Kind::kAnnounced) {
+      if (e.place.kind == Kind::kWord) {
         std::fprintf(stderr, " = epoch %u, length %u", static_cast<u32>(e.bits >> 32),
                      static_cast<u32>(e.bits));
       } else if (e.place.kind == Kind::kToken) {
@@ -620,10 +595,7 @@ class Machine {
     std::memcpy(&bits, addresses_[word], size(word));
     return bits;
   }
-  std::size_t size(u32 word) const {
-    const Kind kind = places_[word].kind;
-    return kind == Kind::kWord || kind == Kind::kAnnounced ? 8 : 4;
-  }
+  std::size_t size(u32 word) const { return places_[word].kind == Kind::kWord ? 8 : 4; }
 
   void access() {
     Thread& t = threads_[current_];
@@ -725,7 +697,6 @@ class Machine {
   std::array<const char*, kWords> addresses_{};
   std::array<std::vector<Value>, kWords> values_;
   std::vector<std::int16_t> views_;       // per view and word: the oldest value that may be loaded
-  std::int16_t sequential_[kWords] = {};  // the view that fences of sequential consistency share
   u32 n_ = 1, stride_ = 0;
   std::array<Thread, kThreads> threads_;
   Fiber* running_ = nullptr;
@@ -788,10 +759,6 @@ inline bool Machine::faulty_store(u32 word, u64 bits, Order order) {
       return place.kind == Kind::kToken && ++t.count % 2 == 0 && delay();
     case Fault::kEpochAfterTokens:
       return new_epoch && delay();
-    case Fault::kAnnouncesLate:
-      return place.kind == Kind::kAnnounced && delay();
-    case Fault::kAnnouncementLost:
-      return place.kind == Kind::kAnnounced && ++t.count % 5 == 0;
     case Fault::kEpochLost:
       return new_epoch;
     case Fault::kPublicationLost:

@@ -78,8 +78,8 @@ Counts explore(u32 stages, Without without, Where where, const Body& body) {
   return counts;
 }
 
-constexpr Without kEach[] = {Without::kRelease,      Without::kAcquire,     Without::kReleaseFence,
-                             Without::kAcquireFence, Without::kSeqCstFence, Without::kSeqCstLoad};
+constexpr Without kEach[] = {Without::kRelease, Without::kAcquire, Without::kReleaseFence,
+                             Without::kAcquireFence};
 
 // The protocol as it is has no wrong outcome. It has one without any of the orders in `needed`, and
 // none without any other order.
@@ -275,74 +275,6 @@ TEST(L8_a_step_that_has_ended_is_in_the_host_shadow) {
           return right;
         },
         {0, 1, Scope::kDevice});
-}
-
-// L9. Announcement.   D (a draft): announced = (0, 2), draws   ||   T, when the draw has begun:
-// announced = (e, n)
-// Allowed: (0, 2) alone. An older one as well would let T's decision depend on what is drawn.
-// Needs: the sequentially consistent fence behind the announcement, and such a load.
-TEST(L9_a_draw_that_has_begun_is_announced) {
-  const auto decides_by = [](const auto& announce, const auto& decide) {
-    return [=](Litmus& litmus) {
-      litmus.write(0, [&] {
-        OwnSequence own(litmus.block(), 0, 0);
-        announce(own, litmus.block());
-      });
-      u32 taken = 0;
-      litmus.read([&] { taken = decide(litmus.block()); });
-      return taken == 2;
-    };
-  };
-  const auto announce = [](OwnSequence& own, const Block&) { own.announce(); };
-  const auto decide = [](const Block& block) { return Sequence(block, 0, 0).announced().length; };
-  const Where apart{0, 1, Scope::kSystem};
-  CHECK_EQ(explore(2, Without::kNothing, apart, decides_by(announce, decide)).wrong, 0u);
-  for (const Without without : kEach) {
-    const bool is_needed = without == Without::kSeqCstFence || without == Without::kSeqCstLoad;
-    CHECK_EQ(explore(2, without, apart, decides_by(announce, decide)).wrong > 0, is_needed);
-  }
-  // Release and acquire do not suffice, and a second look does not help. An announcement behind the
-  // draw is none.
-  const auto released = [](OwnSequence& own, const Block& block) {
-    store_release(&block.published(0, 0).announced, pack({own.epoch(), own.length() + 1}));
-  };
-  const auto acquired = [](const Block& block) {
-    return unpack(load_acquire(&block.published(0, 0).announced)).length;
-  };
-  const auto twice = [&](const Block& block) {
-    acquired(block);
-    return acquired(block);
-  };
-  const auto late = [](OwnSequence&, const Block&) {};
-  CHECK(explore(2, Without::kNothing, apart, decides_by(released, acquired)).wrong > 0);
-  CHECK(explore(2, Without::kNothing, apart, decides_by(released, twice)).wrong > 0);
-  CHECK(explore(2, Without::kNothing, apart, decides_by(late, decide)).wrong > 0);
-}
-
-// L10. The epoch of an announcement.   D: a token of epoch 0, word = (1, 1), announced = (1, 2),
-// a token, word = (1, 2)   ||   T: announced = (e, n), word = (e', n')
-// Allowed: e' >= e. With an older word T would take the tokens of an old epoch for those that are
-// announced. Needs: the fence behind the new epoch, acquire of the announcement.
-TEST(L10_who_sees_an_announcement_sees_its_epoch) {
-  needs(2, {Without::kAcquire, Without::kReleaseFence}, [](Litmus& litmus) {
-    litmus.write(0, [&] {
-      OwnSequence own(litmus.block(), 0, 0);
-      own.append(token_of(0, 1));
-      own.announce();
-      own.publish();
-      own.truncate(1);
-      own.announce();
-      own.append(token_of(1, 1));
-      own.publish();
-    });
-    bool right = true;
-    litmus.read([&] {
-      const Sequence draft(litmus.block(), 0, 0);
-      const Word announced = draft.announced();
-      right = draft.word().epoch >= announced.epoch;
-    });
-    return right;
-  });
 }
 
 TEST_MAIN()

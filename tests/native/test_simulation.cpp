@@ -6,10 +6,6 @@
 //   test_simulation --seed 17                     replays it and prints its last accesses
 //   test_simulation --seed 17 no_release_fence    the same with a fault of the memory
 //
-// In some schedules the target accepts draft tokens by rejection: the draft announces each draw
-// before it draws a random token, and a step of the target verifies the draws that were announced
-// when it decided.
-//
 // Checked at every store and after every half step, against what the schedule's models say. When
 // the drafts come to rest they must agree with the target and stand where their bounds let them.
 #define pipespec pipespec_simulated  // no inline function of ours stands in for one of the core
@@ -59,8 +55,6 @@ struct Coverage {
   u64 crashes = 0, corrupt = 0, restarts = 0, rests = 0, waits = 0, parks = 0, tokens = 0,
       rollbacks = 0;
   u64 observed = 0, torn = 0, copies = 0, batches = 0, eos = 0, choices = 0;
-  u64 rejecting = 0, decisions = 0, verified = 0, rolled_back = 0, undrawn = 0, given_up = 0,
-      killed = 0;
   u64 stages[kStages + 1] = {};
 };
 
@@ -74,7 +68,6 @@ struct Ghost {
   Word word;
   u32 committed;
   u32 written;  // bit i: entry i of the ring, since the last publication
-  u64 announced;
   std::vector<std::array<std::int32_t, kCapacity>> epochs;  // the ring at the end of each epoch
 };
 
@@ -106,7 +99,6 @@ class Simulation final : public simulated::Watch {
     ++coverage.stages[stages_];
     coverage.batches += rows_ > 1;
     coverage.copies += copies_;
-    coverage.rejecting += rejects_;
     return failure_.empty();
   }
   const std::string& failure() const { return failure_; }
@@ -123,8 +115,6 @@ class Simulation final : public simulated::Watch {
 
   void lay_out() {
     stages_ = 2 + random_.below(kStages - 1);
-    rejects_ = random_.chance(25);
-    if (rejects_) stages_ = 2;
     rows_ = random_.pick({1u, 1u, 2u, 3u});
     const u32 capacity = random_.pick({8u, 16u});
     mask_ = capacity - 1;
@@ -149,8 +139,6 @@ class Simulation final : public simulated::Watch {
       for (std::uint8_t s = 0; s < stages_; ++s) {
         machine_->name(&block.published(s, row).word, {Kind::kWord, copy, s, row});
         machine_->name(&block.published(s, row).committed, {Kind::kCommitted, copy, s, row});
-        if (!copy)
-          machine_->name(&block.published(s, row).announced, {Kind::kAnnounced, copy, s, row});
         for (std::uint8_t i = 0; i <= mask_; ++i)
           machine_->name(block.ring(s, row) + i, {Kind::kToken, copy, s, row, i});
         for (std::uint8_t i = 0; i <= mask_ && !copy; ++i)
@@ -180,7 +168,7 @@ class Simulation final : public simulated::Watch {
       for (u32 i = 0; i < starts[r]; ++i) text_[r][i] = static_cast<std::int32_t>(random_.below(9));
       last.push_back(text_[r][starts[r] - 1]);
       text_length_[r] = starts[r];
-      if (!rejects_) write_text(r, starts[r], limits[r]);  // else it is what the target draws
+      write_text(r, starts[r], limits[r]);
     }
     for (u32 s = 0; s < stages_; ++s) {
       const bool starts_now = !is_lost_[s] || number == 1 || s == target() || random_.chance(80);
@@ -192,11 +180,7 @@ class Simulation final : public simulated::Watch {
       if (random_.chance(5)) block_.control(s).lookahead = 0;
       block_.control(s).least_chance = any_chance();
     }
-    is_confident_ = !rejects_ && random_.chance(50);
-    accepts_percent_ = random_.pick({30u, 80u, 100u});
-    dies_percent_ = random_.pick({0u, 0u, 10u});
-    room_ = random_.pick({2u, 4u, 9u});
-    awaits_draws_ = true;
+    is_confident_ = random_.chance(50);
     pipespec::reset(block_, starts, limits, last, truth_.eos);
     if (copies_)
       std::memcpy(&copy_.header(), &block_.header(), Block::bytes(stages_, rows_, mask_ + 1));
@@ -205,13 +189,11 @@ class Simulation final : public simulated::Watch {
       start_[r] = starts[r];
       limit_[r] = limits[r];
       is_ended_[r] = false;
-      has_begun_[r] = pack({0, starts[r]});
       for (u32 s = 0; s < stages_; ++s) {
         Ghost& ghost = ghosts_[s][r];
         ghost.word = {0, starts[r]};
         ghost.committed = starts[r];
         ghost.written = 0;
-        ghost.announced = pack(ghost.word);
         ghost.epochs.resize(1);
         for (u32 i = 0; i <= mask_; ++i) ghost.epochs[0][i] = block_.ring(s, r)[i];
         auto& entries = caches_[s][r].entries;
@@ -322,8 +304,7 @@ class Simulation final : public simulated::Watch {
     if (!is_stopping_) {
       for (u32 r = 0; r < rows_; ++r) {
         const u32 length = word(target(), r).length;
-        const bool is_whole = length == limit_[r] || is_eos(text_[r][length - 1]);
-        if (!is_ended_[r] && (rejects_ ? !is_whole : length != text_length_[r]))
+        if (!is_ended_[r] && length != text_length_[r])
           return fail("row %u ends at %u, the text at %u", r, length, text_length_[r]);
         coverage.tokens += length - start_[r];
         coverage.eos += length > start_[r] && is_eos(text_[r][length - 1]);
@@ -465,7 +446,6 @@ class Simulation final : public simulated::Watch {
           port.pause(kForever);
           continue;
         }
-        if (rejects_) policy.lookahead = std::min(policy.lookahead, room_ - 1);
       }
       if (is_confident_ && s == target() && random_.chance(50)) {
         // It may also want to wait. Here that has no deadline of its own.
@@ -488,8 +468,6 @@ class Simulation final : public simulated::Watch {
         policy.max_draft_tokens = random_.below(policy.max_draft_tokens + 1);
         policy.min_draft_tokens = random_.below(policy.min_draft_tokens + 1);
       }
-      if (rejects_ && s == target() && policy.max_draft_tokens > 0 && !decide())
-        policy.max_draft_tokens = 0;
       const Action action = step(s, policy);
       if (action == Action::kStep) continue;
       if (action == Action::kFinished) {
@@ -503,117 +481,6 @@ class Simulation final : public simulated::Watch {
                 waits ? std::min(policy.min_draft_tokens, policy.max_draft_tokens) : 0);
       ++coverage.parks;
     }
-  }
-
-  // As Stage._decide() in Python: whether the target's next step verifies draft tokens.
-  bool decide() {
-    const u32 up = target() - 1;
-    StagePort& port = *ports_[target()];
-    const std::array<u64, kRows> begun = has_begun_;
-    auto& seen_announced = machine_->thread(target()).seen_announced;
-    std::fill(std::begin(seen_announced), std::end(seen_announced), Machine::kNever);
-    port.decide();
-    ++coverage.decisions;
-    for (u32 r = 0; r < rows_; ++r) {
-      const u64 seen = seen_announced[r];
-      taken_[r] = unpack(seen);
-      check(seen != Machine::kNever, "the target decides about row %u unseen", r);
-      check(is_corrupt_[up] || seen >= begun[r],
-            "the target decides by %u tokens of epoch %u, while one more is drawn",
-            taken_[r].length, taken_[r].epoch);
-      check(is_corrupt_[up] || seen <= ghosts_[up][r].announced,
-            "the target decides by %u tokens of epoch %u, which are not announced",
-            taken_[r].length, taken_[r].epoch);
-    }
-    if (!awaits_draws_) {
-      awaits_draws_ = port.is_drawn();
-      return false;
-    }
-    for (u32 waits = random_.below(4); !port.is_drawn(); waits -= has_deadline_) {
-      ++coverage.undrawn;
-      if ((has_deadline_ && waits == 0) || load_acquire(&block_.control(up).alive) == 0 ||
-          port.generation() != number_) {
-        ++coverage.given_up;
-        return awaits_draws_ = false;
-      }
-      port.park(has_deadline_ ? 1 + random_.below(300)
-                              : static_cast<std::int64_t>(Machine::kForever));
-    }
-    return true;
-  }
-
-  // A step of the target verifies what was announced when it decided, if that continues its text.
-  void check_verified(u32 r, const StepPolicy& policy) {
-    const u32 s = target(), length = word(s, r).length, taken = taken_[r].length;
-    const Step& step = planned_[s][r];
-    const Ghost& draft = ghosts_[s - 1][r];
-    if (step.action != Action::kStep || policy.max_draft_tokens == 0 || is_corrupt_[s - 1]) return;
-    const auto& ring = draft.epochs[taken_[r].epoch];
-    bool continues = taken >= length;
-    for (u32 p = start_[r]; p < length && continues; ++p)
-      continues = ring[p & mask_] == token(s, r, p);
-    const u32 known = step.query_len - step.num_draft_tokens;
-    const u32 room = std::min({policy.max_draft_tokens, policy.width - known,
-                               machine_->thread(s).seen_limit[r] - length - 1});
-    const u32 wanted = continues ? std::min(taken - length, room) : 0;
-    check(step.num_draft_tokens == wanted,
-          "the target verifies %u draft tokens behind %u; %u of epoch %u were announced",
-          step.num_draft_tokens, length, taken, taken_[r].epoch);
-    coverage.verified += wanted;
-    coverage.rolled_back += wanted == 0 && taken_[r].epoch != draft.word.epoch;
-    for (u32 i = 0; i < wanted; ++i)
-      check(fed(s, r)[known + i] == ring[(length + i) & mask_],
-            "the target verifies another token than the one announced at %u", length + i);
-    check_drawn(r);
-  }
-  // Until its commit, the draft keeps what it drew these tokens from, and does not roll them back.
-  void check_drawn(u32 r) {
-    const u32 s = target(), length = word(s, r).length, drafts = planned_[s][r].num_draft_tokens;
-    if (is_corrupt_[s - 1]) return;
-    check(drafts == 0 || ghosts_[s - 1][r].word.epoch == taken_[r].epoch,
-          "the target verifies %u tokens of epoch %u, which are rolled back", drafts,
-          taken_[r].epoch);
-    for (u32 p = length; p < length + drafts; ++p)
-      check(drawn_[r][p % room_] == pack({taken_[r].epoch, p}),
-            "what the draft token at %u was drawn from is overwritten", p);
-  }
-
-  // As the draft's sampler: keeps its logits, announces, draws.
-  void announce(u32 s) {
-    const auto each_row = [&](const auto& what) {
-      for (u32 r = 0; r < rows_; ++r)
-        if (planned_[s][r].action == Action::kStep) what(r, word(s, r));
-    };
-    each_row([&](u32 r, Word at) { drawn_[r][at.length % room_] = pack(at); });
-    ports_[s]->announce();
-    if (!is_calm_ && random_.chance(dies_percent_))
-      machine_->thread(s).crashes_in = random_.below(10);
-    each_row([&](u32 r, Word at) { has_begun_[r] = pack({at.epoch, at.length + 1}); });
-  }
-  std::int32_t draw() {
-    const double chance = truth_.eos_rate * 100;
-    if (random_.below(100) < static_cast<u32>(chance)) return random_.pick({3, 2});
-    return 100 + static_cast<std::int32_t>(random_.below(static_cast<u32>(truth_.vocabulary)));
-  }
-  // Draft tokens that are accepted, and one more, at random: the rules' numbers do not matter here.
-  // A rejected token that is drawn again leaves the step, as in Stage._drop_rejected() in Python.
-  void accept(u32 r, std::int32_t* selected) {
-    StagePort& port = *ports_[target()];
-    Step& step = planned_[target()][r];
-    const std::int32_t* draft_tokens = fed(target(), r) + step.query_len - step.num_draft_tokens;
-    u32 kept = 0;
-    for (; kept < step.num_draft_tokens && random_.chance(accepts_percent_); ++kept) {
-      const std::int32_t token = draft_tokens[kept];
-      if (!is_eos(token) && (token < 100 || token >= 100 + truth_.vocabulary)) break;
-      selected[kept] = token;
-    }
-    selected[kept] = draw();
-    if (kept == step.num_draft_tokens || selected[kept] != draft_tokens[kept]) return;
-    const u32 dropped = step.num_draft_tokens - kept;
-    step.query_len -= dropped;
-    step.num_draft_tokens -= dropped;
-    for (auto* counts : {&port.n_select(), &port.query_lens(), &port.num_draft_tokens()})
-      (*counts)[r] -= static_cast<std::int32_t>(dropped);
   }
 
   Action step(u32 s, const StepPolicy& policy) {
@@ -644,18 +511,12 @@ class Simulation final : public simulated::Watch {
       check(planned_[s][r].action != Action::kStep || number(port.n_select()) == fed,
             "stage %u selects %u of %u tokens", s, number(port.n_select()), fed);
       check_plan(s, r, policy, action);
-      if (rejects_ && s == target()) check_verified(r, policy);
     }
     if (action == Action::kStep) {
       if (pause_[s] > 0) machine_->sleep(random_.below(pause_[s]));
       // A forward may fail, and the driver may let its stage go on.
       const bool fails = s != target() && random_.chance(fails_percent_);
-      if (rejects_ && s != target() && !fails) announce(s);
       forward(s, port.columns());
-      // Some tokens take longer to draw than others.
-      if (rejects_ && s != target() && pause_[s] > 0 && selected_[s][0] % 2 != 0)
-        machine_->sleep(random_.below(300));
-      for (u32 r = 0; rejects_ && s == target() && r < rows_; ++r) check_drawn(r);
       if (!fails) commit(s);
     }
     if (copies_) replicate(block_, copy_, s, 0, rows_);
@@ -708,10 +569,6 @@ class Simulation final : public simulated::Watch {
       for (u32 i = 0; i < columns; ++i)
         entries[step.kv + i] = i < step.query_len ? tokens[i] : kGarbage;
       if (step.action != Action::kStep) continue;
-      if (rejects_) {
-        s == target() ? accept(r, selected) : void(selected[0] = draw());
-        continue;
-      }
       const u32 drafts = step.num_draft_tokens, known = step.query_len - drafts;
       u64 hash = Truth::hash_of(entries.data(), step.kv + known);
       for (u32 j = 0;; ++j) {
@@ -854,11 +711,7 @@ class Simulation final : public simulated::Watch {
     for (u32 stores = random_.below(60); stores > 0; --stores) {
       const u32 r = random_.below(rows_);
       const u64 any = random_.next();
-      switch (random_.below(7)) {
-        case 6:
-          store_release(&block_.published(s, r).announced,
-                        random_.chance(50) ? any : pack({random_.below(4), random_.below(40)}));
-          break;
+      switch (random_.below(6)) {
         case 4:
           store_relaxed(&block_.confidence(s, r)[any & mask_], static_cast<u32>(any >> 32));
           break;
@@ -893,9 +746,6 @@ class Simulation final : public simulated::Watch {
   void crashed(u32 s) override {
     is_lost_[s] = true;
     ++coverage.crashes;
-    bool draws = false;
-    for (u32 r = 0; r < rows_; ++r) draws |= ghosts_[s][r].announced > pack(ghosts_[s][r].word);
-    coverage.killed += draws;
     if (!becomes_corrupt_[s]) return;
     is_corrupt_[s] = true;
     ++coverage.corrupt;
@@ -917,10 +767,6 @@ class Simulation final : public simulated::Watch {
         const auto token = static_cast<std::int32_t>(bits);
         if (!check(p < start_[r] + mask_, "stage %u overwrites position %u", s, p - mask_ - 1))
           return;
-        if (s == target() && rejects_) {
-          text_[r][p] = token;
-          text_length_[r] = p + 1;
-        }
         if (s == target())
           check(p < text_length_[r] && token == text_[r][p], "the target says %d at %u, not %d",
                 token, p, text_[r][p]);
@@ -938,11 +784,6 @@ class Simulation final : public simulated::Watch {
         if (now.epoch == before.epoch) {
           check(now.length >= before.length, "stage %u has %u tokens instead of %u in one epoch", s,
                 now.length, before.length);
-          // What it adopts it does not draw.
-          const bool draws = rejects_ && s != target() && now.length > before.length &&
-                             now.length > ghosts_[target()][r].word.length;
-          check(!draws || bits == ghost.announced,
-                "stage %u publishes %u tokens of epoch %u unannounced", s, now.length, now.epoch);
           for (u32 p = before.length; p < now.length; ++p)
             check((ghost.written >> (p & mask_) & 1) != 0,
                   "stage %u publishes position %u, which it has not written", s, p);
@@ -968,13 +809,6 @@ class Simulation final : public simulated::Watch {
         ghost.committed = now;
         break;
       }
-      case Kind::kAnnounced: {
-        const Word now = unpack(bits);
-        check(rejects_ && now.epoch == ghost.word.epoch && now.length == ghost.word.length + 1,
-              "stage %u announces %u tokens of epoch %u", s, now.length, now.epoch);
-        ghost.announced = bits;
-        break;
-      }
       default:
         break;
     }
@@ -991,11 +825,7 @@ class Simulation final : public simulated::Watch {
   }
 
   u32 target() const { return stages_ - 1; }
-  // A draft whose tokens are accepted by rejection has room for so many distributions.
-  u32 lookahead_of(u32 s) const {
-    const u32 lookahead = block_.control(s).lookahead;
-    return rejects_ ? std::min(lookahead, room_ - 1) : lookahead;
-  }
+  u32 lookahead_of(u32 s) const { return block_.control(s).lookahead; }
   // What the owner has stored last, without a step of the machine.
   Word word(u32 s, u32 r) const { return unpack(block_.published(s, r).word); }
   u32 committed(u32 s, u32 r) const { return block_.published(s, r).committed; }
@@ -1047,12 +877,6 @@ class Simulation final : public simulated::Watch {
   std::array<std::array<std::int32_t, kPositions>, kRows> text_{};
   std::array<bool, kRows> is_ended_{};
   bool is_confident_ = false;  // stages use the confidence of tokens
-  // Rejection sampling. The draft keeps what it has drawn its newest `room_` tokens from.
-  bool rejects_ = false, awaits_draws_ = true;
-  u32 accepts_percent_ = 0, dies_percent_ = 0, room_ = 1;
-  std::array<u64, kRows> has_begun_{};  // announced by the draft, which has gone on to draw
-  std::array<Word, kRows> taken_{};     // what the target has decided by
-  std::array<std::array<u64, 9>, kRows> drawn_{};  // by position: epoch and position of the token
   GainPolicy policies_;
   std::array<bool, kStages> is_here_{}, is_lost_{}, is_corrupt_{}, becomes_corrupt_{};
   std::array<bool, kStages> is_ringing_{};  // has published, and not yet woken all others
@@ -1094,11 +918,6 @@ void print_coverage(const char* when) {
       "torn; %llu steps with fewer draft tokens by their confidence\n",
       number(c.tokens), number(c.rollbacks), number(c.parks), number(c.waits), number(c.rests),
       number(c.observed), number(c.torn), number(c.choices));
-  std::printf(
-      "    rejection sampling %llu: decisions %llu, draft tokens %llu, waits for a draw %llu, %llu "
-      "given up; crashes during a draw %llu, steps after a rollback %llu\n",
-      number(c.rejecting), number(c.decisions), number(c.verified), number(c.undrawn),
-      number(c.given_up), number(c.killed), number(c.rolled_back));
   std::fflush(stdout);
 }
 

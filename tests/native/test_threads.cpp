@@ -313,42 +313,6 @@ TEST(L7_L8_a_step_that_has_ended_is_in_the_host_shadow) {
   CHECK_EQ(wrong, 0u);
 }
 
-// L9. Announcement (Dekker).   D: announced = new, r = decided   ||   T: decided = 1, q = announced
-// Allowed: r == 1 (T decided before the draw), or q == new, or both.
-// Not: r == 0 and q == old: T would decide without a draw that has begun. Why: the fence behind the
-// announcement and the load are sequentially consistent.
-TEST(L9_a_draw_that_has_begun_is_announced) {
-  constexpr u32 kPairs = 2048;
-  fake::BlockMemory memory(2, kPairs, 8);
-  const Block& block = memory.block();
-  std::vector<u32> decided(16 * kPairs), seen_decided(kPairs), seen_announced(kPairs);
-  u32 lost = 0;
-  for (u32 round = 0; round < trials(25, 100); ++round) {
-    for (u32 i = 0; i < kPairs; ++i) reset_row(block, i, 1, 8, 9);
-    std::fill(decided.begin(), decided.end(), 0);
-    std::atomic<u32> ready{0};
-    const auto both_ready = [&] {
-      ready.fetch_add(1);
-      while (ready.load() < 2) std::this_thread::yield();
-    };
-    std::thread draft([&] {
-      both_ready();
-      for (u32 i = 0; i < kPairs; ++i) {
-        OwnSequence(block, 0, i).announce();
-        seen_decided[i] = load_relaxed(&decided[16 * i]);
-      }
-    });
-    both_ready();
-    for (u32 i = 0; i < kPairs; ++i) {
-      __atomic_store_n(&decided[16 * i], 1u, __ATOMIC_SEQ_CST);
-      seen_announced[i] = Sequence(block, 0, i).announced().length;
-    }
-    draft.join();
-    for (u32 i = 0; i < kPairs; ++i) lost += seen_decided[i] == 0 && seen_announced[i] == 1;
-  }
-  CHECK_EQ(lost, 0u);
-}
-
 // --- sleeping and waking -------------------------------------------------------------------------
 
 namespace {

@@ -9,9 +9,6 @@
 // promises a load never sees a store that depends on a later store of its own thread. The protocol
 // has no such executions, because the stores that others wait for are releases.
 //
-// The fences of sequential consistency have one view in common: each takes it over and adds its
-// thread's. A load of that order gets no older value than that view has (C++20, [atomics.order]).
-//
 // The threads of a test run one after the other, in an order in which none reads what a later one
 // writes. No outcome is lost: the reader may still load any old value. This memory cannot express a
 // test in which two threads read each other.
@@ -30,17 +27,7 @@ namespace weak {
 using pipespec::Order, pipespec::Scope;
 
 // An order that a test takes away from the protocol everywhere.
-// Without sequential consistency the fence is one of release and acquire, and the load an acquire.
-enum class Without {
-  kNothing,
-  kRelease,
-  kAcquire,
-  kReleaseFence,
-  kAcquireFence,
-  kSeqCstFence,
-  kSeqCstLoad,
-  kAll
-};
+enum class Without { kNothing, kRelease, kAcquire, kReleaseFence, kAcquireFence, kAll };
 
 using View = std::map<const void*, std::size_t>;
 
@@ -72,7 +59,6 @@ class Memory {
   // Another execution; false: there was none left.
   bool again() {
     words_.clear();
-    sequential_.clear();
     at_ = 0;
     while (!choices_.empty() && choices_.back().taken + 1 == choices_.back().of)
       choices_.pop_back();
@@ -96,13 +82,10 @@ class Memory {
   template <typename T>
   T load(const T* p, Order order, Scope scope) {
     Word& word = at(p);
-    const bool is_sequential = order == Order::kSeqCst && !lacks(Without::kSeqCstLoad);
-    if (is_sequential) thread_->now[p] = std::max(thread_->now[p], sequential_[p]);
     const std::size_t oldest = thread_->now[p], of = word.values.size() - oldest;
     const std::size_t found = oldest + choose(of);
     const Value& value = word.values[found];
     thread_->now[p] = thread_->acquired[p] = found;
-    if (is_sequential) sequential_[p] = found;
     if (reaches(value, scope)) {
       join(thread_->acquired, value.view);
       if (order != Order::kRelaxed && !lacks(Without::kAcquire)) join(thread_->now, value.view);
@@ -128,15 +111,9 @@ class Memory {
   }
 
   void fence(Order order) {
-    const bool both = order == Order::kSeqCst;
-    if ((both || order == Order::kAcquire) && !lacks(Without::kAcquireFence))
+    if (order == Order::kAcquire && !lacks(Without::kAcquireFence))
       thread_->now = thread_->acquired;
-    if (both && !lacks(Without::kSeqCstFence)) {
-      join(sequential_, thread_->now);
-      join(thread_->now, sequential_);
-      join(thread_->acquired, sequential_);
-    }
-    if ((both || order == Order::kRelease) && !lacks(Without::kReleaseFence))
+    if (order == Order::kRelease && !lacks(Without::kReleaseFence))
       thread_->released = thread_->now;
   }
 
@@ -171,7 +148,6 @@ class Memory {
   Without without_;
   Thread* thread_ = nullptr;
   std::map<const void*, Word> words_;
-  View sequential_;
   std::vector<Choice> choices_;  // of this execution; the next one differs in the last of them
   std::size_t at_ = 0;
 };
