@@ -192,9 +192,7 @@ def without_gpu(log: OperationLog) -> Iterator[None]:
             "pipespec_kernels.triton.launch.check_device": lambda device, what: None,
             "pipespec_kernels.triton.launch.multiprocessors": lambda device: _MULTIPROCESSORS,
             # The calls take the same path as on a GPU, and not torch's dispatcher.
-            "pipespec_kernels.ops.traced": lambda tensor: False,
             "pipespec_kernels.kv.traced": lambda tensor: False,
-            "pipespec_kernels.layers.traced": lambda tensor: False,
             # Without values there is nothing to compare.
             "pipespec.engine.fused.check_outputs": lambda *arguments: None,
             "pipespec.engine.fused.is_row_independent": lambda *arguments: True,

@@ -29,6 +29,8 @@ else:
 
 INT32, INT64, FLOAT32, FLOAT64 = torch.int32, torch.int64, torch.float32, torch.float64
 CPU = torch.device("cpu")
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes whose tensors have their values in memory."""
 TOKEN_BYTES = {INT32: 4, INT64: 8}
 
 # Supported dtypes of logits, with the native code's names; None: the native code does not support it.
@@ -84,7 +86,7 @@ def check_logits(logits: Tensor, name: str = "logits") -> tuple[int, int, int, t
     code = _CODES.get(logits.dtype, -1)
     if code == -1:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {logits.dtype}")
-    if code is None or type(logits) is not Tensor or not logits.is_cpu or logits.is_neg():
+    if code is None or type(logits) not in PLAIN or not logits.is_cpu or logits.is_neg():
         return batch, width, vocab, None
     return batch, width, vocab, (logits.data_ptr(), code, batch, width, vocab, stride[0], stride[1])
 
@@ -221,13 +223,18 @@ def check_noise(noise: tuple[Any, Any, Any, Any, int], batch: int, width: int, d
     )
 
 
+def address(tensor: Tensor | None) -> int:
+    """For the native code; 0: there is no tensor."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def addresses(noise: FlatNoise) -> tuple[int, int, int, int, int]:
     seeds, positions, inv_temperature, cutoff, stream = noise
     return (
         seeds.data_ptr(),
         positions.data_ptr(),
         inv_temperature.data_ptr(),
-        0 if cutoff is None else cutoff.data_ptr(),
+        address(cutoff),
         stream,
     )
 
@@ -236,11 +243,6 @@ def moved(noise: FlatNoise, device: torch.device, offset: int = 0) -> Noise:
     seeds, positions, inv_temperature, cutoff, stream = noise
     cutoff = None if cutoff is None else cutoff.to(device)
     return Noise(seeds.to(device), positions.to(device), inv_temperature.to(device), cutoff, stream, offset)
-
-
-def as_tensors(values: Iterable[Any]) -> list[Any]:
-    """Numpy arrays as tensors, for a schema."""
-    return [_from_numpy("an argument", v) if hasattr(v, "__array_interface__") else v for v in values]
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
@@ -354,17 +356,3 @@ def write_to(results: tuple[Tensor, Tensor], selected: Tensor, accepted: Tensor)
         selected.copy_(results[0])
         accepted.copy_(results[1])
     return selected, accepted
-
-
-def into(out: Tensor | None, value: Tensor) -> Tensor:
-    """Copy ``value`` into ``out``, if that is given."""
-    if out is None:
-        return value
-    return result(out, tuple(value.shape), "out", value.device, value.dtype).copy_(value)
-
-
-def both_into(out: tuple[Tensor, Tensor] | None, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Copy a pair of results into ``out``, if that is given."""
-    check_pair(out)
-    first, second = out or (None, None)
-    return into(first, values[0]), into(second, values[1])

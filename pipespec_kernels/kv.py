@@ -22,12 +22,20 @@ from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.library import call, register, traced
+from pipespec_kernels.specs import (
+    FLOATS,
+    INTEGERS,
+    check,
+    check_contiguous,
+    check_last,
+    check_out,
+    check_storage,
+    check_tensor,
+    shape_of,
+)
 
-_INTEGERS = (torch.int32, torch.int64)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Dtypes that the native code computes with, with its names.
 NATIVE_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
-_PLAIN = (Tensor, torch.nn.Parameter)
 MOST_DIM = 256  # of the kernels
 MOST_GATHERED = 1024
 
@@ -62,14 +70,11 @@ def kv_append(
         ValueError: shapes, strides, devices, or numbers that were looked at, that do not fit. Nothing has been written then.
         RuntimeError: autograd would record: there is no backward pass.
     """
-    _refuse_gradients("kv_append", keys, values, k_cache, v_cache)
+    refuse_gradients("kv_append", keys, values, k_cache, v_cache)
     if traced(k_cache):
         call("kv_append", keys, values, k_cache, v_cache, lengths, n_new, check_counts)
     else:
         _kv_append(keys, values, k_cache, v_cache, lengths, n_new, check_counts)
-
-
-# The fake implementation (tensors without data): only the metadata is checked.
 
 
 def _check_append(
@@ -79,16 +84,9 @@ def _check_append(
     v_cache: Tensor,
     lengths: Tensor,
     n_new: Tensor | None = None,
-    check_counts: bool = False,
+    _: bool = False,
 ) -> None:
-    batch, heads, _, dim = _storage(k_cache, v_cache)
-    width = keys.shape[2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0
-    for name, tensor in (("keys", keys), ("values", values)):
-        _check(tensor, name, (k_cache.dtype,), (batch, heads, width, dim), k_cache.device)
-        _dense(tensor, name)
-    _rows(lengths, "lengths", batch, k_cache.device)
-    if n_new is not None:
-        _rows(n_new, "n_new", batch, k_cache.device)
+    check("kv_append", k_cache, v_cache, keys, values, lengths, n_new)
 
 
 @register(
@@ -110,14 +108,14 @@ def _kv_append(
         return
     _check_append(keys, values, k_cache, v_cache, lengths, n_new)
     arguments.check_flag("check_counts", check_counts)
-    kernels, width = _kernels(k_cache), keys.shape[2]
-    if kernels is None and (native := _native(k_cache)) is not None:
+    kernels, width = kernels_for(k_cache), keys.shape[2]
+    if kernels is None and (native := native_for(k_cache)) is not None:
         new = _place(keys), _place(values)
-        if native.kv_append(*_places(k_cache, v_cache), *new, width, _numbers(lengths), _numbers(n_new)) >= 0:
-            _fits(lengths, n_new, width, k_cache.shape[2], "n_new")
+        if native.kv_append(*_places(k_cache, v_cache), *new, width, numbers(lengths), numbers(n_new)) >= 0:
+            check_fits(lengths, n_new, width, k_cache.shape[2], "n_new")
         return
     if check_counts or kernels is None:
-        _fits(lengths, n_new, width, k_cache.shape[2], "n_new")
+        check_fits(lengths, n_new, width, k_cache.shape[2], "n_new")
     (kernels or reference).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
 
 
@@ -128,7 +126,7 @@ def _plain_append(
 
     The checks that name what is wrong take longer than the copy of a step. They follow where this returns False.
     """
-    if not is_plain(k_cache, v_cache, keys, values, dense=False) or (native := _native(k_cache)) is None:
+    if not is_plain(k_cache, v_cache, keys, values, dense=False) or (native := native_for(k_cache)) is None:
         return False
     shape, new = k_cache.shape, keys.shape
     if len(shape) != 4 or len(new) != 4 or v_cache.shape != shape or values.shape != new:
@@ -150,17 +148,21 @@ def _plain_append(
         if last != 1 or not (row and head and position):
             return False
         places.append((tensor.data_ptr(), row * size, head * size, position * size))
-    numbers = _numbers(lengths), _numbers(n_new)
-    return bool(native.kv_append(*places[:2], (rows, heads, capacity, dim * size), *places[2:], width, *numbers) < 0)
+    counts = numbers(lengths), numbers(n_new)
+    return bool(native.kv_append(*places[:2], (rows, heads, capacity, dim * size), *places[2:], width, *counts) < 0)
 
 
 def is_plain(*tensors: Any, optional: tuple[Any, ...] = (), dense: bool = True) -> bool:
     """Whether all of these are ordinary tensors on the CPU in the dtype of the first, contiguous ones if ``dense``. Optional ones may be None."""
     dtype = getattr(tensors[0], "dtype", None)
-    if dtype not in _FLOATS:
+    if dtype not in FLOATS:
         return False
     return all(
-        type(x) in _PLAIN and x.dtype is dtype and x.is_cpu and not x.is_neg() and (not dense or x.is_contiguous())
+        type(x) in arguments.PLAIN
+        and x.dtype is dtype
+        and x.is_cpu
+        and not x.is_neg()
+        and (not dense or x.is_contiguous())
         for x in (*tensors, *(x for x in optional if x is not None))
     )
 
@@ -168,7 +170,7 @@ def is_plain(*tensors: Any, optional: tuple[Any, ...] = (), dense: bool = True) 
 def _plain_rows(tensor: Any, count: int) -> bool:
     return (
         type(tensor) is Tensor
-        and tensor.dtype in _INTEGERS
+        and tensor.dtype in INTEGERS
         and tensor.is_cpu
         and tensor.is_contiguous()
         and tensor.shape == (count,)
@@ -185,22 +187,11 @@ def kv_truncate(lengths: Tensor, to: Tensor) -> None:
     Raises:
         TypeError, ValueError: as for :func:`kv_append`.
     """
-    if traced(lengths):
-        call("kv_truncate", lengths, to)
-    else:
-        _kv_truncate(lengths, to)
-
-
-def _check_truncate(lengths: Tensor, to: Tensor) -> None:
     if not isinstance(lengths, Tensor) or lengths.dim() != 1:
-        raise ValueError(f"lengths must be a tensor [B], got {_shape(lengths)}")
-    _rows(lengths, "lengths", lengths.shape[0], lengths.device)
-    _rows(to, "to", lengths.shape[0], lengths.device)
-
-
-@register("(Tensor(a!) lengths, Tensor to) -> ()", _check_truncate, mutates=("lengths",))
-def _kv_truncate(lengths: Tensor, to: Tensor) -> None:
-    _check_truncate(lengths, to)
+        raise ValueError(f"lengths must be a tensor [B], got {shape_of(lengths)}")
+    for name, tensor in (("lengths", lengths), ("to", to)):
+        check_tensor(tensor, name, INTEGERS, (len(lengths),), lengths.device)
+        check_contiguous(tensor, name)
     (dispatch.kernels(lengths) or reference).kv_truncate(lengths, to)
 
 
@@ -221,33 +212,17 @@ def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *
     Raises:
         TypeError, ValueError, RuntimeError: as for :func:`kv_append`.
     """
-    _refuse_gradients("kv_gather", k_cache, v_cache)
-    if traced(k_cache):
-        call("kv_gather", k_cache, v_cache, lengths, rows, check_counts)
-    else:
-        _kv_gather(k_cache, v_cache, lengths, rows, check_counts)
-
-
-def _check_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, check_counts: bool = False) -> None:
-    batch, _, _, _ = _storage(k_cache, v_cache)
-    _rows(lengths, "lengths", batch, k_cache.device)
-    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.shape[0] > min(batch, MOST_GATHERED):
-        raise ValueError(f"rows must be a tensor [N] with N <= {min(batch, MOST_GATHERED)}, got {_shape(rows)}")
-    _rows(rows, "rows", rows.shape[0], k_cache.device)
-
-
-@register(
-    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor rows, bool check_counts=False) -> ()",
-    _check_gather,
-    mutates=("k_cache", "v_cache"),
-)
-def _kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, check_counts: bool = False) -> None:
-    _check_gather(k_cache, v_cache, lengths, rows)
+    refuse_gradients("kv_gather", k_cache, v_cache)
+    check_storage(k_cache, v_cache)
+    most = min(len(k_cache), MOST_GATHERED)
+    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.shape[0] > most:
+        raise ValueError(f"rows must be a tensor [N] with N <= {most}, got {shape_of(rows)}")
+    check("kv_gather", k_cache, v_cache, lengths, rows)
     arguments.check_flag("check_counts", check_counts)
-    kernels = _kernels(k_cache)
-    if kernels is None and (native := _native(k_cache)) is not None:
+    kernels = kernels_for(k_cache)
+    if kernels is None and (native := native_for(k_cache)) is not None:
         where, moved = _places(k_cache, v_cache), len(rows)
-        if native.kv_gather(*where, _numbers(lengths), _numbers(rows), moved, torch.get_num_threads()) >= 0:
+        if native.kv_gather(*where, numbers(lengths), numbers(rows), moved, torch.get_num_threads()) >= 0:
             _check_sources(k_cache, lengths, rows)
         return
     if check_counts or kernels is None:
@@ -256,7 +231,7 @@ def _kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, 
 
 
 def _check_sources(k_cache: Tensor, lengths: Tensor, rows: Tensor) -> None:
-    _fits(lengths, None, 0, k_cache.shape[2], "")
+    check_fits(lengths, None, 0, k_cache.shape[2], "")
     for row, source in enumerate(rows.tolist()):
         if not 0 <= source < len(k_cache):
             raise ValueError(f"rows[{row}] is {source}, but the storage has {len(k_cache)} rows")
@@ -282,38 +257,14 @@ def kv_compact(
     Raises:
         TypeError, ValueError, RuntimeError: as for :func:`kv_append`.
     """
-    _refuse_gradients("kv_compact", k_cache, v_cache)
-    if traced(k_cache):
-        call("kv_compact", k_cache, v_cache, positions, begin, n_keep, check_counts)
-    else:
-        _kv_compact(k_cache, v_cache, positions, begin, n_keep, check_counts)
-
-
-def _check_compact(
-    k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, check_counts: bool = False
-) -> None:
-    batch, _, _, _ = _storage(k_cache, v_cache)
-    width = positions.shape[1] if isinstance(positions, Tensor) and positions.dim() == 2 else 0
-    _check(positions, "positions", _INTEGERS, (batch, width), k_cache.device)
-    _rows(begin, "begin", batch, k_cache.device)
-    _rows(n_keep, "n_keep", batch, k_cache.device)
-
-
-@register(
-    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, Tensor begin, Tensor n_keep, bool check_counts=False) -> ()",
-    _check_compact,
-    mutates=("k_cache", "v_cache"),
-)
-def _kv_compact(
-    k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, check_counts: bool = False
-) -> None:
-    _check_compact(k_cache, v_cache, positions, begin, n_keep)
+    refuse_gradients("kv_compact", k_cache, v_cache)
+    check("kv_compact", k_cache, v_cache, positions, begin, n_keep)
     arguments.check_flag("check_counts", check_counts)
-    kernels = _kernels(k_cache)
-    if kernels is None and (native := _native(k_cache)) is not None:
+    kernels = kernels_for(k_cache)
+    if kernels is None and (native := native_for(k_cache)) is not None:
         table = (*positions.stride(), positions.shape[1])
         where = _places(k_cache, v_cache)
-        if native.kv_compact(*where, _numbers(positions), *table, _numbers(begin), _numbers(n_keep)) >= 0:
+        if native.kv_compact(*where, numbers(positions), *table, numbers(begin), numbers(n_keep)) >= 0:
             _check_positions(k_cache.shape[2], positions, begin, n_keep)
         return
     if check_counts or kernels is None:
@@ -322,7 +273,7 @@ def _kv_compact(
 
 
 def _check_positions(capacity: int, positions: Tensor, begin: Tensor, n_keep: Tensor) -> None:
-    _fits(begin, n_keep, positions.shape[1], capacity, "n_keep", "begin")
+    check_fits(begin, n_keep, positions.shape[1], capacity, "n_keep", "begin")
     for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
         for j, source in enumerate(positions[row, :count].tolist()):
             if not first + j <= source < capacity:
@@ -391,15 +342,15 @@ def verify_attention(
         tensor([[[[0.5000, 0.5000, 0.0000, 0.0000],
                   [0.3333, 0.3333, 0.3333, 0.0000]]]])
     """
-    _refuse_gradients("verify_attention", q, k_cache, v_cache)
+    refuse_gradients("verify_attention", q, k_cache, v_cache)
     if not traced(q):
         return _verify_attention(
             q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, window, softcap, out, workspace
         )
     if out is not None:
-        _check_out(out, q)
+        check_out(out, q)
     if workspace is not None:
-        _storage(k_cache, v_cache, written=False)
+        check_storage(k_cache, v_cache, written=False)
         _check_workspace(workspace, q, k_cache)
     result = call(
         "verify_attention", q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, window, softcap
@@ -445,18 +396,18 @@ def _verify_attention(
 ) -> Tensor:
     _check_attention(q, k_cache, v_cache, lengths, query_lens, scale, window, softcap)
     if out is not None:
-        _check_out(out, q)
+        check_out(out, q)
     arguments.check_flag("check_counts", check_counts)
     arguments.check_flag("invariant", invariant)
     _check_workspace(workspace, q, k_cache)
     batch, heads, width, dim = q.shape
-    kernels = _kernels(q)
+    kernels = kernels_for(q)
     native = None
     # Under autocast torch chooses the dtype of the arithmetic.
     if kernels is None and q.dtype in NATIVE_DTYPES and not torch.is_autocast_enabled("cpu"):
-        native = _native(q)
+        native = native_for(q)
     if check_counts or (kernels is None and native is None):
-        _fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
+        check_fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
     if out is None:
         out = q.new_empty((batch, width, heads, dim)).transpose(1, 2)
     if kernels is not None:
@@ -470,14 +421,14 @@ def _verify_attention(
             (batch, heads, k_cache.shape[1], width, dim, k_cache.shape[2]),
             *((t.data_ptr(), *t.stride()[:3]) for t in (q, k_cache, v_cache, out)),
             window or 0,
-            _numbers(lengths),
-            _numbers(query_lens),
+            numbers(lengths),
+            numbers(query_lens),
             dim**-0.5 if scale is None else scale,
             softcap or 0.0,
             torch.get_num_threads(),
         )
         if bad >= 0:
-            _fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
+            check_fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
         return out
     if dispatch.forced:
         step = 1 if invariant else max(width, 1)
@@ -501,19 +452,14 @@ def _check_attention(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    batch, heads, _, dim = _storage(k_cache, v_cache, written=False)
+    check_storage(k_cache, v_cache, written=False)
     if not isinstance(q, Tensor) or q.dim() != 4:
         raise (TypeError if not isinstance(q, Tensor) else ValueError)(
-            f"q must be a tensor [B, Hq, Q, D], got {_shape(q)}"
+            f"q must be a tensor [B, Hq, Q, D], got {shape_of(q)}"
         )
-    heads_q, width = q.shape[1], q.shape[2]
-    _check(q, "q", (k_cache.dtype,), (batch, heads_q, width, dim), k_cache.device)
-    _dense(q, "q")
-    if heads == 0 or heads_q % heads:
-        raise ValueError(f"{heads_q} query heads cannot share {heads} heads of keys evenly")
-    _rows(lengths, "lengths", batch, q.device)
-    if query_lens is not None:
-        _rows(query_lens, "query_lens", batch, q.device)
+    sizes = check("verify_attention", k_cache, v_cache, q, lengths, query_lens, written=False)
+    if sizes["H"] == 0 or sizes["G"] % sizes["H"]:
+        raise ValueError(f"{sizes['G']} query heads cannot share {sizes['H']} heads of keys evenly")
     for name, value in (("scale", scale), ("window", window), ("softcap", softcap)):
         if value is not None:
             arguments.check_number(name, value)
@@ -527,19 +473,13 @@ def _check_attention(
         raise ValueError(f"softcap must be 1e-30 .. 1e30, is {softcap}; leave it out for scores without a cap")
 
 
-def _check_out(out: Any, q: Tensor) -> None:
-    _check(out, "out", (q.dtype,), tuple(q.shape), q.device)
-    _dense(out, "out")
-    _distinct(out, "out")
-
-
 def _check_workspace(workspace: Any, q: Tensor, k_cache: Tensor) -> None:
     if workspace is None:
         return
     least = 2 * q.shape[0] * k_cache.shape[1]
     size = workspace.shape[0] if isinstance(workspace, Tensor) and workspace.dim() == 1 else 0
-    _check(workspace, "workspace", (torch.int32,), (max(size, least),), q.device, "q")
-    _dense(workspace, "workspace")
+    check_tensor(workspace, "workspace", (torch.int32,), (max(size, least),), q.device, "q")
+    check_last(workspace, "workspace")
 
 
 def _attention(
@@ -600,17 +540,17 @@ def _capped(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
     return (torch.softmax(scores, -1) @ values).to(dtype)
 
 
-def _refuse_gradients(operation: str, *tensors: Any) -> None:
+def refuse_gradients(operation: str, *tensors: Any) -> None:
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
         raise RuntimeError(f"{operation} has no backward pass: call it under torch.no_grad() or inference_mode()")
 
 
-def _kernels(tensor: Tensor) -> Any:
+def kernels_for(tensor: Tensor) -> Any:
     """The kernels for this storage, or these queries, if there are any; else None."""
     return dispatch.kernels(tensor) if tensor.shape[-1] <= MOST_DIM else None
 
 
-def _native(tensor: Tensor) -> Any:
+def native_for(tensor: Tensor) -> Any:
     """The native code if it runs operations on this tensor, else None."""
     return None if dispatch.forced or not tensor.is_cpu else arguments.native
 
@@ -627,73 +567,14 @@ def _places(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[int, ...], ...]:
     return _place(k_cache), _place(v_cache), (rows, heads, capacity, dim * k_cache.element_size())
 
 
-def _numbers(tensor: Tensor | None) -> tuple[int, bool]:
+def numbers(tensor: Tensor | None) -> tuple[int, bool]:
     """Integers, for the native code."""
     return (0, False) if tensor is None else (tensor.data_ptr(), tensor.dtype is torch.int64)
 
 
-def _shape(tensor: Any) -> str:
-    return f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-
-
-def _check(
-    tensor: Any,
-    name: str,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int, ...],
-    device: torch.device,
-    like: str = "the storage",
+def check_fits(
+    lengths: Tensor, counts: Tensor | None, width: int, capacity: int, name: str, first: str = "lengths"
 ) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TypeError(f"{name} must be {names}, got {tensor.dtype}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like {like}, is on {tensor.device}")
-    arguments.check_dense(tensor, name)
-    if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
-        raise ValueError(f"{name} must have its values in memory, and is a negated view: pass {name}.resolve_neg()")
-
-
-def _dense(tensor: Tensor, name: str) -> None:
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
-
-
-def _distinct(tensor: Tensor, name: str) -> None:
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(f"{name} is written to and must not be expanded, got strides {tensor.stride()}")
-
-
-def _rows(tensor: Any, name: str, count: int, device: torch.device) -> None:
-    _check(tensor, name, _INTEGERS, (count,), device)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-
-
-def _storage(k_cache: Any, v_cache: Any, written: bool = True) -> tuple[int, int, int, int]:
-    if not isinstance(k_cache, Tensor):
-        raise TypeError(f"k_cache must be a tensor, got {type(k_cache).__name__}")
-    if k_cache.dim() != 4:
-        raise ValueError(f"k_cache must be [B, Hkv, S, D], got {_shape(k_cache)}")
-    _check(k_cache, "k_cache", _FLOATS, tuple(k_cache.shape), k_cache.device)
-    _check(v_cache, "v_cache", (k_cache.dtype,), tuple(k_cache.shape), k_cache.device)
-    batch, heads, capacity, dim = k_cache.shape
-    if dim == 0:
-        raise ValueError(f"heads must have a dimension, got {_shape(k_cache)}")
-    if capacity >= 2**31:
-        raise ValueError(f"a capacity must be below 2**31, got {_shape(k_cache)}")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _dense(cache, name)
-        if written:
-            _distinct(cache, name)
-    return batch, heads, capacity, dim
-
-
-def _fits(lengths: Tensor, counts: Tensor | None, width: int, capacity: int, name: str, first: str = "lengths") -> None:
     """Raise ``ValueError`` for a row that points outside the tensors. Waits for the device."""
     all_counts = [width] * len(lengths) if counts is None else counts.tolist()
     for row, (length, count) in enumerate(zip(lengths.tolist(), all_counts, strict=True)):

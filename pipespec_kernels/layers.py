@@ -20,22 +20,15 @@ from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.kv import (
-    _FLOATS,
-    _INTEGERS,
     NATIVE_DTYPES,
-    _check,
-    _check_append,
-    _check_out,
-    _dense,
-    _distinct,
-    _fits,
-    _kernels,
-    _native,
-    _numbers,
-    _refuse_gradients,
+    check_fits,
     is_plain,
+    kernels_for,
+    native_for,
+    numbers,
+    refuse_gradients,
 )
-from pipespec_kernels.library import call, register, traced
+from pipespec_kernels.specs import FLOATS, check, check_distinct, check_last, check_out, check_tensor
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 # Those of the native code, with its numbers. Torch's error function uses vectors, which the C library's does not.
@@ -86,66 +79,7 @@ def add_rms_norm(
         >>> add_rms_norm(torch.tensor([[1.0, 5.0]]), torch.tensor([[2.0, -1.0]]), torch.tensor([1.0, 10.0]), 0.0)
         (tensor([[ 0.8485, 11.3137]]), tensor([[3., 4.]]))
     """
-    _refuse_gradients("add_rms_norm", x, residual, weight, bias, out, residual_out)
-    if not traced(x):
-        return _run_add_rms_norm(x, residual, weight, eps, one_plus_weight, bias, out, residual_out)
-    _check_outs(x, residual, out, residual_out)
-    normed, total = call("add_rms_norm", x, residual, weight, eps, one_plus_weight, bias)
-    normed = normed if out is None else out.copy_(normed)
-    if residual is None:
-        return normed, x
-    return normed, total if residual_out is None else residual_out.copy_(total)
-
-
-def _check_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    one_plus_weight: bool = False,
-    bias: Tensor | None = None,
-) -> None:
-    _check_rows(x, "x")
-    if residual is not None:
-        _check_like(residual, "residual", x)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None or name == "weight":
-            _check_vector(tensor, name, x, x.shape[-1])
-    _check_eps(eps)
-
-
-def _fake_add_rms_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    _check_norm(x, residual, *rest)
-    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
-
-
-# An operation must not return its argument: without a residual the second result is empty.
-@register(
-    "(Tensor x, Tensor? residual, Tensor weight, float eps, bool one_plus_weight=False, Tensor? bias=None) -> (Tensor, Tensor)",
-    _fake_add_rms_norm,
-)
-def _add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    one_plus_weight: bool = False,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    normed, total = _run_add_rms_norm(x, residual, weight, eps, one_plus_weight, bias)
-    return normed, x.new_empty(0) if residual is None else total
-
-
-def _run_add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    one_plus_weight: bool = False,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    refuse_gradients("add_rms_norm", x, residual, weight, bias, out, residual_out)
     arguments.check_flag("one_plus_weight", one_plus_weight)
     found = _plain_norm(x, residual, weight, eps, one_plus_weight, bias, out, residual_out)
     if found is not None:
@@ -153,7 +87,7 @@ def _run_add_rms_norm(
     _check_norm(x, residual, weight, eps, one_plus_weight, bias)
     _check_outs(x, residual, out, residual_out)
     kernels = dispatch.kernels(x)
-    native = _native(x)
+    native = native_for(x)
     if kernels is None and (native is None or x.dtype not in NATIVE_DTYPES):
         normed, total = reference.add_rms_norm(x, residual, weight, eps, one_plus_weight, bias)
         if residual is not None and residual_out is not None:
@@ -175,13 +109,30 @@ def _run_add_rms_norm(
         *places[0],
         *(places[1] if residual is not None else (0, 0)),
         weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
+        arguments.address(bias),
         eps,
         one_plus_weight,
         *places[2],
         *places[3],
     )
     return normed, total
+
+
+def _check_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    one_plus_weight: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    _check_rows(x, "x")
+    if residual is not None:
+        _check_like(residual, "residual", x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None or name == "weight":
+            _check_vector(tensor, name, x, x.shape[-1])
+    _check_eps(eps)
 
 
 def _plain_norm(
@@ -198,7 +149,7 @@ def _plain_norm(
 
     The checks that name what is wrong take longer than the arithmetic of a step.
     """
-    if not is_plain(x, weight, optional=(residual, bias, out, residual_out)) or (native := _native(x)) is None:
+    if not is_plain(x, weight, optional=(residual, bias, out, residual_out)) or (native := native_for(x)) is None:
         return None
     shape, code = x.shape, NATIVE_DTYPES.get(x.dtype)
     if code is None or not shape or not x.numel() or not isinstance(eps, float) or not 0 <= eps < math.inf:
@@ -224,7 +175,7 @@ def _plain_norm(
         before,
         hidden,
         weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
+        arguments.address(bias),
         eps,
         one_plus_weight,
         normed.data_ptr(),
@@ -241,7 +192,7 @@ def _check_outs(x: Tensor, residual: Tensor | None, out: Tensor | None, residual
     for name, tensor in (("out", out), ("residual_out", residual_out)):
         if tensor is not None:
             _check_like(tensor, name, x)
-            _distinct(tensor, name)
+            check_distinct(tensor, name)
 
 
 # --- silu_mul --------------------------------------------------------------------------------------------------------
@@ -273,39 +224,7 @@ def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = 
         >>> silu_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
         tensor([[0.0000, 1.4621]])
     """
-    _refuse_gradients("silu_mul", gate_up, out)
-    if not traced(gate_up):
-        return _silu_mul(gate_up, activation, out)
-    if out is not None:
-        _check_out_half(out, gate_up)
-    result: Tensor = call("silu_mul", gate_up, activation)
-    return result if out is None else out.copy_(result)
-
-
-def _half_shape(gate_up: Tensor) -> tuple[int, ...]:
-    return (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-def _check_gate_up(gate_up: Tensor, activation: str) -> None:
-    _check_rows(gate_up, "gate_up")
-    if gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up must have an even number of elements per row, got shape {tuple(gate_up.shape)}")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, is {activation!r}")
-
-
-def _check_out_half(out: Tensor, gate_up: Tensor) -> None:
-    _check_like(out, "out", gate_up, _half_shape(gate_up), "gate_up")
-    _distinct(out, "out")
-
-
-def _fake_silu_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    _check_gate_up(gate_up, activation)
-    return gate_up.new_empty(_half_shape(gate_up))
-
-
-@register('(Tensor gate_up, str activation="silu") -> Tensor', _fake_silu_mul)
-def _silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+    refuse_gradients("silu_mul", gate_up, out)
     found = _plain_silu_mul(gate_up, activation, out)
     if found is not None:
         return found
@@ -313,7 +232,7 @@ def _silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = No
     if out is not None:
         _check_out_half(out, gate_up)
     kernels = dispatch.kernels(gate_up)
-    native, code = _native(gate_up), NATIVE_DTYPES.get(gate_up.dtype)
+    native, code = native_for(gate_up), NATIVE_DTYPES.get(gate_up.dtype)
     if kernels is None and native is not None and code is not None and activation in _NATIVE_ACTIVATIONS:
         result = gate_up.new_empty(_half_shape(gate_up)) if out is None else out
         from_rows, to_rows = _as_rows(gate_up), _as_rows(result)
@@ -336,9 +255,26 @@ def _silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = No
     return out
 
 
+def _half_shape(gate_up: Tensor) -> tuple[int, ...]:
+    return (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _check_gate_up(gate_up: Tensor, activation: str) -> None:
+    _check_rows(gate_up, "gate_up")
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up must have an even number of elements per row, got shape {tuple(gate_up.shape)}")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, is {activation!r}")
+
+
+def _check_out_half(out: Tensor, gate_up: Tensor) -> None:
+    _check_like(out, "out", gate_up, _half_shape(gate_up), "gate_up")
+    check_distinct(out, "out")
+
+
 def _plain_silu_mul(gate_up: Tensor, activation: str, out: Tensor | None) -> Tensor | None:
     """As :func:`_plain_norm`."""
-    if not is_plain(gate_up, optional=(out,)) or (native := _native(gate_up)) is None:
+    if not is_plain(gate_up, optional=(out,)) or (native := native_for(gate_up)) is None:
         return None
     shape, code = gate_up.shape, NATIVE_DTYPES.get(gate_up.dtype)
     number = _NATIVE_ACTIVATIONS.get(activation) if isinstance(activation, str) else None
@@ -429,107 +365,20 @@ def rope_append(
         >>> k_cache[0, 0].tolist(), v_cache[0, 0].tolist()
         ([[0.0, 0.0], [-2.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
     """
-    _refuse_gradients("rope_append", q, keys, values, cos, sin, k_cache, v_cache, q_norm, k_norm, out)
-    given = q, keys, values, cos, sin, k_cache, v_cache, lengths, n_new
-    norms = q_norm, k_norm, eps, one_plus_weight
-    if not traced(k_cache):
-        return _rope_append(*given, positions, *norms, check_counts, out)
-    if out is not None and isinstance(q, Tensor):
-        _check_out(out, q)
-    result: Tensor = call("rope_append", *given, positions, *norms, check_counts)
-    return result if out is None else out.copy_(result)
-
-
-def _check_rope(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    n_new: Tensor | None = None,
-    positions: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    one_plus_weight: bool = False,
-    check_counts: bool = False,
-) -> None:
-    _check_append(keys, values, k_cache, v_cache, lengths, n_new)
-    batch, _, width, dim = keys.shape
-    heads = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0
-    _check(q, "q", (k_cache.dtype,), (batch, heads, width, dim), k_cache.device)
-    _dense(q, "q")
-    dtypes = (q.dtype,) if q.dtype in (torch.float32, torch.float64) else (q.dtype, torch.float32)
-    size, rotary = cos.shape if isinstance(cos, Tensor) and cos.dim() == 2 else (0, 0)
-    for name, table in (("cos", cos), ("sin", sin)):
-        _check(table, name, dtypes, (size, rotary), q.device)
-        _dense(table, name)
-    if cos.dtype is not sin.dtype:
-        raise TypeError(f"cos and sin must have one dtype, got {cos.dtype} and {sin.dtype}")
-    if size == 0 or rotary % 2 or not 2 <= rotary <= dim:
-        raise ValueError(
-            f"cos and sin must be [P, R] with P > 0 and an even R of at most {dim}, got shape {tuple(cos.shape)}"
-        )
-    if positions is not None:
-        _check(positions, "positions", _INTEGERS, (batch, width), q.device)
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm go together")
-    if q_norm is not None:
-        _check_vector(q_norm, "q_norm", q, dim, "q")
-        _check_vector(k_norm, "k_norm", q, dim, "q")
-    _check_eps(eps)
-
-
-def _fake_rope_append(q: Tensor, *rest: Any) -> Tensor:
-    _check_rope(q, *rest)
-    return _empty_queries(q)
-
-
-def _empty_queries(q: Tensor) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
-
-
-@register(
-    "(Tensor q, Tensor keys, Tensor values, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, "
-    "Tensor? n_new=None, Tensor? positions=None, Tensor? q_norm=None, Tensor? k_norm=None, float eps=1e-06, "
-    "bool one_plus_weight=False, bool check_counts=False) -> Tensor",
-    _fake_rope_append,
-    mutates=("k_cache", "v_cache"),
-)
-def _rope_append(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    n_new: Tensor | None = None,
-    positions: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    one_plus_weight: bool = False,
-    check_counts: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
+    refuse_gradients("rope_append", q, keys, values, cos, sin, k_cache, v_cache, q_norm, k_norm, out)
     given = q, keys, values, cos, sin, k_cache, v_cache, lengths, n_new
     _check_rope(*given, positions, q_norm, k_norm, eps)
     arguments.check_flag("check_counts", check_counts)
     if out is not None:
-        _check_out(out, q)
-    kernels, native = _kernels(k_cache), _native(k_cache)
+        check_out(out, q)
+    kernels, native = kernels_for(k_cache), native_for(k_cache)
     if kernels is None and native is not None and q.dtype in NATIVE_DTYPES and q_norm is None:
         if out is None:
             out = _empty_queries(q)
         if _rope_by_native(native, *given, positions, out):
             return out
     if check_counts or kernels is None:
-        _fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
+        check_fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
         _in_tables(lengths, n_new, positions, keys.shape[2], cos.shape[0])
     options: dict[str, Any] = {
         "positions": positions,
@@ -544,6 +393,43 @@ def _rope_append(
         return out.copy_(reference.rope_append(*given, **options))
     kernels.rope_append(*given, **options, out=out)
     return out
+
+
+def _check_rope(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    n_new: Tensor | None,
+    positions: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
+    given = keys, values, lengths, n_new, q, positions, q_norm, k_norm
+    dim = check("rope_append", k_cache, v_cache, *given)["D"]
+    dtypes = (q.dtype,) if q.dtype in (torch.float32, torch.float64) else (q.dtype, torch.float32)
+    size, rotary = cos.shape if isinstance(cos, Tensor) and cos.dim() == 2 else (0, 0)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(table, name, dtypes, (size, rotary), q.device)
+        check_last(table, name)
+    if cos.dtype is not sin.dtype:
+        raise TypeError(f"cos and sin must have one dtype, got {cos.dtype} and {sin.dtype}")
+    if size == 0 or rotary % 2 or not 2 <= rotary <= dim:
+        raise ValueError(
+            f"cos and sin must be [P, R] with P > 0 and an even R of at most {dim}, got shape {tuple(cos.shape)}"
+        )
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm go together")
+    _check_eps(eps)
+
+
+def _empty_queries(q: Tensor) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
 
 
 def _rope_by_native(
@@ -569,9 +455,9 @@ def _rope_by_native(
         [(t.data_ptr(), *t.stride()[:3]) for t in (q, keys, values, k_cache, v_cache, out)],
         (cos.data_ptr(), cos.stride(0)),
         (sin.data_ptr(), sin.stride(0)),
-        _numbers(lengths),
-        _numbers(n_new),
-        _numbers(positions),
+        numbers(lengths),
+        numbers(n_new),
+        numbers(positions),
         *((0, 0) if positions is None else positions.stride()),
     )
     return bool(row < 0)
@@ -597,7 +483,7 @@ def _check_rows(x: Any, name: str) -> None:
     """Rows of at least one element with one distance between them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    _check(x, name, _FLOATS, tuple(x.shape), x.device)
+    check_tensor(x, name, FLOATS, tuple(x.shape), x.device)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name} must have rows of at least one element, got shape {tuple(x.shape)}")
     _check_row_stride(x, name)
@@ -607,7 +493,7 @@ def _check_row_stride(x: Tensor, name: str) -> None:
     """Raise ``ValueError`` unless a view ``[N, H]`` of these rows exists."""
     if x.is_contiguous() or x.numel() == 0:
         return
-    _dense(x, name)
+    check_last(x, name)
     following = None
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size == 1:
@@ -622,13 +508,13 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _check_like(tensor: Any, name: str, x: Tensor, shape: tuple[int, ...] | None = None, like: str = "x") -> None:
-    _check(tensor, name, (x.dtype,), tuple(x.shape) if shape is None else shape, x.device, like)
+    check_tensor(tensor, name, (x.dtype,), tuple(x.shape) if shape is None else shape, x.device, like)
     _check_row_stride(tensor, name)
 
 
 def _check_vector(tensor: Any, name: str, x: Tensor, size: int, like: str = "x") -> None:
-    _check(tensor, name, (x.dtype,), (size,), x.device, like)
-    _dense(tensor, name)
+    check_tensor(tensor, name, (x.dtype,), (size,), x.device, like)
+    check_last(tensor, name)
 
 
 def _check_eps(eps: float) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.arguments import CPU, FLOAT32, INT32
-from pipespec_kernels.library import call, register, traced
 
 __all__ = ["logprobs"]
 
@@ -61,11 +60,47 @@ def logprobs(
         >>> chosen.exp(), ids
         (tensor([[0.5000]]), tensor([[[0, 1]]], dtype=torch.int32))
     """
-    given = selected, query_lens, num_draft_tokens, inv_temperature, cutoff
-    if traced(logits):
-        found = call("logprobs", logits.detach(), *arguments.as_tensors(given), top_n)
-        return found[0], found[1], found[2]
-    return _logprobs(logits.detach() if isinstance(logits, Tensor) else logits, *given, top_n)
+    batch, width, _, native = arguments.check_logits(logits)
+    logits = logits.detach()
+    query_lens, num_draft_tokens, scale, bars = _checked(
+        logits, selected, query_lens, num_draft_tokens, inv_temperature, cutoff, top_n
+    )
+    if native is not None:
+        chosen = torch.empty((batch, width), dtype=FLOAT32, device=CPU)
+        top_ids = torch.empty((batch, width, top_n), dtype=INT32, device=CPU)
+        top = torch.empty((batch, width, top_n), dtype=FLOAT32, device=CPU)
+        selected = selected.contiguous()
+        arguments.native.logprobs(
+            *native,
+            query_lens.data_ptr(),
+            num_draft_tokens.data_ptr(),
+            selected.data_ptr(),
+            arguments.address(scale),
+            arguments.address(bars),
+            top_n,
+            chosen.data_ptr(),
+            top_ids.data_ptr(),
+            top.data_ptr(),
+            arguments.num_threads(None),
+        )
+        return chosen, top_ids, top
+    arguments.check_count_values(query_lens, num_draft_tokens, logits.shape[1])
+    if scale is not None:
+        arguments.check_inv_temperature(scale, arguments.busy_rows(query_lens))
+    device, kernels = logits.device, dispatch.kernels(logits)
+    if kernels is None:
+        counts = query_lens.to(CPU), num_draft_tokens.to(CPU)
+        return reference.logprobs(logits, selected, *counts, scale, bars, top_n)
+    found: tuple[Tensor, Tensor, Tensor] = kernels.logprobs(
+        logits,
+        selected.to(device),
+        query_lens.to(device),
+        num_draft_tokens.to(device),
+        None if scale is None else scale.to(device),
+        None if bars is None else bars.to(device),
+        top_n,
+    )
+    return found
 
 
 def _checked(
@@ -96,77 +131,3 @@ def _checked(
         None if scale is None else arguments.per_row("inv_temperature", scale, (batch,), device),
         None if bars is None else arguments.per_row("cutoff", bars, (batch, width), device),
     )
-
-
-def _fake_logprobs(
-    logits: Tensor,
-    selected: Tensor,
-    query_lens: Tensor,
-    num_draft_tokens: Tensor,
-    inv_temperature: Tensor | None = None,
-    cutoff: Tensor | None = None,
-    top_n: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _checked(logits, selected, query_lens, num_draft_tokens, inv_temperature, cutoff, top_n)
-    shape = logits.shape[:2]
-    return (
-        logits.new_empty(shape, dtype=FLOAT32),
-        logits.new_empty((*shape, top_n), dtype=INT32),
-        logits.new_empty((*shape, top_n), dtype=FLOAT32),
-    )
-
-
-@register(
-    "(Tensor logits, Tensor selected, Tensor query_lens, Tensor num_draft_tokens, Tensor? inv_temperature=None, Tensor? cutoff=None, "
-    "int top_n=0) -> (Tensor, Tensor, Tensor)",
-    _fake_logprobs,
-)
-def _logprobs(
-    logits: Tensor,
-    selected: Tensor,
-    query_lens: Any,
-    num_draft_tokens: Any,
-    inv_temperature: Any = None,
-    cutoff: Tensor | None = None,
-    top_n: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    query_lens, num_draft_tokens, scale, bars = _checked(
-        logits, selected, query_lens, num_draft_tokens, inv_temperature, cutoff, top_n
-    )
-    batch, width, _, native = arguments.check_logits(logits)
-    if native is not None:
-        chosen = torch.empty((batch, width), dtype=FLOAT32, device=CPU)
-        top_ids = torch.empty((batch, width, top_n), dtype=INT32, device=CPU)
-        top = torch.empty((batch, width, top_n), dtype=FLOAT32, device=CPU)
-        selected = selected.contiguous()
-        arguments.native.logprobs(
-            *native,
-            query_lens.data_ptr(),
-            num_draft_tokens.data_ptr(),
-            selected.data_ptr(),
-            0 if scale is None else scale.data_ptr(),
-            0 if bars is None else bars.data_ptr(),
-            top_n,
-            chosen.data_ptr(),
-            top_ids.data_ptr(),
-            top.data_ptr(),
-            arguments.num_threads(None),
-        )
-        return chosen, top_ids, top
-    arguments.check_count_values(query_lens, num_draft_tokens, logits.shape[1])
-    if scale is not None:
-        arguments.check_inv_temperature(scale, arguments.busy_rows(query_lens))
-    device, kernels = logits.device, dispatch.kernels(logits)
-    if kernels is None:
-        counts = query_lens.to(CPU), num_draft_tokens.to(CPU)
-        return reference.logprobs(logits, selected, *counts, scale, bars, top_n)
-    found: tuple[Tensor, Tensor, Tensor] = kernels.logprobs(
-        logits,
-        selected.to(device),
-        query_lens.to(device),
-        num_draft_tokens.to(device),
-        None if scale is None else scale.to(device),
-        None if bars is None else bars.to(device),
-        top_n,
-    )
-    return found

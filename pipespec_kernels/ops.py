@@ -16,7 +16,8 @@ In row selection, arguments with one entry per row are tensors on the device of 
 the CPU are checked before anything is written. The host does not read values on a GPU, so no call waits for the device. The checks run
 once per draft step and take about two microseconds.
 
-All operations are registered with ``torch.library`` as ``torch.ops.pipespec.<name>``: :mod:`pipespec_kernels.library`.
+A model's forward may be compiled by torch with :func:`kv_append` and :func:`verify_attention` in it (:mod:`pipespec_kernels.library`). The other
+operations are plain functions.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
-from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, INT32, FlatNoise
+from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, FlatNoise
 from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
-from pipespec_kernels.library import call, register, traced
 from pipespec_kernels.logprobs import logprobs
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams, check_undrawn
 from pipespec_kernels.penalties import Penalties, penalize
@@ -80,18 +80,6 @@ def argmax(logits: Tensor, *, threads: int | None = None, out: Tensor | None = N
         >>> argmax(torch.tensor([[[0.0, 2.0, 2.0], [-1.0, float("nan"), 9.0]]]))
         tensor([[1, 1]], dtype=torch.int32)
     """
-    if traced(logits):
-        return arguments.into(out, call("argmax", logits.detach(), threads))
-    return _argmax(logits, threads, out)
-
-
-def _fake_row_choices(logits: Tensor, *rest: Any) -> Tensor:
-    batch, width, _, _ = arguments.check_logits(logits)
-    return logits.new_empty((batch, width), dtype=INT32)
-
-
-@register("(Tensor logits, int? threads=None) -> Tensor", _fake_row_choices)
-def _argmax(logits: Tensor, threads: int | None = None, out: Tensor | None = None) -> Tensor:
     batch, width, _, native = arguments.check_logits(logits)
     out = arguments.result(out, (batch, width), "out", logits.device)
     if native is not None:
@@ -135,54 +123,19 @@ def sample(logits: Tensor, noise: Noise, *, threads: int | None = None, out: Ten
         >>> sample(torch.tensor([[[0.0, -float("inf"), -float("inf")]]]), one)
         tensor([[0]], dtype=torch.int32)
     """
-    flat = arguments.fields(noise)
-    if traced(logits):
-        return arguments.into(out, call("sample", logits.detach(), *arguments.as_tensors(flat), threads))
-    return _sample(logits, *flat, threads, out)
-
-
-def _fake_sample(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    inv_temperature: Tensor,
-    cutoff: Tensor | None = None,
-    stream: int = 0,
-    threads: int | None = None,
-) -> Tensor:
-    batch, width, _, _ = arguments.check_logits(logits)
-    arguments.check_noise((seeds, positions, inv_temperature, cutoff, stream), batch, width, logits.device)
-    return _fake_row_choices(logits)
-
-
-@register(
-    "(Tensor logits, Tensor seeds, Tensor positions, Tensor inv_temperature, Tensor? cutoff=None, int stream=0, "
-    "int? threads=None) -> Tensor",
-    _fake_sample,
-)
-def _sample(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Any,
-    inv_temperature: Any,
-    cutoff: Tensor | None = None,
-    stream: int = 0,
-    threads: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
     batch, width, _, native = arguments.check_logits(logits)
-    noise = arguments.check_noise((seeds, positions, inv_temperature, cutoff, stream), batch, width, logits.device)
+    flat = arguments.check_noise(arguments.fields(noise), batch, width, logits.device)
     out = arguments.result(out, (batch, width), "out", logits.device)
     if native is not None:
-        arguments.native.sample(*native, out.data_ptr(), arguments.num_threads(threads), *arguments.addresses(noise))
+        arguments.native.sample(*native, out.data_ptr(), arguments.num_threads(threads), *arguments.addresses(flat))
         return out
     if width > 0:
-        arguments.check_noise_values(noise, range(batch), width)
+        arguments.check_noise_values(flat, range(batch), width)
     kernels = dispatch.kernels(logits)
     if kernels is not None:
-        kernels.select(logits, noise=arguments.moved(noise, logits.device), out=out, exact=True)
+        kernels.select(logits, noise=arguments.moved(flat, logits.device), out=out, exact=True)
         return out
-    return out.copy_(reference.sample(logits, Noise(*noise)))
+    return out.copy_(reference.sample(logits, Noise(*flat)))
 
 
 # --- cutoff ----------------------------------------------------------------------------------------------------------
@@ -240,45 +193,6 @@ def cutoff(
         >>> cutoff(torch.tensor([[[1.0, 5.0, 3.0, 4.0]]]), top_k=2)
         tensor([[4.]])
     """
-    if traced(logits):
-        filters = arguments.filters((inv_temperature, top_k, top_p, min_p), logits.shape[0], logits.device)
-        counts = arguments.as_tensors((query_lens, num_draft_tokens))
-        return arguments.into(out, call("cutoff", logits.detach(), *filters, *counts, threads))
-    return _cutoff(logits, inv_temperature, top_k, top_p, min_p, query_lens, num_draft_tokens, threads, out)
-
-
-def _fake_cutoff(
-    logits: Tensor,
-    inv_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    query_lens: Tensor | None = None,
-    num_draft_tokens: Tensor | None = None,
-    threads: int | None = None,
-) -> Tensor:
-    batch, width, _, _ = arguments.check_logits(logits)
-    arguments.filters((inv_temperature, top_k, top_p, min_p), batch, logits.device)
-    arguments.both_counts(query_lens, num_draft_tokens, batch, logits.device)
-    return logits.new_empty((batch, width), dtype=FLOAT32)
-
-
-@register(
-    "(Tensor logits, Tensor inv_temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor? query_lens=None, "
-    "Tensor? num_draft_tokens=None, int? threads=None) -> Tensor",
-    _fake_cutoff,
-)
-def _cutoff(
-    logits: Tensor,
-    inv_temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    query_lens: Any = None,
-    num_draft_tokens: Any = None,
-    threads: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
     batch, width, _, native = arguments.check_logits(logits)
     device = logits.device
     filters = scales, ks, ps, min_ps = arguments.filters((inv_temperature, top_k, top_p, min_p), batch, device)
@@ -288,8 +202,8 @@ def _cutoff(
         arguments.native.cutoff(
             *native,
             *(values.data_ptr() for values in filters),
-            0 if query_lens is None else query_lens.data_ptr(),
-            0 if num_draft_tokens is None else num_draft_tokens.data_ptr(),
+            arguments.address(query_lens),
+            arguments.address(num_draft_tokens),
             out.data_ptr(),
             arguments.num_threads(threads),
         )
@@ -299,7 +213,7 @@ def _cutoff(
     arguments.check_filter_values(filters)
     kernels = dispatch.kernels(logits)
     if kernels is None:
-        return out.copy_(reference.cutoff(logits, scales, ks, ps, min_ps, query_lens, num_draft_tokens))
+        return out.copy_(reference.cutoff(logits.detach(), scales, ks, ps, min_ps, query_lens, num_draft_tokens))
     kernels.cutoff(
         logits,
         inv_temperature=scales.to(device),
@@ -349,7 +263,7 @@ def verify(
         out: contiguous int32 tensors ``[B, Q]`` and ``[B]`` on the device of ``query_lens`` to write to; must overlap no other
             argument. Saves the two allocations, which are a third of the cost of a small call.
         workspace: on a GPU, a :class:`pipespec_kernels.triton.Workspace` of at least ``B`` and ``Q``: saves the launch that clears one.
-            Calls that may run at the same time need different ones. Ignored elsewhere, and where torch traces the call.
+            Calls that may run at the same time need different ones. Ignored elsewhere.
         undrawn: contiguous int64 ``[B]``, on the device of ``logits`` or pinned, with ``noise`` only. A row whose tokens are not all drawn from a
             distribution (a chosen logit is NaN or infinite, so that the row of logits has a NaN, has +inf or is all -inf) lowers its entry to the
             position of the first of them; begin with :data:`pipespec_kernels.noise.ALL_DRAWN`. On a GPU the same launch writes it.
@@ -370,21 +284,48 @@ def verify(
         >>> verify(logits, fed, n, n - 1)
         (tensor([[ 3,  1,  4, -1]], dtype=torch.int32), tensor([2], dtype=torch.int32))
     """
-    if traced(logits):
-        flat = _NO_NOISE if noise is None else arguments.fields(noise)
-        given = arguments.as_tensors((tokens, query_lens, num_draft_tokens, *flat))
-        found = arguments.both_into(out, call("verify", logits.detach(), *given, threads))
-        if undrawn is not None:
-            check_undrawn(undrawn, logits, noise)
-            _, query_lens, num_draft_tokens, _, positions, *_ = given
-            reference.note_undrawn(undrawn, logits, found[0], query_lens, num_draft_tokens, positions)
-        return found
     flat, offset = _NO_NOISE, 0
     if noise is not None:
         flat, offset = arguments.fields_for_kernel(noise)
     if undrawn is not None:
         check_undrawn(undrawn, logits, noise)
-    return _verify(logits, tokens, query_lens, num_draft_tokens, *flat, threads, out, workspace, offset, undrawn)
+    batch, width, _, native = arguments.check_logits(logits)
+    device = CPU if native is not None else logits.device
+    query_lens, num_draft_tokens, drawn = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, flat, device)
+    selected, accepted = arguments.results(out, query_lens, batch, width)
+    if native is not None:
+        call = _native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads)
+        if drawn is None:
+            arguments.native.verify(*call)
+        else:
+            arguments.native.verify_coupled(*call, *arguments.addresses(drawn))
+            if undrawn is not None:
+                reference.note_undrawn(undrawn, logits, selected, query_lens, num_draft_tokens, drawn[1])
+        return selected, accepted
+    arguments.check_count_values(query_lens, num_draft_tokens, width)
+    if drawn is not None:
+        arguments.check_noise_values(drawn, arguments.busy_rows(query_lens), width)
+    kernels = dispatch.kernels(logits)
+    if kernels is None:
+        given = None if drawn is None else Noise(*drawn, offset)
+        found = reference.verify(logits, tokens, query_lens, num_draft_tokens, given)
+        if undrawn is not None and drawn is not None:
+            counts = query_lens.to(CPU), num_draft_tokens.to(CPU)
+            reference.note_undrawn(undrawn, logits, found[0], *counts, drawn[1].to(CPU) + offset)
+    else:
+        found = kernels.verify(
+            logits,
+            tokens,
+            query_lens.to(device),
+            num_draft_tokens.to(device),
+            noise=None if drawn is None else arguments.moved(drawn, device, offset),
+            out=(selected, accepted) if selected.device == device else None,
+            workspace=workspace,
+            undrawn=undrawn,
+            exact=True,
+            check_counts=False,
+        )
+    return arguments.write_to(found, selected, accepted)
 
 
 _NO_NOISE: tuple[Any, Any, Any, Any, int] = (None, None, None, None, 0)
@@ -401,11 +342,6 @@ def _verify_arguments(
         arguments.per_row("num_draft_tokens", num_draft_tokens, (batch,), device),
         None if noise[0] is None else arguments.check_noise(noise, batch, width, device),
     )
-
-
-def _empty_results(logits: Tensor, query_lens: Tensor) -> tuple[Tensor, Tensor]:
-    batch, width, _ = logits.shape
-    return query_lens.new_empty((batch, width)), query_lens.new_empty((batch,))
 
 
 def _native_arguments(
@@ -431,84 +367,6 @@ def _native_arguments(
         accepted.data_ptr(),
         arguments.num_threads(threads),
     )
-
-
-def _fake_verify(
-    logits: Tensor,
-    tokens: Tensor,
-    query_lens: Tensor,
-    num_draft_tokens: Tensor,
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
-    inv_temperature: Tensor | None = None,
-    cutoff: Tensor | None = None,
-    stream: int = 0,
-    threads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    noise = seeds, positions, inv_temperature, cutoff, stream
-    counts, _, _ = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, noise, logits.device)
-    return _empty_results(logits, counts)
-
-
-@register(
-    "(Tensor logits, Tensor tokens, Tensor query_lens, Tensor num_draft_tokens, Tensor? seeds=None, Tensor? positions=None, "
-    "Tensor? inv_temperature=None, Tensor? cutoff=None, int stream=0, int? threads=None) -> (Tensor, Tensor)",
-    _fake_verify,
-)
-def _verify(
-    logits: Tensor,
-    tokens: Tensor,
-    query_lens: Any,
-    num_draft_tokens: Any,
-    seeds: Tensor | None = None,
-    positions: Any = None,
-    inv_temperature: Any = None,
-    cutoff: Tensor | None = None,
-    stream: int = 0,
-    threads: int | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-    workspace: Any | None = None,
-    offset: int = 0,
-    undrawn: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    batch, width, _, native = arguments.check_logits(logits)
-    device = CPU if native is not None else logits.device
-    given = seeds, positions, inv_temperature, cutoff, stream
-    query_lens, num_draft_tokens, noise = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, given, device)
-    selected, accepted = arguments.results(out, query_lens, batch, width)
-    if native is not None:
-        call = _native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads)
-        if noise is None:
-            arguments.native.verify(*call)
-        else:
-            arguments.native.verify_coupled(*call, *arguments.addresses(noise))
-            if undrawn is not None:
-                reference.note_undrawn(undrawn, logits, selected, query_lens, num_draft_tokens, noise[1])
-        return selected, accepted
-    arguments.check_count_values(query_lens, num_draft_tokens, width)
-    if noise is not None:
-        arguments.check_noise_values(noise, arguments.busy_rows(query_lens), width)
-    kernels = dispatch.kernels(logits)
-    if kernels is None:
-        drawn = None if noise is None else Noise(*noise, offset)
-        found = reference.verify(logits, tokens, query_lens, num_draft_tokens, drawn)
-        if undrawn is not None and noise is not None:
-            counts = query_lens.to(CPU), num_draft_tokens.to(CPU)
-            reference.note_undrawn(undrawn, logits, found[0], *counts, noise[1].to(CPU) + offset)
-    else:
-        found = kernels.verify(
-            logits,
-            tokens,
-            query_lens.to(device),
-            num_draft_tokens.to(device),
-            noise=None if noise is None else arguments.moved(noise, device, offset),
-            out=(selected, accepted) if selected.device == device else None,
-            workspace=workspace,
-            undrawn=undrawn,
-            exact=True,
-            check_counts=False,
-        )
-    return arguments.write_to(found, selected, accepted)
 
 
 # --- rejection_sample ----------------------------------------------------------------------------------------------------
@@ -576,96 +434,35 @@ def rejection_sample(
         (tensor([[1, 0]], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
     check_streams(streams)
-    seeds, positions, scale, cutoff, _ = arguments.fields(noise)
-    drafts = draft_logits, seeds, positions, scale, cutoff, draft_inv_temperature, draft_cutoff
-    given = tokens, query_lens, num_draft_tokens, *drafts
-    if traced(logits):
-        found = call("rejection_sample", logits.detach(), *arguments.as_tensors(given), *streams, threads)
-        return arguments.both_into(out, found)
-    return _rejection_sample(logits, *given, *streams, threads, out)
-
-
-def _draft_arguments(
-    logits: Tensor, draft_logits: Tensor | None, draft_inv_temperature: Any, draft_cutoff: Any, streams: Streams
-) -> tuple[Tensor | None, Tensor | None]:
-    """Check the draft's temperatures, cutoffs and logits, and the streams."""
-    batch, width, _ = logits.shape
-    device = logits.device
-    if draft_logits is not None:
-        arguments.check_logits(draft_logits, "draft_logits")
-        if draft_logits.shape != logits.shape or draft_logits.device != device:
-            raise ValueError(
-                f"draft_logits are {tuple(draft_logits.shape)} on {draft_logits.device}, "
-                f"logits {tuple(logits.shape)} on {device}"
-            )
-    check_streams(streams)
-    scale, bars = draft_inv_temperature, draft_cutoff
-    return (
-        None if scale is None else arguments.per_row("draft_inv_temperature", scale, (batch,), device),
-        None if bars is None else arguments.per_row("draft_cutoff", bars, (batch, width), device),
-    )
-
-
-def _fake_rejection_sample(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    tokens, query_lens, num_draft_tokens, draft_logits, *noise, draft_inv_temperature, draft_cutoff = rest[:10]
-    counts, _, _ = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, (*noise, 0), logits.device)
-    _draft_arguments(logits, draft_logits, draft_inv_temperature, draft_cutoff, Streams(*rest[10:13]))
-    return _empty_results(logits, counts)
-
-
-@register(
-    "(Tensor logits, Tensor tokens, Tensor query_lens, Tensor num_draft_tokens, Tensor? draft_logits, Tensor seeds, Tensor positions, "
-    "Tensor inv_temperature, Tensor? cutoff, Tensor? draft_inv_temperature, Tensor? draft_cutoff, int draft_stream, "
-    "int accept_stream, int residual_stream, int? threads=None) -> (Tensor, Tensor)",
-    _fake_rejection_sample,
-)
-def _rejection_sample(
-    logits: Tensor,
-    tokens: Tensor,
-    query_lens: Any,
-    num_draft_tokens: Any,
-    draft_logits: Tensor | None,
-    seeds: Tensor,
-    positions: Any,
-    inv_temperature: Any,
-    cutoff: Tensor | None,
-    draft_inv_temperature: Any,
-    draft_cutoff: Tensor | None,
-    draft_stream: int,
-    accept_stream: int,
-    residual_stream: int,
-    threads: int | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    streams = Streams(*streams)
+    flat = *arguments.fields(noise)[:4], 0
     batch, width, _, native = arguments.check_logits(logits)
     device = logits.device
-    given = seeds, positions, inv_temperature, cutoff, 0
-    query_lens, num_draft_tokens, noise = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, given, device)
-    if noise is None:
+    query_lens, num_draft_tokens, drawn = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, flat, device)
+    if drawn is None:
         raise TypeError("noise.seeds must be a tensor, got NoneType")
-    streams = Streams(draft_stream, accept_stream, residual_stream)
-    scale, bars = _draft_arguments(logits, draft_logits, draft_inv_temperature, draft_cutoff, streams)
+    scale, bars = _draft_arguments(logits, draft_logits, draft_inv_temperature, draft_cutoff)
     drafts = _NO_DRAFT if draft_logits is None else arguments.check_logits(draft_logits, "draft_logits")[3]
     selected, accepted = arguments.results(out, query_lens, batch, width)
     if native is not None and drafts is not None:
         arguments.native.rejection_sample(
             *_native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads),
-            *arguments.addresses(noise)[:4],
-            accept_stream,
-            residual_stream,
+            *arguments.addresses(drawn)[:4],
+            streams.accept,
+            streams.residual,
             drafts[0],
             drafts[1],
             drafts[5],
             drafts[6],
-            (noise[2] if scale is None else scale).data_ptr(),
-            0 if bars is None else bars.data_ptr(),
+            (drawn[2] if scale is None else scale).data_ptr(),
+            arguments.address(bars),
         )
         return selected, accepted
     arguments.check_count_values(query_lens, num_draft_tokens, width)
-    arguments.check_noise_values(noise, arguments.busy_rows(query_lens), width)
+    arguments.check_noise_values(drawn, arguments.busy_rows(query_lens), width)
     if scale is not None:
         arguments.check_noise_values(
-            (noise[0], noise[1], scale, None, 0), arguments.busy_rows(query_lens), width, "draft_inv_temperature"
+            (drawn[0], drawn[1], scale, None, 0), arguments.busy_rows(query_lens), width, "draft_inv_temperature"
         )
     both = logits if draft_logits is None or draft_logits.dtype is not FLOAT64 else draft_logits
     kernels = dispatch.kernels(both)
@@ -676,7 +473,7 @@ def _rejection_sample(
             query_lens,
             num_draft_tokens,
             draft_logits,
-            Noise(*noise),
+            Noise(*drawn),
             streams=streams,
             draft_inv_temperature=scale,
             draft_cutoff=bars,
@@ -688,7 +485,7 @@ def _rejection_sample(
             query_lens.to(device),
             num_draft_tokens.to(device),
             draft_logits,
-            arguments.moved(noise, device),
+            arguments.moved(drawn, device),
             streams=streams,
             draft_inv_temperature=None if scale is None else scale.to(device),
             draft_cutoff=None if bars is None else bars.to(device),
@@ -697,6 +494,26 @@ def _rejection_sample(
             check_counts=False,
         )
     return arguments.write_to(found, selected, accepted)
+
+
+def _draft_arguments(
+    logits: Tensor, draft_logits: Tensor | None, draft_inv_temperature: Any, draft_cutoff: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check the draft's temperatures, cutoffs and logits."""
+    batch, width, _ = logits.shape
+    device = logits.device
+    if draft_logits is not None:
+        arguments.check_logits(draft_logits, "draft_logits")
+        if draft_logits.shape != logits.shape or draft_logits.device != device:
+            raise ValueError(
+                f"draft_logits are {tuple(draft_logits.shape)} on {draft_logits.device}, "
+                f"logits {tuple(logits.shape)} on {device}"
+            )
+    scale, bars = draft_inv_temperature, draft_cutoff
+    return (
+        None if scale is None else arguments.per_row("draft_inv_temperature", scale, (batch,), device),
+        None if bars is None else arguments.per_row("draft_cutoff", bars, (batch, width), device),
+    )
 
 
 _NO_DRAFT = (0,) * 7  # stands for missing draft logits, in the form of arguments.check_logits()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.arguments import CPU, FLOAT32, INT32
-from pipespec_kernels.library import call, register, traced
 
 __all__ = ["Penalties", "penalize"]
 
@@ -99,13 +98,60 @@ def penalize(
         >>> logits, history
         (tensor([[[ 1.,  1., -8.]]]), tensor([[2, 1]], dtype=torch.int32))
     """
-    arguments.check_logits(logits)
+    batch, width, vocab, native = arguments.check_logits(logits)
     flat = _flat(Penalties() if penalties is None else penalties, logits)
-    if traced(logits):
-        counts = arguments.as_tensors((query_lens, num_draft_tokens))
-        call("penalize", logits, tokens, history, lengths, *flat, *counts, bitmask)
+    query_lens, num_draft_tokens = _check_all(
+        logits, tokens, history, lengths, flat, query_lens, num_draft_tokens, bitmask
+    )
+    bias_ids, bias = flat[4:]
+    if query_lens is not None:
+        arguments.check_count_values(query_lens, num_draft_tokens, width)
+    if logits.is_cpu:
+        _check_values(history.shape[1], lengths, *flat[:3])
+    if native is not None:
+        row_stride, column_stride = tokens.stride()
+        arguments.native.penalize(
+            *(native[0], *native[2:]),
+            tokens.data_ptr(),
+            arguments.TOKEN_BYTES[tokens.dtype],
+            row_stride,
+            column_stride,
+            history.data_ptr(),
+            history.shape[1],
+            lengths.data_ptr(),
+            *(value.data_ptr() for value in flat[:4] if value is not None),
+            arguments.address(bias_ids),
+            arguments.address(bias),
+            0 if bias_ids is None else bias_ids.shape[1],
+            arguments.address(query_lens),
+            arguments.address(num_draft_tokens),
+            arguments.address(bitmask),
+        )
+        return
+    kernels = dispatch.kernels(logits)
+    if kernels is None:
+        if query_lens is not None:
+            query_lens, num_draft_tokens = query_lens.to(CPU), num_draft_tokens.to(CPU)
+        reference.penalize(logits, tokens, history, lengths, *flat, query_lens, num_draft_tokens, bitmask)
+        return
+    needed = batch * width * vocab
+    if workspace is None:
+        workspace = torch.zeros(needed, dtype=INT32, device=logits.device)
     else:
-        _penalize(logits, tokens, history, lengths, *flat, query_lens, num_draft_tokens, bitmask, workspace)
+        _check(workspace, "workspace", INT32, (None,), logits.device)
+        if len(workspace) < needed:
+            raise ValueError(f"workspace has {len(workspace)} entries, B * Q * V is {needed}")
+    kernels.penalize(
+        logits,
+        tokens,
+        history,
+        lengths,
+        flat,
+        None if query_lens is None else query_lens.to(logits.device),
+        None if num_draft_tokens is None else num_draft_tokens.to(logits.device),
+        bitmask,
+        workspace,
+    )
 
 
 def _flat(penalties: Penalties, logits: Tensor) -> _Flat:
@@ -138,20 +184,15 @@ def _check(tensor: Any, name: str, dtype: torch.dtype, shape: tuple[int | None, 
         )
 
 
-def _fake_penalize(
+def _check_all(
     logits: Tensor,
     tokens: Tensor,
     history: Tensor,
     lengths: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    prompt_lengths: Tensor,
-    bias_ids: Tensor | None = None,
-    bias: Tensor | None = None,
-    query_lens: Any = None,
-    num_draft_tokens: Any = None,
-    bitmask: Tensor | None = None,
+    flat: _Flat,
+    query_lens: Any,
+    num_draft_tokens: Any,
+    bitmask: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     batch, width, vocab, _ = arguments.check_logits(logits)
     if logits.dtype is not FLOAT32:
@@ -160,9 +201,8 @@ def _fake_penalize(
     arguments.check_tokens(tokens, logits, batch, width)
     _check(history, "history", INT32, (batch, None), device)
     _check(lengths, "lengths", INT32, (batch,), device)
-    for (name, (dtype, _)), value in zip(
-        _FIELDS.items(), (repetition, presence, frequency, prompt_lengths), strict=True
-    ):
+    *per_row, bias_ids, bias = flat
+    for (name, (dtype, _)), value in zip(_FIELDS.items(), per_row, strict=True):
         _check(value, f"penalties.{name}", dtype, (batch,), device)
     if (bias_ids is None) != (bias is None):
         raise ValueError("penalties.bias and penalties.bias_ids go together")
@@ -172,88 +212,6 @@ def _fake_penalize(
     if bitmask is not None:
         _check(bitmask, "bitmask", INT32, (batch, width, -(-vocab // 32)), device)
     return arguments.both_counts(query_lens, num_draft_tokens, batch, device)
-
-
-def _check_nothing(*given: Any) -> None:
-    _fake_penalize(*given)
-
-
-@register(
-    "(Tensor(a!) logits, Tensor tokens, Tensor(b!) history, Tensor lengths, Tensor repetition, Tensor presence, Tensor frequency, "
-    "Tensor prompt_lengths, Tensor? bias_ids=None, Tensor? bias=None, Tensor? query_lens=None, Tensor? num_draft_tokens=None, "
-    "Tensor? bitmask=None) -> ()",
-    _check_nothing,
-    mutates=("logits", "history"),
-)
-def _penalize(
-    logits: Tensor,
-    tokens: Tensor,
-    history: Tensor,
-    lengths: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    prompt_lengths: Tensor,
-    bias_ids: Tensor | None = None,
-    bias: Tensor | None = None,
-    query_lens: Any = None,
-    num_draft_tokens: Any = None,
-    bitmask: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    flat: _Flat = (repetition, presence, frequency, prompt_lengths, bias_ids, bias)
-    query_lens, num_draft_tokens = _fake_penalize(
-        logits, tokens, history, lengths, *flat, query_lens, num_draft_tokens, bitmask
-    )
-    batch, width, vocab, native = arguments.check_logits(logits)
-    if query_lens is not None:
-        arguments.check_count_values(query_lens, num_draft_tokens, width)
-    if logits.is_cpu:
-        _check_values(history.shape[1], lengths, *flat[:3])
-    if native is not None:
-        row_stride, column_stride = tokens.stride()
-        arguments.native.penalize(
-            *(native[0], *native[2:]),
-            tokens.data_ptr(),
-            arguments.TOKEN_BYTES[tokens.dtype],
-            row_stride,
-            column_stride,
-            history.data_ptr(),
-            history.shape[1],
-            lengths.data_ptr(),
-            *(value.data_ptr() for value in flat[:4] if value is not None),
-            0 if bias_ids is None else bias_ids.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if bias_ids is None else bias_ids.shape[1],
-            0 if query_lens is None else query_lens.data_ptr(),
-            0 if num_draft_tokens is None else num_draft_tokens.data_ptr(),
-            0 if bitmask is None else bitmask.data_ptr(),
-        )
-        return
-    kernels = dispatch.kernels(logits)
-    if kernels is None:
-        if query_lens is not None:
-            query_lens, num_draft_tokens = query_lens.to(CPU), num_draft_tokens.to(CPU)
-        reference.penalize(logits, tokens, history, lengths, *flat, query_lens, num_draft_tokens, bitmask)
-        return
-    needed = batch * width * vocab
-    if workspace is None:
-        workspace = torch.zeros(needed, dtype=INT32, device=logits.device)
-    else:
-        _check(workspace, "workspace", INT32, (None,), logits.device)
-        if len(workspace) < needed:
-            raise ValueError(f"workspace has {len(workspace)} entries, B * Q * V is {needed}")
-    kernels.penalize(
-        logits,
-        tokens,
-        history,
-        lengths,
-        flat,
-        None if query_lens is None else query_lens.to(logits.device),
-        None if num_draft_tokens is None else num_draft_tokens.to(logits.device),
-        bitmask,
-        workspace,
-    )
 
 
 def _check_values(capacity: int, lengths: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:

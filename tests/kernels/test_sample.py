@@ -4,7 +4,6 @@ acceptance that theory promises."""
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, TARGET, Noise
@@ -393,12 +391,10 @@ def test_positions_of_the_first_fed_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("traced", [False, True])
-def test_tokens_that_no_distribution_gave(dtype: torch.dtype, traced: bool) -> None:
+def test_tokens_that_no_distribution_gave(dtype: torch.dtype) -> None:
     """``undrawn`` has the first position of each row whose chosen logit is not finite, and stays as it is elsewhere."""
     undrawn, logits, noise, counts = undrawn_case(dtype)
-    with FlopCounterMode(display=False) if traced else nullcontext():
-        ops.verify(logits, torch.zeros(6, 3, dtype=torch.int64), *counts, noise=noise, undrawn=undrawn)
+    ops.verify(logits, torch.zeros(6, 3, dtype=torch.int64), *counts, noise=noise, undrawn=undrawn)
     assert undrawn.tolist() == UNDRAWN
 
 

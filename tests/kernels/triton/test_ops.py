@@ -329,23 +329,6 @@ def test_select_checks_its_arguments(device: torch.device) -> None:
     assert out.eq(-7).all()
 
 
-@pytest.mark.gpu
-def test_compiles_on_a_gpu(device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = make_logits("normal", (4, 3, 1000), torch.bfloat16, generator)
-    noise = make_noise(logits, True, generator)
-    tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
-    query_lens, num_draft_tokens = ragged_counts(4, 3, generator)
-
-    def call(logits: torch.Tensor, there: Noise) -> tuple[torch.Tensor, ...]:
-        counts = query_lens.to(device), num_draft_tokens.to(device)
-        return (ops.argmax(logits), ops.sample(logits, there), *ops.verify(logits, tokens.to(device), *counts))
-
-    got = torch.compile(call, fullgraph=True)(logits.to(device), moved(noise, device))
-    expected = reference.verify(logits, tokens, query_lens, num_draft_tokens)
-    same(got, (reference.argmax(logits), reference.sample(logits, noise), *expected))
-
-
 def test_a_work_space_of_the_callers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """No launch clears it: it is zero after each verification."""
     generator = torch.Generator().manual_seed(3)
