@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "decoder_kernels.hpp"
+#include "kernels.hpp"
 #include "number.hpp"
 #include "pool.hpp"
 
@@ -93,7 +93,7 @@ struct Job {
 }  // namespace
 
 int64_t attend(const Attention& attention, Integers lengths, Integers counts, int threads) {
-  Job job{attention, lengths, counts, decoder_kernels(),
+  Job job{attention, lengths, counts, kernels().decoder,
           (attention.columns + kPieceColumns - 1) / kPieceColumns};
   int64_t tokens = 0;
   for (int64_t row = 0; row < attention.rows; ++row) {

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "../protocol/confidence.hpp"
-#include "rejection_span.hpp"
+#include "kernels.hpp"
 
 namespace pipespec::cpu {
 namespace {
@@ -21,7 +21,7 @@ void confidence(const Logits& logits, const float* inv_temperature, const int32_
   check(logits, 1);
   check_counts(logits, query_lens, num_draft_tokens);
   const int64_t bytes = item_bytes(logits.dtype);
-  const RejectionKernels& kernels = rejection_kernels();
+  const RejectionKernels& kernels = cpu::kernels().rejection;
   const Weigh weigh = (logits.dtype == DType::kFloat32    ? kernels.float32
                        : logits.dtype == DType::kBFloat16 ? kernels.bfloat16
                                                           : kernels.float16)

@@ -1,6 +1,7 @@
 // The inner kernels of coupled selection: one contiguous span of a row in, the winner of
-// `logit * inv_temperature + noise` out. The rule of span.hpp about translation units applies here,
-// too: files that are compiled for one instruction set use only the constants of the headers below.
+// `logit * inv_temperature + noise` out. The rule of kernels.hpp about inline functions applies
+// here, too: files that are compiled for one instruction set use only the constants of the headers
+// below.
 #pragma once
 
 #include <stdint.h>
@@ -28,10 +29,5 @@ struct CoupledKernels {
   void (*noise)(uint64_t seed, uint64_t position, uint32_t stream, int64_t begin, int64_t n,
                 float* out);
 };
-
-// Null where the compiler could not build the variant.
-const CoupledKernels* portable_coupled();
-const CoupledKernels* avx2_coupled();
-const CoupledKernels* avx512_coupled();
 
 }  // namespace pipespec::cpu

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels.hpp"
 #include "number.hpp"
 #include "pack.hpp"
 #include "pool.hpp"
@@ -195,7 +196,7 @@ struct Decoder::Job {
   const DecoderShape& shape;
   const Packed& packed;
   const int threads;
-  const DecoderKernels& kernels = decoder_kernels();
+  const DecoderKernels& kernels = cpu::kernels().decoder;
   Team team{threads - 1, work, this};
 
   Part all{}, kept{};  // of the hidden states: those fed, and those whose results are wanted

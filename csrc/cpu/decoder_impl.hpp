@@ -374,8 +374,8 @@ inline typename V::F score(const float* query, const unsigned char* (&keys)[V::k
 // out[0 .. kCount * kLanes) += the sum over t of weights[t] * values[t, the same], in the order of
 // t
 template <class V, class Format, int kCount>
-inline void weigh(const float* weights, int64_t n, const unsigned char* values, int64_t stride,
-                  float* out) {
+inline void add_weighted(const float* weights, int64_t n, const unsigned char* values,
+                         int64_t stride, float* out) {
   typename V::F sums[kCount];
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) sums[i] = Float32::load(bytes_of(out + i * V::kLanes));
@@ -468,11 +468,11 @@ void weigh_span(const AttendTask& task, const float* weights, int64_t begin, int
     values += elements * Format::kBytes;
   };
   for (; d + 8 * kLanes <= task.head_dim; skip(8 * kLanes))
-    weigh<V, Format, 8>(weights, n, values, stride, out + d);
+    add_weighted<V, Format, 8>(weights, n, values, stride, out + d);
   for (; d + 4 * kLanes <= task.head_dim; skip(4 * kLanes))
-    weigh<V, Format, 4>(weights, n, values, stride, out + d);
+    add_weighted<V, Format, 4>(weights, n, values, stride, out + d);
   for (; d + kLanes <= task.head_dim; skip(kLanes))
-    weigh<V, Format, 1>(weights, n, values, stride, out + d);
+    add_weighted<V, Format, 1>(weights, n, values, stride, out + d);
   if (d == task.head_dim) return;
   const int64_t rest = task.head_dim - d;
   auto sum = load_part<V, Float32>(bytes_of(out + d), rest);

@@ -1,5 +1,6 @@
 // The inner kernels of the decoder's forward (decoder.hpp), one table per instruction set. Seen by
-// files compiled for wider instructions, hence nothing with inline functions here (see span.hpp).
+// files compiled for wider instructions, hence nothing with inline functions here (see
+// kernels.hpp).
 //
 // Each output number is computed by one sequence of operations, which depends on nothing but its
 // own inputs: neither on the number of rows or panels of a call nor on the place of a row among
@@ -85,13 +86,5 @@ struct DecoderKernels {
   void (*attend32)(const AttendTask& task);
   void (*attend16)(const AttendTask& task);
 };
-
-// Null where the compiler could not build the variant.
-const DecoderKernels* portable_decoder();
-const DecoderKernels* avx2_decoder();
-const DecoderKernels* avx512_decoder();
-
-// Of the instructions in use (set_simd).
-const DecoderKernels& decoder_kernels();
 
 }  // namespace pipespec::cpu

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "logprobs_span.hpp"
+#include "kernels.hpp"
 #include "pool.hpp"
 
 namespace pipespec::cpu {
@@ -67,7 +67,7 @@ struct Row {
 class Job {
  public:
   Job(const LogprobTask& task, int threads) : task_(task), threads_(threads) {
-    const LogprobKernels& kernels = logprob_kernels();
+    const LogprobKernels& kernels = cpu::kernels().logprobs;
     const DType dtype = task.logits.dtype;
     kernel_ = dtype == DType::kFloat32    ? kernels.float32
               : dtype == DType::kBFloat16 ? kernels.bfloat16

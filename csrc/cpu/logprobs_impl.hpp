@@ -97,9 +97,5 @@ LogSum sum_and_lead(const void* row, int64_t begin, int64_t n, float scale, floa
   return all;
 }
 
-template <class V>
-constexpr LogprobKernels kLogprobKernels = {sum_and_lead<V, Float32>, sum_and_lead<V, BFloat16>,
-                                            sum_and_lead<V, Float16>};
-
 }  // namespace
 }  // namespace pipespec::cpu

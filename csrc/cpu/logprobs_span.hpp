@@ -1,4 +1,4 @@
-// The inner kernels of logprobs.hpp: one pass over a span of a row. The rule of span.hpp about
+// The inner kernels of logprobs.hpp: one pass over a span of a row. The rule of kernels.hpp about
 // translation units applies here, too.
 #pragma once
 
@@ -30,13 +30,5 @@ using SumAndLead = LogSum (*)(const void* row, int64_t begin, int64_t n, float s
 struct LogprobKernels {
   SumAndLead float32, bfloat16, float16;
 };
-
-// Null where the compiler could not build the variant.
-const LogprobKernels* portable_logprobs();
-const LogprobKernels* avx2_logprobs();
-const LogprobKernels* avx512_logprobs();
-
-// Those of the instructions in use.
-const LogprobKernels& logprob_kernels();
 
 }  // namespace pipespec::cpu

@@ -4,13 +4,13 @@
 #include <memory>
 #include <vector>
 
-#include "decoder_kernels.hpp"
+#include "kernels.hpp"
 
 namespace pipespec::cpu {
 
 void add_rms_norm(const NormTask& task) {
   const bool wide = task.dtype == DType::kFloat32;
-  const DecoderKernels& kernels = decoder_kernels();
+  const DecoderKernels& kernels = cpu::kernels().decoder;
   // Kept, since a new one would be filled with zeros, and from a whole cache line on: vectors that
   // lie in two lines cost 15 % of the time.
   constexpr size_t kLine = 64;

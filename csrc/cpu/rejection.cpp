@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "../protocol/philox.hpp"
+#include "kernels.hpp"
 #include "number.hpp"
 #include "pool.hpp"
-#include "rejection_span.hpp"
 
 // How one pass over a row gives the decision of a computation in double. The pass adds up powers in
 // fp32 with a bound of their error (rejection_span.hpp). The test is decided unless the error
@@ -205,7 +205,7 @@ class Job {
         draft_(draft),
         noise_(noise),
         accept_stream_(accept_stream),
-        kernels_(rejection_kernels()),
+        kernels_(kernels().rejection),
         threads_(threads) {}
 
   void run(const int32_t* query_lens, const int32_t* num_draft_tokens, int32_t* selected,

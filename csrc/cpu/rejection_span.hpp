@@ -1,4 +1,4 @@
-// The inner kernels of rejection sampling. The rule of span.hpp about translation units applies
+// The inner kernels of rejection sampling. The rule of kernels.hpp about inline functions applies
 // here, too.
 //
 // They decide nothing. Both are filters in fp32 with known bounds before the arithmetic of
@@ -47,13 +47,5 @@ struct RejectionKernels {
   };
   OfFormat float32, bfloat16, float16;
 };
-
-// Null where the compiler could not build the variant.
-const RejectionKernels* portable_rejection();
-const RejectionKernels* avx2_rejection();
-const RejectionKernels* avx512_rejection();
-
-// Those of the instructions in use.
-const RejectionKernels& rejection_kernels();
 
 }  // namespace pipespec::cpu

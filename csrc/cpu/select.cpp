@@ -9,13 +9,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "coupled.hpp"
-#include "decoder_kernels.hpp"
-#include "logprobs_span.hpp"
+#include "kernels.hpp"
 #include "number.hpp"
 #include "pool.hpp"
-#include "rejection_span.hpp"
-#include "span.hpp"
 
 namespace pipespec::cpu {
 namespace {
@@ -33,7 +29,7 @@ constexpr int64_t kUnitsPerThread = 4;
 constexpr int64_t kMinUnitBytes = 32 << 10;
 constexpr int64_t kCoupledMinUnitBytes = 8 << 10;
 
-const SpanKernels* supported(const std::string& name) {
+const Kernels* supported(const std::string& name) {
 #if defined(__x86_64__)
   // The builtin checks the CPU *and* whether the operating system saves the registers (XCR0).
   if (name == "avx512") {
@@ -51,8 +47,8 @@ const SpanKernels* supported(const std::string& name) {
   return name == "portable" ? portable_kernels() : nullptr;
 }
 
-const SpanKernels* chosen(const std::string& name) {
-  const SpanKernels* found = supported(name);
+const Kernels* chosen(const std::string& name) {
+  const Kernels* found = supported(name);
   if (found != nullptr) return found;
   std::string best;
   for (const char* candidate : {"portable", "avx2", "avx512"}) {
@@ -62,10 +58,12 @@ const SpanKernels* chosen(const std::string& name) {
                               "' (PIPESPEC_SIMD) cannot run here; available: " + best);
 }
 
-std::atomic<const SpanKernels*> g_kernels{nullptr};
+std::atomic<const Kernels*> g_kernels{nullptr};
 
-const SpanKernels& kernels() {
-  const SpanKernels* k = g_kernels.load(std::memory_order_acquire);
+}  // namespace
+
+const Kernels& kernels() {
+  const Kernels* k = g_kernels.load(std::memory_order_acquire);
   if (k == nullptr) {
     const char* wanted = std::getenv("PIPESPEC_SIMD");
     if (wanted != nullptr && *wanted != '\0') {
@@ -78,36 +76,6 @@ const SpanKernels& kernels() {
     g_kernels.store(k, std::memory_order_release);
   }
   return *k;
-}
-
-const CoupledKernels& coupled_kernels() {
-  const SpanKernels* const k = &kernels();
-  return *(k == avx512_kernels() ? avx512_coupled()
-           : k == avx2_kernels() ? avx2_coupled()
-                                 : portable_coupled());
-}
-
-}  // namespace
-
-const RejectionKernels& rejection_kernels() {
-  const SpanKernels* const k = &kernels();
-  return *(k == avx512_kernels() ? avx512_rejection()
-           : k == avx2_kernels() ? avx2_rejection()
-                                 : portable_rejection());
-}
-
-const LogprobKernels& logprob_kernels() {
-  const SpanKernels* const k = &kernels();
-  return *(k == avx512_kernels() ? avx512_logprobs()
-           : k == avx2_kernels() ? avx2_logprobs()
-                                 : portable_logprobs());
-}
-
-const DecoderKernels& decoder_kernels() {
-  const SpanKernels* const k = &kernels();
-  return *(k == avx512_kernels() ? avx512_decoder()
-           : k == avx2_kernels() ? avx2_decoder()
-                                 : portable_decoder());
 }
 
 namespace {
@@ -128,7 +96,7 @@ struct Greedy {
   int64_t vocab;
 
   explicit Greedy(const Logits& from) : logits(from), vocab(from.vocab) {
-    const SpanKernels& k = kernels();
+    const SpanKernels& k = kernels().span;
     switch (logits.dtype) {
       case DType::kFloat32:
         span = k.argmax32, inf = 0x7F800000, item_bytes = 4;
@@ -171,7 +139,7 @@ struct Coupled {
   int64_t vocab;
 
   Coupled(const Logits& from, const Noise& with) : logits(from), noise(with), vocab(from.vocab) {
-    const CoupledKernels& k = coupled_kernels();
+    const CoupledKernels& k = kernels().coupled;
     switch (logits.dtype) {
       case DType::kFloat32:
         span = k.float32, item_bytes = 4;
@@ -456,13 +424,13 @@ void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begi
                   float* out) {
   if (begin < 0 || count < 0 || begin + count > INT32_MAX)
     throw std::invalid_argument("need 0 <= begin and begin + count < 2^31");
-  if (count > 0) coupled_kernels().noise(seed, uint64_t(position), stream, begin, count, out);
+  if (count > 0) kernels().coupled.noise(seed, uint64_t(position), stream, begin, count, out);
 }
 
-std::string simd() { return kernels().name; }
+std::string simd() { return kernels().span.name; }
 
 std::string set_simd(const std::string& name) {
-  const SpanKernels* wanted = chosen(name);
+  const Kernels* wanted = chosen(name);
   const std::string before = simd();
   g_kernels.store(wanted, std::memory_order_release);
   return before;
@@ -475,7 +443,7 @@ uint64_t read_bandwidth_probe(const void* data, int64_t bytes, int threads) {
     int64_t bytes, unit_bytes;
     uint64_t (*read)(const void*, int64_t);
     std::atomic<uint64_t> sum;
-  } probe{static_cast<const unsigned char*>(data), bytes, bytes, kernels().read, {0}};
+  } probe{static_cast<const unsigned char*>(data), bytes, bytes, kernels().span.read, {0}};
   const auto unit = [](void* context, int64_t i) {
     Probe& p = *static_cast<Probe*>(context);
     const int64_t begin = i * p.unit_bytes;

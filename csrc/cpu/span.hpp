@@ -1,9 +1,5 @@
 // The inner kernels of row selection: one contiguous span of logits in, its best entry out.
-//
-// Each instruction set has its own translation unit (span_portable.cpp, span_avx2.cpp,
-// span_avx512.cpp) that provides one table. Files compiled with -mavx512* include this header, so
-// it includes nothing with inline functions: the linker could otherwise keep the AVX-512 copy of
-// such a function for all callers.
+// The rule of kernels.hpp about inline functions applies to this header.
 #pragma once
 
 #include <stdint.h>
@@ -31,10 +27,5 @@ struct SpanKernels {
   // Reads `bytes` bytes and folds them into one word, for comparison with the kernels above.
   uint64_t (*read)(const void* data, int64_t bytes);
 };
-
-// Null where the compiler could not build the variant.
-const SpanKernels* portable_kernels();
-const SpanKernels* avx2_kernels();
-const SpanKernels* avx512_kernels();
 
 }  // namespace pipespec::cpu

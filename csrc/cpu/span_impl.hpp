@@ -1,5 +1,5 @@
-// The algorithm behind span.hpp, written once over a small vector type. Included by each span_*.cpp
-// and by nothing else; everything is in an unnamed namespace, so that no copy compiled for one
+// The algorithm behind span.hpp, written once over a small vector type. Included by
+// kernels_impl.hpp; everything is in an unnamed namespace, so that no copy compiled for one
 // instruction set can replace another's.
 //
 // Why integers: IEEE numbers of one sign order like their bit patterns, so no conversion is needed
@@ -35,7 +35,7 @@ inline Lane load_lane(const unsigned char* p) {
 }
 
 template <class V>
-struct Scan {
+struct Extremes {
   typename V::Reg smax;
   typename V::Watch watch;  // for NaNs with a sign bit
 
@@ -80,9 +80,9 @@ inline void see_block(Accumulator (&acc)[4], const unsigned char* p, int64_t n,
 }
 
 template <class V>
-inline Scan<V> scan_block(const unsigned char* p, int64_t n, typename V::Reg neg_inf) {
-  const Scan<V> none{V::broadcast(V::kLowest), V::unseen()};
-  Scan<V> acc[4] = {none, none, none, none};
+inline Extremes<V> scan_block(const unsigned char* p, int64_t n, typename V::Reg neg_inf) {
+  const Extremes<V> none{V::broadcast(V::kLowest), V::unseen()};
+  Extremes<V> acc[4] = {none, none, none, none};
   see_block<V>(acc, p, n, neg_inf);
   return {V::max_signed(V::max_signed(acc[0].smax, acc[1].smax),
                         V::max_signed(acc[2].smax, acc[3].smax)),
@@ -158,7 +158,7 @@ Packed span_argmax(const void* data, int64_t n, int32_t inf_bits) {
 
   for (; p != end; p += bytes, bytes = kBlockBytes) {
     if (end - p < bytes) bytes = end - p;
-    const Scan<V> scan = scan_block<V>(p, bytes / kSize, neg_inf);
+    const Extremes<V> scan = scan_block<V>(p, bytes / kSize, neg_inf);
     const bool nan = V::saw_nan(scan.watch, neg_inf);
     const bool above = V::any_greater(scan.smax, bar);
     if (best >= 0 && !above && !nan) continue;

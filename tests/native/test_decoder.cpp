@@ -14,6 +14,7 @@
 
 #include "check.hpp"
 #include "cpu/decoder.hpp"
+#include "cpu/kernels.hpp"
 #include "cpu/pool.hpp"
 #include "simd_variants.hpp"
 
@@ -138,7 +139,7 @@ TEST(products_are_sums) {
               }
             }
             std::vector<float> out(size_t(rows * outputs));
-            const DecoderKernels& kernels = decoder_kernels();
+            const DecoderKernels& kernels = pipespec::cpu::kernels().decoder;
             (bits == 8    ? kernels.product8
              : bits == 16 ? kernels.product16
                           : kernels.product32)(packed, inputs, panels, x.data(), inputs, rows,

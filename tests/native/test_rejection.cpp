@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "check.hpp"
+#include "cpu/kernels.hpp"
 #include "cpu/number.hpp"
 #include "cpu/rejection.hpp"
-#include "cpu/rejection_span.hpp"
 #include "protocol/gumbel.hpp"
 #include "protocol/philox.hpp"
 #include "simd_variants.hpp"
@@ -190,8 +190,8 @@ TEST(sums_keep_their_error_bound) {
   std::normal_distribution<float> normal;
   double worst = 0;
   with_each_variant([&](const std::string& name) {
-    const RejectionKernels::OfFormat kernels[] = {
-        rejection_kernels().float32, rejection_kernels().bfloat16, rejection_kernels().float16};
+    const RejectionKernels& all = kernels().rejection;
+    const RejectionKernels::OfFormat formats[] = {all.float32, all.bfloat16, all.float16};
     Place place(4 * 20000);
     for (const int64_t n : {1, 2, 31, 32, 33, 4095, 4097, 9000, 20000}) {
       for (int kind = 0; kind < 8; ++kind) {
@@ -213,7 +213,7 @@ TEST(sums_keep_their_error_bound) {
           double total = 0, reference = 0;
           for (const auto& [begin, count] : {std::pair{int64_t{0}, cut}, std::pair{cut, n - cut}}) {
             if (count == 0) continue;
-            const Weight w = kernels[f].weigh(p, begin, count, factor, cutoff);
+            const Weight w = formats[f].weigh(p, begin, count, factor, cutoff);
             if (w.sum > 0) reference = std::max(reference, std::fabs(double(w.reference) * M_LN2));
             if (w.sum > 0) total += w.sum * std::exp(double(w.reference) * M_LN2 - top);
           }
@@ -236,11 +236,11 @@ TEST(sums_keep_their_error_bound) {
     for (float bad : {kNan, kInf, 3e38f, -3e38f}) {
       Values row(5000, bad == -3e38f ? bad : 0.0f);
       row[4500] = bad;
-      const Weight w = kernels[0].weigh(row.data(), 0, 5000, 2.0f, -kInf);
+      const Weight w = formats[0].weigh(row.data(), 0, 5000, 2.0f, -kInf);
       CHECK(std::isnan(w.sum));
     }
     const Values nothing(5000, -kInf);
-    CHECK_EQ(kernels[0].weigh(nothing.data(), 0, 5000, 2.0f, -kInf).sum, 0.0);
+    CHECK_EQ(formats[0].weigh(nothing.data(), 0, 5000, 2.0f, -kInf).sum, 0.0);
   });
   CHECK(worst > 0.01);  // the bound is of the right order: a hundredth of it is reached
 }

@@ -1,5 +1,11 @@
-// Span kernels for any CPU: 16-byte vectors that the compiler turns into SSE2, NEON or plain code.
-#include "span_impl.hpp"
+// The inner kernels for any CPU: 16-byte vectors that the compiler turns into SSE2, NEON or plain
+// code.
+#include "kernels.hpp"
+
+// The formats of the lanes come before the algorithms that use them.
+#include "lanes_portable.hpp"
+//
+#include "kernels_impl.hpp"
 
 namespace pipespec::cpu {
 namespace {
@@ -50,10 +56,52 @@ struct PortableVector {
 using V16 = PortableVector<int16_t, uint16_t>;
 using V32 = PortableVector<int32_t, uint32_t>;
 
-constexpr SpanKernels kKernels = {"portable", span_argmax<V16>, span_argmax<V32>, span_read<V32>};
+struct DecoderPortable : Portable {
+  static constexpr int kAccumulators = 12;
+  static constexpr int kLeastPanels = 1;
+
+  static void pin(F&) {}
+  static F divide(F a, F b) { return a / b; }
+  // Lane i: the sum of the lanes of x[i].
+  static F sum_each(const F (&x)[4]) {
+    F sums;
+    for (int i = 0; i < 4; ++i) sums[i] = (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
+    return sums;
+  }
+
+  struct Weights8 {
+    static constexpr int64_t kBytes = 1;
+    static void load(const unsigned char* p, F (&w)[4]) {
+      typedef int8_t Four __attribute__((vector_size(4)));
+      for (int i = 0; i < 4; ++i) {
+        Four x;
+        __builtin_memcpy(&x, p + 4 * i, sizeof(x));
+        w[i] = __builtin_convertvector(x, F);
+      }
+    }
+  };
+  struct Weights16 {
+    static constexpr int64_t kBytes = 2;
+    static void load(const unsigned char* p, F (&w)[4]) {
+      for (int i = 0; i < 2; ++i) {
+        const I x = bits_of(Float32::load(p + 16 * i));
+        w[i] = float_of(shift_left<16>(x));
+        w[i + 2] = float_of(bit_and(x, broadcast(int32_t(0xFFFF0000))));
+      }
+    }
+  };
+  struct Weights32 {
+    static constexpr int64_t kBytes = 4;
+    static void load(const unsigned char* p, F (&w)[4]) {
+      for (int i = 0; i < 4; ++i) w[i] = Float32::load(p + 16 * i);
+    }
+  };
+};
+
+constexpr Kernels kKernels = table<Portable, V16, V32, DecoderPortable>("portable");
 
 }  // namespace
 
-const SpanKernels* portable_kernels() { return &kKernels; }
+const Kernels* portable_kernels() { return &kKernels; }
 
 }  // namespace pipespec::cpu
