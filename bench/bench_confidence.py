@@ -25,7 +25,7 @@ from bench.harness import choose_sizes, save
 from pipespec import Pipeline
 from pipespec.bench.machine import provenance
 from pipespec.demo import FAMILY, family_path, prompts
-from pipespec.planning.simulator import Answers, SimulatedPolicy, StageModel, simulate
+from pipespec.planning.perf_model import Answers, SimulatedPolicy, StageModel, simulate
 from pipespec.process.progress import quiet_transformers
 from pipespec_kernels.confidence import confidence_of
 

@@ -33,7 +33,7 @@ from pipespec import Pipeline
 from pipespec.bench.contenders import Family
 from pipespec.bench.machine import provenance
 from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, load_family, prompts
-from pipespec.planning.simulator import simulate_spd
+from pipespec.planning.perf_model import simulate_spd
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.spd import RanksPipeline, SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig

@@ -1,4 +1,4 @@
-"""Published runs of PipeSpec (arXiv 2505.01572): the table re-derived, the behaviour of the runs, and the simulator's predictions.
+"""Published runs of PipeSpec (arXiv 2505.01572): the table re-derived, the behaviour of the runs, and the perf model's predictions.
 
     python -m bench.published_runs FOLDER            print the tables
     python -m bench.published_runs FOLDER --json     the same figures as JSON
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from bench.bounds import best_policy, with_foresight
-from pipespec.planning.simulator import Answers, SimulatedPolicy, Simulation, StageModel, simulate
+from pipespec.planning.perf_model import Answers, SimulatedPolicy, Simulation, StageModel, simulate
 from pipespec.process.records import build, parse_json
 from pipespec.process.table import aligned
 
@@ -52,7 +52,7 @@ MIN_DRAFT_TOKENS = (0, 4, 6, 8, 10, 12, 14, 16, 20, 24)
 """Values of ``min_draft_tokens`` that :func:`predict_protocol` tries."""
 
 _LONGEST = 100
-"""Most tokens that one step can append, in the reference and in the simulator's histograms."""
+"""Most tokens that one step can append, in the reference and in the perf model's histograms."""
 
 _FILLS = 3
 """Simulations per text, each with other random values for the positions that the logs leave open."""
@@ -423,7 +423,7 @@ def predict(
     Args:
         evidence: Of the chain, see :func:`gather`.
         run: Only the lengths of its texts are used.
-        schedule: As for :func:`pipespec.planning.simulator.simulate`.
+        schedule: As for :func:`pipespec.planning.perf_model.simulate`.
         lookahead: Of the published schedules.
         policy: Of ``workers`` and ``lockstep``.
         keep: Indices of the samples. None: all.

@@ -1,4 +1,4 @@
-"""Formulas against simulation: the error tables and figures of docs/theory.md, and the simulator's speed.
+"""Formulas against simulation: the error tables and figures of docs/theory.md, and the perf model's speed.
 
 python -m bench.theory                print the tables
 python -m bench.theory --docs docs    rewrite them in docs/theory.md, and the figures in docs/theory/
@@ -22,7 +22,7 @@ from bench import bounds, published_runs
 from bench.harness import markdown_table, replace_table
 from pipespec.observe.plot import Panel, Series, chart
 from pipespec.planning import closed_form
-from pipespec.planning.simulator import SimulatedPolicy, StageModel, simulate, simulate_spd
+from pipespec.planning.perf_model import SimulatedPolicy, StageModel, simulate, simulate_spd
 from pipespec.spd import law
 
 _REPLICAS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import latency
-from pipespec.planning.simulator import SimulatedPolicy, StageModel, simulate, simulate_spd
+from pipespec.planning.perf_model import SimulatedPolicy, StageModel, simulate, simulate_spd
 
 
 def choices(tokens: int, acceptance: float, seed: int = 0):

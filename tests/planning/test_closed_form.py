@@ -9,7 +9,7 @@ import pytest
 
 from bench import bounds, theory
 from pipespec.planning import closed_form as cf
-from pipespec.planning.simulator import simulate_spd
+from pipespec.planning.perf_model import simulate_spd
 from pipespec.spd import law
 from tests.trials import trials
 

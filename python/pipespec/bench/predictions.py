@@ -1,4 +1,4 @@
-"""What the closed forms and the simulator say about each measured system, from the run's own step times and acceptance."""
+"""What the closed forms and the perf model say about each measured system, from the run's own step times and acceptance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 
 from pipespec.bench.results import Sample, Settings, SystemSettings
 from pipespec.config import SpeculationConfig
-from pipespec.planning.simulator import simulate_spd
+from pipespec.planning.perf_model import simulate_spd
 from pipespec.planning.steps import Chain, Profile
 from pipespec.spd.law import spd_tokens_per_cycle
 
@@ -27,7 +27,7 @@ class Prediction:
         measured: All tokens over all seconds.
         acceptance: Of each pair of neighbours, or of SPD's drafts.
         closed_form: By the formula; None: there is none for this system.
-        simulated: By the simulator; None as well.
+        simulated: By the perf model; None as well.
         reason: Why a prediction is missing.
     """
 

@@ -48,7 +48,7 @@ class Run:
 
     @cached_property
     def predictions(self) -> list[Prediction]:
-        """What formulas and simulator say about each system."""
+        """What formulas and perf model say about each system."""
         return predictions.predict(self.settings, self.samples, self.profile)
 
     def texts(self, dataset: str, system: str) -> list[Sample]:
@@ -230,7 +230,7 @@ def speed(run: Run) -> Section:
 
 
 def sweep(run: Run) -> Section:
-    """Speed-up over every setting that a sweep varied; the simulator's values as curves."""
+    """Speed-up over every setting that a sweep varied; the perf model's values as curves."""
     axes = run.axes
     simulated = {(p.dataset, p.system): p for p in run.predictions}
     figures, rows = [], []
@@ -293,7 +293,7 @@ def sweep(run: Run) -> Section:
     return Section(
         "sweep",
         "Lookahead and other settings",
-        "Dots with a line: measured speed-ups, medians over the samples. Dashed: the simulator over the run's own step times and acceptance. "
+        "Dots with a line: measured speed-ups, medians over the samples. Dashed: the perf model over the run's own step times and acceptance. "
         "Dotted: the closed form over the same.",
         figures,
         [Table("sweep", columns, rows)] if rows else [],
@@ -745,7 +745,7 @@ def _features(texts: Sequence[Sample], n: int, cycles: int) -> tuple[Cell, ...]:
 
 
 def theory(run: Run) -> Section:
-    """Closed forms and simulator against each measured point."""
+    """Closed forms and perf model against each measured point."""
     rows: list[tuple[Cell, ...]] = []
     closed, simulated = [], []
     for p in run.predictions:
@@ -761,7 +761,7 @@ def theory(run: Run) -> Section:
     if closed or simulated:
         most = max(max(point) for point in (*closed, *simulated))
         series = [Series("prediction = measurement", [0.0, most], [0.0, most], 4, dashed=True)]
-        for i, (name, points) in enumerate((("simulator", simulated), ("closed form", closed))):
+        for i, (name, points) in enumerate((("perf model", simulated), ("closed form", closed))):
             if points:
                 x, y = zip(*points, strict=True)
                 series.append(Series(name, x, y, i, marks=True, dashed=bool(i)))
@@ -778,7 +778,7 @@ def theory(run: Run) -> Section:
     ]  # fmt: skip
     return Section(
         "theory",
-        "Formulas and simulator against each measured point",
+        "Formulas and perf model against each measured point",
         "Chains: step times of the run's profile and the acceptance of the run's texts. SPD: the measured time of a cycle, so that only its law is tested. "
         "Rates are all tokens over all seconds, prompts included. A point above the line was predicted too fast.",
         figures,

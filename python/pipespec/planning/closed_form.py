@@ -7,7 +7,7 @@ Symbols:
 
 All times share one unit, and rates are tokens per that unit. "Published" means PipeSpec, arXiv 2505.01572, sections 3.2 and 3.3.
 All functions raise ``ValueError`` for probabilities outside [0, 1] and for times that are not positive. The docs page ``theory.md`` has the
-derivations and the error of each form against the simulator. The formulas of SPD are in :mod:`pipespec.spd.law`.
+derivations and the error of each form against the perf model. The formulas of SPD are in :mod:`pipespec.spd.law`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def chain_rate(
     """Tokens per unit of time of K stages: each pair by :func:`two_stage`, with the upstream part of the chain as its draft.
 
     The recursion is the published one (section 3.3) over the generalised pair. It is optimistic for the same reasons, by 5 to 12 % in
-    the chains of the docs page ``theory.md`` that wait for draft tokens. The simulator is exact where that matters.
+    the chains of the docs page ``theory.md`` that wait for draft tokens. The perf model is exact where that matters.
 
     Args:
         acceptance: ``acceptance[i]`` is the acceptance rate between stages i and i + 1.

@@ -1,4 +1,4 @@
-"""Step times of models, and the rates that the formulas and the simulator give for a chain of them."""
+"""Step times of models, and the rates that the formulas and the perf model give for a chain of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipespec.planning.closed_form import chain_rate, lockstep_rate
-from pipespec.planning.simulator import Answers, SimulatedPolicy, StageModel, simulate
+from pipespec.planning.perf_model import Answers, SimulatedPolicy, StageModel, simulate
 from pipespec.planning.validation import non_negative, positive, same_length
 
 _BETWEEN_S, _WAKE_S, _LATE_S = 2e-5, 1e-4, 3e-4
@@ -122,7 +122,7 @@ class Chain:
         return self.tokens / (self.stages[-1].prefill_s * self.prompt + self.tokens / rate)
 
     def simulated(self, *, cores: int | None = None) -> float:
-        """Tokens per second, prompt included, by the simulator. ``cores``: that worker processes share; None: one for each."""
+        """Tokens per second, prompt included, by the perf model. ``cores``: that worker processes share; None: one for each."""
         waits = self.schedule != "lockstep"
         prompts = [stage.prefill_s * self.prompt for stage in self.stages]
         start = max(prompts) if waits else sum(prompts)

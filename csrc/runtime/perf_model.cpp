@@ -1,4 +1,4 @@
-#include "simulator.hpp"
+#include "perf_model.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 #include "generation.hpp"
 #include "stage_port.hpp"
 
-namespace pipespec::sim {
+namespace pipespec::perf {
 namespace {
 
 using u32 = std::uint32_t;
@@ -806,4 +806,4 @@ SpdResult spd(const SpdSetting& setting) {
   return out;
 }
 
-}  // namespace pipespec::sim
+}  // namespace pipespec::perf

@@ -1,4 +1,4 @@
-"""Simulator: one chain in virtual time, over the engine's own protocol code in csrc/runtime/simulator.cpp.
+"""Perf model: one chain in virtual time, over the engine's own protocol code in csrc/runtime/perf_model.cpp.
 
 The schedules ``workers`` and ``lockstep`` run the protocol code of the engine. Only the duration of a forward and the tokens of each
 stage are modelled. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
@@ -256,7 +256,7 @@ def simulate(
         handshake_s: Fixed cost of an acknowledgement.
         preempt: A corrected draft drops its running step.
 
-    ``preempt``, and ``handshake_s`` with ``workers``, are idealisations for checks of closed forms, see csrc/runtime/simulator.hpp.
+    ``preempt``, and ``handshake_s`` with ``workers``, are idealisations for checks of closed forms, see csrc/runtime/perf_model.hpp.
 
     Raises:
         ValueError: A setting is out of range.

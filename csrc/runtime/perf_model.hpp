@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace pipespec::sim {
+namespace pipespec::perf {
 
 // The choice of an n-gram index that has no match: it drafts nothing there.
 inline constexpr std::uint8_t kNothing = 255;
@@ -132,4 +132,4 @@ struct SpdResult {
 };
 SpdResult spd(const SpdSetting& setting);
 
-}  // namespace pipespec::sim
+}  // namespace pipespec::perf

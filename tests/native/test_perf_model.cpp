@@ -1,12 +1,12 @@
-// The simulator: exact results for chains with a known answer, random ones within their sampling
+// The perf model: exact results for chains with a known answer, random ones within their sampling
 // error, and errors for settings that make no sense.
 #include <cmath>
 #include <limits>
 
 #include "check.hpp"
-#include "runtime/simulator.hpp"
+#include "runtime/perf_model.hpp"
 
-using namespace pipespec::sim;
+using namespace pipespec::perf;
 using u32 = std::uint32_t;
 
 namespace {

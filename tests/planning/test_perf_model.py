@@ -1,4 +1,4 @@
-"""The simulator: invariants of any chain, the engine's own policy, speed, bad input."""
+"""The perf model: invariants of any chain, the engine's own policy, speed, bad input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipespec.config import SpeculationConfig
-from pipespec.planning.simulator import Answers, SimulatedPolicy, StageModel, simulate, simulate_spd
+from pipespec.planning.perf_model import Answers, SimulatedPolicy, StageModel, simulate, simulate_spd
 from pipespec_kernels.confidence import confidence_of
 from tests.waiting import SECONDS
 
@@ -277,7 +277,7 @@ def test_planning_needs_no_torch():
     code = (
         "import sys\nsys.modules['torch'] = None\n"
         "from pipespec.planning import closed_form, steps\n"
-        "from pipespec.planning.simulator import StageModel, simulate\n"
+        "from pipespec.planning.perf_model import StageModel, simulate\n"
         "simulate('workers', [StageModel(1.0), StageModel(5.0)], (0.5,), 100)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
