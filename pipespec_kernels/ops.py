@@ -323,7 +323,6 @@ def verify(
             workspace=workspace,
             undrawn=undrawn,
             exact=True,
-            check_counts=False,
         )
     return arguments.write_to(found, selected, accepted)
 
@@ -491,7 +490,6 @@ def rejection_sample(
             draft_cutoff=None if bars is None else bars.to(device),
             out=(selected, accepted) if selected.device == device else None,
             exact=True,
-            check_counts=False,
         )
     return arguments.write_to(found, selected, accepted)
 

@@ -20,15 +20,16 @@ rounding, and the search ends at a logit of the row: between two neighbouring lo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels import reference
-from pipespec_kernels.triton.launch import INTEGERS, UNSPECIALIZED, check, check_logits, check_written, on
+from pipespec_kernels.triton.launch import (
+    UNSPECIALIZED,
+    check_limits,
+    on,
+)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Logits that a block of threads reads at once, and warps of a block. Not tuned on a device.
@@ -38,7 +39,6 @@ LEAST_GROUP, MOST_GROUPS = 64, 2048
 _MARGIN = tl.constexpr(0.999)
 # Low bits of an fp32 number, as an ordered integer, that carry no information of the original dtype.
 _SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-_REALS = (torch.float32, torch.float64)
 
 
 @triton.jit
@@ -326,50 +326,35 @@ def cutoff(
     num_draft_tokens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Temperature, top-k, top-p and min-p as the smallest logit that passes; see :func:`pipespec_kernels.ops.cutoff`.
+    """Temperature, top-k, top-p and min-p as the smallest logit that passes; see :func:`pipespec_kernels.ops.cutoff`, which checks the arguments.
 
-    The filters are those of HuggingFace's warpers, in their order, each applied to the logits that the one before kept. Logits equal to a kept one
-    are all kept. Weights are added up in float32: if a sum is within a few millionths of ``top_p``, the last logit may or may not pass. Repeated
-    calls give the same result. A row with a NaN, or with -inf alone, or for which all filters are off, gets -inf.
+    Weights are added up in float32: if a sum is within a few millionths of ``top_p``, the last logit may or may not pass. Repeated calls give the same
+    result.
 
     Args:
-        logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.
-        inv_temperature: 1 / temperature, finite and positive. This and the next three: one number, or a tensor ``[B]`` on
-            the device: float32, ``top_k`` int32 or int64, ``top_p`` and ``min_p`` also float64. (A number is written to the device by the host: inside a graph
-            that is captured, give tensors.)
-        top_k: 0 or at least V: off.
-        top_p: ``0 .. 1``; 1: off.
-        min_p: ``0 .. 1``; 0: off.
-        query_lens, num_draft_tokens: int32 ``[B]`` on the device, as for :func:`verify`: only the columns that it may read are
-            computed, the others get -inf. None: all columns.
-        out: contiguous float32 ``[B, Q]`` to write to; must overlap no other argument.
+        logits, out: as there.
+        inv_temperature: 1 / temperature. This and the next three: one number, or a tensor ``[B]`` on the device: float32, ``top_k`` int32 or int64, ``top_p``
+            and ``min_p`` also float64. (A number is written to the device by the host: inside a graph that is captured, give tensors.)
+        top_k, top_p, min_p: as there.
+        query_lens, num_draft_tokens: int32 ``[B]`` on the device, or None.
 
     Returns:
         float32 ``[B, Q]`` on the device of the logits, for ``Noise.cutoff``.
 
     Raises:
-        TypeError: not a tensor or number, or a dtype that is not supported.
-        ValueError: shapes, strides, devices or numbers that do not fit. Nothing has been written then. Numbers in tensors
-            are not checked.
+        ValueError: more rows or tokens than a launch takes, or a device without the kernels.
     """
-    batch, width, vocab = check_logits(logits)
+    batch, width, vocab = check_limits(logits)
     device = logits.device
-    scales = _per_row(inv_temperature, "inv_temperature", (torch.float32,), batch, device)
+    scales = _per_row(inv_temperature, torch.float32, batch, device)
     assert scales is not None
-    ks = _per_row(top_k, "top_k", INTEGERS, batch, device, off=0)
-    ps = _per_row(top_p, "top_p", _REALS, batch, device, off=1)
-    min_ps = _per_row(min_p, "min_p", _REALS, batch, device, off=0)
-    if (query_lens is None) != (num_draft_tokens is None):
-        raise ValueError("query_lens and num_draft_tokens go together")
-    if query_lens is not None:
-        query_lens = check(query_lens, "query_lens", (torch.int32,), (batch,), device).contiguous()
-        num_draft_tokens = check(num_draft_tokens, "num_draft_tokens", (torch.int32,), (batch,), device).contiguous()
-        if device.type == "cpu":
-            reference.check_counts(query_lens, num_draft_tokens, width)
+    ks = _per_row(top_k, torch.int64, batch, device, off=0)
+    ps = _per_row(top_p, torch.float64, batch, device, off=1)
+    min_ps = _per_row(min_p, torch.float64, batch, device, off=0)
+    if query_lens is not None and num_draft_tokens is not None:
+        query_lens, num_draft_tokens = query_lens.contiguous(), num_draft_tokens.contiguous()
     if out is None:
         out = torch.empty((batch, width), dtype=torch.float32, device=device)
-    else:
-        check_written(out, "out", (torch.float32,), (batch, width), device)
     if batch == 0 or width == 0:
         return out
     group = group_of(vocab)
@@ -422,19 +407,9 @@ def group_of(vocab: int) -> int:
 
 
 def _per_row(
-    value: Any, name: str, dtypes: tuple[torch.dtype, ...], batch: int, device: torch.device, off: float | None = None
+    value: float | Tensor, dtype: torch.dtype, batch: int, device: torch.device, off: float | None = None
 ) -> Tensor | None:
-    """The checked numbers of a filter; None if it is the number ``off``."""
+    """The numbers of a filter; None if it is the number ``off``."""
     if isinstance(value, Tensor):
-        return check(value, name, dtypes, (batch,), device).contiguous()
-    if isinstance(value, bool) or not isinstance(value, int if dtypes is INTEGERS else (int, float)):
-        raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
-    if name == "inv_temperature":
-        fits = 0 < value < float("inf")
-    else:
-        fits = 0 <= value <= (2**31 - 1 if name == "top_k" else 1)
-    if not fits:
-        raise ValueError(f"{name} is not valid: {value}")
-    if value == off:
-        return None
-    return torch.full((batch,), value, dtype=dtypes[-1], device=device)
+        return value.contiguous()
+    return None if value == off else torch.full((batch,), value, dtype=dtype, device=device)

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipespec_kernels.noise import Noise, check_stream
+from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.philox import INTERPRETED
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 MOST_VOCAB = 1 << 30  # ids and tiles are counted in int32
 # Arguments whose values do not change the code worth mentioning: each value of 1, or multiple of 16, would be a kernel of its own.
@@ -145,78 +144,35 @@ def check_device(device: torch.device, what: str) -> None:
         raise ValueError(f"{what} must be on a GPU, is on {device} (on the CPU use pipespec_kernels.ops)")
 
 
-def check_logits(logits: Any, name: str = "logits") -> tuple[int, int, int]:
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
-    if logits.dtype not in FLOATS:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {logits.dtype}")
-    if logits.dim() != 3:
-        raise ValueError(f"{name} must be [B, Q, V], got shape {tuple(logits.shape)}")
+def check_limits(logits: Tensor) -> tuple[int, int, int]:
+    """The sizes of logits that a launch can take."""
     batch, width, vocab = logits.shape
-    if not 0 < vocab <= MOST_VOCAB:
+    if vocab > MOST_VOCAB:
         raise ValueError(f"the vocabulary must have 1 .. 2**30 entries, got shape {tuple(logits.shape)}")
     if batch > MOST_ROWS or width > MOST_ROWS:
         raise ValueError(f"at most {MOST_ROWS} rows and columns in a launch, got shape {tuple(logits.shape)}")
-    if logits.stride(2) != 1 and vocab > 1:
-        raise ValueError(f"{name} must be contiguous along the vocabulary, got strides {logits.stride()}")
-    check_device(logits.device, name)
+    check_device(logits.device, "logits")
     return batch, width, vocab
 
 
-def check(
-    tensor: Any, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
-) -> Tensor:
-    """The tensor, if it is one of these dtypes with this shape on this device."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TypeError(f"{name} must be {names}, got {tensor.dtype}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like the logits, is on {tensor.device}")
-    return tensor
-
-
-def check_written(
-    tensor: Any, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
-) -> Tensor:
-    checked = check(tensor, name, dtypes, shape, device)
-    if not checked.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {checked.stride()}")
-    return checked
-
-
-def check_noise(
-    noise: Noise | None, batch: int, width: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def fields(noise: Noise | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Contiguous seeds, positions (without the offset) and scales, and the cutoff as it is; all None without noise."""
     if noise is None:
         return None, None, None, None
-    if not isinstance(noise, Noise):
-        raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
-    check_stream(noise.stream)
-    rows = (batch,)
-    cutoff = noise.cutoff
-    return (
-        check(noise.seeds, "noise.seeds", (torch.int64,), rows, device).contiguous(),
-        check(noise.positions, "noise.positions", INTEGERS, rows, device).contiguous(),
-        check(noise.inv_temperature, "noise.inv_temperature", (torch.float32,), rows, device).contiguous(),
-        None if cutoff is None else check(cutoff, "noise.cutoff", (torch.float32,), (batch, width), device),
-    )
+    return noise.seeds.contiguous(), noise.positions.contiguous(), noise.inv_temperature.contiguous(), noise.cutoff
 
 
-def check_out(out: tuple[Tensor, Tensor] | None, batch: int, width: int, device: torch.device) -> None:
+def strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Of the first two dimensions, for a kernel; 0 where there is no tensor."""
+    return (0, 0) if tensor is None else tensor.stride()[:2]  # type: ignore[return-value]
+
+
+def results(out: tuple[Tensor, Tensor] | None, batch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tensors for the selected tokens and the accepted draft tokens."""
     if out is not None:
-        check_written(out[0], "out[0]", (torch.int32,), (batch, width), device)
-        check_written(out[1], "out[1]", (torch.int32,), (batch,), device)
-
-
-def check_state(state: RowState | None, batch: int, device: torch.device) -> None:
-    if state is not None:
-        for name, tensor in zip(RowState._fields, state, strict=True):
-            check_written(tensor, f"state.{name}", INTEGERS, (batch,), device)
+        return out
+    selected = torch.empty((batch, width), dtype=torch.int32, device=device)
+    return selected, torch.empty(batch, dtype=torch.int32, device=device)
 
 
 def on(device: torch.device) -> Any:

@@ -20,24 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels import reference
-from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams
-from pipespec_kernels.triton import launch
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
 from pipespec_kernels.triton.launch import (
-    INTEGERS,
     LEAST_WIDTH_BLOCK,
     UNSPECIALIZED,
     Config,
     RowState,
     Workspace,
-    check,
-    check_logits,
-    check_noise,
-    check_out,
-    check_state,
+    check_limits,
     cut,
     default_config,
+    fields,
     on,
+    results,
+    strides,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
 from pipespec_kernels.triton.selection import (
@@ -369,75 +365,38 @@ def rejection_sample(
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Workspace | None = None,
     exact: bool = False,
-    check_counts: bool | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rejection sampling: the accepted draft tokens of each row, and one token drawn behind them.
 
-    See :func:`pipespec_kernels.ops.rejection_sample`, also for rows without a distribution.
+    See :func:`pipespec_kernels.ops.rejection_sample`, which checks the arguments, also for rows without a distribution. In powers of two (times
+    ``inv_temperature`` and lg2 e), a logit far below -1e30 counts as -inf. A row without a larger logit has no distribution.
 
     Args:
-        logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions.
-        tokens, query_lens, num_draft_tokens: as for :func:`verify`.
-            In powers of two (times ``inv_temperature`` and lg2 e), a logit far below -1e30 counts as -inf. A row without a larger logit has no
-            distribution.
-        draft_logits: ``[B, Q, V]``, of any of these dtypes; column ``q`` belongs to the token in column ``q + 1``, and
-            columns without a draft token are not read. None: ``q`` is 1 at the draft token (n-grams,
-            greedy drafts).
-        noise: seeds, positions, temperatures and cutoffs of the target, on the device. Its stream is not used.
-        streams: noise streams of the draft's draws, of the acceptance tests and of the residual draws; they must differ.
-        draft_inv_temperature: float32 ``[B]``; default: the target's.
-        draft_cutoff: float32 ``[B, Q]``; default: none.
-        state, out, workspace, check_counts: as for :func:`verify`.
+        logits, tokens, query_lens, num_draft_tokens, draft_logits, noise, streams, draft_inv_temperature, draft_cutoff, out: as there.
+        state, workspace: as for :func:`verify`.
         config: as for :func:`verify`. Sums of exponentials are added up in pieces, so their last bits depend on it and on the shape from which it is
-        chosen. A test that these bits decide depends on it, too.
+            chosen. A test that these bits decide depends on it, too.
         exact: take the logarithms in the noise as the host does.
 
     Returns:
         ``(selected[B, Q], accepted[B])``, int32 on the device of the logits. ``selected`` is -1 past ``accepted[r]``.
 
     Raises:
-        TypeError: not a tensor, or a dtype that is not supported.
-        ValueError: shapes, strides, devices or streams that do not fit. Nothing has been written then.
+        ValueError: as for :func:`verify`.
     """
-    batch, width, vocab = check_logits(logits)
+    batch, width, vocab = check_limits(logits)
     device = logits.device
-    if draft_logits is not None:
-        check_logits(draft_logits, "draft_logits")
-        check(draft_logits, "draft_logits", launch.FLOATS, (batch, width, vocab), device)
-    check(tokens, "tokens", INTEGERS, (batch, width), device)
-    query_lens = check(query_lens, "query_lens", (torch.int32,), (batch,), device).contiguous()
-    num_draft_tokens = check(num_draft_tokens, "num_draft_tokens", (torch.int32,), (batch,), device).contiguous()
-    if not isinstance(noise, Noise):
-        raise TypeError(f"noise must be a Noise, got {type(noise).__name__}")
-    seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
+    query_lens, num_draft_tokens = query_lens.contiguous(), num_draft_tokens.contiguous()
+    seeds, positions, inv_temperature, cutoff = fields(noise)
     assert positions is not None
     if noise.offset or positions.dtype is not torch.int64:
         positions = positions.long() + noise.offset
-    check_streams(streams)
-    streams = Streams(*streams)
-    if draft_inv_temperature is None:
-        draft_inv_temperature = inv_temperature
-    else:
-        draft_inv_temperature = check(
-            draft_inv_temperature, "draft_inv_temperature", (torch.float32,), (batch,), device
-        ).contiguous()
-    if draft_cutoff is not None:
-        check(draft_cutoff, "draft_cutoff", (torch.float32,), (batch, width), device)
-    check_state(state, batch, device)
-    check_out(out, batch, width, device)
+    draft_scale = inv_temperature if draft_inv_temperature is None else draft_inv_temperature.contiguous()
     test_config = config or default_config(batch * max(width - 1, 1), vocab, device, False)
     choose_config = config or default_config(batch, vocab, device, True)
     test_cut, choose_cut = cut(test_config, vocab), cut(choose_config, vocab)
-    if workspace is not None:
-        workspace.pieces(batch, width, device)
-    if check_counts or (check_counts is None and device.type == "cpu"):
-        reference.check_counts(query_lens, num_draft_tokens, width)
-
-    selected, accepted = out or (
-        torch.empty((batch, width), dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-    )
+    selected, accepted = results(out, batch, width, device)
     if batch == 0 or width == 0:
         accepted.zero_()
         return selected, accepted
@@ -449,15 +408,12 @@ def rejection_sample(
     has_draft_cutoff = has_draft and draft_cutoff is not None
     rows = (
         logits,
-        logits.stride(0),
-        logits.stride(1),
+        *strides(logits),
         unused if draft_logits is None else draft_logits,
-        0 if draft_logits is None else draft_logits.stride(0),
-        0 if draft_logits is None else draft_logits.stride(1),
+        *strides(draft_logits),
         vocab,
         tokens,
-        tokens.stride(0),
-        tokens.stride(1),
+        *strides(tokens),
         query_lens,
         num_draft_tokens,
         width,
@@ -468,13 +424,11 @@ def rejection_sample(
         seeds,
         positions,
         inv_temperature,
-        draft_inv_temperature,
+        draft_scale,
         unused if cutoff is None else cutoff,
-        0 if cutoff is None else cutoff.stride(0),
-        0 if cutoff is None else cutoff.stride(1),
+        *strides(cutoff),
         unused if draft_cutoff is None else draft_cutoff,
-        0 if draft_cutoff is None else draft_cutoff.stride(0),
-        0 if draft_cutoff is None else draft_cutoff.stride(1),
+        *strides(draft_cutoff),
     )
     with on(device):
         rejection_test_kernel[(test_cut.splits, batch, max(width - 1, 1))](

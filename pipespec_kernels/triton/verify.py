@@ -15,32 +15,27 @@ without Communication and Drafter-Invariant Speculative Decoding" (2024), sectio
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels import reference
-from pipespec_kernels.noise import Noise, check_undrawn
+from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.launch import (
-    INTEGERS,
     LEAST_WIDTH_BLOCK,
     UNSPECIALIZED,
     Config,
     RowState,
     Workspace,
-    check,
-    check_logits,
-    check_noise,
-    check_out,
-    check_state,
-    check_written,
+    check_limits,
     cut,
     default_config,
+    fields,
     notes_pay,
     on,
+    results,
+    strides,
 )
 from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
 from pipespec_kernels.triton.selection import (
@@ -265,80 +260,35 @@ def verify(
     workspace: Workspace | None = None,
     undrawn: Tensor | None = None,
     exact: bool = False,
-    check_counts: bool | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each row's own choices up to the first draft token that they contradict; see :func:`pipespec_kernels.ops.verify`.
+    """Each row's own choices up to the first draft token that they contradict; see :func:`pipespec_kernels.ops.verify`, which checks the arguments.
 
-    Row ``r`` was fed ``tokens[r, :query_lens[r]]``, of which the last ``num_draft_tokens[r]`` are draft tokens. With
-    ``s = query_lens[r] - 1 - num_draft_tokens[r]``, ``selected[r, j]`` is the choice from ``logits[r, s + j]`` for
-    ``j = 0 .. accepted[r]``; the walk continues while ``selected[r, j] == tokens[r, s + 1 + j]`` and draft tokens are left.
-
-    A choice is the id of the largest score: of the logit, or with ``noise`` of ``logit * inv_temperature + G`` among the
-    logits not below the cutoff. The lowest id wins ties, a NaN is larger than everything and the first one wins, and a
-    row of -inf alone chooses id 0. A NaN is never below a cutoff.
+    All tensors are on the device, and the host reads no values: a row with counts or an inverse temperature that do not fit gets ``accepted == -1`` and changes
+    in nothing else.
 
     Args:
-        logits: ``[B, Q, V]``, float32, bfloat16 or float16. Any strides in the first two dimensions, including 0.
-        tokens: ``[B, Q]``, int64 or int32, any strides.
-        query_lens, num_draft_tokens: int32 ``[B]``, on the device. ``0 <= num_draft_tokens < query_lens <= Q``, or ``query_lens == 0``: the row idles, all
-            -1, nothing accepted. A row with other counts gets ``accepted == -1`` and changes in nothing else.
-        noise: a :class:`pipespec_kernels.noise.Noise` of tensors on the device of the logits. The host does not read
-            them: a row that is fed with an inverse temperature that is not finite and positive gets ``accepted == -1``, too.
-            None: greedy.
+        logits, tokens, query_lens, num_draft_tokens, noise, out, undrawn: as there.
         state: written in place by the same launch.
-        out: contiguous int32 tensors ``[B, Q]`` and ``[B]``; must overlap no other argument.
         workspace: with it a call is exactly one launch, without it one more clears memory.
-        undrawn: int64 ``[B]``, on the device or pinned; see :func:`pipespec_kernels.ops.verify`.
         exact: take logarithms as the host does: the choices are then those of the CPU, bit for bit, and the noise costs
             more than twice the instructions. The default differs in the noise's last bits.
-        check_counts: whether to raise for bad counts, at the price of waiting for the device; default: where the
-            tensors are on the CPU (the interpreter).
         config: how rows are cut into blocks; default: chosen from the shape and the device. Changes no result.
 
     Returns:
         ``(selected[B, Q], accepted[B])``, int32 on the device of the logits. ``selected`` is -1 past ``accepted[r]``.
 
     Raises:
-        TypeError: not a tensor, or a dtype that is not supported.
-        ValueError: shapes, strides or devices that do not fit. Nothing has been written then.
+        ValueError: more rows or tokens than a launch takes, a device without the kernels, a small ``workspace``.
     """
-    batch, width, vocab = check_logits(logits)
-    device = logits.device
-    check(tokens, "tokens", INTEGERS, (batch, width), device)
-    query_lens = check(query_lens, "query_lens", (torch.int32,), (batch,), device).contiguous()
-    num_draft_tokens = check(num_draft_tokens, "num_draft_tokens", (torch.int32,), (batch,), device).contiguous()
-    seeds, positions, inv_temperature, cutoff = check_noise(noise, batch, width, device)
-    check_state(state, batch, device)
-    check_out(out, batch, width, device)
-    if undrawn is not None:
-        check_undrawn(undrawn, logits, noise)
-    config = config or default_config(batch * width, vocab, device, noise is not None)
-    cut(config, vocab)
-    if workspace is not None:
-        workspace.pieces(batch, width, device)
-    if check_counts or (check_counts is None and device.type == "cpu"):
-        reference.check_counts(query_lens, num_draft_tokens, width)
-
-    selected, accepted = out or (
-        torch.empty((batch, width), dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-    )
+    batch, width, vocab = check_limits(logits)
+    config = config or default_config(batch * width, vocab, logits.device, noise is not None)
+    selected, accepted = results(out, batch, width, logits.device)
     if batch == 0 or width == 0:
         accepted.zero_()
         return selected, accepted
-    _launch(
-        logits,
-        (tokens, query_lens, num_draft_tokens),
-        _Noise(seeds, positions, inv_temperature, cutoff, *_numbers(noise)),
-        state,
-        undrawn,
-        selected,
-        accepted,
-        workspace,
-        exact,
-        config,
-    )
+    fed = tokens, query_lens.contiguous(), num_draft_tokens.contiguous()
+    _launch(logits, fed, noise, state, undrawn, selected, accepted, workspace, exact, config)
     return selected, accepted
 
 
@@ -351,52 +301,23 @@ def select(
     exact: bool = False,
     config: Config | None = None,
 ) -> Tensor:
-    """The choice of every column: the result of :func:`verify` if every draft token is right.
-
-    Args:
-        logits, noise, workspace, exact, config: as for :func:`verify`.
-        out: contiguous int32 ``[B, Q]``; must overlap no other argument.
+    """The choice of every column: the result of :func:`verify` if every draft token is right. Arguments and errors as there; ``out``: int32 ``[B, Q]``.
 
     Returns:
         int32 ``[B, Q]`` on the device of the logits; -1 in rows whose inverse temperature is not finite and positive.
-
-    Raises:
-        TypeError, ValueError: as :func:`verify`.
     """
-    batch, width, vocab = check_logits(logits)
-    device = logits.device
-    flat = _Noise(*check_noise(noise, batch, width, device), *_numbers(noise))
-    if out is not None:
-        check_written(out, "out", (torch.int32,), (batch, width), device)
-    config = config or default_config(batch * width, vocab, device, noise is not None)
-    cut(config, vocab)
-    if workspace is not None:
-        workspace.pieces(batch, width, device)
-    selected = torch.empty((batch, width), dtype=torch.int32, device=device) if out is None else out
+    batch, width, vocab = check_limits(logits)
+    config = config or default_config(batch * width, vocab, logits.device, noise is not None)
+    selected = torch.empty((batch, width), dtype=torch.int32, device=logits.device) if out is None else out
     if batch > 0 and width > 0:
-        _launch(logits, None, flat, None, None, selected, selected, workspace, exact, config)
+        _launch(logits, None, noise, None, None, selected, selected, workspace, exact, config)
     return selected
-
-
-class _Noise(NamedTuple):
-    """The checked fields of a Noise; None without one."""
-
-    seeds: Tensor | None
-    positions: Tensor | None
-    inv_temperature: Tensor | None
-    cutoff: Tensor | None
-    stream: int
-    offset: int
-
-
-def _numbers(noise: Noise | None) -> tuple[int, int]:
-    return (0, 0) if noise is None else (noise.stream, operator.index(noise.offset))
 
 
 def _launch(
     logits: Tensor,
     fed: tuple[Tensor, Tensor, Tensor] | None,
-    noise: _Noise,
+    noise: Noise | None,
     state: RowState | None,
     undrawn: Tensor | None,
     selected: Tensor,
@@ -409,7 +330,8 @@ def _launch(
     batch, width, vocab = logits.shape
     device = logits.device
     splits, span = cut(config, vocab)
-    seeds, positions, inv_temperature, cutoff, stream, offset = noise
+    seeds, positions, inv_temperature, cutoff = fields(noise)
+    stream, offset = (0, 0) if noise is None else (noise.stream, operator.index(noise.offset))
     best, ticket, rejected = (workspace or Workspace(batch, width, device)).pieces(batch, width, device)
     # Arguments that this mode does not read: any pointer works.
     unused = accepted
@@ -440,8 +362,7 @@ def _launch(
             unused if positions is None else positions,
             unused if inv_temperature is None else inv_temperature,
             unused if cutoff is None else cutoff,
-            0 if cutoff is None else cutoff.stride(0),
-            0 if cutoff is None else cutoff.stride(1),
+            *strides(cutoff),
             stream,
             offset,
             unused if undrawn is None else undrawn,

@@ -58,9 +58,9 @@ def test_batches_and_widths_share_kernels(monkeypatch: pytest.MonkeyPatch) -> No
             noise = Noise(torch.empty(batch, dtype=torch.int64), kv, scale, bars, offset=1)
             counts = query_lens, num_draft_tokens
             workspace = Workspace(batch, width, "meta")
-            verify(logits, tokens, *counts, noise=noise, workspace=workspace, exact=True, check_counts=False)
+            verify(logits, tokens, *counts, noise=noise, workspace=workspace, exact=True)
             cutoff(logits, inv_temperature=scale, top_p=scale, query_lens=query_lens, num_draft_tokens=num_draft_tokens)
-            rejection_sample(logits, tokens, *counts, logits, noise, workspace=workspace, check_counts=False)
+            rejection_sample(logits, tokens, *counts, logits, noise, workspace=workspace)
     found = {name: len(variants) for name, variants in seen.items()}
     assert found == {
         "verify_kernel": 2,

@@ -183,7 +183,7 @@ def check_rejection() -> None:
 def check_counts() -> None:
     logits, tokens, _ = example()
     bad = torch.tensor([2, 3, -1, 0], dtype=torch.int32)
-    _, accepted = verify(logits, tokens, bad, N * 0, check_counts=False, config=ONE)
+    _, accepted = verify(logits, tokens, bad, N * 0, config=ONE)
     assert accepted.tolist() == [0, -1, -1, 0]
 
 

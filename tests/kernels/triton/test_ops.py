@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipespec_kernels import arguments, dispatch, kv, ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
-from pipespec_kernels.triton import Workspace, select
+from pipespec_kernels.triton import Workspace
 from tests.trials import trials
 
 from ..selection import (
@@ -318,15 +318,6 @@ def test_float64_goes_to_the_reference(device: torch.device) -> None:
     got = ops.argmax(logits.to(device))
     assert got.device == device
     same([got], [reference.argmax(logits)])
-
-
-def test_select_checks_its_arguments(device: torch.device) -> None:
-    out = torch.full((2, 4), -7, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="out must have shape"):
-        select(torch.zeros(2, 3, 5, device=device), out=out)
-    with pytest.raises(TypeError, match="noise must be a Noise"):
-        select(torch.zeros(2, 4, 5, device=device), noise=7, out=out)  # type: ignore[arg-type]
-    assert out.eq(-7).all()
 
 
 def test_a_work_space_of_the_callers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

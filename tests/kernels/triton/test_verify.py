@@ -286,9 +286,7 @@ def test_bad_counts_on_the_device_stay_in_their_row(device: torch.device) -> Non
     tokens = torch.full((8, 3), 4, device=device)
     state = RowState(*(torch.zeros(8, dtype=torch.int64, device=device) for _ in range(3)))
     workspace = Workspace(8, 3, device)
-    selected, accepted = verify(
-        logits, tokens, query_lens, num_draft_tokens, state=state, workspace=workspace, check_counts=False
-    )
+    selected, accepted = verify(logits, tokens, query_lens, num_draft_tokens, state=state, workspace=workspace)
     assert selected.tolist() == [[4, 4, -1]] + [[-1] * 3] * 7
     assert accepted.tolist() == [1] + [-1] * 6 + [0]
     assert state.length.tolist() == [2] + [0] * 7
@@ -345,82 +343,33 @@ def test_ids_are_compared_whole(device: torch.device) -> None:
     assert verify(torch.zeros(1, 2, 4, device=device), tokens, n, n - 1)[1].item() == 0
 
 
-def test_bad_arguments_touch_nothing(device: torch.device) -> None:
-    def arguments() -> dict[str, object]:
-        three = torch.full((2,), 3, dtype=torch.int32, device=device)
-        noise = Noise(
-            torch.zeros(2, dtype=torch.int64, device=device),
-            torch.zeros(2, dtype=torch.int64, device=device),
-            torch.ones(2, device=device),
-        )
-        return {
-            "logits": torch.zeros(2, 3, 5, device=device),
-            "tokens": torch.zeros(2, 3, dtype=torch.int64, device=device),
-            "query_lens": three,
-            "num_draft_tokens": three - 1,
-            "noise": noise,
-            "state": RowState(*(torch.full((2,), -9, device=device) for _ in range(3))),
-            "out": (
-                torch.full((2, 3), -9, dtype=torch.int32, device=device),
-                torch.full((2,), -9, dtype=torch.int32, device=device),
-            ),
-            "workspace": Workspace(2, 3, device),
-            "check_counts": True,
-        }
-
-    def noise(**fields: object) -> Noise:
-        good = arguments()["noise"]
-        assert isinstance(good, Noise)
-        values = {name: getattr(good, name) for name in ("seeds", "positions", "inv_temperature", "cutoff", "stream")}
-        return Noise(**(values | fields))
-
-    def state(**fields: torch.Tensor) -> RowState:
-        good = arguments()["state"]
-        assert isinstance(good, RowState)
-        return good._replace(**fields)
-
-    counts = torch.tensor([3, 2], dtype=torch.int32, device=device)
-    cases: list[tuple[type[Exception], str, dict[str, object]]] = [
-        (TypeError, "logits must be a tensor", {"logits": [[0.0]]}),
-        (TypeError, "float32, bfloat16 or float16", {"logits": torch.zeros(2, 3, 5, device=device).double()}),
-        (ValueError, r"\[B, Q, V\]", {"logits": torch.zeros(3, 5, device=device)}),
-        (ValueError, "vocabulary", {"logits": torch.zeros(2, 3, 0, device=device)}),
-        (ValueError, "contiguous", {"logits": torch.zeros(2, 5, 3, device=device).transpose(1, 2)}),
-        (ValueError, "must be on", {"logits": torch.zeros(2, 3, 5, device="meta")}),
-        (TypeError, "tokens", {"tokens": torch.zeros(2, 3, device=device)}),
-        (ValueError, "tokens", {"tokens": torch.zeros(2, 4, dtype=torch.int64, device=device)}),
-        (ValueError, "tokens must be on", {"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")}),
-        (TypeError, "query_lens", {"query_lens": torch.full((2,), 3, device=device)}),
-        (ValueError, "query_lens", {"query_lens": torch.full((3,), 3, dtype=torch.int32, device=device)}),
-        (TypeError, "num_draft_tokens", {"num_draft_tokens": 2}),
-        (ValueError, "row 1: need 0 <= num_draft_tokens < query_lens <= Q", {"num_draft_tokens": 5 - counts}),
-        (ValueError, "row 0", {"query_lens": counts + 1}),
-        (ValueError, "row 0", {"query_lens": counts - 4}),
-        (ValueError, "row 0", {"num_draft_tokens": counts - 4}),
-        (TypeError, "must be a Noise", {"noise": 7}),
-        (TypeError, "noise.seeds", {"noise": noise(seeds=counts)}),
-        (ValueError, "noise.positions", {"noise": noise(positions=torch.zeros(3, dtype=torch.int64, device=device))}),
-        (TypeError, "noise.inv_temperature", {"noise": noise(inv_temperature=counts)}),
-        (ValueError, "noise.cutoff", {"noise": noise(cutoff=torch.zeros(2, device=device))}),
-        (ValueError, "noise.stream", {"noise": noise(stream=-1)}),
-        (TypeError, "state.length", {"state": state(length=torch.zeros(2, device=device))}),
-        (ValueError, "state.epoch", {"state": state(epoch=torch.zeros(4, dtype=torch.int64, device=device)[::2])}),
-        (TypeError, r"out\[0\]", {"out": (torch.zeros(2, 3, device=device), counts)}),
-        (ValueError, r"out\[1\]", {"out": (torch.zeros(2, 3, dtype=torch.int32, device=device), counts[:1])}),
-        (ValueError, "workspace", {"workspace": Workspace(1, 3, device)}),
-        (ValueError, "workspace", {"workspace": Workspace(2, 2, device)}),
-        (ValueError, "power of two", {"config": Config(12, 1, 1)}),
-    ]
-    for error, message, changed in cases:
-        call = arguments() | changed
-        with pytest.raises(error, match=message):
-            verify(**call)  # type: ignore[arg-type]
-        for tensor in (*arguments()["state"], *arguments()["out"]):  # type: ignore[misc]
-            assert (tensor == -9).all()
-        for name in ("state", "out"):
-            if name not in changed:
-                assert all((tensor == -9).all() for tensor in call[name])  # type: ignore[attr-defined]
-    verify(**arguments())  # type: ignore[arg-type]  # what was changed in each case was all that was wrong
+@pytest.mark.parametrize(
+    ("message", "changed"),
+    [
+        ("the workspace is for 1 x 3 at most", {"workspace": (1, 3)}),
+        ("the workspace is for 2 x 2 at most", {"workspace": (2, 2)}),
+        ("power of two", {"config": Config(12, 1, 1)}),
+        ("must be on", {"logits": torch.zeros(2, 3, 5, device="meta")}),
+        ("at most 65535 rows", {"logits": torch.zeros(1, 1, 5).expand(1 << 16, 3, 5)}),
+    ],
+)
+def test_what_a_launch_cannot_take_touches_nothing(
+    message: str, changed: dict[str, object], device: torch.device
+) -> None:
+    """All other arguments are checked by :mod:`pipespec_kernels.ops`."""
+    three = torch.full((2,), 3, dtype=torch.int32, device=device)
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    state = RowState(*(torch.full((2,), -9, device=device) for _ in range(3)))
+    out = (
+        torch.full((2, 3), -9, dtype=torch.int32, device=device),
+        torch.full((2,), -9, dtype=torch.int32, device=device),
+    )
+    given = {"logits": torch.zeros(2, 3, 5, device=device)} | changed
+    if "workspace" in changed:
+        given["workspace"] = Workspace(*changed["workspace"], device)  # type: ignore[misc]
+    with pytest.raises(ValueError, match=message):
+        verify(tokens=tokens, query_lens=three, num_draft_tokens=three - 1, state=state, out=out, **given)  # type: ignore[arg-type]
+    assert all((tensor == -9).all() for tensor in (*state, *out))
 
 
 # --- what only a device can show -------------------------------------------------------------------------------------
