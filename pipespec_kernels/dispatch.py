@@ -16,8 +16,14 @@ if forced not in ("", "reference", "triton"):
 
 
 def kernels(tensor: Tensor) -> Any:
-    """The Triton kernels if they run calls with this tensor, else None. They do not support float64."""
+    """The Triton kernels if they run calls with this tensor, else None. They do not support float64.
+
+    Raises:
+        ValueError: a tensor on the meta device.
+    """
     if tensor.dtype is torch.float64 or not (tensor.is_cuda if forced == "" else forced == "triton"):
+        if tensor.is_meta:
+            raise ValueError("a tensor on the meta device has no values to compute with")
         return None
     try:
         return importlib.import_module("pipespec_kernels.triton")
