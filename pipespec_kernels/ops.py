@@ -208,7 +208,7 @@ def cutoff(
             arguments.num_threads(threads),
         )
         return out
-    if query_lens is not None:
+    if query_lens is not None and num_draft_tokens is not None:
         arguments.check_count_values(query_lens, num_draft_tokens, width)
     arguments.check_filter_values(filters)
     kernels = dispatch.kernels(logits)

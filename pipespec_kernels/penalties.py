@@ -104,7 +104,7 @@ def penalize(
         logits, tokens, history, lengths, flat, query_lens, num_draft_tokens, bitmask
     )
     bias_ids, bias = flat[4:]
-    if query_lens is not None:
+    if query_lens is not None and num_draft_tokens is not None:
         arguments.check_count_values(query_lens, num_draft_tokens, width)
     if logits.is_cpu:
         _check_values(history.shape[1], lengths, *flat[:3])
@@ -130,7 +130,7 @@ def penalize(
         return
     kernels = dispatch.kernels(logits)
     if kernels is None:
-        if query_lens is not None:
+        if query_lens is not None and num_draft_tokens is not None:
             query_lens, num_draft_tokens = query_lens.to(CPU), num_draft_tokens.to(CPU)
         reference.penalize(logits, tokens, history, lengths, *flat, query_lens, num_draft_tokens, bitmask)
         return
