@@ -1,8 +1,8 @@
-"""Registration of operations with torch.library, in the namespace ``pipespec``, for torch.compile, export and subclasses.
+"""Registration with torch.library, in the namespace ``pipespec``, of the operations that a compiled forward of a model calls.
 
-Each operation is an ordinary Python function with its own dispatch by device, because torch's dispatcher costs more than a small
-call. Only traced calls (:func:`traced`) go through ``torch.ops.pipespec``. Its schema has tensors and numbers only, and its fake
-implementation checks shapes and dtypes in the same way.
+Each is an ordinary Python function with its own dispatch by device, because torch's dispatcher costs more than a small call. Only traced calls
+(:func:`traced`) go through ``torch.ops.pipespec``. The schema has tensors and numbers only, and the fake implementation checks shapes and dtypes in the
+same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("an integer", (int, torch.SymInt, Integral)),
     "float": ("a number", (int, float, torch.SymInt, torch.SymFloat, Real)),
     "bool": ("True or False", (bool,)),
-    "str": ("a string", (str,)),
 }
 """By type of a schema, its name in errors and the Python types."""
 
